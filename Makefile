@@ -1,11 +1,11 @@
-# Everything sets itself up: `make demo`, `make test` on a machine with Python 3.11+ and pip.
+# Every target installs what it needs: `make demo`, `make test` on a machine with Python 3.11+ and pip.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONFORMANCE := .venv-judges
 
-.PHONY: setup demo test test-fast test-random simulate test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
+.PHONY: setup demo test test-fast test-random simulate scale test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
 
@@ -18,11 +18,14 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/python -m swell.cluster.cli.demo
 
+# In two processes of up to 2 GB and one cluster of up to 6 GB: one begins with the tests that start Ray, which often
+# wait, and the other has the rest (tests/sharing.py). PROCESSES=0: one after another.
+PROCESSES ?= 2
 test: setup lint typecheck
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n $(PROCESSES) -m "not gpu"
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -n $(PROCESSES) -m "not gpu and not slow"
 
 # Property tests with new examples in each of so many runs; all other targets try the same examples every time.
 RUNS ?= 5
@@ -36,6 +39,11 @@ simulate: setup
 	$(BIN)/python -m tests.simulator --today --seeds 5000 & first=$$!; \
 	  $(BIN)/python -m tests.simulator --today --first 5000 --seeds 5000; second=$$?; \
 	  wait $$first && exit $$second
+
+# What coordinator and ingresses cost with 10, 100 and 1 000 engines, on the virtual clock: a quarter of an hour of one
+# core. The table is in docs/performance.md.
+scale: setup
+	$(BIN)/python -m tests.simulator.scale
 
 # Needs torch, triton, transformers, msgspec, pyzmq and pytest of the machine's own Python, and llguidance for
 # grammars: without it these are refused by name. No Ray, no network.
@@ -58,9 +66,11 @@ $(CONFORMANCE)/.installed: tests/conformance/requirements.txt
 zoo: setup
 	$(BIN)/python -m tests.zoo --splits --page docs/models.md
 
-# Every fault in every moment, under load: 312 cells, some hours on two cores; rewrites the tables of the page.
+# Every fault in every moment, under load: 312 cells, some hours on two cores; rewrites the tables of the page. Then 72
+# cells of hosts and links, as root: those where the head is lost need `redis-server`.
 fault-matrix: setup
 	$(BIN)/python -m tests.faults --markdown docs/reliability.md
+	$(BIN)/python -m tests.faults --hosts --markdown docs/reliability.md
 
 # Swell alone, or beside peers: BENCH="offline-m15 served" PEERS="vllm=PYTHON llamacpp=PYTHON" ARGS="--repeats 5".
 BENCH_TO := build
@@ -84,7 +94,7 @@ lint: setup
 typecheck: setup
 	rm -rf build/typecheck build/lib && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
 	ln -s ../../tests build/typecheck/tests
-	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster \
+	cd build/typecheck && ../../$(BIN)/mypy --cache-dir ../mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster \
 	  -p swell.worker -p swell.kernels -p tests.benchmarks -p tests.faults -p tests.routing -p tests.simulator
 
 clean:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
@@ -24,19 +25,23 @@ from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.responses.store_service import ResponseStoreService
 from swell.cluster.api.server.http_server import EdgeServer
+from swell.cluster.api.server_info import NotReady
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.checkpoint_store import CheckpointStore
 from swell.cluster.control.control_state import ScaleRefused
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
-from swell.cluster.control.http_port import claim_port, with_port
+from swell.cluster.control.http_port import claim_port, listening_host, with_host, with_port
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.placement import Placement, resolve_device
 from swell.cluster.control.ray_cluster import RayCluster
+from swell.cluster.text.tokenizer import import_without_torch
 from swell.configs.identity import identity
 from swell.configs.log import StructuredLogger, configure_logging
-from swell.configs.process import freeze_gc
+from swell.configs.network import host_address, ingress_ports
+from swell.configs.process import allow_many_files, freeze_gc
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.coordinator.contact import CoordinatorContact
+from swell.coordinator.coordinator import find
 from swell.coordinator.ground import ThreadGround
 from swell.coordinator.ports import free_port, next_free_port
 
@@ -57,15 +62,24 @@ _STATUS_TIMEOUT_S = 10.0
 _STATUS_POLL_S = 0.5
 """Between two calls for it."""
 _SAVE_TIMEOUT_S = 2.0
-"""How long an answer to an operator may wait until the request is written down."""
+"""How long an answer to an operator may wait until the request is stored in the checkpoint."""
 
 
 class Contact(msgspec.Struct, frozen=True):
-    """What an ingress needs of its manager."""
+    """The manager's answer to an ingress."""
 
     coordinator: CoordinatorContact
     port: int
     """Where all ingresses of the application listen."""
+
+
+class IngressStatus(msgspec.Struct, frozen=True):
+    """One ingress, as it answers through Ray."""
+
+    host: str
+    """An address of its host."""
+    not_ready: NotReady | None
+    """None: it reaches an engine that can make progress."""
 
 
 class ManagerDeployment:
@@ -77,12 +91,13 @@ class ManagerDeployment:
         self._app = serve.get_replica_context().app_name
         namespace = f"swell-{self._app}"
         self._identity = identity(config)
-        self._serve = config.serve
-        ray, ground = RayCluster(), ThreadGround()
-        self._checkpoints = CheckpointStore(namespace, self._identity, ray)
-        config = resolve_device(config, ray.total_resources())
-        self._coordinator = CoordinatorHandle(config, namespace, self._checkpoints, ray)
-        placement = Placement(config, self._identity, namespace, self._coordinator, ray, ground)
+        self._ports = ingress_ports(config.cluster.port_range)
+        self._serve = with_host(config, ray.util.get_node_ip_address()).serve
+        cluster, ground = RayCluster(config.cluster), ThreadGround()
+        self._checkpoints = CheckpointStore(namespace, self._identity, cluster)
+        config = resolve_device(config, cluster.total_resources())
+        self._coordinator = CoordinatorHandle(config, namespace, self._checkpoints, cluster)
+        placement = Placement(config, self._identity, namespace, self._coordinator, cluster, ground)
         self._manager = ClusterManager(
             config, self._coordinator, placement, self._checkpoints, ground
         )
@@ -98,7 +113,8 @@ class ManagerDeployment:
         contact = self._coordinator.contact
         assert contact is not None
         host, port = self._serve.host, self._serve.port
-        return Contact(contact, port or await self._checkpoints.port(lambda: free_port(host)))
+        choose = partial(free_port, host, self._ports)
+        return Contact(contact, port or await self._checkpoints.port(choose))
 
     async def describe(self) -> dict[str, Any]:
         return await self._manager.describe()
@@ -119,7 +135,7 @@ class ManagerDeployment:
         return await self._change(self._manager.resume)
 
     async def _change(self, change: Callable[[], Awaitable[None] | None]) -> ChangeResult:
-        """Accepted means written down."""
+        """Accepted means stored in the checkpoint."""
         try:
             if (under_way := change()) is not None:
                 await under_way
@@ -134,7 +150,7 @@ class ManagerDeployment:
             await asyncio.wait_for(self._manager.save(), _SAVE_TIMEOUT_S)
         except ScaleRefused:
             raise
-        except Exception as error:  # it happens all the same, and is written down later
+        except Exception as error:  # the change happens all the same, and is stored later
             self._log.warning("checkpoint not written", error=f"{type(error).__name__}: {error}")
 
     async def __del__(self) -> None:
@@ -152,16 +168,31 @@ class IngressDeployment:
         self, config: Config, manager: DeploymentHandle, store: DeploymentHandle | None
     ) -> None:
         configure_logging()
+        import_without_torch()
         contact = await _discover_manager(manager, identity(config))
+        node = ray.util.get_node_ip_address()
+        self._host = host_address(config.cluster.interface, node)
+        config = with_host(config, node)
         found = contact.coordinator
+        allow_many_files()
         ground = ThreadGround(silence_s=config.cluster.stall_timeout_s)
-        connect = partial(AsyncEngineCoreClient, found.address, found.keys, ground=ground)
+        connect = partial(
+            AsyncEngineCoreClient,
+            found.address,
+            found.keys,
+            ground=ground,
+            find=partial(find, found, config.cluster.stall_timeout_s),
+        )
         self._ingress = await build_ingress(config, connect, manager, store)
         limits, drain_s = config.serve, config.cluster.drain_timeout_s
         self._edge = EdgeServer(self._ingress.app, limits.host, contact.port, drain_s, limits)
         await self._edge.start()
         StructuredLogger("cluster.app").info("listening", host=limits.host, port=contact.port)
         freeze_gc()
+
+    async def status(self) -> IngressStatus:
+        """For the command that starts the application: it may run where no ingress is reached."""
+        return IngressStatus(self._host, await self._ingress.not_ready())
 
     async def check_health(self) -> None:
         """Serve calls it in the event loop that serves requests: one that hangs does not answer,
@@ -209,9 +240,13 @@ def application(config: Config) -> serve.Application:
     Stored responses have a process of their own: large bodies pass through neither the manager nor
     the coordinator, and it loads nothing of ours but the store.
     """
+    hosts = _hosts()
+    config = _with_ingresses(config, hosts)
     limits, options = config.serve, _actor_options(config)
     one = {"num_replicas": 1, "max_ongoing_requests": 1000, **options}
     many = {"num_replicas": limits.ingress_replicas, "max_ongoing_requests": 100_000, **options}
+    if hosts > 1:  # Serve itself may place all of them on one node
+        many["max_replicas_per_node"] = -(-(limits.ingress_replicas or 1) // hosts)
     manager = serve.deployment(name="Manager", **one)(ManagerDeployment).bind(config)
     store = None
     if limits.stored_responses:
@@ -219,6 +254,19 @@ def application(config: Config) -> serve.Application:
             limits.stored_responses, limits.stored_response_bytes, limits.stored_response_age_s
         )
     return serve.deployment(name="Ingress", **many)(IngressDeployment).bind(config, manager, store)
+
+
+def _hosts() -> int:
+    """Nodes of the Ray cluster; 1 if this process is connected to none."""
+    nodes = ray.nodes() if ray.is_initialized() else []
+    return max(1, len([node for node in nodes if node["Alive"]]))
+
+
+def _with_ingresses(config: Config, hosts: int) -> Config:
+    """With a number of ingresses: by default one on each host."""
+    number = config.serve.ingress_replicas or hosts
+    serve = msgspec.structs.replace(config.serve, ingress_replicas=number)
+    return msgspec.structs.replace(config, serve=serve)
 
 
 def shutdown_s(config: Config) -> float:
@@ -248,7 +296,9 @@ def build(args: dict[str, Any]) -> serve.Application:
     if not source:
         raise ConfigError("say which configuration: serve run swell.cluster.app:build config=FILE")
     config = load(source, dict(parse_override(f"{key}={value}") for key, value in args.items()))
+    node = ray.util.get_node_ip_address()
     if config.serve.port == _SERVE_PROXY_PORT:
-        config = with_port(config, next_free_port(config.serve.host, _SERVE_PROXY_PORT + 1))
+        host = listening_host(config, node)
+        config = with_port(config, next_free_port(host, _SERVE_PROXY_PORT + 1))
         print(f"Ray Serve's proxy has port {_SERVE_PROXY_PORT}; ours is {config.serve.port}")
-    return application(claim_port(config) if config.serve.port else config)
+    return application(claim_port(config, node) if config.serve.port else config)

@@ -105,19 +105,21 @@ class LLM:
         """Answer one conversation, or each of several; with `continue_final_message` the answer
         goes on with the last message."""
         one = bool(messages) and isinstance(messages[0], Mapping)
-        talks: Sequence[Any] = [messages] if one else messages
+        conversations: Sequence[Any] = [messages] if one else messages
         options = TemplateOptions(
             add_generation_prompt=not continue_final_message,
             continue_final_message=continue_final_message,
         )
         requests = [
             GenerationRequest(
-                prompt=Conversation(messages=self._prompts.chat_messages(talk), template=options),
+                prompt=Conversation(messages=self._prompts.chat_messages(turns), template=options),
                 params=params,
                 prompt_field="messages",
                 tokenize_options=TEMPLATE_TEXT,
             )
-            for talk, params in zip(talks, self._params(sampling_params, len(talks)), strict=True)
+            for turns, params in zip(
+                conversations, self._params(sampling_params, len(conversations)), strict=True
+            )
         ]
         return self._run(requests, use_tqdm)
 
@@ -174,10 +176,11 @@ class LLM:
                 while self._core.has_work:
                     for outputs in self._core.step().values():
                         done = self._processor.process_outputs(outputs)
-                        self._core.abort_requests([s.request_id for s in done.reqs_to_abort])
+                        if done.reqs_to_abort:
+                            self._core.abort_requests([s.request_id for s in done.reqs_to_abort])
                         for output in done.request_outputs:
                             self._collect_output(parents, output, answers)
-                        progress.update(bar, completed=len(answers))
+                            progress.update(bar, completed=len(answers))
                 self._clean = True
             except BaseException:
                 # Workers that have ended cannot begin anew, which the next call says.
@@ -219,7 +222,7 @@ class LLM:
             self._core.abort_requests(ids)
 
     def _reset(self) -> None:
-        """Begin anew, with an empty cache: an interrupt may have come between any two lines, so
+        """Start again, with an empty cache: an interrupt may have come between any two lines, so
         nothing that was kept about requests can be trusted. It may come here too."""
         self._clean = False
         self._processor = OutputProcessor(self._detokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import sys
 from collections.abc import Awaitable, Callable
 
@@ -38,8 +39,15 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def allow_many_files() -> None:
+    """Use as many file descriptors as the system lets this process have: an ingress has four for
+    each engine, and one for each client."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def freeze_gc() -> None:
-    """Exclude all existing objects from garbage collection: what was imported and loaded lives as
+    """Exclude all existing objects from garbage collection: imported and loaded objects exist as
     long as the process, and each full collection of it would delay every stream."""
     gc.collect()
     gc.freeze()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from swell.configs.network import check_interface, parse_ports
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -24,6 +26,8 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@,]+/?\Z", re.IGNORECASE)
 """The origin of a web page: scheme, name and port."""
+SERVE_FILES = ("api_keys_file", "admin_keys_file", "chat_template")
+"""Keys of `serve` that name files, which every host must have."""
 MAX_DRAIN_S = 4 * 3600.0
 """Longest drain that a request or the configuration may set."""
 
@@ -57,7 +61,8 @@ class ModelConfig(Section, frozen=True):
     model's generation_config.json are the defaults of requests, as in vLLM. `none`: neutral
     defaults. End tokens are read from the file in both cases."""
     cpu_threads: NonNegative = 0
-    """Threads of one worker's matrix products on CPU; 0: the cores divided by the local workers."""
+    """Threads of one worker's matrix products on CPU; 0: the cores of its host, divided by the
+    workers that all engines have there."""
 
     @property
     def served_name(self) -> str:
@@ -108,11 +113,14 @@ class SchedulerConfig(Section, frozen=True):
 
 class ServeConfig(Section, frozen=True):
     host: str = "127.0.0.1"
+    """Where ingresses listen; `interface`: at the address of `cluster.interface` of each host."""
     port: Port = 8000
     """Shared by the HTTP servers of all ingress replicas of a node; 0: a free one."""
     proxy_port: Port = 0
     """Port of Ray Serve's own proxy beside ours; 0: no proxy (with `swell serve`)."""
-    ingress_replicas: Positive = 1
+    ingress_replicas: Positive | None = None
+    """HTTP servers, spread evenly over the hosts of the Ray cluster. None: one on each host that
+    is there at the start."""
     api_keys_file: str | None = None
     """One key a line; a request must have one of them, as `authorization: Bearer KEY` or
     `x-api-key: KEY`. Operators' keys are in `admin_keys_file`."""
@@ -204,6 +212,18 @@ class ClusterConfig(Section, frozen=True):
     """Longest delay before a change of load is reported."""
     heartbeat_s: Seconds = 1.0
     """Interval of reports without changes."""
+    interface: str | None = None
+    """The network that the processes of the cluster use among each other: the name of an
+    interface, as `eth1`, or an IPv4 network, as `10.1.0.0/16`. On each host all of them listen at
+    its first address there. None: at the address that Ray has of the host."""
+    ports: str | None = None
+    """`A-B`: the ports at which they listen, at least 16 and not in use by others; see
+    `docs/network.md`. None: 20000-31999 for the coordinator, and any for the others."""
+
+    @property
+    def port_range(self) -> range | None:
+        """`ports` as numbers."""
+        return None if self.ports is None else parse_ports(self.ports)
 
 
 class Config(Section, frozen=True):
@@ -218,8 +238,8 @@ class Config(Section, frozen=True):
 def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
     """Build a `Config` from a YAML file of ours, a model folder, a hub id, or a mapping.
 
-    `overrides` maps `section.key` to a value and wins over the source. A relative `model.path`
-    in a YAML file is tried relative to that file first. Raises `ConfigError`.
+    `overrides` maps `section.key` to a value and wins over the source. A relative path in a YAML
+    file is tried relative to that file first. Raises `ConfigError`.
     """
     data, base = _read(source)
     for key, value in (overrides or {}).items():
@@ -229,7 +249,7 @@ def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = 
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(error)) from None
     _check(config)
-    return _resolve_model_path(config, base)
+    return _resolve_paths(config, base)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -299,6 +319,7 @@ def _check(config: Config) -> None:
                 f"serve.cors_origins: {origin!r} is no origin; write scheme, name and port alone, "
                 "as 'https://app.example' or 'http://localhost:3000', or '*' for all"
             )
+    _check_network(config)
     cluster, parallel = config.cluster, config.parallel
     if cluster.min_engines > cluster.max_engines:
         raise ConfigError(
@@ -312,9 +333,45 @@ def _check(config: Config) -> None:
         )
 
 
-def _resolve_model_path(config: Config, base: Path) -> Config:
-    path = base / os.path.expanduser(config.model.path)
-    if not path.is_dir():
-        return config
-    model = msgspec.structs.replace(config.model, path=str(path.resolve()))
-    return msgspec.structs.replace(config, model=model)
+def _check_network(config: Config) -> None:
+    interface, ports = config.cluster.interface, config.cluster.ports
+    try:
+        if interface is not None:
+            check_interface(interface)
+        chosen = config.cluster.port_range
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if config.serve.host == "interface" and config.serve.proxy_port:
+        raise ConfigError(
+            f"serve.proxy_port={config.serve.proxy_port}: Ray Serve's proxy listens at one address "
+            "for all hosts; write it in serve.host, as '0.0.0.0'"
+        )
+    for key in ("port", "proxy_port"):
+        if (port := getattr(config.serve, key)) in (chosen or ()):
+            raise ConfigError(
+                f"serve.{key}={port} lies in cluster.ports={ports}, which other sockets take; "
+                "choose one outside"
+            )
+
+
+def _resolve_paths(config: Config, base: Path) -> Config:
+    """With absolute paths of what is there: processes on any host use them, in folders of their
+    own."""
+    model, serve = config.model, config.serve
+    if folder := _find(model.path, [base], Path.is_dir):  # else it is the name of a hub's model
+        model = msgspec.structs.replace(model, path=folder)
+    names = {key: getattr(serve, key) for key in SERVE_FILES}
+    found = {
+        key: _find(name, [base, Path.cwd()], Path.exists) or name
+        for key, name in names.items()
+        if name
+    }
+    return msgspec.structs.replace(
+        config, model=model, serve=msgspec.structs.replace(serve, **found)
+    )
+
+
+def _find(name: str, bases: Sequence[Path], is_there: Callable[[Path], bool]) -> str | None:
+    """The absolute path of a name that is relative to the first base where it is there."""
+    paths = (base / os.path.expanduser(name) for base in bases)
+    return next((str(path.resolve()) for path in paths if is_there(path)), None)

@@ -1,1 +1,1 @@
-"""Counts: ranks, epochs, loads, waves; and the channel by which parts talk."""
+"""Counts: ranks, epochs, loads, waves; and the channel between processes."""

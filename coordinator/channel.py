@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -30,6 +31,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from swell.configs import process
 from swell.configs.log import StructuredLogger
+from swell.configs.network import bind_free_port
 
 M = TypeVar("M")
 
@@ -43,6 +45,8 @@ DEFAULT_SILENCE_S = 10.0
 """After which a connection is taken for dead."""
 _MAX_BURST = 4096
 """Messages that are delivered at a time."""
+_MAX_SOCKETS = 49_152
+"""Of one context; each `AsyncOutlet` has three, with its monitor."""
 
 
 class ChannelKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -129,6 +133,14 @@ def _detect_silence(socket: Any, silence_s: float) -> None:
     socket.heartbeat_timeout = socket.tcp_maxrt = silence_ms - silence_ms // 4
 
 
+@functools.cache
+def _context_of(pid: int) -> Any:
+    """One context with its two threads for all ends of a process that close without waiting."""
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    return context
+
+
 class _FrameDecoder(Generic[M]):
     """The typed decoder of one end, which counts what it could not decode: a frame of a peer of
     another build, or of one that is broken, is dropped and harms no other."""
@@ -161,11 +173,11 @@ class Inbox(Generic[M]):
         *,
         name: str | None = None,
         port: int = 0,
+        ports: range | None = None,
         silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
-        """`name` and `port` let a successor be found where its predecessor was; else they are
-        chosen here. While another process holds them, be it one that is still dying, it waits.
-        `silence_s`: see `_detect_silence`."""
+        """`name` and `port`: where a predecessor was found; it waits until they are free. Else
+        chosen here, the port by `bind_free_port`. `silence_s`: see `_detect_silence`."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = _LINGER_MS
@@ -175,13 +187,17 @@ class Inbox(Generic[M]):
         self._socket.curve_server = True
         self._socket.curve_publickey = keys.public
         self._socket.curve_secretkey = keys.secret
-        ipc = f"ipc://@swell-{name or secrets.token_hex(8)}"
-        self._bind(ipc)
-        if port:
-            self._bind(f"tcp://{host}:{port}")
-        else:
-            port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = ChannelAddress(this_machine(), ipc, f"tcp://{host}:{port}")
+        try:
+            self._bind(ipc := f"ipc://@swell-{name or secrets.token_hex(8)}")
+            if port:
+                self._bind(f"tcp://{host}:{port}")
+            else:
+                bind_free_port(host, ports, lambda free: self._socket.bind(f"tcp://{host}:{free}"))
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = ChannelAddress(this_machine(), ipc, endpoint)
         self._encoder = msgspec.msgpack.Encoder()
         self._frame_decoder: _FrameDecoder[M] = _FrameDecoder(message_type)
 
@@ -197,7 +213,6 @@ class Inbox(Generic[M]):
                 return
             except zmq.ZMQError as error:
                 if error.errno != zmq.EADDRINUSE:
-                    self._context.destroy(linger=0)
                     raise
             if attempt % _LOG_EVERY_ATTEMPTS == 0:
                 StructuredLogger("coordinator.channel").warning("address is taken", address=address)
@@ -205,7 +220,13 @@ class Inbox(Generic[M]):
 
     def send(self, peer: bytes, message: Any) -> None:
         """Queue a message; dropped if the peer is gone."""
-        self._socket.send_multipart((peer, self._encoder.encode(message)), copy=True)
+        self.send_to_all((peer,), message)
+
+    def send_to_all(self, peers: Iterable[bytes], message: Any) -> None:
+        """`send` to each; it is encoded once."""
+        frame = self._encoder.encode(message)
+        for peer in peers:
+            self._socket.send_multipart((peer, frame), copy=True)
 
     def receive(
         self, timeout_s: float = 0.0, waker: Waker | None = None
@@ -220,11 +241,8 @@ class Inbox(Generic[M]):
         return _wait(self._socket, timeout_s, waker)
 
     def take(self) -> Iterator[tuple[bytes, M]]:
-        """What is there, without waiting.
-
-        A frame that does not decode is a peer of another build: it is skipped. A flood is taken
-        in parts, so that the receiver does something else between them.
-        """
+        """What is there, without waiting. A flood is taken in parts, so that the receiver does
+        something else between them."""
         for _ in range(_MAX_BURST):
             try:
                 peer, frame = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -253,7 +271,7 @@ class Outlet(Generic[M]):
         silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
         """`silence_s`: see `_detect_silence`."""
-        self._context = zmq.Context()
+        self._context = self._make_context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         self._socket.linger = _LINGER_MS
         self._socket.sndhwm = self._socket.rcvhwm = 0
@@ -268,6 +286,9 @@ class Outlet(Generic[M]):
         self._socket.connect(address.ipc if address.machine == this_machine() else address.tcp)
         self._encoder = msgspec.msgpack.Encoder()
         self._frame_decoder: _FrameDecoder[M] = _FrameDecoder(message_type)
+
+    def _make_context(self) -> Any:
+        return zmq.Context()
 
     def _prepare(self) -> None:
         """What must be there before the socket is connected."""
@@ -303,8 +324,7 @@ class AsyncOutlet(Outlet[M]):
 
     zmq's file descriptor signals once for all that is there, and any use of the socket may take
     that signal: so all that is there is taken at once, and after sending it is looked for again.
-    (zmq's own asyncio sockets make a task's wake-up and some futures of each message.)
-    """
+    zmq's own asyncio sockets cost a wake-up and some futures a message."""
 
     def __init__(
         self,
@@ -325,11 +345,15 @@ class AsyncOutlet(Outlet[M]):
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
+    def _make_context(self) -> Any:
+        return _context_of(os.getpid())
+
     def _prepare(self) -> None:
         """Of a handshake that is over before the monitor is there it would never learn."""
         self._is_connected = False
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self._monitor = self._socket.get_monitor_socket(events)
+        name = f"inproc://{self.identity.hex()}"
+        self._monitor = self._socket.get_monitor_socket(events, name)
 
     def is_connected(self) -> bool:
         """Whether the peer can be reached now, as far as was noticed."""
@@ -344,7 +368,7 @@ class AsyncOutlet(Outlet[M]):
         self._loop.remove_reader(self._fd)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)
 
     def _drain(self) -> None:
         """An end that cannot be read any more would let every answer wait for ever."""
@@ -366,35 +390,3 @@ class AsyncOutlet(Outlet[M]):
             if message is not None:
                 self._take(message)
         self._loop.call_soon(self._drain)
-
-
-class CallTable(Generic[M]):
-    """Calls that wait for an answer: matched by id, never by order, each with a deadline."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._next_id = 0
-        self._waiting: dict[int, tuple[float, Any]] = {}
-
-    def open(self, future: Any, timeout_s: float) -> int:
-        """Register a Future-like object; the id to send with the call."""
-        self._next_id += 1
-        self._waiting[self._next_id] = (self._clock() + timeout_s, future)
-        return self._next_id
-
-    def answer(self, call_id: int, result: M) -> None:
-        """Late answers and those to cancelled callers are dropped."""
-        _deadline, future = self._waiting.pop(call_id, (0.0, None))
-        if future is not None and not future.done():
-            future.set_result(result)
-
-    def fail(self, call_id: int, error: Exception) -> None:
-        _deadline, future = self._waiting.pop(call_id, (0.0, None))
-        if future is not None and not future.done():
-            future.set_exception(error)
-
-    def expire(self, now: float | None = None) -> None:
-        """Fail every call whose deadline has passed."""
-        now = self._clock() if now is None else now
-        for call_id in [i for i, (deadline, _f) in self._waiting.items() if deadline <= now]:
-            self.fail(call_id, ChannelTimeout(f"call {call_id} was not answered in time"))

@@ -1,8 +1,10 @@
 """What the coordinator publishes, and when: pure, with time as an argument.
 
-A change is published within `load_report_s` of the first change that is unpublished, however
+A change of load is published within `load_report_s` of the first one that is unpublished, however
 much traffic arrives meanwhile: the deadline is set once and never pushed back. A new roster is
-published at once. Without changes there is a heartbeat.
+published at once, unless one was just before; and every `heartbeat_s` all reports are. So with N
+engines and I ingresses the coordinator sends I messages of a few bytes for each engine whose load
+has changed, and I messages of all N engines for each heartbeat and each new roster.
 """
 
 from __future__ import annotations
@@ -11,7 +13,26 @@ from collections.abc import Callable
 
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.roster import Roster
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import (
+    ClusterReports,
+    ClusterView,
+    EngineLoad,
+    EngineLoads,
+    EngineReport,
+    Publication,
+)
+
+MAX_REPORTS_PER_LOAD_REPORT_S = 125
+"""Reports of all engines within `load_report_s`, at most: 2500 a second by default. More engines
+report less often."""
+
+_ROSTER_INTERVAL_S = 0.0005
+"""Between two rosters, for each engine in them: those that come or go together make one."""
+
+
+def load_report_s(config: ClusterConfig, engines: int) -> float:
+    """The least time between two reports of an engine."""
+    return config.load_report_s * max(1.0, engines / MAX_REPORTS_PER_LOAD_REPORT_S)
 
 
 class ClusterState:
@@ -20,39 +41,61 @@ class ClusterState:
     def __init__(self, config: ClusterConfig, now: float = 0.0) -> None:
         self._config = config
         self.roster = Roster()
-        self.wave = 0
         self._reports: dict[int, EngineReport] = {}
-        self._publish_at = now
+        self._loads: dict[int, EngineLoad] = {}
+        """As they were published."""
+        self._changed: dict[int, None] = {}
+        """Ranks with a report that may not be published."""
+        self._has_new_roster = True
+        self._heartbeat_at = self._publish_at = self._next_roster_at = now
 
     def report(self, report: EngineReport, now: float) -> None:
         """Reports of engines outside of the roster are stale, and dropped."""
-        if report.rank not in self.roster.ranks:
+        if self.roster.find(report.rank) is None:
             return
         if report != self._reports.get(report.rank):
             self._reports[report.rank] = report
-            self._publish_at = min(self._publish_at, now + self._config.load_report_s)
+            self._changed[report.rank] = None
+            if not self._has_new_roster:
+                self._publish_at = min(self._publish_at, now + self._config.load_report_s)
 
     def change(self, step: Callable[[Roster], Roster], now: float) -> Roster:
-        """Apply one of the roster's functions and publish the result at once."""
+        """Apply one of the roster's functions and publish the result."""
         roster = step(self.roster)
         if roster is not self.roster:
             self.roster = roster
-            self._reports = {r: p for r, p in self._reports.items() if r in roster.ranks}
-            self._publish_at = now
+            for table in (self._reports, self._loads, self._changed):
+                for rank in [rank for rank in table if roster.find(rank) is None]:
+                    del table[rank]
+            self._has_new_roster = True
+            self._publish_at = max(now, self._next_roster_at)
         return roster
 
     def wait_s(self, now: float) -> float:
         """Seconds until something is due."""
         return max(0.0, self._publish_at - now)
 
-    def due(self, now: float) -> ClusterView | None:
-        """The view, if it is time to publish it."""
+    def due(self, now: float) -> Publication | None:
+        """What it is time to publish."""
         if now < self._publish_at:
             return None
-        self._publish_at = now + self._config.heartbeat_s
-        return self.view()
+        loads = self._take_changed_loads()
+        is_whole, self._has_new_roster = self._has_new_roster, False
+        if is_whole or now >= self._heartbeat_at:
+            self._heartbeat_at = self._publish_at = now + self._config.heartbeat_s
+            if not is_whole:
+                return ClusterReports.of(self.view())
+            self._next_roster_at = now + _ROSTER_INTERVAL_S * len(self.roster.members)
+            return self.view()
+        self._publish_at = self._heartbeat_at
+        return EngineLoads(self.roster.epoch, loads) if loads else None
+
+    def _take_changed_loads(self) -> list[EngineLoad]:
+        changed, self._changed = self._changed, {}
+        loads = [EngineLoad.of(self._reports[rank]) for rank in changed]
+        fresh = [load for load in loads if load != self._loads.get(load.rank)]
+        self._loads.update({load.rank: load for load in fresh})
+        return fresh
 
     def view(self) -> ClusterView:
-        return ClusterView(
-            self.roster, [self._reports[rank] for rank in sorted(self._reports)], self.wave
-        )
+        return ClusterView(self.roster, [self._reports[rank] for rank in sorted(self._reports)])

@@ -105,10 +105,16 @@ class Ground(Protocol):
 class ThreadGround:
     """A `Ground` of threads, ZeroMQ and the machine's clock."""
 
-    def __init__(self, host: str = "127.0.0.1", silence_s: float = DEFAULT_SILENCE_S) -> None:
-        """`host`: the address at which inboxes listen. `silence_s`: after which a connection is
-        taken for dead."""
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        silence_s: float = DEFAULT_SILENCE_S,
+        ports: range | None = None,
+    ) -> None:
+        """`host`: the address at which inboxes listen, at `ports`; None: any. `silence_s`: after
+        which a connection is taken for dead."""
         self._host = host
+        self._ports = ports
         self._silence_s = silence_s
 
     def now(self) -> float:
@@ -121,7 +127,13 @@ class ThreadGround:
         self, message_type: Any, keys: ChannelKeys, *, name: str | None = None, port: int = 0
     ) -> Inbox[Any]:
         return Inbox(
-            message_type, keys, self._host, name=name, port=port, silence_s=self._silence_s
+            message_type,
+            keys,
+            self._host,
+            name=name,
+            port=port,
+            ports=self._ports,
+            silence_s=self._silence_s,
         )
 
     def outlet(self, address: ChannelAddress, message_type: Any, keys: ChannelKeys) -> Outlet[Any]:

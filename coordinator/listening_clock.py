@@ -1,11 +1,11 @@
 """Time that counts as silence of a peer: seconds in which its messages were taken in. Pure.
 
 A loop that was stopped, or held up by a long step, has not taken in what its peers sent meanwhile.
-Measured by a wall clock all of them have been silent for that long, and a loop that judges by it
-drops peers that live. So every loop that judges silence measures by a `ListeningClock` instead: it
-advances with each turn of the loop, by at most a quarter of the limit. A peer is found silent
-only after the loop has listened more than four times and received nothing from it, however late
-each of these turns was; and a peer that is dead is found, even if every turn is late.
+Measured by a wall clock all of them have been silent for that long, and a loop that goes by it
+drops peers that are alive. So every loop that checks for silence measures by a `ListeningClock`
+instead: it advances with each turn of the loop, by at most a quarter of the limit. A peer is found
+silent only after the loop has listened more than four times and received nothing from it, however
+late each of these turns was; and a peer that is dead is found, even if every turn is late.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class ListeningClock:
     """Seconds of listening. `now` is a reading of any monotonic clock; the first call starts."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: the silence that is judged by this clock."""
+        """`limit_s`: the silence that is measured by this clock."""
         self._max_gap_s = limit_s / _TURNS_PER_LIMIT
         self._listened_s = 0.0
         self._last: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swell.coordinator.wave_interface import (
@@ -63,7 +63,9 @@ class NullMember(EngineWaves):
         self.phase = Phase.RUNNING
         return []
 
-    def broken(self, reason: str, repairing: bool = False) -> list[CoordinatorMessage]:
+    def broken(
+        self, reason: str, repairing: bool = False, absent: Iterable[int] = ()
+    ) -> list[CoordinatorMessage]:
         self.phase, self.in_flight = Phase.OUT, 0
         return [Broken(self.rank, self.incarnation, self.epoch, reason, repairing)]
 
@@ -78,6 +80,8 @@ class NullMember(EngineWaves):
 class NullCoordinator(CoordinatorWaves):
     """The coordinator's half: every target rank is in the group at once."""
 
+    lockstep = False
+
     def start_wave(self, rank: int, epoch: int, wave: int) -> RankedCommands:
         return []
 
@@ -90,14 +94,14 @@ class NullCoordinator(CoordinatorWaves):
     def broken(self, epoch: int) -> RankedCommands:
         return []
 
-    def paused(self, rank: int, epoch: int) -> RankedCommands:
+    def paused(self, rank: int, epoch: int, number: int) -> RankedCommands:
         return []
 
     def report(
         self, rank: int, epoch: int, wave: int, phase: Phase, voting: bool
     ) -> RankedCommands:
         """An engine that is not as the operator wants it gets the command again."""
-        if rank not in self.ranks or self.pause_requested == (voting or phase is Phase.PAUSED):
+        if self.pause_requested == (voting or phase is Phase.PAUSED) or rank not in self.ranks:
             return []
         return [(rank, Pause(0) if self.pause_requested else Resume(0))]
 
@@ -107,6 +111,9 @@ class NullCoordinator(CoordinatorWaves):
 
     def recover(self, hellos: Sequence[EngineHello]) -> RankedCommands:
         return self.change(tuple(sorted(hello.member.rank for hello in hellos)))
+
+    def introduced(self, rank: int, epoch: int) -> RankedCommands:
+        return []
 
     def pause(self) -> RankedCommands:
         self.pause_requested, self.group_state = True, GroupState.PAUSED

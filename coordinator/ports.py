@@ -6,6 +6,7 @@ import errno
 import random
 import socket
 
+from swell.configs.network import PortsTakenError
 from swell.configs.schema import ConfigError
 
 _CHOSEN_PORTS = range(20_000, 32_000)
@@ -22,15 +23,19 @@ def port_is_free(host: str, port: int) -> bool:
             if error.errno == errno.EADDRINUSE:
                 return False
             raise ConfigError(
-                f"serve.host={host!r}, serve.port={port} cannot be listened on: {error.strerror}"
+                f"no process can listen at {host}:{port} on this host: {error.strerror}"
             ) from None
     return True
 
 
-def free_port(host: str) -> int:
-    """One that a successor is likely to find free again."""
-    ports = random.sample(_CHOSEN_PORTS, len(_CHOSEN_PORTS))
-    return next(port for port in ports if port_is_free(host, port))
+def free_port(host: str, ports: range | None = None) -> int:
+    """One of `ports`; without these one that a successor is likely to find free again. Raises
+    PortsTakenError."""
+    chosen = _CHOSEN_PORTS if ports is None else ports
+    for port in random.sample(chosen, len(chosen)):
+        if port_is_free(host, port):
+            return port
+    raise PortsTakenError(host, chosen)
 
 
 def next_free_port(host: str, first: int) -> int:

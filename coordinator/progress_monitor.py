@@ -1,10 +1,10 @@
-"""Which subjects were heard of, and which have progressed: pure, with time as an argument.
+"""Which subjects have reported, and which have progressed: pure, with time as an argument.
 
 Subjects report a counter that changes with progress. A subject that is busy and whose counter
-does not change is without progress; an idle one is not. Who is judged, after how long, and who of
-several is named, are rules of the callers: of engines at the coordinator (`engine_monitor.py`), of
-engines at an ingress (`cluster/client/readiness.py`), of workers at their engine
-(`engine/executor/worker_monitor.py`).
+does not change is without progress; an idle one is not. Which are checked, after how long, and
+which of several is named, are rules of the callers: of engines at the coordinator
+(`engine_monitor.py`), of engines at an ingress (`cluster/client/readiness.py`), of workers at their
+engine (`engine/executor/worker_monitor.py`).
 
 All durations are time in which the caller listened (`listening_clock.py`), up to the last
 `advance`: time in which it was stopped, and received nothing, does not count.
@@ -36,7 +36,7 @@ class ProgressMonitor(Generic[S]):
     """One record for each subject."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: the silence that is judged by the clock."""
+        """`limit_s`: the silence that is measured by the clock."""
         self._clock = ListeningClock(limit_s)
         self._now = 0.0
         self._subjects: dict[S, Progress] = {}
@@ -44,6 +44,9 @@ class ProgressMonitor(Generic[S]):
     @property
     def subjects(self) -> frozenset[S]:
         return frozenset(self._subjects)
+
+    def is_watched(self, subject: S) -> bool:
+        return subject in self._subjects
 
     def counter(self, subject: S) -> Any:
         return self._subjects[subject].counter
@@ -58,7 +61,7 @@ class ProgressMonitor(Generic[S]):
         return self._now
 
     def set_subjects(self, subjects: Iterable[S], now: float) -> None:
-        """Watch these and no others; a newcomer has the full time to be heard."""
+        """Watch these and no others; a newcomer has the full time to report."""
         at = self._clock.read(now)
         self._subjects = {s: self._subjects.get(s) or Progress(at, at) for s in subjects}
 
@@ -81,7 +84,7 @@ class ProgressMonitor(Generic[S]):
                 self._subjects[subject].progressed_at = self._now
 
     def silent_s(self, limit_s: float) -> dict[S, float]:
-        """Subjects that were not heard of for longer than the limit, and for how long."""
+        """Subjects that have not reported for longer than the limit, and for how long."""
         silence = {s: self._now - record.heard_at for s, record in self._subjects.items()}
         return {s: time_s for s, time_s in silence.items() if time_s > limit_s}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -41,7 +42,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks of its cache."""
 
 
-class Roster(msgspec.Struct, frozen=True, array_like=True):
+class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Members in the order of their ranks; no two share one."""
 
     epoch: int = 0
@@ -51,12 +52,21 @@ class Roster(msgspec.Struct, frozen=True, array_like=True):
     def ranks(self) -> list[int]:
         return [member.rank for member in self.members]
 
+    @cached_property
+    def _by_rank(self) -> dict[int, Member]:
+        return {member.rank: member for member in self.members}
+
     def find(self, rank: int, incarnation: int | None = None) -> Member | None:
         """The member of this rank, if it is there (and is of this incarnation)."""
-        for member in self.members:
-            if member.rank == rank and incarnation in (None, member.incarnation):
-                return member
+        member = self._by_rank.get(rank)
+        if member is not None and incarnation in (None, member.incarnation):
+            return member
         return None
+
+
+def of(epoch: int, members: Iterable[Member]) -> Roster:
+    """Members in any order."""
+    return Roster(epoch, tuple(sorted(members, key=lambda m: m.rank)))
 
 
 def join(roster: Roster, newcomers: Iterable[Member]) -> Roster:
@@ -97,7 +107,5 @@ def remove(roster: Roster, ranks: Iterable[int]) -> Roster:
 
 def _next(roster: Roster, members: Iterable[Member]) -> Roster:
     """The same members make the same epoch."""
-    ordered = tuple(sorted(members, key=lambda m: m.rank))
-    if ordered == roster.members:
-        return roster
-    return Roster(roster.epoch + 1, ordered)
+    following = of(roster.epoch + 1, members)
+    return roster if following.members == roster.members else following

@@ -1,9 +1,11 @@
 """The coordinator's loop: a `CoordinatorStateMachine` between its channel and its callers.
 
 A coordinator that died is started again with the same keys, name and port, so its peers find it
-where it was. It knows nothing then: it lets every engine that reports introduce itself, and after
-a moment (`recovery_s`) the cluster consists of these. Serving goes on meanwhile: no view is sent,
-and calls wait.
+where it was; where its host was lost it is on another one, and they look for it (`finder.py`). It
+knows nothing then: it lets every engine that reports introduce itself and report what the manager
+wanted, and when all have had the time to (`recovery_s`) the cluster consists of these. No view is
+sent meanwhile, and calls wait; engines go on serving, unless they share experts with one that was
+lost.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import msgspec
 
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, make_keys
+from swell.coordinator.channel import ChannelAddress, Inbox, make_keys
+from swell.coordinator.cluster_state import load_report_s
+from swell.coordinator.contact import CoordinatorEndpoint
 from swell.coordinator.engine_monitor import StalledEngine
 from swell.coordinator.ground import Ground, ThreadGround
 from swell.coordinator.listening_clock import ListeningClock
@@ -22,48 +26,49 @@ from swell.coordinator.loop_calls import LoopCalls
 from swell.coordinator.metrics_aggregator import MetricsAggregator
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, Roster
-from swell.coordinator.state_machine import CoordinatorStateMachine
+from swell.coordinator.state_machine import CoordinatorStateMachine, JoinResult
+from swell.coordinator.subscribers import Subscribers
 from swell.coordinator.wave_interface import CoordinatorWaves, RankedCommands
 from swell.coordinator.waves import WaveCoordinator
 from swell.coordinator.wire import (
     ClusterView,
+    CoordinatorHeartbeat,
     CoordinatorMessage,
     EngineCommand,
     EngineHello,
+    EngineLoads,
     EngineReport,
     Introduce,
+    ManagerState,
     OtherIngressCounts,
     Subscribe,
 )
 
-_SUBSCRIBER_TIMEOUT_HEARTBEATS = 5
-"""Heartbeats after which a silent ingress is sent nothing more."""
 _CHECKS_PER_TIMEOUT = 10
-"""Checks for stalled engines in the time after which one counts as stalled."""
+"""Turns of the loop in the time after which an engine counts as stalled, at least."""
+_CHECK_INTERVAL_S = 0.05
+"""Between two checks, at least: each looks at all engines, and every message is a turn of the loop.
+"""
+_HEARTBEATS_PER_TIMEOUT = 4
+"""Messages to each engine in the time after which it looks for another coordinator."""
 
 
-def recovery_s(config: ClusterConfig) -> float:
-    """How long a successor listens: peers connect within a second, and send each heartbeat."""
-    return 1.0 + config.heartbeat_s
+class NotLeading(ValueError):
+    """Another manager leads: what this one has called for does not happen."""
 
 
-class CoordinatorEndpoint(msgspec.Struct, frozen=True):
-    """Where a coordinator is found, and with which keys; its successor has the same."""
-
-    keys: ChannelKeys
-    name: str | None = None
-    """Of its `ipc` socket; None: any."""
-    port: int = 0
-    """0: any."""
-
-
-class ManagerState(msgspec.Struct, frozen=True):
-    """Which manager leads, and what it does. What it wants is in its checkpoint."""
-
-    owner: str = ""
-    """The manager that leads; empty: none has spoken to this coordinator."""
-    phase: str = "idle"
-    """Of the change of engines: idle, prepare, commit, drain or failed."""
+def recovery_s(config: ClusterConfig, first_heard_s: float | None, *, has_moved: bool) -> float:
+    """How long a successor listens in all; `first_heard_s`: when the first engine introduced
+    itself. Where the predecessor was, peers connect within a second, and send each heartbeat. If it
+    was elsewhere, which only who `has_moved` knows before it is found, they have to notice its
+    silence first, which began for all at once, but for a heartbeat."""
+    soon_s = 1.0 + config.heartbeat_s
+    limit_s = soon_s + config.stall_timeout_s
+    if first_heard_s is None:
+        return limit_s
+    if first_heard_s <= soon_s and not has_moved:
+        return soon_s
+    return min(limit_s, first_heard_s + soon_s + config.heartbeat_s)
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -72,14 +77,15 @@ class Membership(msgspec.Struct, frozen=True):
     view: ClusterView
     stalled_engines: list[StalledEngine] = []
     """Every engine that was found to have stalled."""
-    note: ManagerState = ManagerState()
+    manager_state: ManagerState = ManagerState()
 
 
 class CoordinatorService:
     """The coordinator's socket and its loop, for engines, ingresses and the manager.
 
     The state belongs to the loop. Public methods may be called from any thread: they hand a call
-    to the loop and wait for its answer (see `Ground.answer`).
+    to the loop and wait for its answer (see `Ground.answer`). Those that change something name the
+    manager that calls, as its `owner`, and raise NotLeading where another one leads.
     """
 
     def __init__(
@@ -105,19 +111,29 @@ class CoordinatorService:
         self._state_machine = CoordinatorStateMachine(config, waves, now)
         self._waker = ground.waker()
         self._calls = LoopCalls(ground, self._waker)
-        self._subscribers: dict[bytes, float] = {}
-        """Ingresses, and when each subscribed last, by `_subscriber_clock`."""
-        self._subscriber_clock = ListeningClock(_SUBSCRIBER_TIMEOUT_HEARTBEATS * config.heartbeat_s)
+        self._checked_at = now
+        self._probes = LoopCalls(ground, self._waker)
+        """Calls that do not wait for the end of a recovery."""
+        self._subscribers = Subscribers(config.heartbeat_s)
         self._metrics_aggregator = MetricsAggregator()
         self._peers: dict[int, bytes] = {}
         """Channel identities of engines, by incarnation: a rank may have had several."""
         self._unsent: dict[int, list[EngineCommand]] = {}
         """For engines that join and have not sent `EngineHello` yet; the same key."""
+        self._heartbeat_s = min(
+            config.heartbeat_s, config.stall_timeout_s / _HEARTBEATS_PER_TIMEOUT
+        )
+        self._wake_interval_s = config.stall_timeout_s / _CHECKS_PER_TIMEOUT
+        self._check_interval_s = min(_CHECK_INTERVAL_S, self._wake_interval_s / 2)
+        self._heartbeats: dict[bytes, float] = {}
+        """When each engine was sent the last `CoordinatorHeartbeat`."""
         self._manager_state = ManagerState()
         self._epoch_seen = 0
         self._hellos: dict[int, EngineHello] = {}
         self._recovering = recover
-        self._recovery = ListeningClock(recovery_s(config))
+        self._has_moved = not endpoint.is_at(self._inbox.address)
+        self._recovery_s = recovery_s(config, None, has_moved=self._has_moved)
+        self._recovery = ListeningClock(self._recovery_s)
         self._recovery.advance(now)
         self._stopping = False
         self._loop = ground.spawn("coordinator", self._run())
@@ -127,6 +143,10 @@ class CoordinatorService:
         return self._inbox.address
 
     # ---------------------------------------------------------------- from other threads
+
+    def probe(self) -> bool:
+        """Returns if the loop runs, be it that it listens for what its predecessor left."""
+        return self._probes.call(lambda: True)
 
     def view(self) -> ClusterView:
         """From the loop itself, so an answer also says that the loop runs."""
@@ -141,87 +161,70 @@ class CoordinatorService:
             timeout_s, lambda: self._state_machine.roster.epoch != epoch, self._membership
         )
 
-    def join(self, members: list[Member], timeout_s: float) -> Roster:
-        """Return when they are in the roster. Raises ValueError for a rank that is taken, and
-        RuntimeError, with all engines as before, if their group does not form in time."""
+    def join(self, members: list[Member], timeout_s: float, owner: str = "") -> JoinResult:
+        """Return when each is in the roster, or will never be. Raises ValueError for a rank that is
+        taken: all engines are as before then."""
         ranks = {member.rank for member in members}
 
-        def joined_or_lost() -> bool:
-            """All are in the roster, or one will never be."""
-            here = set(self._state_machine.roster.ranks)
-            return ranks <= here or not ranks <= here | self._state_machine.joining
-
-        def finish() -> Roster:
-            missing = sorted(ranks - set(self._state_machine.roster.ranks))
-            if not missing:
-                return self._state_machine.roster
-            stalled = self._state_machine.stalled_engines
-            reasons = [engine.reason for engine in stalled if engine.rank in missing]
-            self._change(lambda now: self._state_machine.remove_failed(missing, now))
-            raise RuntimeError(
-                f"engines {missing} did not join the group"
-                + (f": {reasons[-1]}" if reasons else f" within {timeout_s:g} s or died meanwhile")
-            )
+        def finish() -> JoinResult:
+            result = self._state_machine.finish_join(ranks, timeout_s)
+            if result.refused:
+                self._change(lambda now: self._state_machine.remove_failed(result.refused, now))
+            return result
 
         return self._calls.call_and_wait(
             timeout_s,
-            joined_or_lost,
+            lambda: not ranks & self._state_machine.joining,
             finish,
-            lambda: self._change(lambda now: self._state_machine.join(members, now)),
+            lambda: self._change_for(owner, lambda now: self._state_machine.join(members, now)),
         )
 
-    def leave(self, ranks: list[int]) -> Roster:
-        """These engines get no more requests."""
-        return self._calls.call(
-            lambda: self._change(lambda now: self._state_machine.leave(ranks, now))
-        )
+    def leave(self, ranks: list[int], owner: str = "") -> Roster:
+        """These engines get no more requests. Each reports when it has received this roster."""
 
-    def cancel_leave(self, ranks: list[int]) -> Roster:
+        def leave(now: float) -> RankedCommands:
+            sends = self._state_machine.leave(ranks, now)
+            return [*sends, *((rank, self._heartbeat()) for rank in ranks)]
+
+        return self._command(owner, leave)
+
+    def cancel_leave(self, ranks: list[int], owner: str = "") -> Roster:
         """Engines that were leaving are active again."""
-        return self._calls.call(
-            lambda: self._change(lambda now: self._state_machine.cancel_leave(ranks, now))
-        )
+        return self._command(owner, lambda now: self._state_machine.cancel_leave(ranks, now))
 
-    def detach(self, ranks: list[int], timeout_s: float) -> Roster:
-        """Return when the roster is without them: when their group goes on without them."""
+    def detach(self, ranks: list[int], timeout_s: float, owner: str = "") -> Roster:
+        """Return when the roster is without them: when their group goes on without them. After the
+        time they are taken out, but for those that are kept meanwhile."""
         return self._calls.call_and_wait(
             timeout_s,
-            lambda: not set(ranks) & set(self._state_machine.roster.ranks),
-            lambda: self._change(lambda now: self._state_machine.remove_failed(ranks, now)),
-            lambda: self._change(lambda now: self._state_machine.detach(ranks, now)),
+            lambda: all(self._state_machine.roster.find(rank) is None for rank in ranks),
+            lambda: self._change(
+                lambda now: self._state_machine.remove_failed(
+                    self._state_machine.detached.intersection(ranks), now
+                )
+            ),
+            lambda: self._change_for(owner, lambda now: self._state_machine.detach(ranks, now)),
         )
 
-    def remove_failed(self, ranks: list[int]) -> Roster:
+    def remove_failed(self, ranks: list[int], owner: str = "") -> Roster:
         """Take out engines that are dead."""
-        return self._calls.call(
-            lambda: self._change(lambda now: self._state_machine.remove_failed(ranks, now))
-        )
+        return self._command(owner, lambda now: self._state_machine.remove_failed(ranks, now))
 
-    def pause(self) -> None:
+    def pause(self, owner: str) -> Roster:
         """Pause all engines."""
-        self._calls.call(lambda: self._change(self._state_machine.pause))
+        return self._command(owner, lambda now: self._state_machine.pause(now))
 
-    def resume(self) -> None:
+    def resume(self, owner: str) -> Roster:
         """Let all engines go on."""
-        self._calls.call(lambda: self._change(self._state_machine.resume))
+        return self._command(owner, lambda now: self._state_machine.resume(now))
 
-    def take_over(self, owner: str) -> None:
-        """Let this manager lead from now on."""
+    def _command(self, owner: str, step: Callable[[float], RankedCommands]) -> Roster:
+        return self._calls.call(lambda: self._change_for(owner, step))
 
-        def run() -> None:
-            self._manager_state = msgspec.structs.replace(self._manager_state, owner=owner)
-
-        self._calls.call(run)
-
-    def note(self, note: ManagerState) -> None:
-        """Keep the state of the manager. A manager that no longer leads is ignored."""
-
-        def run() -> None:
-            if self._manager_state.owner in ("", note.owner):
-                self._manager_state = note
-                self._state_machine.phase = note.phase
-
-        self._calls.call(run)
+    def save_manager_state(self, state: ManagerState) -> ManagerState:
+        """Keep the state of the manager, and let it lead if it took over last. That of another one
+        is dropped, and so is an older one that comes late. Returns what is kept."""
+        return self._calls.call(lambda: self._keep(state))
 
     def stop(self) -> None:
         self._stopping = True
@@ -247,10 +250,13 @@ class CoordinatorService:
                 what = type(message).__name__
                 self._log.error("not handled", message_type=what, error=repr(error))
         now = self._ground.now()
+        self._probes.run(now)
         if self._recovering:
             self._end_recovery(now)
             return
-        self._send(self._state_machine.tick(now))
+        if now >= self._checked_at + self._check_interval_s:
+            self._checked_at = now
+            self._send(self._state_machine.tick(now))
         self._calls.run(now)
         self._publish(now)
 
@@ -261,6 +267,21 @@ class CoordinatorService:
             self._manager_state,
         )
 
+    def _change_for(self, owner: str, step: Callable[[float], RankedCommands]) -> Roster:
+        """A coordinator that was made anew, and knows of no manager, accepts each."""
+        if self._manager_state.owner not in ("", owner):
+            raise NotLeading(f"the manager {owner!r} does not lead")
+        return self._change(step)
+
+    def _keep(self, state: ManagerState) -> ManagerState:
+        kept = self._manager_state
+        is_leader = kept.owner in ("", state.owner) or state.term > kept.term
+        if is_leader and state.age >= kept.age and state != kept:
+            self._manager_state = state
+            self._state_machine.phase = state.phase
+            self._send_heartbeats()
+        return self._manager_state
+
     def _change(self, step: Callable[[float], RankedCommands]) -> Roster:
         self._send(step(self._ground.now()))
         return self._state_machine.roster
@@ -269,12 +290,9 @@ class CoordinatorService:
         """Until something is due."""
         now = self._ground.now()
         if self._recovering:
-            return (
-                max(0.0, recovery_s(self._config) - self._recovery.read(now)) / _CHECKS_PER_TIMEOUT
-            )
-        check_interval_s = self._config.stall_timeout_s / _CHECKS_PER_TIMEOUT
+            return max(0.0, self._recovery_s - self._recovery.read(now)) / _CHECKS_PER_TIMEOUT
         publish_s = self._state_machine.cluster_state.wait_s(now)
-        return min(publish_s, check_interval_s, self._calls.wait_s(now))
+        return min(publish_s, self._wake_interval_s, self._calls.wait_s(now))
 
     def _on_message(self, peer: bytes, message: CoordinatorMessage) -> None:
         now = self._ground.now()
@@ -282,22 +300,52 @@ class CoordinatorService:
             case Subscribe():
                 self._on_subscribe(peer, message, now)
             case EngineHello():
-                self._peers[message.member.incarnation] = peer
-                if self._recovering:
-                    self._hellos[message.member.rank] = message
-                for command in self._unsent.pop(message.member.incarnation, []):
-                    self._inbox.send(peer, command)
+                self._on_hello(peer, message, now)
             case _:
+                if isinstance(message, EngineReport):
+                    self._send_heartbeat_if_due(peer, now)
                 if self._state_machine.member(message.rank, message.incarnation) is not None:
                     self._peers[message.incarnation] = peer
                     self._send(self._state_machine.on_message(message, now))
                 elif self._recovering and isinstance(message, EngineReport):
                     self._inbox.send(peer, Introduce())
 
+    def _on_hello(self, peer: bytes, hello: EngineHello, now: float) -> None:
+        """What a predecessor has sent to it counts also if it comes late."""
+        self._peers[hello.member.incarnation] = peer
+        if hello.manager_state.age > self._manager_state.age:
+            self._keep(hello.manager_state)
+        self._epoch_seen = max(self._epoch_seen, hello.roster_epoch)
+        if self._recovering:
+            if not self._hellos:
+                heard_s, has_moved = self._recovery.read(now), self._has_moved
+                self._recovery_s = recovery_s(self._config, heard_s, has_moved=has_moved)
+            self._hellos[hello.member.rank] = hello
+        self._send_heartbeat_if_due(peer, now)
+        for command in self._unsent.pop(hello.member.incarnation, []):
+            self._inbox.send(peer, command)
+        if not self._recovering:
+            self._send(self._state_machine.introduced(hello, now))
+
+    def _heartbeat(self) -> CoordinatorHeartbeat:
+        roster = self._state_machine.roster
+        epoch = max(self._epoch_seen, roster.epoch)
+        report_s = load_report_s(self._config, len(roster.members))
+        return CoordinatorHeartbeat(epoch, self._manager_state, report_s)
+
+    def _send_heartbeat_if_due(self, peer: bytes, now: float) -> None:
+        """To an engine that has sent something, member or not: one that is gone costs nothing."""
+        if now >= self._heartbeats.get(peer, -float("inf")) + self._heartbeat_s:
+            self._heartbeats[peer] = now
+            self._inbox.send(peer, self._heartbeat())
+
+    def _send_heartbeats(self) -> None:
+        """To every engine that has sent something lately: there is something new to keep."""
+        self._inbox.send_to_all(self._heartbeats, self._heartbeat())
+
     def _on_subscribe(self, peer: bytes, subscription: Subscribe, now: float) -> None:
         self._epoch_seen = max(self._epoch_seen, subscription.epoch)
-        is_new = peer not in self._subscribers
-        self._subscribers[peer] = self._subscriber_clock.read(now)
+        is_new = self._subscribers.on_message(peer, now)
         if subscription.counts:
             self._metrics_aggregator.record(subscription.client_index, subscription.counts, now)
         if self._recovering:
@@ -310,7 +358,7 @@ class CoordinatorService:
                 ),
             )
         self._state_machine.advance_epoch(subscription.epoch, now)
-        if is_new:
+        if is_new or subscription.epoch != self._state_machine.roster.epoch:
             self._inbox.send(peer, self._state_machine.view())
 
     def _send(self, sends: RankedCommands) -> None:
@@ -327,20 +375,21 @@ class CoordinatorService:
                 self._unsent.setdefault(member.incarnation, []).append(command)
 
     def _publish(self, now: float) -> None:
-        if self._state_machine.cluster_state.due(now) is None:
+        publication = self._state_machine.publication(now)
+        if publication is None:
             return
-        silent_s = _SUBSCRIBER_TIMEOUT_HEARTBEATS * self._config.heartbeat_s
-        listened_s = self._subscriber_clock.advance(now)
-        self._subscribers = {
-            p: at for p, at in self._subscribers.items() if listened_s - at < silent_s
-        }
-        view = self._state_machine.view()
-        for peer in self._subscribers:
-            self._inbox.send(peer, view)
+        if not isinstance(publication, EngineLoads):
+            self._forget_silent_peers(now)
+        self._inbox.send_to_all(self._subscribers, publication)
+
+    def _forget_silent_peers(self, now: float) -> None:
+        forgotten_at = now - self._config.stall_timeout_s
+        self._heartbeats = {p: at for p, at in self._heartbeats.items() if at > forgotten_at}
+        self._subscribers.forget_silent(now)
 
     def _end_recovery(self, now: float) -> None:
         """Once it has listened for `recovery_s`; time in which it was stopped does not count."""
-        if self._recovery.advance(now) < recovery_s(self._config):
+        if self._recovery.advance(now) < self._recovery_s:
             return
         self._recovering = False
         hellos = list(self._hellos.values())

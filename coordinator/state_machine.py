@@ -18,22 +18,37 @@ import msgspec
 from swell.configs.schema import ClusterConfig
 from swell.coordinator import roster as rosters
 from swell.coordinator.cluster_state import ClusterState
-from swell.coordinator.engine_monitor import EngineMonitor, StalledEngine
+from swell.coordinator.engine_monitor import STUCK_FACTOR, EngineMonitor, StalledEngine
+from swell.coordinator.forming_monitor import FormingMonitor, Remedy
+from swell.coordinator.forming_reasons import named, not_formed, not_joined, not_left
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wave_interface import CoordinatorWaves, GroupState, Phase, RankedCommands
 from swell.coordinator.wire import (
     Broken,
+    ClusterReports,
     ClusterView,
     EngineCommand,
     EngineHello,
+    EngineLoads,
     EngineReport,
+    Introduce,
     Joined,
     Paused,
+    Publication,
     ReconfigureDistributedRequest,
     Repaired,
     StartWave,
     WaveComplete,
 )
+
+
+class JoinResult(msgspec.Struct, frozen=True):
+    """What became of engines that were to join."""
+
+    roster: Roster
+    refused: dict[int, str] = {}
+    """Ranks that did not join, and why; the others are in the roster."""
+
 
 EngineEvent = EngineReport | StartWave | WaveComplete | Paused | Joined | Broken | Repaired
 
@@ -51,9 +66,25 @@ class CoordinatorStateMachine:
         self.phase = "idle"
         """Of the manager's change of engines, as it reported."""
         self._engine_monitor = EngineMonitor(config.stall_timeout_s, now)
+        self._forming_monitor = FormingMonitor(STUCK_FACTOR * config.stall_timeout_s, now)
         self._joining: dict[int, Member] = {}
         """Engines that join as soon as their group has formed."""
+        self._repairs: dict[int, int] = {}
+        """How often each rank's engine had replaced workers when it served last."""
+        self._introducing: set[int] = set()
+        """Engines that shall send their new workers: they have not reported that they are back."""
+        self.detached: set[int] = set()
+        """Engines of the roster that are to go: their group goes on without them."""
+        self.called_off: dict[int, str] = {}
+        """Newcomers that stalled, or without which the group went on, and why; until they join
+        again."""
+        self._broken_reason = ""
+        """Why the group failed to form last."""
         self._stopped_at: float | None = None
+        self._committed: tuple[tuple[int, ...], Roster] | None = None
+        """The group that the roster follows, and that roster; None: one of them changes."""
+        self._published: tuple[object, ...] = ()
+        """Of the newest view that was published, what is not about one engine."""
 
     @property
     def roster(self) -> Roster:
@@ -63,9 +94,8 @@ class CoordinatorStateMachine:
     def is_stable(self) -> bool:
         """No change of the group is under way."""
         waves = self.waves
-        return (
-            waves.group_state in (GroupState.SERVING, GroupState.PAUSED)
-            and waves.ranks == waves.target_ranks
+        return waves.group_state in (GroupState.SERVING, GroupState.PAUSED) and (
+            waves.ranks is waves.target_ranks or waves.ranks == waves.target_ranks
         )
 
     @property
@@ -85,14 +115,28 @@ class CoordinatorStateMachine:
         return self.roster.find(rank, incarnation)
 
     def view(self) -> ClusterView:
+        state, stalls, commit_s, phase = self._status
         return msgspec.structs.replace(
             self.cluster_state.view(),
             wave=self.waves.wave,
-            state=str(self.waves.group_state),
-            stalls=len(self.stalled_engines),
-            commit_s=self.commit_s,
-            phase=self.phase,
+            state=state,
+            stalls=stalls,
+            commit_s=commit_s,
+            phase=phase,
         )
+
+    @property
+    def _status(self) -> tuple[str, int, float, str]:
+        return str(self.waves.group_state), len(self.stalled_engines), self.commit_s, self.phase
+
+    def publication(self, now: float) -> Publication | None:
+        """What it is time to publish. What is not about one engine goes with all reports."""
+        due = self.cluster_state.due(now)
+        if due is None or (isinstance(due, EngineLoads) and self._status == self._published):
+            return due
+        self._published = self._status
+        view = self.view()
+        return view if isinstance(due, ClusterView) else ClusterReports.of(view)
 
     # ---------------------------------------------------------------- messages of engines
 
@@ -104,7 +148,9 @@ class CoordinatorStateMachine:
         match message:
             case EngineReport():
                 self.cluster_state.report(message, now)
-                self._engine_monitor.on_report(message, now)
+                is_stepping = self.waves.lockstep and message.wave_phase == Phase.RUNNING
+                self._engine_monitor.on_report(message, now, is_stepping)
+                self._forming_monitor.on_report(message)
                 sends = self.waves.report(
                     message.rank,
                     message.epoch,
@@ -112,13 +158,14 @@ class CoordinatorStateMachine:
                     Phase(message.wave_phase),
                     message.pausing,
                 )
+                sends += self._check_repairs(member, message.repairs)
             case StartWave():
                 sends = self.waves.start_wave(message.rank, message.epoch, message.wave)
             case WaveComplete():
                 self.waves.wave_complete(message.epoch, message.wave)
                 sends = []
             case Paused():
-                sends = self.waves.paused(message.rank, message.epoch)
+                sends = self.waves.paused(message.rank, message.epoch, message.number)
             case Joined():
                 sends = self.waves.joined(message.rank, message.epoch)
             case Broken():
@@ -128,7 +175,10 @@ class CoordinatorStateMachine:
         return self._sync_roster(sends, now)
 
     def _broken(self, member: Member, message: Broken, now: float) -> RankedCommands:
+        self._forming_monitor.on_broken(message)
         if not message.repairing:
+            if message.epoch == self.waves.epoch or message.absent:
+                self._broken_reason = f"{named(member)}: {message.reason}"
             return self.waves.broken(message.epoch)
         if member.state is MemberState.ACTIVE:
             self._update_member(member.rank, now, state=MemberState.REPAIRING)
@@ -136,7 +186,18 @@ class CoordinatorStateMachine:
 
     def _repaired(self, member: Member, message: Repaired, now: float) -> RankedCommands:
         self._update_member(member.rank, now, store=message.store)
-        return self.waves.change(self._with({member.rank}))
+        return self.waves.change(self._with({member.rank} - self.detached))
+
+    def _check_repairs(self, member: Member, repairs: int) -> RankedCommands:
+        """An engine whose `Repaired` was lost says in its reports that it has new workers."""
+        rank = member.rank
+        if member.state is not MemberState.REPAIRING:
+            self._repairs[rank] = repairs
+            self._introducing.discard(rank)
+        elif repairs > self._repairs.get(rank, 0) and rank not in self.waves.target_ranks:
+            self._introducing.add(rank)
+            return [(rank, Introduce())]
+        return []
 
     # ---------------------------------------------------------------- calls of the manager
 
@@ -145,8 +206,19 @@ class CoordinatorStateMachine:
         newcomers = [m for m in members if self.member(m.rank, m.incarnation) is None]
         rosters.join(self.roster, newcomers)  # raises
         self._joining.update({member.rank: member for member in newcomers})
+        for member in newcomers:
+            self.called_off.pop(member.rank, None)
         self._sync_monitor(now)
         return self._sync_roster(self.waves.change(self._with(self._joining)), now)
+
+    def finish_join(self, ranks: set[int], timeout_s: float) -> JoinResult:
+        """What has become of these engines by now; those that are not in the roster are to be
+        removed. `timeout_s`: the time that they had."""
+        refused = {
+            rank: self.called_off.get(rank) or not_joined(rank, timeout_s, rank in self._joining)
+            for rank in sorted(ranks.difference(self.roster.ranks))
+        }
+        return JoinResult(self.roster, refused)
 
     def leave(self, ranks: Iterable[int], now: float) -> RankedCommands:
         """These engines get no more requests."""
@@ -156,10 +228,13 @@ class CoordinatorStateMachine:
     def cancel_leave(self, ranks: Iterable[int], now: float) -> RankedCommands:
         """These engines were leaving, and are active again."""
         self.cluster_state.change(lambda roster: rosters.cancel_leave(roster, ranks), now)
-        return []
+        back = self.detached & set(ranks)
+        self.detached -= back
+        return self._sync_roster(self.waves.change(self._with(back)), now)
 
     def detach(self, ranks: Iterable[int], now: float) -> RankedCommands:
         """These engines live, and go: their group goes on without them, then the roster does."""
+        self.detached |= set(ranks)
         return self._sync_roster(self.waves.change(self._without(set(ranks))), now)
 
     def remove_failed(self, ranks: Iterable[int], now: float) -> RankedCommands:
@@ -180,23 +255,71 @@ class CoordinatorStateMachine:
     # ---------------------------------------------------------------- time passes
 
     def tick(self, now: float) -> RankedCommands:
-        """Remove engines that have stalled."""
-        ranks = frozenset({*self.roster.ranks, *self._joining})
-        exempt = ranks if self.waves.group_state is not GroupState.SERVING else self._repairing()
+        """Remove engines that have stalled, and let no group form for ever."""
         sends: RankedCommands = []
-        for stalled in self._engine_monitor.check(now, exempt):
-            self.stalled_engines.append(stalled)
-            sends += self.remove_failed([stalled.rank], now)
+        for stalled in self._engine_monitor.check(now, self._may_rest()):
+            sends += self._remove_stalled(stalled, now)
+        return [*sends, *self._check_forming(now)]
+
+    def _may_rest(self) -> frozenset[int]:
+        """Engines that may be without progress: while a group forms its deadline counts."""
+        match self.waves.group_state:
+            case GroupState.SERVING:
+                return self._repairing()
+            case GroupState.PAUSING:
+                return self._repairing() | self.waves.acknowledged
+            case _:
+                return frozenset({*self.roster.ranks, *self._joining})
+
+    def _remove_stalled(self, stalled: StalledEngine, now: float) -> RankedCommands:
+        self.stalled_engines.append(stalled)
+        if stalled.rank in self._joining:
+            self.called_off[stalled.rank] = stalled.reason
+        return self.remove_failed([stalled.rank], now)
+
+    def _check_forming(self, now: float) -> RankedCommands:
+        """End what is in the way of a group that does not form."""
+        waves = self.waves
+        failure = self._forming_monitor.check(waves, self._joining.keys(), now)
+        sends: RankedCommands = []
+        match failure.remedy:
+            case Remedy.REMOVE:
+                for rank in sorted(failure.ranks):
+                    member = self.current_member(rank)
+                    reason = not_left(rank, member, waves.epoch, failure.waited_s)
+                    sends += self._remove_stalled(StalledEngine(rank, reason), now)
+            case Remedy.CALL_OFF:
+                for rank in sorted(failure.ranks):
+                    newcomer = self._joining.pop(rank)
+                    found = map(self.current_member, failure.unreached_by.get(rank, ()))
+                    peers = [peer for peer in found if peer is not None]
+                    self.called_off[rank] = not_formed(
+                        newcomer, failure.waited_s, peers, self._broken_reason
+                    )
+                self._sync_monitor(now)
+                remaining = self._without(set(failure.ranks))
+                sends += self._sync_roster(waves.change(remaining, lost=True), now)
+            case Remedy.FORM_AGAIN:
+                sends += self._sync_roster(waves.broken(waves.epoch), now)
         return sends
 
     def recover(self, epoch: int, hellos: Sequence[EngineHello], now: float) -> RankedCommands:
         """Take over the engines that an earlier coordinator left; `epoch` is the newest of
         the roster that any ingress has seen."""
-        members = tuple(sorted((hello.member for hello in hellos), key=lambda m: m.rank))
-        recovered = Roster(epoch + 1, members)
-        self.cluster_state.change(lambda _roster: recovered, now)
+        self.cluster_state.change(lambda _: rosters.of(epoch + 1, (h.member for h in hellos)), now)
         self._sync_monitor(now)
+        self._engine_monitor.on_hellos(self.roster.ranks, now)
         return self._sync_roster(self.waves.recover(hellos), now)
+
+    def introduced(self, hello: EngineHello, now: float) -> RankedCommands:
+        """An engine has come after the recovery, or is new."""
+        self.advance_epoch(hello.roster_epoch, now)
+        rank, sends = hello.member.rank, []
+        self._engine_monitor.on_hellos([rank], now)
+        if rank in self._introducing and self.member(rank, hello.member.incarnation) is not None:
+            self._update_member(rank, now, store=hello.member.store)
+            sends = self.waves.change(self._with({rank} - self.detached))
+        return self._sync_roster([*sends, *self.waves.introduced(rank, hello.epoch)], now)
 
     def advance_epoch(self, epoch: int, now: float) -> None:
         """An ingress has seen this epoch of a predecessor: ours comes after it."""
@@ -212,9 +335,22 @@ class CoordinatorStateMachine:
             self._stopped_at = now
         if waves.group_state is GroupState.SERVING and self._stopped_at is not None:
             self.commit_s, self._stopped_at = now - self._stopped_at, None
-        if self.is_stable:
+            self._broken_reason = ""
+        if not self.is_stable:
+            self._committed = None
+        elif self._joining or not self._is_committed():
             self._commit_group(now)
+            self._committed = waves.ranks, self.roster
         return [(rank, self._with_store(command)) for rank, command in sends]
+
+    def _is_committed(self) -> bool:
+        """Neither the group nor the roster has changed since the roster followed the group: so it
+        is with each of the many load reports."""
+        return (
+            self._committed is not None
+            and self._committed[0] is self.waves.ranks
+            and self._committed[1] is self.roster
+        )
 
     def _commit_group(self, now: float) -> None:
         """The group has formed: newcomers join, the detached leave, the repaired are active."""
@@ -260,4 +396,5 @@ class CoordinatorStateMachine:
         return frozenset(m.rank for m in self.roster.members if m.state is MemberState.REPAIRING)
 
     def _sync_monitor(self, now: float) -> None:
+        self.detached &= set(self.roster.ranks)
         self._engine_monitor.set_ranks({*self.roster.ranks, *self._joining}, now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -65,6 +65,8 @@ class EngineWaves(ABC):
     """It votes for a pause."""
     in_flight: int = 0
     """Steps submitted whose results were not read."""
+    pause_number: int = 0
+    """Of the newest pause of this epoch that was requested of it."""
 
     lockstep: ClassVar[bool]
     """Engines step together: also those without rows, as long as one of them has work."""
@@ -106,8 +108,11 @@ class EngineWaves(ABC):
         """The groups have formed."""
 
     @abstractmethod
-    def broken(self, reason: str, repairing: bool = False) -> list[CoordinatorMessage]:
-        """The groups have failed, or could not be formed. `repairing`: a worker was lost."""
+    def broken(
+        self, reason: str, repairing: bool = False, absent: Iterable[int] = ()
+    ) -> list[CoordinatorMessage]:
+        """The groups have failed, or could not be formed. `repairing`: a worker was lost. `absent`:
+        indices in `ranks` of engines that did not come, or cannot be reached."""
 
 
 @dataclass
@@ -126,6 +131,11 @@ class CoordinatorWaves(ABC):
     """The group that is to be."""
     pause_requested: bool = False
     """An operator wants a pause."""
+    acknowledged: frozenset[int] = frozenset()
+    """Ranks that have answered in this group state."""
+
+    lockstep: ClassVar[bool]
+    """As `EngineWaves.lockstep`."""
 
     # ---------------------------------------------------------------- messages of engines
 
@@ -136,7 +146,7 @@ class CoordinatorWaves(ABC):
     def wave_complete(self, epoch: int, wave: int) -> None: ...
 
     @abstractmethod
-    def paused(self, rank: int, epoch: int) -> RankedCommands: ...
+    def paused(self, rank: int, epoch: int, number: int) -> RankedCommands: ...
 
     @abstractmethod
     def joined(self, rank: int, epoch: int) -> RankedCommands: ...
@@ -161,6 +171,11 @@ class CoordinatorWaves(ABC):
     @abstractmethod
     def recover(self, hellos: Sequence[EngineHello]) -> RankedCommands:
         """Take over the engines that an earlier coordinator left."""
+
+    @abstractmethod
+    def introduced(self, rank: int, epoch: int) -> RankedCommands:
+        """An engine has found this coordinator only after its recovery: it takes no command of an
+        epoch that is not newer than its own."""
 
     @abstractmethod
     def pause(self) -> RankedCommands:

@@ -32,12 +32,18 @@ The rules. An *epoch* is one fixed group of engines; a *wave* is one run of it.
 8.  A coordinator that takes over does not know what its predecessor has requested. So it changes
     the group, even if the same engines are in it: all that is left over is of an older epoch. It
     requests the pause first, unless a hello says that an engine is paused already or out of its
-    group: then others may wait for that engine. A report reveals a `Broken` that was lost.
+    group: then others may wait for that engine.
+9.  Any message may be lost with its connection; reports reveal it. A command that an engine has
+    not followed is sent again: it ignores what it has followed. What a report says about an epoch
+    or a wave counts as the message that said so. Not so a pause, which may be an older one: pauses
+    of an epoch are numbered, and a paused engine answers its `Pause` again. If it receives a newer
+    one, a `Resume` was lost: the others run and wait for it, so it runs and votes. A `Broken` that
+    is lost while a group forms is left to the deadline of the forming (`forming_monitor.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swell.coordinator.wave_interface import (
@@ -86,7 +92,7 @@ class WaveMember(EngineWaves):
         return self._pause() if agreed else self._complete(has_work)
 
     def work_arrived(self) -> list[CoordinatorMessage]:
-        """A stopped engine runs first, and then tells the coordinator."""
+        """A stopped engine runs first, and then reports to the coordinator."""
         return self._begin() if self.phase is Phase.STOPPED else []
 
     def start(self, message: StartDPWave) -> list[CoordinatorMessage]:
@@ -101,9 +107,13 @@ class WaveMember(EngineWaves):
     def pause(self, message: Pause) -> list[CoordinatorMessage]:
         if message.epoch != self.epoch or self.phase is Phase.OUT:
             return []
-        if self.phase is Phase.PAUSED:
-            return [Paused(self.rank, self.incarnation, self.epoch)]
-        self.voting = True
+        if message.number <= self.pause_number and self.phase is Phase.PAUSED:
+            return self._paused(message.number)
+        if message.number < self.pause_number:
+            return []
+        self.voting, self.pause_number = True, message.number
+        if self.phase is Phase.PAUSED:  # the resume before it was lost
+            self.phase = Phase.RUNNING
         return self._begin() if self.phase is Phase.STOPPED else []
 
     def resume(self, message: Resume) -> list[CoordinatorMessage]:
@@ -122,13 +132,17 @@ class WaveMember(EngineWaves):
         self.phase = Phase.PAUSED
         return [Joined(self.rank, self.incarnation, self.epoch)]
 
-    def broken(self, reason: str, repairing: bool = False) -> list[CoordinatorMessage]:
+    def broken(
+        self, reason: str, repairing: bool = False, absent: Iterable[int] = ()
+    ) -> list[CoordinatorMessage]:
         self._leave()
-        return [Broken(self.rank, self.incarnation, self.epoch, reason, repairing)]
+        ranks = [self.ranks[index] for index in absent]
+        return [Broken(self.rank, self.incarnation, self.epoch, reason, repairing, ranks)]
 
     def _leave(self) -> None:
         self.phase, self.in_flight = Phase.OUT, 0
         self.voting = self.finishing = self.start_pending = False
+        self.pause_number = 0
 
     def _begin(self) -> list[CoordinatorMessage]:
         self.phase = Phase.RUNNING
@@ -136,7 +150,10 @@ class WaveMember(EngineWaves):
 
     def _pause(self) -> list[CoordinatorMessage]:
         self.phase = Phase.PAUSED
-        return [Paused(self.rank, self.incarnation, self.epoch)]
+        return self._paused(self.pause_number)
+
+    def _paused(self, number: int) -> list[CoordinatorMessage]:
+        return [Paused(self.rank, self.incarnation, self.epoch, number)]
 
     def _complete(self, has_work: bool) -> list[CoordinatorMessage]:
         out: list[CoordinatorMessage] = []
@@ -156,10 +173,14 @@ class WaveMember(EngineWaves):
 class WaveCoordinator(CoordinatorWaves):
     """The coordinator's half for engines that share collectives."""
 
-    acknowledged: frozenset[int] = frozenset()
-    """Ranks that have answered in this group state."""
     inherited: bool = False
     """The group is a predecessor's: what that one requested of it is unknown."""
+    pause_number: int = 0
+    """Of the newest pause of this epoch."""
+    epoch_before: int = 0
+    """The newest one of a predecessor that is known: ours come after it."""
+
+    lockstep = True
 
     # ---------------------------------------------------------------- messages of engines
 
@@ -175,8 +196,10 @@ class WaveCoordinator(CoordinatorWaves):
         if epoch == self.epoch and self.wave <= wave:
             self.wave, self.running = wave + 1, False
 
-    def paused(self, rank: int, epoch: int) -> RankedCommands:
-        return self._on_acknowledged(rank) if epoch == self.epoch else []
+    def paused(self, rank: int, epoch: int, number: int) -> RankedCommands:
+        if (epoch, number) != (self.epoch, self.pause_number):
+            return []
+        return self._on_acknowledged(rank) if self.group_state is GroupState.PAUSING else []
 
     def joined(self, rank: int, epoch: int) -> RankedCommands:
         return self._on_acknowledged(rank) if epoch == self.epoch else []
@@ -188,8 +211,34 @@ class WaveCoordinator(CoordinatorWaves):
     def report(
         self, rank: int, epoch: int, wave: int, phase: Phase, voting: bool
     ) -> RankedCommands:
-        if phase is Phase.OUT and rank in self.ranks and self.group_state is not GroupState.FORMING:
+        if rank not in self.ranks:
+            return []
+        if self.group_state is GroupState.FORMING:
+            if epoch < self.epoch:
+                return [(rank, self._new_group())]
+            return self.joined(rank, epoch) if phase is Phase.PAUSED else []
+        if epoch != self.epoch:
+            return []
+        if phase is Phase.OUT:
             return self.broken(epoch)
+        if self.group_state is GroupState.PAUSING and (phase is Phase.PAUSED or not voting):
+            waits = rank not in self.acknowledged
+            return [(rank, Pause(epoch, self.pause_number))] if waits else []
+        if self.group_state is GroupState.SERVING:
+            return self._compare_wave(rank, wave, phase)
+        return []
+
+    def _compare_wave(self, rank: int, wave: int, phase: Phase) -> RankedCommands:
+        """The engine serves: whether it and the coordinator agree on the wave."""
+        match phase:
+            case Phase.PAUSED:
+                return [(rank, Resume(self.epoch))]
+            case Phase.RUNNING:
+                return self.start_wave(rank, self.epoch, wave)
+            case Phase.STOPPED if wave > self.wave:
+                self.wave_complete(self.epoch, wave - 1)
+            case Phase.STOPPED if self.running:
+                return [(rank, StartDPWave(self.epoch, self.wave))]
         return []
 
     # ---------------------------------------------------------------- changes that are wanted
@@ -219,6 +268,8 @@ class WaveCoordinator(CoordinatorWaves):
         if newest is None:
             return []
         self.epoch, self.wave = newest.epoch, newest.wave
+        newest_pause = max(h.pause_number for h in hellos if h.epoch == self.epoch)
+        self.pause_number = max(0, newest_pause - 1)  # the next one repeats it
         self.target_ranks = tuple(sorted(hello.member.rank for hello in hellos))
         able = {
             hello.member.rank
@@ -230,13 +281,19 @@ class WaveCoordinator(CoordinatorWaves):
         self.ranks, self.inherited = tuple(newest.ranks), True
         return self._request_pause()
 
+    def introduced(self, rank: int, epoch: int) -> RankedCommands:
+        self.epoch_before = max(self.epoch_before, epoch)
+        waits = self.group_state is GroupState.FORMING and rank in self.ranks
+        return self._form() if waits and epoch >= self.epoch else []
+
     # ---------------------------------------------------------------- states of the group
 
     def _request_pause(self) -> RankedCommands:
         if self.group_state is not GroupState.SERVING or not self.ranks:
             return []
         self.group_state, self.acknowledged = GroupState.PAUSING, frozenset()
-        return [(rank, Pause(self.epoch)) for rank in self.ranks]
+        self.pause_number += 1
+        return [(rank, Pause(self.epoch, self.pause_number)) for rank in self.ranks]
 
     def _on_acknowledged(self, rank: int) -> RankedCommands:
         self.acknowledged |= {rank}
@@ -252,11 +309,15 @@ class WaveCoordinator(CoordinatorWaves):
     def _form(self) -> RankedCommands:
         """The next epoch, of the target ranks. The others are sent it too: they have left."""
         addressed = sorted({*self.ranks, *self.target_ranks})
-        self.epoch, self.wave, self.running = self.epoch + 1, self.wave + 1, False
+        self.epoch = max(self.epoch, self.epoch_before) + 1
+        self.wave, self.running = self.wave + 1, False
         self.ranks, self.acknowledged, self.inherited = self.target_ranks, frozenset(), False
         self.group_state = GroupState.FORMING if self.ranks else GroupState.SERVING
-        message = ReconfigureDistributedRequest(self.epoch, list(self.ranks), self.wave)
-        return [(rank, message) for rank in addressed]
+        self.pause_number = 0
+        return [(rank, self._new_group()) for rank in addressed]
+
+    def _new_group(self) -> ReconfigureDistributedRequest:
+        return ReconfigureDistributedRequest(self.epoch, list(self.ranks), self.wave)
 
     def _resume(self) -> RankedCommands:
         self.group_state, self.running = GroupState.SERVING, True

@@ -8,7 +8,10 @@ rules of the messages about waves are in `waves.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
+from msgspec.structs import replace
 
 from swell.coordinator.roster import Member, Roster
 
@@ -19,11 +22,12 @@ Counts = dict[str, list[float]]
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """An ingress wants every `ClusterView`; repeated every `heartbeat_s`, else it is forgotten."""
+    """An ingress wants every `Publication`; repeated every `heartbeat_s`, else it is forgotten."""
 
     client_index: int
     epoch: int = 0
-    """The newest roster that it has seen: a restarted coordinator goes on from there."""
+    """The newest roster that it has seen: a restarted coordinator goes on from there, and one that
+    has a newer one sends it."""
     counts: Counts = {}
     """Of its requests. Unless empty, the answer is `OtherIngressCounts`."""
 
@@ -44,7 +48,9 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     steps: int = 0
     """Steps done since the start."""
     progress_counter: int = 0
-    """Layers computed since the start: the measure of progress."""
+    """Steps and layers computed since the start: the measure of progress."""
+    progress_at_forming: int = 0
+    """Of it, what was before its group had formed: those of one group began together then."""
     preemptions: int = 0
     prefix_queries: int = 0
     """Prompt tokens that were looked up in the prefix cache."""
@@ -71,10 +77,50 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """Requests whose computation has begun, each once, since the start."""
     started_tokens: int = 0
     """Tokens that they had then."""
+    roster_epoch: int = 0
+    """The newest roster that a coordinator had named to it: it has requests of none before."""
+
+
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The part of a report by which an ingress routes."""
+
+    rank: int
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    kv_usage: float = 0.0
+    steps: int = 0
+
+    @classmethod
+    def of(cls, report: EngineReport) -> EngineLoad:
+        return cls(
+            report.rank,
+            report.running,
+            report.waiting,
+            report.waiting_tokens,
+            report.kv_usage,
+            report.steps,
+        )
+
+    def update(self, report: EngineReport) -> EngineReport:
+        """The report with this load."""
+        return replace(
+            report,
+            running=self.running,
+            waiting=self.waiting,
+            waiting_tokens=self.waiting_tokens,
+            kv_usage=self.kv_usage,
+            steps=self.steps,
+        )
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """Everything that an ingress routes by."""
+    """Everything that an ingress routes by: the first message to it, and with each new roster.
+
+    Then come `EngineLoads` of those that have changed, and every `heartbeat_s` `ClusterReports` of
+    all. Both name the roster's epoch: an ingress that has missed it says so with its next
+    `Subscribe`, and gets the whole again.
+    """
 
     roster: Roster
     reports: list[EngineReport] = []
@@ -88,6 +134,55 @@ class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False)
     phase: str = "idle"
     """Of the manager's change of engines: idle | prepare | commit | drain | failed."""
 
+    def with_loads(self, loads: Mapping[int, EngineLoad]) -> ClusterView:
+        """The view after these newer loads, by rank."""
+        known = {rank: EngineReport(rank) for rank in loads}
+        known |= {report.rank: report for report in self.reports}
+        reports = [
+            loads[rank].update(report) if rank in loads else report
+            for rank, report in sorted(known.items())
+        ]
+        return replace(self, reports=reports)
+
+
+class ClusterReports(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
+    """A `ClusterView` with the roster that is known."""
+
+    epoch: int
+    """Of that roster."""
+    reports: list[EngineReport] = []
+    wave: int = 0
+    state: str = "serving"
+    stalls: int = 0
+    commit_s: float = 0.0
+    phase: str = "idle"
+
+    @classmethod
+    def of(cls, view: ClusterView) -> ClusterReports:
+        return cls(
+            view.roster.epoch,
+            view.reports,
+            view.wave,
+            view.state,
+            view.stalls,
+            view.commit_s,
+            view.phase,
+        )
+
+    def view(self, roster: Roster) -> ClusterView:
+        """The whole, with the roster of this epoch."""
+        return ClusterView(
+            roster, self.reports, self.wave, self.state, self.stalls, self.commit_s, self.phase
+        )
+
+
+class EngineLoads(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
+    """The loads that have changed."""
+
+    epoch: int
+    """Of the roster."""
+    loads: list[EngineLoad]
+
 
 class OtherIngressCounts(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
     """Answers a `Subscribe` with counts: the sums over all other ingresses, past ones too."""
@@ -95,7 +190,42 @@ class OtherIngressCounts(msgspec.Struct, frozen=True, tag=1, array_like=True, gc
     counts: Counts
 
 
-IngressMessage = ClusterView | OtherIngressCounts
+Publication = ClusterView | ClusterReports | EngineLoads
+
+IngressMessage = Publication | OtherIngressCounts
+
+
+# ---------------------------------------------------------------- the manager's state
+
+
+class ManagerState(msgspec.Struct, frozen=True, array_like=True):
+    """Which manager leads, what it wants and what it does, kept by the coordinator and all engines.
+
+    The newest counts, by `age`: so it outlives the coordinator and the manager together, even where
+    the manager's checkpoint is lost.
+    """
+
+    owner: str = ""
+    """The manager that leads; empty: none has spoken yet."""
+    phase: str = "idle"
+    """Of the change of engines: idle, prepare, commit, drain or failed."""
+    target: int = 0
+    """Engines wanted; 0: unknown."""
+    pause_requested: bool = False
+    """An operator wants a pause."""
+    served: bool = False
+    """The cluster was up once."""
+    data: int = 0
+    """`parallel.data` of the configuration; 0: unknown."""
+    term: int = 0
+    """Grows with each manager that takes over."""
+    number: int = 0
+    """Grows with each change of what is wanted."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Of two states the newer one has the greater."""
+        return self.term, self.number
 
 
 # ---------------------------------------------------------------- engine -> coordinator
@@ -112,6 +242,12 @@ class EngineHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False)
     wave: int = 0
     phase: int = 0
     """A `waves.Phase`, as a number."""
+    pause_number: int = 0
+    """Of the newest `Pause` of this epoch."""
+    roster_epoch: int = 0
+    """The newest that a coordinator has sent it: a restarted one goes on from there."""
+    manager_state: ManagerState = ManagerState()
+    """The newest that it was sent."""
 
 
 class GroupMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -138,6 +274,9 @@ class WaveComplete(GroupMessage, frozen=True, tag=4, array_like=True, gc=False):
 class Paused(GroupMessage, frozen=True, tag=5, array_like=True, gc=False):
     """The vote was unanimous; this engine has no step in flight."""
 
+    number: int = 0
+    """Of the newest `Pause` that it has received."""
+
 
 class Joined(GroupMessage, frozen=True, tag=6, array_like=True, gc=False):
     """The engine is in the group of `epoch` and waits for `Resume`."""
@@ -151,6 +290,8 @@ class Broken(GroupMessage, frozen=True, tag=7, array_like=True, gc=False):
 
     reason: str = ""
     repairing: bool = False
+    absent: list[int] = []
+    """Ranks of engines that did not come to the group, or that it cannot reach."""
 
 
 class Repaired(msgspec.Struct, frozen=True, tag=8, array_like=True, gc=False):
@@ -189,6 +330,8 @@ class Pause(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
     """Vote for a pause, and keep stepping until all do. An engine without a group stops alone."""
 
     epoch: int
+    number: int = 0
+    """Counts the pauses of an epoch."""
 
 
 class Resume(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
@@ -215,4 +358,19 @@ class Introduce(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
     """Send `EngineHello`: the coordinator does not know this engine."""
 
 
-EngineCommand = StartDPWave | Pause | Resume | ReconfigureDistributedRequest | Introduce
+class CoordinatorHeartbeat(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
+    """What engines keep for the next coordinator: they send it in `EngineHello`.
+
+    Sent when it changes, and repeated: an engine that receives nothing for `stall_timeout_s` looks
+    for the coordinator (`finder.py`).
+    """
+
+    roster_epoch: int
+    manager_state: ManagerState
+    load_report_s: float = 0.0
+    """The least time between two reports of one engine: there are many of them."""
+
+
+EngineCommand = (
+    StartDPWave | Pause | Resume | ReconfigureDistributedRequest | Introduce | CoordinatorHeartbeat
+)

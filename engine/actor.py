@@ -5,18 +5,24 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group_table
 
 from swell.configs import process
 from swell.configs.log import StructuredLogger, configure_logging
+from swell.configs.network import host_address, other_ports
 from swell.configs.process import freeze_gc
 from swell.configs.schema import Config
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.contact import CoordinatorContact
+from swell.coordinator.coordinator import find
 from swell.coordinator.ground import ThreadGround
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
+from swell.engine.executor.host_shares import workers_by_node
 from swell.engine.ready import EngineReady
 from swell.engine.server import EngineServer
 
@@ -28,14 +34,11 @@ _EXIT_GRACE_S = 10.0
 class EngineActor:
     """`start` loads, begins to serve and answers with `EngineReady`; `ended` waits for the end."""
 
-    def __init__(
-        self, config: Config, rank: int, keys: ChannelKeys, coordinator: ChannelAddress
-    ) -> None:
+    def __init__(self, config: Config, rank: int, coordinator: CoordinatorContact) -> None:
         configure_logging()
         self._log = StructuredLogger("engine", rank=rank)
         self._config = config
         self._rank = rank
-        self._keys = keys
         self._coordinator = coordinator
         self._server: EngineServer | None = None
         self._loading = threading.Lock()
@@ -54,13 +57,16 @@ class EngineActor:
         return self.ready()
 
     def _load(self, placement_group: Any) -> None:
-        host = ray.util.get_node_ip_address()
+        cluster = self._config.cluster
+        host = host_address(cluster.interface, ray.util.get_node_ip_address())
+        shares = _workers_by_node(self._config)
         executor = build_executor(
             self._config,
             placement_group=placement_group,
-            keys=self._keys,
+            keys=self._coordinator.keys,
             host=host,
-            workers_per_machine=self._config.parallel.world * self._config.parallel.data,
+            workers_by_node=shares,
+            workers_per_machine=shares[ray.get_runtime_context().get_node_id()],
         )
         limits = executor.start(self._set_status)
         core = EngineCore(self._config, executor, limits)
@@ -68,9 +74,10 @@ class EngineActor:
             self._config,
             self._rank,
             core,
-            self._keys,
-            self._coordinator,
-            ThreadGround(host, self._config.cluster.stall_timeout_s),
+            self._coordinator.keys,
+            self._coordinator.address,
+            ThreadGround(host, cluster.stall_timeout_s, other_ports(cluster.port_range)),
+            partial(find, self._coordinator, cluster.stall_timeout_s),
         )
         self._status = "serving"
         freeze_gc()
@@ -93,8 +100,8 @@ class EngineActor:
             server.member.store,
         )
 
-    def doing(self) -> str:
-        """What the engine is busy with, for people who wait for it."""
+    def status(self) -> str:
+        """What the engine is loading, for people who wait for it."""
         return self._status
 
     def ended(self, timeout_s: float) -> str | None:
@@ -121,3 +128,10 @@ class EngineActor:
 
     def _set_status(self, text: str) -> None:
         self._status = text
+
+
+def _workers_by_node(config: Config) -> Mapping[str, int]:
+    """The workers that share cores and memory, by node. Placement groups of all engines are in
+    Ray's table before the process of the first one has started."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return workers_by_node(placement_group_table().values(), config, len(alive))

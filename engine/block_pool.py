@@ -1,4 +1,4 @@
-"""KV blocks of one engine: who holds them, which are free, which can be found again.
+"""KV blocks of one engine: which are held, which are free, which are cached.
 
 A block is *held* while its reference count is above zero. A block without references is *free*,
 and it is still *cached* if its name is known: a request with the same prefix takes it back. Free
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Conservation law: every block is either held or free, never both, never neither."""
+    """Invariant: every block is either held or free."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -67,8 +67,8 @@ class BlockPool:
             self._block_hashes[block] = name
 
     def evict_hashes(self, block_hashes: Iterable[bytes]) -> None:
-        """Let the blocks with these block_hashes not be found any more; who holds them keeps
-        them."""
+        """Remove the blocks with these block_hashes from the prefix cache; requests that hold them
+        keep them."""
         for name in block_hashes:
             block = self._cached.pop(name, None)
             if block is not None:
@@ -85,7 +85,7 @@ class BlockPool:
         return blocks
 
     def reset_prefix_cache(self) -> None:
-        """Lose every name: nothing that was written so far is found again."""
+        """Remove every hash: no block that was written so far is found again."""
         self._cached.clear()
         self._block_hashes = [None] * self.num_blocks
 

@@ -38,11 +38,11 @@ class ClientTracker:
 
     def on_message(self, client: bytes, now: float) -> None:
         """A message that counts."""
-        self._hear(client, now).received += 1
+        self._on_message(client, now).received += 1
 
     def on_keep_alive(self, client: bytes, message: KeepAlive, now: float) -> KeepAliveReply:
         """The answer: what the ingress has sent and what has come differ if something was lost."""
-        known = self._hear(client, now)
+        known = self._on_message(client, now)
         return KeepAliveReply(message.sent, known.received, known.last_seq)
 
     def advance(self, now: float) -> None:
@@ -51,7 +51,9 @@ class ClientTracker:
 
     def next_seq(self, client: bytes) -> int:
         """The number of the next message to a client, from 1: a gap reveals a loss."""
-        known = self._clients.setdefault(client, _Client(self._now))
+        known = self._clients.get(client)
+        if known is None:
+            known = self._clients[client] = _Client(self._now)
         known.last_seq += 1
         return known.last_seq
 
@@ -73,7 +75,11 @@ class ClientTracker:
             del self._clients[client]
         return silent
 
-    def _hear(self, client: bytes, now: float) -> _Client:
+    def forget(self, client: bytes) -> None:
+        """Its last message was sent."""
+        self._clients.pop(client, None)
+
+    def _on_message(self, client: bytes, now: float) -> _Client:
         known = self._clients.setdefault(client, _Client(0.0))
         known.heard_at = self._clock.read(now)
         return known

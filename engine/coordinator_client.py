@@ -6,6 +6,9 @@ engine at work is never taken for a stopped one, and it receives the command tha
 aborting the collectives. Without this thread an engine would wait for commands that never reach
 it: whatever ends the thread ends the process.
 
+It also keeps what the coordinator sends to all engines (`CoordinatorHeartbeat`), and looks for it
+when it is silent: the one that it finds, at the same address or at another one, is sent that.
+
 The loop and this thread share two queues, of messages and of commands, and an `EngineSnapshot`
 that the loop replaces whole.
 """
@@ -19,15 +22,18 @@ import msgspec
 
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
+from swell.coordinator.finder import CoordinatorFinder, FindCoordinator, find_nothing
 from swell.coordinator.ground import Ground, Loop
 from swell.coordinator.roster import Member
 from swell.coordinator.wave_interface import EngineWaves, Phase
 from swell.coordinator.wire import (
+    CoordinatorHeartbeat,
     CoordinatorMessage,
     EngineCommand,
     EngineHello,
     EngineReport,
     Introduce,
+    ManagerState,
     ReconfigureDistributedRequest,
 )
 
@@ -41,13 +47,16 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
     phase: Phase
     voting: bool
     ranks: tuple[int, ...]
+    pause_number: int = 0
 
     @classmethod
     def of(cls, member: Member, waves: EngineWaves) -> EngineSnapshot:
-        return cls(member, waves.epoch, waves.wave, waves.phase, waves.voting, waves.ranks)
+        number = waves.pause_number
+        return cls(member, waves.epoch, waves.wave, waves.phase, waves.voting, waves.ranks, number)
 
-    def hello(self, newest_epoch: int) -> EngineHello:
-        """`newest_epoch`: of the newest group that was commanded; it counts as begun."""
+    def hello(self, newest_epoch: int, kept: CoordinatorHeartbeat) -> EngineHello:
+        """`newest_epoch`: of the newest group that was commanded; it counts as begun. `kept`: what
+        coordinators have sent it."""
         behind = newest_epoch > self.epoch
         return EngineHello(
             self.member,
@@ -55,6 +64,9 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
             list(self.ranks),
             self.wave,
             int(Phase.OUT if behind else self.phase),
+            0 if behind else self.pause_number,
+            kept.roster_epoch,
+            kept.manager_state,
         )
 
 
@@ -77,21 +89,35 @@ class CoordinatorClient:
         num_requests: Callable[[], int],
         abort_collectives: Callable[[], None],
         on_command: Callable[[], None],
+        find: FindCoordinator = find_nothing,
     ) -> None:
         self._ground = ground
+        self._keys, self._address = keys, coordinator
+        self._finder = CoordinatorFinder(ground, find, config.stall_timeout_s)
+        self._kept = CoordinatorHeartbeat(0, ManagerState())
         self.commands: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
         self._heartbeat_s = min(config.heartbeat_s, config.stall_timeout_s / 4)
         self._outlet: Outlet[EngineCommand] = ground.outlet(coordinator, EngineCommand, keys)
         self._snapshot = snapshot
         self._progress_counter, self._num_requests = progress_counter, num_requests
         self._abort_collectives, self._on_command = abort_collectives, on_command
-        self._messages: queue.SimpleQueue[CoordinatorMessage] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[list[CoordinatorMessage]] = queue.SimpleQueue()
         self._newest_epoch = 0
         self._report: EngineReport | None = None
         self._reported_at = self._ground.now()
         self._waker = ground.waker()
         self._stopping = False
         self._loop: Loop | None = None
+
+    @property
+    def load_report_s(self) -> float:
+        """The least time between two reports that the coordinator requests."""
+        return self._kept.load_report_s
+
+    @property
+    def roster_epoch(self) -> int:
+        """The newest that a coordinator has named."""
+        return self._kept.roster_epoch
 
     def start(self) -> None:
         self._loop = self._ground.spawn("coordinator client", self._run())
@@ -104,9 +130,8 @@ class CoordinatorClient:
         self._snapshot = snapshot
 
     def send(self, messages: Iterable[CoordinatorMessage]) -> None:
-        """Send in order."""
-        for message in messages:
-            self._messages.put(message)
+        """Send in order, and no heartbeat between."""
+        self._messages.put(list(messages))
         self._waker.wake()
 
     def stop(self) -> None:
@@ -125,7 +150,7 @@ class CoordinatorClient:
             self._waker.close()
 
     async def _run_until_stopped(self) -> None:
-        self._outlet.send(self._snapshot.hello(self._newest_epoch))
+        self._send_hello()
         while not self._stopping:
             wait_s = max(0.0, self._reported_at + self._heartbeat_s - self._ground.now())
             there = await self._ground.ready(self._outlet, wait_s, self._waker)
@@ -135,18 +160,34 @@ class CoordinatorClient:
                 self._send_heartbeat()
             if command is not None:
                 self._handle_command(command)
+            self._follow_coordinator()
         self._send_messages()
+
+    def _send_hello(self) -> None:
+        self._outlet.send(self._snapshot.hello(self._newest_epoch, self._kept))
+
+    def _follow_coordinator(self) -> None:
+        """Messages that its predecessor has not received are lost: the new one requests the full
+        state."""
+        found = self._finder.check()
+        if found is None or found.address == self._address or found.keys != self._keys:
+            return
+        self._outlet.close()
+        self._address = found.address
+        self._outlet = self._ground.outlet(found.address, EngineCommand, self._keys)
+        self._send_hello()
 
     def _send_messages(self) -> None:
         while not self._messages.empty():
-            message = self._messages.get()
-            if isinstance(message, EngineReport):
-                self._report, self._reported_at = message, self._ground.now()
-            self._outlet.send(message)
+            for message in self._messages.get():
+                if isinstance(message, EngineReport):
+                    self._report, self._reported_at = message, self._ground.now()
+                self._outlet.send(message)
 
     def _send_heartbeat(self) -> None:
-        """The loop has sent no report for a while. It may be inside a step that began before the
-        requests of that step were reported: with them it is seen that the engine has work."""
+        """The loop has sent no report for a while, or none since a new roster. It may be inside a
+        step that began before the requests of that step were reported: with them it is seen that
+        the engine has work."""
         self._reported_at = self._ground.now()
         self._abort_if_behind()
         report = self._report
@@ -156,18 +197,34 @@ class CoordinatorClient:
                     report,
                     waiting=max(0, self._num_requests() - report.running),
                     progress_counter=self._progress_counter(),
+                    roster_epoch=self._kept.roster_epoch,
                 )
             )
 
     def _handle_command(self, command: EngineCommand) -> None:
+        self._finder.on_message()
+        if isinstance(command, CoordinatorHeartbeat):
+            self._keep(command)
+            return
         if isinstance(command, Introduce):
-            self._outlet.send(self._snapshot.hello(self._newest_epoch))
+            self._send_hello()
             return
         if isinstance(command, ReconfigureDistributedRequest):
             self._newest_epoch = max(self._newest_epoch, command.epoch)
             self._abort_if_behind()
         self.commands.put(command)
         self._on_command()
+
+    def _keep(self, heartbeat: CoordinatorHeartbeat) -> None:
+        """A coordinator that was just started knows less than its engines."""
+        known, epoch = self._kept.manager_state, self._kept.roster_epoch
+        self._kept = CoordinatorHeartbeat(
+            max(epoch, heartbeat.roster_epoch),
+            heartbeat.manager_state if heartbeat.manager_state.age >= known.age else known,
+            heartbeat.load_report_s,
+        )
+        if self._kept.roster_epoch > epoch:
+            self._send_heartbeat()
 
     def _abort_if_behind(self) -> None:
         """The loop may be inside a step that never ends, or be forming a group that is no longer

@@ -21,7 +21,7 @@ from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, Regrouped
 
 Outputs = dict[bytes, list[EngineCoreOutput]]
-"""What a step gave, by the ingress that waits for it."""
+"""The outputs of a step, by the ingress that waits for them."""
 
 
 class EngineCore:
@@ -43,7 +43,7 @@ class EngineCore:
         depth = config.scheduler.steps_in_flight if executor.overlaps else 1
         kind = WaveMember if config.parallel.expert else NullMember
         self.wave_member: EngineWaves = kind(rank=0, incarnation=0, depth=depth)
-        """Says when to step; its messages are collected for `take_messages`."""
+        """Decides when to step; its messages are collected for `take_messages`."""
         self.num_dummy_steps = 0
         self.num_waves = 0
         self.sync_s = 0.0

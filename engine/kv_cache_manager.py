@@ -15,7 +15,7 @@ class PrefixLeader(NamedTuple):
     """What a waiting request follows: a prefix of its own that requests ahead of it compute."""
 
     name: bytes
-    """Of the last block of that prefix."""
+    """The hash of the last block of that prefix."""
     own_blocks: int
     """Blocks that the follower needs behind the prefix."""
 
@@ -67,11 +67,11 @@ class KVCacheManager:
     def wait_for_prefix(
         self, request: Request, prefix_leader: PrefixLeader | None
     ) -> PrefixLeader | None:
-        """What `request` does well to wait for, if the next block that it lacks is promised by a
-        request ahead of it.
+        """The prefix leader that `request` should wait for, if the next block that it lacks is in
+        flight for a request ahead of it.
 
-        `prefix_leader` is the answer when it was last asked. While that stands, asking again takes
-        one lookup; else one for each block of the prefix.
+        `prefix_leader` is the result of the previous call. While that stands, a call takes one
+        lookup; else one for each block of the prefix.
         """
         if prefix_leader is not None and self._is_in_flight(prefix_leader.name, request):
             return prefix_leader
@@ -147,12 +147,12 @@ class KVCacheManager:
                 self._in_flight_blocks[name] = request
 
     def _unregister_in_flight(self, name: bytes, request: Request) -> None:
-        """The promise is kept, or cannot be kept."""
+        """The block is cached now, or will not be."""
         if self._in_flight_blocks.get(name) is request:
             del self._in_flight_blocks[name]
 
     def _is_in_flight(self, name: bytes, request: Request) -> bool:
-        """By somebody ahead of `request`."""
+        """Whether a request ahead of `request` computes the block."""
         leader = self._in_flight_blocks.get(name)
         return leader is not None and leader.order < request.order
 

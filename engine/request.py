@@ -109,26 +109,27 @@ class Request:
         return known - self.computed
 
     def fail(self, message: str) -> EngineCoreOutput:
-        """End with an error that says so."""
+        """End with an error that has this reason."""
         self.status = RequestStatus.FINISHED
         return EngineCoreOutput(
             self.request_id, [], FinishReason.ERROR, message, attempt=self.attempt
         )
 
     def append(self, token_id: int, extras: list[Extra]) -> EngineCoreOutput:
-        """Take in a sampled token, decide whether it is the last, and say so."""
+        """Add a sampled token; returns whether it is the last."""
         core = self.core
         self.token_ids.append(token_id)
         self.pending -= 1
         self.failed_attempts = 0
         num_outputs = len(self.token_ids) - self.prompt_tokens
         reason = stop = None
-        if num_outputs >= core.min_tokens and token_id in core.eos_token_ids:
-            reason = FinishReason.STOP
-        elif num_outputs >= core.min_tokens and token_id in core.stop_token_ids:
-            reason, stop = FinishReason.STOP, token_id
-        elif num_outputs >= core.max_tokens:
+        if num_outputs >= core.max_tokens:
             reason = FinishReason.LENGTH
+        if num_outputs >= core.min_tokens:
+            if token_id in core.eos_token_ids:
+                reason = FinishReason.STOP
+            elif token_id in core.stop_token_ids:
+                reason, stop = FinishReason.STOP, token_id
         if reason is not None:
             self.status = RequestStatus.FINISHED
         first = num_outputs == len(core.output_token_ids) + 1

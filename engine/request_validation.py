@@ -1,6 +1,6 @@
-"""What an engine checks before it takes a request in: every field of the wire. Pure.
+"""Checks of an engine before it accepts a request: every field of the wire. Pure.
 
-The ingress refuses first what people may get wrong, field by field, with a 400; its limits lie
+The ingress refuses invalid values first, field by field, with a 400; its limits lie
 within these. What passes here breaks no worker: every token is one of the model's, every number is
 one, every list has an end.
 """
@@ -14,25 +14,24 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import GRAMMAR_LIMITS, SamplerParams
 
 MAX_END_TOKENS = 4096
-"""Of `eos_token_ids` and of `stop_token_ids`."""
+"""Most ids in `eos_token_ids` and in `stop_token_ids`."""
 MAX_BIASED_TOKENS = 4096
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 1 << 16
-"""Of all bad words together: a step reads each of them."""
+"""Most tokens of all bad words together: a step reads each of them."""
 MAX_LOGPROBS = 1024
 MAX_PROMPT_LOGPROBS = 1 << 20
-"""Of all positions of a prompt together, where each has those of more than `MAX_LOGPROBS`
-tokens."""
+"""Most values of all positions of a prompt, if each has more than `MAX_LOGPROBS`."""
 MAX_GRAMMAR_CHARS = 4 * GRAMMAR_LIMITS["max_grammar_size"]
 MAX_TEXT_CHARS = 4096
-"""Of an id or a salt."""
+"""Longest id or salt."""
 MAX_HEADERS = 64
 MAX_HEADER_CHARS = 1 << 16
-"""Of a trace header with its name: more than HTTP servers take."""
+"""Longest trace header with its name: more than HTTP servers accept."""
 LARGEST = 1e6
-"""Of temperatures, penalties and biases: beyond it float32 logits overflow."""
+"""Bound of temperatures, penalties and biases: beyond it float32 logits overflow."""
 SMALLEST = 1e-6
-"""Of what is divided by."""
+"""Bound of divisors."""
 INT64 = 1 << 63
 
 
@@ -119,7 +118,7 @@ def _prompt_logprobs(request: EngineCoreRequest, vocab_size: int) -> Iterator[st
     if top > MAX_LOGPROBS and num_logprobs > MAX_PROMPT_LOGPROBS:
         yield (
             f"prompt_logprobs={top} of {len(request.prompt_token_ids)} prompt tokens "
-            f"are {num_logprobs}; at most {MAX_PROMPT_LOGPROBS} are told"
+            f"are {num_logprobs}; at most {MAX_PROMPT_LOGPROBS} are returned"
         )
 
 

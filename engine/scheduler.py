@@ -22,9 +22,10 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import itemgetter
+
+import msgspec
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.coordinator.ground import THREADS
@@ -39,16 +40,17 @@ NANS_IN_LOGITS = (
     "the model's logits for this request are no numbers (NaN or infinity), so no token can be drawn"
 )
 _NO_EXTRAS: list[Extra] = []
+_count = itemgetter(1)
+"""Tokens of a row of a `_StepBuilder`."""
 _Waiting = tuple[tuple[int, int], Request, PrefixLeader | None]
 """Place under the policy, the request, and its prefix leader when it was last considered."""
 
 
-@dataclass(slots=True)
-class ScheduledStep:
+class ScheduledStep(msgspec.Struct):
     """A plan and the requests that its rows belong to."""
 
     plan: SchedulerOutput
-    rows: list[Request]
+    rows: list[Request] = []
 
     def started(self) -> dict[bytes, list[Request]]:
         """Requests that take their slots with this step, by ingress."""
@@ -60,14 +62,13 @@ class ScheduledStep:
         return started
 
 
-@dataclass(slots=True)
-class _StepBuilder:
+class _StepBuilder(msgspec.Struct):
     """A step while it is being decided."""
 
     budget_tokens: int
-    rows: list[tuple[Request, int]] = field(default_factory=list)
-    new_rows: list[NewRow] = field(default_factory=list)
-    growths: list[BlockGrowth] = field(default_factory=list)
+    rows: list[tuple[Request, int]] = []
+    new_rows: list[NewRow] = []
+    growths: list[BlockGrowth] = []
     preempted: bool = False
 
     def add_row(self, request: Request, count: int) -> None:
@@ -174,7 +175,7 @@ class Scheduler:
         """The next step, or None if nothing can be computed now."""
         builder = _StepBuilder(self.config.max_tokens_per_step)
         self._schedule_running(builder)
-        if not builder.preempted:
+        if self._waiting and not builder.preempted:
             self._schedule_waiting(builder)
         if not builder.rows:
             return None
@@ -255,8 +256,9 @@ class Scheduler:
         )
 
     def _chunk(self, request: Request, builder: _StepBuilder) -> int:
-        """Tokens of `request` that fit into this step."""
-        return min(request.tokens_to_schedule, builder.budget_tokens, self._max_chunk_tokens)
+        """Tokens of `request` that fit into this step, which has room for one."""
+        count = request.tokens_to_schedule
+        return count if count <= 1 else min(count, builder.budget_tokens, self._max_chunk_tokens)
 
     def _grow_or_preempt(
         self, request: Request, num_tokens: int, builder: _StepBuilder
@@ -311,33 +313,32 @@ class Scheduler:
 
     def _plan(self, builder: _StepBuilder) -> ScheduledStep:
         """Write the step down, decode rows first, and advance as if it were done."""
-        builder.rows.sort(key=itemgetter(1))
+        builder.rows.sort(key=_count)
         self._step += 1
-        rows = [request for request, _ in builder.rows]
-        plan = SchedulerOutput(
-            self._step,
-            new_rows=builder.new_rows,
-            growths=builder.growths,
-            slots=[request.slot for request in rows],
-            starts=[request.computed for request in rows],
-            num_tokens=[count for _, count in builder.rows],
-        )
+        plan = SchedulerOutput(self._step, new_rows=builder.new_rows, growths=builder.growths)
+        step = ScheduledStep(plan)
+        rows, slots, starts = step.rows, plan.slots, plan.starts
+        num_tokens, samples = plan.num_tokens, plan.samples
         for request, count in builder.rows:
-            request.computed += count
-            is_sampled = request.computed == request.total_tokens
-            plan.samples.append(is_sampled)
+            rows.append(request)
+            slots.append(request.slot)
+            starts.append(request.computed)
+            num_tokens.append(count)
+            computed = request.computed = request.computed + count
+            is_sampled = computed == request.total_tokens
+            samples.append(is_sampled)
             request.pending += is_sampled
-            if request.computed >= request.cacheable_tokens:
+            if computed >= request.cacheable_tokens:
                 self.kv.cache_full_blocks(request)
-        return ScheduledStep(plan, rows)
+        return step
 
     # ---------------------------------------------------------------- update
 
     def update(
         self, step: ScheduledStep, output: ModelRunnerOutput
     ) -> dict[bytes, list[EngineCoreOutput]]:
-        """Take in what a step gave; outputs for each ingress. A row that failed ends its request,
-        and nothing else."""
+        """Process the result of a step; returns outputs for each ingress. A row that failed ends
+        its request, and nothing else."""
         assert output.step == step.plan.step, f"step {output.step} answers {step.plan.step}"
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         sampled = iter(output.sampled_token_ids)

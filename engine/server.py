@@ -16,8 +16,9 @@ from collections.abc import Callable
 import msgspec
 
 from swell.configs.log import StructuredLogger
-from swell.configs.schema import ClusterConfig, Config
+from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox
+from swell.coordinator.finder import FindCoordinator, find_nothing
 from swell.coordinator.ground import THREADS, Ground, drive
 from swell.coordinator.roster import Member
 from swell.coordinator.wave_interface import Phase
@@ -36,6 +37,7 @@ from swell.engine.client_tracker import ClientTracker
 from swell.engine.coordinator_client import CoordinatorClient, EngineSnapshot
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
+from swell.engine.load_reporter import LoadReporter
 from swell.engine.request import Request
 from swell.engine.wire import (
     AbortRequests,
@@ -56,28 +58,6 @@ _FLUSH_S = 0.005
 others keep busy."""
 
 
-class LoadReporter:
-    """When a report is due: a deadline after a change, else a heartbeat."""
-
-    def __init__(self, config: ClusterConfig) -> None:
-        self._config = config
-        self._changed = False
-        self._last_at = -1e9
-
-    def changed(self) -> None:
-        """Something happened that is not in the last report."""
-        self._changed = True
-
-    def reported(self, now: float) -> None:
-        self._changed, self._last_at = False, now
-
-    def wait_s(self, now: float) -> float:
-        """Time until a report is due: as long as an idle engine may sleep."""
-        config = self._config
-        period_s = config.load_report_s if self._changed else config.heartbeat_s
-        return max(0.0, self._last_at + period_s - now)
-
-
 class EngineServer:
     """One engine of a cluster."""
 
@@ -89,6 +69,7 @@ class EngineServer:
         keys: ChannelKeys,
         coordinator: ChannelAddress,
         ground: Ground = THREADS,
+        find_coordinator: FindCoordinator = find_nothing,
     ) -> None:
         self._ground = ground
         self.rank = rank
@@ -98,6 +79,7 @@ class EngineServer:
         core.wave_member.rank, core.wave_member.incarnation = rank, self.incarnation
         core.on_start = self._send_started
         self._resets = 0
+        self._progress_at_forming = 0
         self._log = StructuredLogger("engine", rank=rank)
         self._inbox: Inbox[EngineMessage] = ground.inbox(EngineMessage, keys)
         self._waker = ground.waker()
@@ -121,6 +103,7 @@ class EngineServer:
             num_requests=lambda: len(core.scheduler.requests),
             abort_collectives=core.executor.abort,
             on_command=self._waker.wake,
+            find=find_coordinator,
         )
         self._stopping = False
         self._services: dict[str, Callable[..., object]] = {
@@ -176,7 +159,7 @@ class EngineServer:
             self._waker.close()
 
     def stop(self) -> None:
-        """Ask the loop to end; from any thread."""
+        """Let the loop end; from any thread."""
         self._stopping = True
         self._waker.wake()
 
@@ -243,6 +226,7 @@ class EngineServer:
                     for r in dropped
                 ]
                 self._send(client, aborted)
+                self._client_tracker.forget(client)
         if not self.core.has_work and self.core.wave_member.phase is not Phase.OUT:
             self.core.executor.check()
 
@@ -305,7 +289,7 @@ class EngineServer:
         drained = member.phase is Phase.PAUSED
         if request is None or not member.reconfigure(request):
             return
-        self._coordinator_client.publish(EngineSnapshot.of(self.member, member))
+        self._send_to_coordinator([])  # it has left its older group: what follows may take long
         if not drained:
             self.core.discard_steps_in_flight()
         self._log.info("reconfiguring", epoch=request.epoch, ranks=request.ranks, drained=drained)
@@ -321,6 +305,7 @@ class EngineServer:
                     keep_states=drained,
                 ),
             )
+            self._progress_at_forming = self.core.progress
             self._send_to_coordinator(member.joined())
             self._log.info(
                 "reconfigured",
@@ -340,7 +325,8 @@ class EngineServer:
         for failed in self.core.take_failed():
             for client, outputs in failed.items():
                 self._send(client, outputs)
-        self._send_to_coordinator(member.broken(str(failure), repairing=lost))
+        absent = failure.absent if isinstance(failure, GroupBroken) else ()
+        self._send_to_coordinator(member.broken(str(failure), lost, absent))
         if lost:
             await self._ground.run(self.core.executor.repair)
             self.repairs += 1
@@ -362,6 +348,7 @@ class EngineServer:
         now = self._ground.now()
         snapshot = EngineSnapshot.of(self.member, self.core.wave_member)
         self._coordinator_client.publish(snapshot)
+        self._reporter.load_report_s = self._coordinator_client.load_report_s
         if snapshot != self._reported or self._reporter.wait_s(now) == 0.0:
             self._reported = snapshot
             self._reporter.reported(now)
@@ -381,6 +368,7 @@ class EngineServer:
             kv_usage=scheduler.kv.usage,
             steps=core.num_steps,
             progress_counter=core.progress,
+            progress_at_forming=self._progress_at_forming,
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.kv.num_queried_tokens,
             prefix_hits=scheduler.kv.num_hit_tokens,
@@ -395,4 +383,5 @@ class EngineServer:
             nans_in_logits=scheduler.num_nans_in_logits,
             started_requests=scheduler.num_started_requests,
             started_tokens=scheduler.num_started_tokens,
+            roster_epoch=self._coordinator_client.roster_epoch,
         )

@@ -31,7 +31,7 @@ class EngineCoreRequestType(enum.IntEnum):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended; `str` gives OpenAI's word."""
+    """Why a request ended; `str` gives OpenAI's name."""
 
     STOP = 0
     LENGTH = 1
@@ -108,7 +108,7 @@ class KeepAlive(
     gc=False,
 ):
     """The ingress still waits. Sent every `cluster.heartbeat_s`; an ingress that sends nothing for
-    `cluster.stall_timeout_s` is taken for dead, and its requests are dropped."""
+    `cluster.stall_timeout_s` is considered dead, and its requests are dropped."""
 
     sent: int = 0
     """Messages that it has sent through this connection before, keep-alives not counted."""
@@ -125,7 +125,7 @@ class ReplaceClient(
     came through these is dropped, and what may still come is ignored."""
 
     identities: list[bytes]
-    """Of the connections that were replaced."""
+    """Identities of the connections that were replaced."""
 
 
 class UtilityCall(
@@ -146,7 +146,7 @@ EngineMessage = EngineCoreRequest | AbortRequests | KeepAlive | UtilityCall | Re
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """What one step gave to one request."""
+    """The output of one step for one request."""
 
     request_id: str
     new_token_ids: list[int]
@@ -161,7 +161,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaul
     extras: list[Extra] = []
     """Requested values beside tokens; an output may hold these alone."""
     attempt: int = 1
-    """Of the request (see `EngineCoreRequest.attempt`)."""
+    """The request's attempt (see `EngineCoreRequest.attempt`)."""
 
     @property
     def finished(self) -> bool:
@@ -179,7 +179,7 @@ class UtilityOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class EngineCoreOutputs(
     msgspec.Struct, frozen=True, tag=0, array_like=True, omit_defaults=True, gc=False
 ):
-    """All that one step gave to one ingress."""
+    """All outputs of one step for one ingress."""
 
     outputs: list[EngineCoreOutput] = []
     utility_output: UtilityOutput | None = None
@@ -191,7 +191,7 @@ class EngineCoreOutputs(
     """Requests that enter the step which the engine begins next. This leaves before it begins: if
     the engine is lost in it, it is known who may be the reason, and who only waited."""
     started_attempts: list[int] = []
-    """Of the requests in `started`, in the same order."""
+    """Attempts of the requests in `started`, in the same order."""
 
 
 class KeepAliveReply(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):

@@ -9,6 +9,10 @@ import pytest
 
 from swell.configs import process
 from swell.configs.process import prepare_for_torch
+from tests import reaper
+from tests.sharing import pytest_collection_modifyitems as pytest_collection_modifyitems
+from tests.sharing import pytest_runtest_setup as pytest_runtest_setup
+from tests.sharing import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 
 prepare_for_torch()
 
@@ -30,9 +34,11 @@ _register_hypothesis_profiles()
 
 
 def pytest_sessionstart() -> None:
-    """Oracles compute in this process too, some before the first engine of it."""
+    """Start the reaper, so that processes that tests start end with this one. Oracles compute in
+    this process too, some before its first engine."""
     from swell.worker.vector_math import initialize_vector_math
 
+    reaper.start()
     initialize_vector_math()
 
 
@@ -41,8 +47,8 @@ Deaths = list[tuple[str, BaseException]]
 
 @pytest.fixture(autouse=True)
 def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deaths]:
-    """Loops that would have ended this process, and what they raised. A test that plants such a
-    failure takes it out of the list; else a loop that ends fails the test, not pytest."""
+    """Loops that would have ended this process, and their exceptions. A test that injects such a
+    failure removes it from the list; else a loop that ends fails the test, not pytest."""
     ended: Deaths = []
     monkeypatch.setattr(process, "exit_process", lambda loop, error: ended.append((loop, error)))
     yield ended

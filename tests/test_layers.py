@@ -52,6 +52,7 @@ LIBRARIES: dict[str, list[str]] = {
         "cluster/cli/*",
         "coordinator/coordinator.py",
         "engine/actor.py",
+        "engine/executor/process_killer.py",
         "engine/executor/ray.py",
         "worker/actor.py",
     ],
@@ -93,13 +94,14 @@ ON_A_GROUND: dict[str, tuple[str, ...]] = {
         "engine/executor/heartbeat_listener.py",
         "engine/executor/inline.py",
         "engine/executor/inproc.py",
+        "engine/executor/process_killer.py",
         "engine/executor/ray.py",
     ),
 }
 OF_A_GROUND = ("ray", "time", "secrets", "random", "threading", "multiprocessing", "os", "signal")
 """Libraries that only shells import."""
 THREADS_OF_ASYNCIO = ("to_thread", "run_in_executor")
-"""What only shells call."""
+"""Functions that only shells call."""
 
 
 def our_files() -> list[str]:
@@ -129,10 +131,18 @@ def _imports(name: str) -> Iterator[str]:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 yield whole if _is_module(whole) else node.module
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _name(node.func) == "import_module":
             yield from (a.value for a in node.args if isinstance(a, ast.Constant))
 
 
+def _name(function: ast.expr) -> str:
+    """The last part of a dotted name."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+@cache
 def _is_module(dotted: str) -> bool:
     path = ROOT.joinpath(*dotted.removeprefix("swell.").split("."))
     return dotted.startswith("swell.") and (path.is_dir() or path.with_suffix(".py").is_file())
@@ -189,7 +199,7 @@ def _on_a_ground() -> list[str]:
 
 @pytest.mark.parametrize("name", _on_a_ground())
 def test_only_shells_know_the_machine(name: str) -> None:
-    """Else the simulator could not run it on a virtual clock."""
+    """Otherwise the simulator could not run the code on a virtual clock."""
     used = {module.partition(".")[0] for module in imports(name)}
     assert not used & set(OF_A_GROUND), name
     called = {node.attr for node in _nodes(name) if isinstance(node, ast.Attribute)}
@@ -227,7 +237,7 @@ def test_no_module_imports_a_script() -> None:
 
 
 def test_the_law_names_only_what_exists() -> None:
-    """A row that no file needs any more is a door left open."""
+    """A permission that no file needs any more must be removed."""
     for library, homes in LIBRARIES.items():
         for home in homes:
             used = [n for n in FILES if fnmatch(n, home) and library in _roots(n)]
@@ -239,7 +249,7 @@ def _roots(name: str) -> set[str]:
 
 
 def test_the_door_of_kernels_is_empty() -> None:
-    """Its name is that of a package of Hugging Face's, which other libraries probe for."""
+    """`kernels` is also the name of a Hugging Face package, for which other libraries probe."""
     assert list(imports("kernels/__init__.py")) == []
 
 
@@ -265,8 +275,8 @@ def test_the_door_of_kernels_is_empty() -> None:
         ("swell.configs.schema", ["torch", "ray", "zmq"]),
     ],
 )
-def test_what_an_import_must_not_load(modules: str, absent: list[str]) -> None:
-    """From the top of the repository, where our folders could shadow packages of others."""
+def test_an_import_does_not_load_heavy_libraries(modules: str, absent: list[str]) -> None:
+    """Run at the top of the repository, where our folders could shadow third-party packages."""
     code = f"import sys, {modules}; print([m for m in {absent} if m in sys.modules])"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -1,4 +1,5 @@
-"""What is installed is what is in the tree: the package list is written by hand."""
+"""The installed package contains exactly the files of the tree: the package list is written by
+hand."""
 
 from __future__ import annotations
 

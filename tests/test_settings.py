@@ -13,7 +13,7 @@ from tests.test_layers import ROOT
 
 
 def examples(profile: str) -> list[int]:
-    """What a property test tries under a profile."""
+    """The examples of a property test under a profile."""
     tried: list[int] = []
 
     @settings(settings.get_profile(profile), max_examples=20, database=None)

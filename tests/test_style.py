@@ -1,4 +1,4 @@
-"""A file is a page or a few, and a function can be seen whole."""
+"""Limits of the length of files and functions, and names of files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_half_of_the_files_of_the_cluster_are_a_page() -> None:
 
 
 def test_files_of_the_cluster_have_names_of_their_own() -> None:
-    """Only the fixed three of the endpoint folders are there more than once."""
+    """Only the three fixed names of the endpoint folders occur more than once."""
     folders = defaultdict(list)
     for name in CLUSTER:
         folder, _, base = name.rpartition("/")
@@ -62,6 +62,6 @@ def function_lengths(source: str) -> list[tuple[str, int]]:
 
 
 def test_lengths_of_functions_are_counted() -> None:
-    """Else the limit would hold for no function."""
+    """Otherwise the limit would hold for no function."""
     source = "class A:\n    async def f(self):\n        a = 1\n        return a\ndef g(): ...\n"
     assert function_lengths(source) == [("g", 1), ("f", 3)]

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import ray
 
+from swell.configs.network import host_address
 from swell.configs.process import freeze_gc, prepare_for_torch
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
@@ -48,13 +49,14 @@ class WorkerActor:
             self._local_workers,
             local_rank=0,
             progress=self._report_progress,
+            host=host_address(self._config.cluster.interface, ray.util.get_node_ip_address()),
         )
         limits = self._worker.load()
         return msgspec.structs.replace(limits, pid=os.getpid())
 
     def open_store(self) -> tuple[str, int]:
         """Host a store, through which ranks of groups find each other, until the process ends."""
-        store: tuple[str, int] = self._worker.open_store(ray.util.get_node_ip_address())
+        store: tuple[str, int] = self._worker.open_store()
         return store
 
     def init_cache(self, num_blocks: int, max_model_len: int) -> None:

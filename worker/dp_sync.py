@@ -7,7 +7,7 @@ worker of all engines, on CPU, of int64
     [ engines that want another step | engines that vote for a pause | tokens of engine 0, 1, ... ]
 
 to which each engine adds its own values. All workers of a stage then know how many tokens of each
-engine the experts will get, and the step's result tells the engines whether all of them are done.
+engine the experts will get, and the step's result shows the engines whether all of them are done.
 If no engine has tokens, no layer is computed. If only this engine has none, it computes only the
 layers with experts.
 """

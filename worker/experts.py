@@ -6,7 +6,7 @@ balanced placements it moves the fewest experts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,12 +101,15 @@ def max_share_bytes(layers: Sequence[MoE], config: Config) -> int:
     return sum(-(-layer.traits.count // ranks) * layer.expert_bytes for layer in layers)
 
 
-def rebalance(model: Any, mesh: Mesh, model_config: ModelConfig) -> tuple[int, int]:
+def rebalance(
+    model: Any, mesh: Mesh, model_config: ModelConfig, on_progress: Callable[[], None]
+) -> tuple[int, int]:
     """Bring the experts of this stage to where `place_experts` wants them; every worker of
     `mesh.expert` calls it at the same time.
 
     An expert that a peer has is received from the peer, one that no rank has is loaded from the
-    checkpoint, and one that another rank owns is dropped. Returns how many experts came to this
+    checkpoint, and one that another rank owns is dropped. `on_progress` is called for each expert
+    that has moved and each part that was read. Returns how many experts came to this
     rank (moved, loaded), each with all its layers. Raises `GroupError` if a peer fails,
     `ValueError` if the checkpoint cannot be read; in both cases each expert of this rank is either
     complete in all layers or absent from all.
@@ -126,14 +129,20 @@ def rebalance(model: Any, mesh: Mesh, model_config: ModelConfig) -> tuple[int, i
             missing.append(expert)
         if holders and owner not in holders:
             moved += _move(layers, mesh, expert, holders[0], owner)
+            on_progress()
         if owner != here:
             for layer in layers:
                 layer.local_experts.pop(expert, None)
-    _load(model, missing, model_config)
+    _load(model, missing, model_config, on_progress)
     return moved, len(missing)
 
 
-def _load(model: Any, experts: Sequence[int], model_config: ModelConfig) -> None:
+def _load(
+    model: Any,
+    experts: Sequence[int],
+    model_config: ModelConfig,
+    on_progress: Callable[[], None],
+) -> None:
     """Read experts from the checkpoint; after all moves, so that no peer waits for this rank's
     disk."""
     layers = model.moe_layers()
@@ -144,7 +153,7 @@ def _load(model: Any, experts: Sequence[int], model_config: ModelConfig) -> None
             yield from model.expert_weight_shards(expert, weights)
 
     if made:
-        load_weight_shards(shards_of, model_config)
+        load_weight_shards(shards_of, model_config, lambda _done, _total: on_progress())
     for expert, weights in made.items():
         _store_expert(layers, expert, weights)
 

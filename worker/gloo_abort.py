@@ -23,13 +23,13 @@ _listening = threading.Lock()
 """Held while a device is made, so that each thread finds its own listening socket."""
 
 
-def listening_device(host: str | None) -> tuple[dist.ProcessGroupGloo.Device, Address]:
-    """A device of gloo's at `host` (None: gloo's default), and the address at which it listens."""
+def listening_device(host: str) -> tuple[dist.ProcessGroupGloo.Device, Address]:
+    """A device of gloo's at `host`, and the address at which it listens."""
     make = dist.ProcessGroupGloo
     with _listening:
         while True:
             before = set(_listeners())
-            device = make.create_device(hostname=host) if host else make.create_default_device()
+            device = make.create_device(hostname=host)
             found = set(_listeners()) - before
             if len(found) == 1:  # else another part of the process began to listen meanwhile
                 return device, found.pop()

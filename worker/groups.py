@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,11 @@ from swell.worker.transport import Transport
 
 class GroupError(RuntimeError):
     """A group could not be formed or has failed: a peer is gone, or the group was aborted."""
+
+    def __init__(self, message: str, absent: Iterable[int] = ()) -> None:
+        """`absent`: engines of the plan that did not come, or cannot be reached, by index."""
+        super().__init__(message)
+        self.absent = tuple(absent)
 
 
 class Handle(ABC):

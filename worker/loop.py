@@ -100,7 +100,10 @@ class WorkerLoop:
         self._pending_outputs.clear()
         text = f"{type(error).__name__}: {error}"
         group = isinstance(error, GroupError)
-        self._outlet.send(WorkerFailure(self._step, self._rank, text, group, self._generation))
+        absent = list(error.absent) if isinstance(error, GroupError) else []
+        self._outlet.send(
+            WorkerFailure(self._step, self._rank, text, group, self._generation, absent)
+        )
         self._worker.abort()
 
 

@@ -36,7 +36,7 @@ from swell.worker.groups import (
     SoloGroup,
     make_group,
 )
-from swell.worker.transport import connect
+from swell.worker.transport import PeersAbsent, connect
 from swell.worker.wire import GroupPlan
 
 __all__ = ["GROUP_TIMEOUT_S", "Group", "GroupError", "Handle", "Mesh", "ProcessGroup", "SoloGroup"]
@@ -73,6 +73,8 @@ class Mesh:
     tokens: list[int] = field(default_factory=list)
     """[engines] tokens that each engine computes in this step, as `dp_sync` found."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    host: str = "127.0.0.1"
+    """The address of this machine at which other workers reach it."""
     _aborted: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -101,6 +103,7 @@ class Mesh:
         epoch: int = 0,
         device: torch.device | str = "cpu",
         timeout_s: float = GROUP_TIMEOUT_S,
+        host: str = "127.0.0.1",
     ) -> Mesh:
         """The mesh of worker `rank` (0 .. parallel.world - 1) of an engine.
 
@@ -115,6 +118,7 @@ class Mesh:
         feedback = make_group(f"feedback{tensor_rank}", stage, parallel.pipeline)
         mesh = cls(rank, 0, tensor, pipeline, feedback, expert=tensor, generation=epoch)
         mesh.shares_experts, mesh.device = parallel.expert, torch.device(device)
+        mesh.host = host
         if store is not None:
             mesh._form_own(store, timeout_s)
         return mesh
@@ -126,10 +130,10 @@ class Mesh:
             self.generation = generation
             self._aborted.clear()
 
-    def check_aborted(self) -> None:
-        """Raise `GroupError` if `abort` was called since `begin`."""
-        if self._aborted.is_set():
-            raise GroupError("aborted while groups were formed")
+    @property
+    def is_aborted(self) -> bool:
+        """`abort` was called since `begin`."""
+        return self._aborted.is_set()
 
     def regroup(
         self,
@@ -189,7 +193,7 @@ class Mesh:
         keys = dist.PrefixStore(f"generation{self.generation}", store)
         kind = self.device.type
         groups = (self.tensor, self.pipeline, self.feedback)
-        self._form([(group, kind) for group in groups], keys, timeout_s)
+        self._form([(group, kind, None) for group in groups], keys, timeout_s)
 
     def _form_between_engines(self, plan: GroupPlan, store: dist.Store, timeout_s: float) -> None:
         suffix, tensor, engines = f"{self.stage}.{self.tensor_rank}", self.tensor.size, plan.engines
@@ -198,27 +202,44 @@ class Mesh:
         rank = plan.index * tensor + self.tensor_rank
         self.expert = make_group(f"expert{self.stage}", rank, engines * tensor)
         keys, kind = dist.PrefixStore(f"epoch{plan.epoch}", store), self.device.type
-        self._form([(self.data, kind), (self.sync, "cpu"), (self.expert, kind)], keys, timeout_s)
+        groups = [(self.data, kind, 1), (self.sync, "cpu", 1), (self.expert, kind, tensor)]
+        self._form(groups, keys, timeout_s)
 
     def _form(
-        self, groups: Sequence[tuple[Group, str]], store: dist.Store, timeout_s: float
+        self,
+        groups: Sequence[tuple[Group, str, int | None]],
+        store: dist.Store,
+        timeout_s: float,
     ) -> None:
+        """Each with its device type and the ranks that an engine has in it (None: it is within
+        one engine)."""
         try:
-            for group, kind in groups:
+            for group, kind, ranks in groups:
                 if isinstance(group, ProcessGroup):
-                    self._open(group, kind, store, timeout_s)
+                    self._open(group, kind, ranks, store, timeout_s)
         except BaseException:
-            for group, _kind in groups:
+            for group, _kind, _ranks in groups:
                 group.close()
             raise
 
-    def _open(self, group: ProcessGroup, kind: str, store: dist.Store, timeout_s: float) -> None:
+    def _open(
+        self,
+        group: ProcessGroup,
+        kind: str,
+        engine_ranks: int | None,
+        store: dist.Store,
+        timeout_s: float,
+    ) -> None:
         keys = dist.PrefixStore(group.name, store)
         try:
-            group.reopen(connect(kind, keys, group.rank, group.size, timeout_s, self._aborted))
+            group.reopen(
+                connect(kind, keys, group.rank, group.size, timeout_s, self._aborted, self.host)
+            )
         except (RuntimeError, OSError) as error:
-            text = f"group {group.name!r} could not be formed: {first_line(error)}"
-            raise GroupError(text) from error
+            text = f"group {group.name!r} could not be formed at {self.host}: {first_line(error)}"
+            absent = error.ranks if engine_ranks and isinstance(error, PeersAbsent) else []
+            engines = sorted({rank // (engine_ranks or 1) for rank in absent})
+            raise GroupError(text, engines) from error
         # `abort` sets the event before it aborts transports, so it finds this transport or the
         # event is set here.
         if self._aborted.is_set():

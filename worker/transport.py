@@ -6,6 +6,7 @@ gloo see `gloo_abort.py`, which only `GlooTransport` uses.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,11 +28,22 @@ POLL_S = 0.01
 CONNECT_S = 20.0
 """How long peers that have all announced themselves may take to connect."""
 
+_PROBE_S = 0.5
+"""How long the host of a peer may take to answer a connection, or to refuse it."""
+
 _POLL_TIMEOUT = timedelta(seconds=0.2)
 """How long an aborted operation of gloo's may take to fail."""
 
 _leaked_backends: list[Backend] = []
 """Backends with an operation that never ends: to destroy one would wait for it."""
+
+
+class PeersAbsent(OSError):
+    """These ranks did not come, or cannot be reached."""
+
+    def __init__(self, message: str, ranks: list[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 ExchangeAddresses = Callable[[str], list[str]]
@@ -157,11 +169,15 @@ def connect(
     size: int,
     timeout_s: float,
     aborted: threading.Event,
+    host: str = "127.0.0.1",
 ) -> Transport:
     """Find the other ranks through `store`, whose keys only this group uses, and connect to them.
 
-    Raises `TimeoutError` if a peer does not announce itself in time, `InterruptedError` when
-    `aborted` is set meanwhile, `RuntimeError` when store or peers are gone.
+    `host`: the address of this machine at which the other ranks reach it. What the machine's own
+    name resolves to does not matter.
+
+    Raises `PeersAbsent` if peers do not announce themselves in time, or have not when `aborted` is
+    set, or if their hosts do not answer; `RuntimeError` when store or peers are gone.
     """
     start = TRANSPORTS[device_type]
 
@@ -171,37 +187,64 @@ def connect(
         keys = [f"address{peer}" for peer in range(size)]
         deadline = time.monotonic() + timeout_s
         while not store.check(keys):
-            if aborted.wait(POLL_S):
-                raise InterruptedError("aborted while waiting for peers")
-            if time.monotonic() > deadline:
+            is_aborted = aborted.wait(POLL_S)
+            if is_aborted or time.monotonic() > deadline:
                 absent = [peer for peer in range(size) if not store.check(keys[peer : peer + 1])]
-                raise TimeoutError(f"ranks {absent} of {size} did not come in {timeout_s:g} s")
+                when = "before it was aborted" if is_aborted else f"in {timeout_s:g} s"
+                raise PeersAbsent(f"ranks {absent} of {size} did not come {when}", absent)
         return [store.get(key).decode() for key in keys]
 
-    return start(store, rank, size, timeout_s, exchange_addresses)
+    return start(store, rank, size, timeout_s, exchange_addresses, host)
 
 
 def _gloo(
-    store: dist.Store, rank: int, size: int, timeout_s: float, exchange: ExchangeAddresses
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    exchange: ExchangeAddresses,
+    host: str,
 ) -> Transport:
-    device, (host, port) = listening_device(_host(store))
-    members = set()
+    device, (host, port) = listening_device(host)
+    members = []
     for address in exchange(f"{host} {port}"):
         peer_host, _, peer_port = address.rpartition(" ")
-        members.add((peer_host, int(peer_port)))
+        members.append((peer_host, int(peer_port)))
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
     options._timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
     options._threads = 2
     options._devices = [device]
-    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    try:
+        backend = dist.ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        if absent := [peer for peer, address in enumerate(members) if not _answers(address)]:
+            where = ", ".join(f"{peer} at {members[peer][0]}" for peer in absent)
+            raise PeersAbsent(f"no connection to ranks {where}: {error}", absent) from error
+        raise
     backend.set_timeout(timedelta(seconds=timeout_s))
-    return GlooTransport(backend, members, timeout_s)
+    return GlooTransport(backend, set(members), timeout_s)
+
+
+def _answers(address: Address) -> bool:
+    """Whether the host is there: one that refuses a connection is."""
+    try:
+        socket.create_connection(address, _PROBE_S).close()
+    except ConnectionError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _nccl(
-    store: dist.Store, rank: int, size: int, timeout_s: float, exchange: ExchangeAddresses
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    exchange: ExchangeAddresses,
+    host: str,
 ) -> Transport:
-    exchange("")
+    exchange(host)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return Transport(dist.ProcessGroupNCCL(store, rank, size, options))
@@ -209,17 +252,3 @@ def _nccl(
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {"cpu": _gloo, "cuda": _nccl}
 """Device type -> how its transport is made."""
-
-
-def _host(store: dist.Store) -> str | None:
-    """The address of this machine that peers can reach, if the store implies it; None: gloo's own.
-
-    Peers in one process or on loopback need no name that resolves.
-    """
-    if isinstance(store, dist.HashStore | dist.FileStore):
-        return "127.0.0.1"
-    if isinstance(store, dist.PrefixStore):
-        return _host(store.underlying_store)
-    if isinstance(store, dist.TCPStore) and store.host in ("localhost", "127.0.0.1", "::1"):
-        return "127.0.0.1"
-    return None

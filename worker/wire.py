@@ -145,6 +145,8 @@ class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=Fals
     """True: a group failed, so a peer is gone. False: the error is the worker's own."""
     generation: int = 0
     """The generation of its groups, or of those that it was forming."""
+    absent: list[int] = []
+    """As `GroupError.absent`."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):

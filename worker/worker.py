@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from swell.configs.network import listening_socket, other_ports, prepare_for_nccl
 from swell.configs.process import available_cores
 from swell.configs.schema import Config
 from swell.kernels import backends
@@ -46,7 +47,8 @@ class Worker:
     `rank` is 0 .. world - 1 within the engine, tensor fastest: stage * tensor + tensor_rank.
     `local_workers` says how many of the engine's workers share this machine and its cores;
     `local_rank` which of them this is (None: derived from the rank), which selects the GPU.
-    `progress` is called while the weights are read.
+    `progress` is called while the weights are read. `host`: the address of this machine at which
+    other workers reach it.
     Several workers may be threads of one process: nothing here is global to it.
     """
 
@@ -57,15 +59,19 @@ class Worker:
         local_workers: int = 1,
         local_rank: int | None = None,
         progress: LoadProgress | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         initialize_vector_math()
         self.config = config
         self.rank = rank
         self.local_workers = max(1, local_workers)
         self._progress = progress
+        self._host = _reachable(host)
         self.device = _device(
             config.model.device, rank % self.local_workers if local_rank is None else local_rank
         )
+        if self.device.type == "cuda":
+            prepare_for_nccl(self._host, config.cluster.interface)
         self.mesh: Mesh | None = None
         self.model: Any = None
         self.runner: ModelRunner | None = None
@@ -77,7 +83,8 @@ class Worker:
 
     @property
     def progress_counter(self) -> int:
-        """Layers, or operations of replayed steps, computed so far; from any thread."""
+        """Layers, or operations of replayed steps, computed so far, and parts of experts that came
+        to this worker; from any thread."""
         runner = self.runner
         return self._progress_counter + (runner.progress if runner is not None else 0)
 
@@ -93,7 +100,7 @@ class Worker:
         model_config, parallel = self.config.model, self.config.parallel
         hf_config = load_config(model_config)
         self._dtype = resolve_dtype(model_config, hf_config)
-        self.mesh = Mesh.build(parallel, self.rank, store, epoch, self.device)
+        self.mesh = Mesh.build(parallel, self.rank, store, epoch, self.device, host=self._host)
         self.model = build_model(model_config, hf_config, self.mesh, self.device, self._dtype)
         weight_bytes = load_weights(self.model, model_config, self._progress)
         pack_weights(self.model)
@@ -141,14 +148,18 @@ class Worker:
         self.mesh.begin(plan.generation)
         if store is None and plan.store is not None:
             store = self._connect(plan.store)
-        expert_store = self._connect(plan.expert_store) if plan.expert_store is not None else None
+        expert_store = None
+        if plan.expert_store is not None:  # the first engine hosts it
+            expert_store = self._connect(plan.expert_store, absent=[0])
         if plan.keep_states and store is not None and self.runner is not None:
             self.runner.drain()
         moved = loaded = 0
         self.mesh.regroup(plan, store, expert_store)
         if self.config.parallel.expert:
             try:
-                moved, loaded = rebalance(self.model, self.mesh, self.config.model)
+                moved, loaded = rebalance(
+                    self.model, self.mesh, self.config.model, self._count_progress
+                )
             except BaseException:
                 self.mesh.abort()  # peers in a collective must not wait for this worker
                 raise
@@ -165,11 +176,20 @@ class Worker:
         if mesh is not None:
             mesh.abort(generation)
 
-    def open_store(self, host: str) -> tuple[str, int]:
+    def open_store(self) -> tuple[str, int]:
         """Host a store that exists as long as this worker; returns (host, port)."""
         if self._store is None:
-            self._store = dist.TCPStore(_reachable(host), 0, is_master=True, wait_for_workers=False)
-        return host, self._store.port
+            # torch itself would listen at all addresses of the host.
+            ports = other_ports(self.config.cluster.port_range)
+            with listening_socket(self._host, ports) as listener:
+                self._store = dist.TCPStore(
+                    self._host,
+                    listener.getsockname()[1],
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=listener.detach(),
+                )
+        return self._host, self._store.port
 
     def shutdown(self) -> None:
         """Leave the groups and drop every tensor; may be called twice, and after a failure."""
@@ -200,11 +220,14 @@ class Worker:
         return self.model.moe_layers() if hasattr(self.model, "moe_layers") else []
 
     def _count_layer(self, *_call: Any) -> None:
+        self._count_progress()
+
+    def _count_progress(self) -> None:
         self._progress_counter += 1
 
-    def _connect(self, address: tuple[str, int]) -> dist.Store:
+    def _connect(self, address: tuple[str, int], absent: Sequence[int] = ()) -> dist.Store:
         """A client of the store at `address`, or the store that this worker hosts. Raises
-        `GroupError`."""
+        `GroupError`, with `absent` where the store does not answer."""
         assert self.mesh is not None
         host, port = address
         if self._store is not None and (self._store.host, self._store.port) == (
@@ -219,10 +242,9 @@ class Worker:
                 store = dist.TCPStore(_reachable(host), port, is_master=False, timeout=wait)
                 break
             except RuntimeError as error:
-                self.mesh.check_aborted()
-                if time.monotonic() > deadline:
+                if self.mesh.is_aborted or time.monotonic() > deadline:
                     text = f"the store at {host}:{port} does not answer: {error}"
-                    raise GroupError(text.splitlines()[0]) from error
+                    raise GroupError(text.splitlines()[0], absent) from error
         store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
         return store
 

@@ -26,7 +26,7 @@ keep out no other client. All together never hold twice as much."""
 MAX_WARNED = 16
 """Fields that the header of a warning names."""
 MAX_WARNED_CHARS = 64
-"""Of each name."""
+"""Longest shown part of each name."""
 
 
 class BodyReader:
@@ -72,7 +72,8 @@ class BodyReader:
             self.held_bytes -= size
 
     def _check_room(self, size: int) -> None:
-        """Of a reader that holds so much."""
+        """Raise HTTPError if a request that holds so many bytes leaves too little room for
+        others."""
         is_share = size * self._readers <= self._max_held_bytes
         if self.held_bytes > self._max_held_bytes and not is_share:
             raise HTTPError(
@@ -85,8 +86,8 @@ class BodyReader:
 
 
 def require_json(request: Request) -> None:
-    """Raises HTTPError 415 unless the request says that it sends JSON. A page of another site
-    cannot say so without asking first, which `serve.cors_origins` alone allows."""
+    """Raises HTTPError 415 unless the request says that it sends JSON. A browser sends a preflight
+    before it sends JSON for a page of another site, and only `serve.cors_origins` allows one."""
     sent = request.headers.get("content-type", "")
     kind = sent.split(";")[0].strip().lower()
     if kind != "application/json":
@@ -133,7 +134,7 @@ async def read_short_body(request: Request, limit_bytes: int) -> bytes:
 
 
 def body_bytes(request: Request) -> int:
-    """The size of the body that was read: how much work it makes."""
+    """The size of the body that was read, a measure of its work."""
     return int(getattr(request.state, "body_bytes", 0))
 
 

@@ -1,4 +1,4 @@
-"""Work for a client ends when the client leaves, or waits no longer."""
+"""Work for a client ends when the client leaves, or when its time limit is over."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ T = TypeVar("T")
 async def run_until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled if the client leaves first (ClientDisconnect)."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)
+    task.add_done_callback(_forget_error)
     leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -30,6 +31,12 @@ async def run_until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
                 future.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await future
+
+
+def _forget_error(task: asyncio.Future[T]) -> None:
+    """A failure is not logged if the client left, or the time was over, at the same moment."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def with_deadline(request: Request, work: Awaitable[T]) -> T:

@@ -84,7 +84,7 @@ class GenerationBody(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own special tokens, as BOS, to a text."""
     truncate_prompt_tokens: int | None = None
-    """Of a longer prompt only so many tokens are read; -1: as many as fit beside the answer."""
+    """Tokens that are kept of a longer prompt; -1: as many as fit beside the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """left (default): the last tokens of the prompt are kept; right: the first."""
 
@@ -128,7 +128,7 @@ class GenerationBody(SamplingFields, kw_only=True):
                 "stream_options.continuous_usage_stats",
             )
         if self.prompt_logprobs is not None:
-            problem = "is not told in a stream; leave out stream=true"
+            problem = "is not sent in a stream; leave out stream=true"
             raise bad_value("prompt_logprobs", self.prompt_logprobs, problem)
         n = self.n or 1
         if (1 if self.best_of is None else self.best_of) > n:
@@ -249,7 +249,7 @@ _shared_values = attrgetter(*SHARED_FIELDS)
 
 
 _SHOWN_KEYS = 8
-"""Of keys that are no token ids, as a refusal names them."""
+"""How many invalid keys a refusal names."""
 
 
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:

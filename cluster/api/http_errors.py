@@ -1,4 +1,4 @@
-"""What an error is to a client, whatever the API: status, message, kind and code."""
+"""An error as a client gets it, independent of the API: status, message, kind and code."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str]] = {
     RequestTimedOut: (408, "timeout_error", "request_timeout"),
 }
 ENGINE_ERRORS = tuple(_ENGINE_ERRORS)
-"""What may end an answer that has begun."""
+"""Errors that may end an answer that has begun."""
 
 
 class ErrorInfo(NamedTuple):
-    """What an error is to a client, whatever the API."""
+    """An error as a client gets it, independent of the API."""
 
     status: int
     message: str
@@ -52,7 +52,7 @@ class HTTPError(Exception):
 
 
 def error_body(error: ErrorInfo) -> ErrorBody:
-    """As OpenAI's API tells it."""
+    """The error in the form of OpenAI's API."""
     return ErrorBody(
         error=ErrorDetail(
             message=error.message, type=error.kind, param=error.param, code=error.code

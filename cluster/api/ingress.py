@@ -35,7 +35,7 @@ from swell.cluster.api.routing import (
 )
 from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.cluster.api.server.request_throttle import RequestThrottle
-from swell.cluster.api.server_info import ServerRoutes
+from swell.cluster.api.server_info import NotReady, ServerRoutes
 from swell.cluster.api.services import Services
 from swell.cluster.api.tokenize import TokenizeRoutes
 from swell.cluster.client.engine_core_client import ConnectEngines
@@ -66,6 +66,7 @@ class Ingress:
         self.services = services
         self.llm = services.llm
         self._responses = ResponseRoutes(services)
+        self._server = ServerRoutes(services)
         self.app = Starlette(
             routes=[
                 route("/v1/completions", self._completions, "POST"),
@@ -74,7 +75,7 @@ class Ingress:
                 route("/v1/messages", self._messages, "POST"),
                 route("/v1/messages/count_tokens", self._count_tokens, "POST"),
                 *TokenizeRoutes(services).routes(),
-                *ServerRoutes(services).routes(),
+                *self._server.routes(),
                 *AdminRoutes(services).routes(),
             ],
             exception_handlers={404: no_such_route, 405: no_such_route},
@@ -85,6 +86,10 @@ class Ingress:
             ],
         )
         self.app.router.redirect_slashes = False
+
+    async def not_ready(self) -> NotReady | None:
+        """The reason for which `/ready` is not 200; None: an engine can make progress."""
+        return await self._server.not_ready()
 
     def start_background(self) -> None:
         """Begin to take over responses that other ingresses left unfinished."""

@@ -7,7 +7,8 @@ from swell.cluster.client.outputs import LogprobTable
 
 
 class CompletionLogprobs(Body, kw_only=True):
-    """Of a completion: one element for each token in each list, the echoed prompt's first."""
+    """Log probabilities of a completion: one element for each token in each list, the echoed
+    prompt's first."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -62,7 +63,7 @@ def finite(logprob: float) -> float:
 
 
 def _name_by_id(token_id: int) -> str:
-    """As vLLM's `return_tokens_as_token_ids` has it: also for what is no text alone."""
+    """As under vLLM's `return_tokens_as_token_ids`: also for tokens that are no text alone."""
     return f"token_id:{token_id}"
 
 
@@ -74,7 +75,7 @@ def completion_logprobs(
     echo: LogprobTable | None = None,
     echoed_chars: int = 0,
 ) -> CompletionLogprobs:
-    """Of a completion, or of one delta of it.
+    """The body for a completion, or for one delta of it.
 
     `top`: how many of the most likely tokens are listed beside each token; of equal names the first
     is kept. `by_id`: tokens are named by their ids, not by their texts. With `echo`, the tokens of
@@ -99,7 +100,8 @@ def completion_logprobs(
 
 
 def chat_logprobs(answer: LogprobTable, top: int, *, by_id: bool = False) -> ChatLogprobs:
-    """Of a chat answer, or of one delta of it, with the `top` most likely tokens for each."""
+    """The body for a chat answer, or for one delta of it, with the `top` most likely tokens
+    each."""
     content = []
     columns = zip(answer.token_ids, answer.logprobs, strict=True)
     for index, (token_ids, logprobs) in enumerate(columns):
@@ -118,7 +120,7 @@ def chat_logprobs(answer: LogprobTable, top: int, *, by_id: bool = False) -> Cha
 
 
 def prompt_logprobs_body(prompt: LogprobTable) -> PromptLogprobs:
-    """Of a prompt, under its token ids."""
+    """The body for a prompt, keyed by token ids."""
     return [
         None
         if position is None

@@ -45,7 +45,7 @@ class LogprobPartReader:
         """The answer from character `_begin` on."""
         self._begin = 0
         self._at = 0
-        """Characters that the parser was given."""
+        """Characters that the parser has received."""
         self._next: deque[_Token] = deque()
         """Tokens whose end is not known."""
         self._pushed: list[_Token] = []

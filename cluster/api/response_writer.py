@@ -43,7 +43,7 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
-        """Events for what is new of a choice."""
+        """Events for the new output of a choice."""
 
     @abstractmethod
     def stream_end(self, usage: Usage) -> Iterable[bytes]:
@@ -95,7 +95,7 @@ def usage_of(outputs: Iterable[RequestOutput], completion_tokens: int) -> Usage:
 
 
 def choice_usage(output: RequestOutput) -> Usage:
-    """Of one choice of a stream so far."""
+    """The usage of one choice of a stream so far."""
     return usage_of([output], output.outputs[0].num_output_tokens)
 
 

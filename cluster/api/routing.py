@@ -22,7 +22,7 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 REQUEST_ID = "x-request-id"
 WARNING = "x-swell-warning"
-"""What of a request was ignored (`serve.unknown_fields: ignore`)."""
+"""Ignored fields of a request (`serve.unknown_fields: ignore`)."""
 ANTHROPIC_REQUEST_ID = "request-id"
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")
@@ -80,7 +80,7 @@ def _check_request_id(request: Request) -> None:
 
 
 def with_error_handling(handler: Handler) -> Handler:
-    """Turn whatever a handler raises into an answer; every answer has the request's id."""
+    """Turn any exception of a handler into an answer; every answer has the request's id."""
 
     async def run(request: Request) -> Any:
         try:

@@ -46,7 +46,7 @@ class SamplingFields(RequestBody, kw_only=True):
     cache_salt: str | None = None
     """Prefixes are shared only among requests of equal salt."""
     data_parallel_rank: int | None = None
-    """Ask for one engine."""
+    """The rank of the engine that shall serve the request."""
 
 
 MAX_SALT_CHARS = 1024
@@ -54,7 +54,7 @@ _PRIORITIES = Integers(-(2**31), 2**31 - 1, optional=True)
 
 
 def check_routing(cache_salt: str | None, rank: int | None, priority: int | None) -> None:
-    """The fields that say where and when, not what."""
+    """The fields of routing and scheduling, which do not change the answer."""
     if cache_salt == "":
         raise bad_value("cache_salt", "", "must not be empty; leave it out")
     if cache_salt is not None and len(cache_salt) > MAX_SALT_CHARS:

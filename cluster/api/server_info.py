@@ -1,11 +1,12 @@
-"""What clients, monitors and load balancers may know of the server: `/v1/models` (OpenAI), `/ping`
-(SageMaker), `/version` and `/load` (vLLM), `/server_info` (SGLang)."""
+"""Routes that describe the server to clients, monitors and load balancers: `/v1/models` (OpenAI),
+`/ping` (SageMaker), `/version` and `/load` (vLLM), `/server_info` (SGLang)."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,13 +19,23 @@ from swell.cluster.api.services import Services
 from swell.cluster.text.sampling_params import BadRequest
 
 VERSION = importlib.metadata.version("swell")
+START_FAILED = "cluster_failed"
+"""The code where the first start has failed: no engine will come by itself."""
 _MANAGER_TIMEOUT_S = 5.0
 """How long a probe waits for what the manager knows."""
 
 
+class NotReady(msgspec.Struct, frozen=True):
+    """Why `/ready` is not 200."""
+
+    reason: str
+    code: str
+    """The code of the error in the answer."""
+
+
 class ServerRoutes:
-    """`/v1/models` and `/server_info` describe the model and how it is served, to those who may use
-    it. The others are open."""
+    """`/v1/models` and `/server_info` describe the model and how it is served, and need a user's
+    key. The others are open."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -52,18 +63,25 @@ class ServerRoutes:
     async def _ready(self, request: Request) -> Response:
         """200 if an engine can make progress. A silent coordinator alone is no reason against it:
         serving goes on with the engines that were there."""
+        if found := await self.not_ready():
+            raise HTTPError(503, found.reason, found.code)
+        state = self._llm.check_ready()
+        coordinator = "silent" if state.coordinator_silent else "ok"
+        return json_response(admin.Readiness(engines=state.ranks, coordinator=coordinator))
+
+    async def not_ready(self) -> NotReady | None:
+        """The reason for which no engine can make progress; None: one can."""
         state = self._llm.check_ready()
         if state.ranks:
-            coordinator = "silent" if state.coordinator_silent else "ok"
-            return json_response(admin.Readiness(engines=state.ranks, coordinator=coordinator))
+            return None
         if state.reason:
-            raise HTTPError(503, state.reason, "no_progress")
+            return NotReady(state.reason, "no_progress")
         try:
             async with asyncio.timeout(_MANAGER_TIMEOUT_S):
                 reason, failed = await self._services.manager.not_ready_reason.remote()
-        except Exception as error:  # whatever keeps the manager from answering
+        except Exception as error:  # any error of the call
             reason, failed = f"no engine, and no word of the manager: {error!r}", False
-        raise HTTPError(503, reason, "cluster_failed" if failed else "starting")
+        return NotReady(reason, START_FAILED if failed else "starting")
 
     async def _metrics(self, request: Request) -> Response:
         metrics = self._services.metrics.render()

@@ -1,4 +1,4 @@
-"""What the routes of one ingress share: who may come in, bodies, tokenizer, engines."""
+"""Services that the routes of one ingress share: access, bodies, tokenizer, engines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""From request parameters to their answer: children are submitted, what they give is gathered or
-streamed."""
+"""From request parameters to their answer: children are submitted, and their outputs are gathered
+or streamed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ServingHandler:
     async def handle_admitted(
         self, request: Request, request_params: RequestParams, answer: ResponseWriter
     ) -> Any:
-        """The same for what was admitted before, perhaps by an ingress that is gone."""
+        """The same for a request that was admitted before, perhaps by an ingress that is gone."""
         states: list[RequestState] = []
         kind = RequestOutputKind.DELTA if request_params.stream else RequestOutputKind.FINAL_ONLY
         with ExitStack() as ending:

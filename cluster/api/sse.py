@@ -99,7 +99,7 @@ class ChatStream(_Stream):
         prompt_token_ids: list[int] | None = None,
         usage: Usage | None = None,
     ) -> bytes:
-        """The first event of a choice: who speaks. `prompt_token_ids` are the chunk's own."""
+        """The first event of a choice: its role. `prompt_token_ids` are the chunk's own."""
         event = self.delta(ChatDelta(role="assistant", content=""), index, TEXT_ONLY, usage)
         if prompt_token_ids is None:
             return event

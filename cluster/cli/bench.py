@@ -51,7 +51,7 @@ class _Usage(msgspec.Struct):
 
 
 class _LastEvent(msgspec.Struct):
-    """What is read of a stream's last event: every server sends it."""
+    """The fields of a stream's last event that are read: every server sends them."""
 
     usage: _Usage
 
@@ -143,7 +143,7 @@ async def measure(client: Client, body: bytes, expected_tokens: int) -> Sample:
         usage = msgspec.json.decode(end, type=_LastEvent).usage
         sample.prompt_tokens, sample.output_tokens = usage.prompt_tokens, usage.completion_tokens
         if sample.output_tokens != expected_tokens:
-            sample.error = f"{sample.output_tokens} tokens came, {expected_tokens} were asked for"
+            sample.error = f"{sample.output_tokens} tokens came, {expected_tokens} were requested"
     except ServerError as error:
         sample.error = str(error)
     except msgspec.DecodeError:

@@ -103,7 +103,7 @@ def adopt_orphans() -> None:
 
 
 def descendants(root: int) -> dict[int, str]:
-    """pid -> name of every living process below `root`, zombies aside. Empty without /proc."""
+    """pid -> name of every running process below `root`, zombies aside. Empty without /proc."""
     parents: dict[int, tuple[int, str]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,4 +1,4 @@
-"""`make demo`: a cluster on this machine that grows while it answers, and what happened, in a page.
+"""`make demo`: a cluster on this machine that grows while it answers, and a page of results.
 
 Starts `swell serve` as a child, streams prompts to its model over HTTP, requests a second engine
 meanwhile, goes on until that one has served too, stops the child and checks what it left.
@@ -58,7 +58,7 @@ PROMPTS = (
 
 
 class DemoFailed(RuntimeError):
-    """What did not happen."""
+    """The demonstration failed; the message names the step."""
 
 
 @dataclass
@@ -223,8 +223,9 @@ def print_summary(record: DemoRecord) -> None:
     print(f"answers      {len(answers)}, none failed; {right} right, {tokens} tokens")
     print(f"served by    {shares}")
     print(
-        f"the cluster  grew to {_ENGINES} engines {record.grown_s:.1f} s after the first question "
-        f"(asked at {record.requested_s:.1f} s), epoch {record.epochs[0]} -> {record.epochs[1]}; "
+        f"the cluster  grew to {_ENGINES} engines {record.grown_s:.1f} s after the first prompt "
+        f"(requested at {record.requested_s:.1f} s), "
+        f"epoch {record.epochs[0]} -> {record.epochs[1]}; "
         f"{record.answered_during_scale_up()} answers streamed meanwhile"
     )
 
@@ -239,7 +240,7 @@ async def run_with_server(config: str, port: int) -> None:
     try:
         async with asyncio.timeout(_TOTAL_S):
             url = await server.start(_READY_S)
-            print(f"ready after {time.monotonic() - began:.1f} s; asking {len(PROMPTS)} questions")
+            print(f"ready after {time.monotonic() - began:.1f} s; sending {len(PROMPTS)} prompts")
             record = await run_demo(url)
     except TimeoutError:
         raise DemoFailed(f"not done after {_TOTAL_S:g} s") from None

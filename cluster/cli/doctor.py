@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from swell.cluster.cli.console import plain
+from swell.cluster.control.http_port import listening_host
 from swell.cluster.text.model_folder import check
 from swell.configs.schema import Config, ConfigError, load
 
@@ -66,7 +67,12 @@ def findings(source: str | None, overrides: dict[str, object]) -> Iterator[Findi
         return
     yield Finding("configuration", "ok", source)
     yield _model(config)
-    yield _port(config.serve.host, config.serve.port)
+    try:
+        host = listening_host(config, "0.0.0.0")
+    except ValueError as error:
+        yield Finding("interface", "fail", str(error), "correct cluster.interface")
+        return
+    yield _port(host, config.serve.port)
 
 
 def _torch() -> Finding:

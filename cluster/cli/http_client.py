@@ -26,7 +26,7 @@ class ServerError(RuntimeError):
 
 
 class Client:
-    """Speaks to one server, over a connection for each request. Every failure is a ServerError."""
+    """Calls one server, over a connection for each request. Every failure is a ServerError."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         self.url = normal_url(url)

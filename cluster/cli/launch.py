@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import http.client
 import io
-import json
 import logging
 import os
 import shutil
@@ -16,16 +14,16 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+from swell.cluster.api.server_info import START_FAILED
 from swell.cluster.cli import ray_settings
-from swell.cluster.control.http_port import claim_port
+from swell.cluster.cli.host_checks import check_hosts
+from swell.cluster.control.http_port import ON_INTERFACE, claim_port, with_chosen_port
 from swell.cluster.text.model_folder import check
 from swell.configs.log import StructuredLogger
-from swell.configs.schema import Config, load
+from swell.configs.schema import Config, ServeConfig, load
 
 _APP = "swell"
 _POLL_S = 0.25
@@ -35,12 +33,13 @@ _SERVE_S = 10.0
 """What Serve itself needs to end replicas."""
 _LOCAL_CPUS = 16
 """Logical CPUs of a Ray that we start ourselves: our actors reserve next to nothing."""
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""No proxy is between a server and the command that starts it."""
+_STATUS_S = 10.0
+"""How long an ingress may take to answer."""
+_LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class StartupError(RuntimeError):
-    """The cluster did not come up: why, in one line."""
+    """The cluster did not start; the message is the reason, in one line."""
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -52,18 +51,40 @@ def serve(args: argparse.Namespace) -> int:
     own = {key: value for key, value in own.items() if value is not None}
     config = load(args.config, {**dict(args.set), **own})
     check(config)
-    config = claim_port(config)
+    config = _with_free_port(config, args.address)
     stop = threading.Event()
     _on_signals(lambda *_: stop.set())
     with _ray(args.address):
         _on_signals(lambda *_: stop.set())  # Ray has set its own
-        with _application(config, own_ray=args.address is None) as url:
-            if _wait_until_ready(url, stop):
+        if args.address is not None:
+            check_hosts(config)
+        with _application(config, own_ray=args.address is None) as ingress:
+            host = _wait_until_ready(ingress, stop, config.cluster.start_timeout_s + _SERVE_S)
+            if host is not None:
+                url = _url(config.serve, host, is_here=args.address is None)
                 print(f"ready: {url}", flush=True)
                 stop.wait()
             _on_signals(signal.SIG_IGN)
             print("stopping: streams may finish", flush=True)
     return 0
+
+
+def _with_free_port(config: Config, address: str | None) -> Config:
+    """With a port that is free here; whether it is free on the hosts of a Ray that runs elsewhere
+    is for `check_hosts`. Raises ConfigError."""
+    if address is None:
+        return claim_port(config, _node_address() if config.serve.host == ON_INTERFACE else "")
+    if config.serve.port:
+        return config
+    return with_chosen_port(config, "0.0.0.0")
+
+
+def _node_address() -> str:
+    """The address that Ray will give to this host."""
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address
 
 
 def _on_signals(handler: Any) -> None:
@@ -106,8 +127,8 @@ def _ray(address: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _application(config: Config, *, own_ray: bool) -> Iterator[str]:
-    """The Serve application, deployed; the URL at which it will answer.
+def _application(config: Config, *, own_ray: bool) -> Iterator[Any]:
+    """The Serve application, deployed; the handle of its ingresses.
 
     On a Ray of others only our application ends with us: Serve may have more.
     """
@@ -120,11 +141,7 @@ def _application(config: Config, *, own_ray: bool) -> Iterator[str]:
         http_options={"host": config.serve.host, "port": proxy or 8000},
     )
     try:
-        _deploy(config)
-        host = config.serve.host
-        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        shown = f"[{shown}]" if ":" in shown else shown
-        yield f"http://{shown}:{config.serve.port}"
+        yield _deploy(config)
     finally:
         with _silenced():
             serve.delete(_APP, _blocking=False)
@@ -171,16 +188,29 @@ def _silenced() -> Iterator[None]:
         yield
 
 
-def _deploy(config: Config) -> None:
+def _url(serve: ServeConfig, host: str, *, is_here: bool) -> str:
+    """Where an ingress answers. `host`: the address of its host; `is_here`: that is this one."""
+    shown = serve.host
+    if shown == ON_INTERFACE:
+        shown = host
+    elif shown in _LOOPBACK_OF:
+        shown = _LOOPBACK_OF[shown] if is_here else host
+    return f"http://[{shown}]:{serve.port}" if ":" in shown else f"http://{shown}:{serve.port}"
+
+
+def _deploy(config: Config) -> Any:
+    """Hand the application to Serve, and do not wait for it: Serve's own wait has no end."""
     from ray import serve
 
     from swell.cluster.app import application
 
     print("starting the ingress", flush=True)
+    target = serve.RunTarget(application(config), name=_APP, route_prefix="/")
     try:
-        serve.run(application(config), name=_APP, route_prefix="/")
-    except RuntimeError as error:
+        (ingress,) = serve.run_many([target], wait_for_applications_running=False)
+    except (RuntimeError, TimeoutError) as error:
         raise StartupError(_last_line(str(error))) from error
+    return ingress
 
 
 def _last_line(text: str) -> str:
@@ -190,30 +220,59 @@ def _last_line(text: str) -> str:
     return (errors or lines or ["Ray Serve did not start the application"])[-1]
 
 
-def _wait_until_ready(url: str, stop: threading.Event) -> bool:
-    """Print what the start waits for until the cluster is ready. False: stopped meanwhile."""
+def _wait_until_ready(ingress: Any, stop: threading.Event, limit_s: float) -> str | None:
+    """Print what the start waits for until the cluster is ready; the address of an ingress's host
+    then. None: stopped meanwhile. Raises StartupError after `limit_s`, or if the start failed.
+
+    The ingresses answer through Ray: this process may run where none of them is reached.
+    """
     started, reported = time.monotonic(), ""
     while not stop.is_set():
-        reason = _not_ready_reason(url)
-        if reason is None:
-            return True
+        reason = _waits_for_serve()
+        status = None if reason else _status(ingress)
+        if status is not None and status.not_ready is None:
+            return str(status.host)
+        if status is None:
+            reason = reason or "no ingress answers"
+        else:
+            reason = status.not_ready.reason
+            if status.not_ready.code == START_FAILED:
+                raise StartupError(reason)
+        seconds = time.monotonic() - started
+        if seconds > limit_s:
+            raise StartupError(
+                f"not ready after {seconds:.0f} s (cluster.start_timeout_s): {reason}"
+            )
         if reason != reported:
-            seconds = time.monotonic() - started
             print(f"[{seconds:5.1f} s] {reason}", file=sys.stderr, flush=True)
             reported = reason
         stop.wait(_POLL_S)
-    return False
+    return None
 
 
-def _not_ready_reason(url: str) -> str | None:
-    """What is waited for; None: nothing. Raises StartupError if the first start has failed."""
-    try:
-        with _OPENER.open(f"{url}/ready", timeout=10):
-            return None
-    except urllib.error.HTTPError as answer:
-        error = json.load(answer)["error"]
-    except (OSError, http.client.HTTPException):
-        return "the ingress does not answer"
-    if error["code"] == "cluster_failed":
-        raise StartupError(error["message"])
-    return str(error["message"])
+def _waits_for_serve() -> str | None:
+    """What Serve has not done yet; None: all ingresses run. Raises StartupError if it gave up."""
+    from ray import serve
+    from ray.serve.schema import ApplicationStatus
+
+    found = serve.status().applications.get(_APP)
+    if found is None:
+        return "Ray Serve begins to start the application"
+    if found.status == ApplicationStatus.RUNNING:
+        return None
+    # The application's own message names the deployments alone.
+    messages = [found.message, *(deployment.message for deployment in found.deployments.values())]
+    text = "\n".join(filter(None, messages)) or "manager and ingresses are being started"
+    if found.status == ApplicationStatus.DEPLOY_FAILED:
+        raise StartupError(_last_line(text))
+    return _last_line(text)
+
+
+def _status(ingress: Any) -> Any:
+    """The `IngressStatus` of some ingress; None: none answers in time."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    with contextlib.suppress(TimeoutError, RayError, RayServeException):
+        return ingress.status.remote().result(timeout_s=_STATUS_S)
+    return None

@@ -120,7 +120,7 @@ EXPECTED = (
     "swell.engine.executor:ExecutorError",
     "builtins:OSError",
 )
-"""Errors that are for people: their message is the whole story."""
+"""Expected errors: the message is enough, without a traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

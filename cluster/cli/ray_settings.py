@@ -38,14 +38,14 @@ _SETTINGS = {
 
 
 def set_defaults() -> None:
-    """Set what the user has not. Call it before `ray.init`."""
+    """Set variables that the user has not set. Call it before `ray.init`."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
 
 
 def end_idle_daemons() -> None:
-    """End three of Ray's processes that `ray.init` starts unasked, and that have nothing to do
-    here: one tails log files for drivers that want them, one scales nodes, one is the server of the
+    """End three of Ray's processes that `ray.init` always starts, and that have no use here: one
+    tails log files for drivers that want them, one scales nodes, one is the server of the
     dashboard, without its pages. Call it after `ray.init`."""
     from ray._private import worker
 

@@ -30,7 +30,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterView, EngineLoad, EngineReport
 
 WINDOW_S = 10.0
 """Length of the window over which the rate is measured."""
@@ -161,14 +161,17 @@ class Admission:
 
 
 def waiting_here(
-    report: EngineReport, unreported_requests: int, unreported_tokens: int, max_rows: int
+    load: EngineReport | EngineLoad,
+    unreported_requests: int,
+    unreported_tokens: int,
+    max_rows: int,
 ) -> Backlog:
     """What waits at one engine: as it reports, and of what was sent since. While no request waits
     there, new ones take free rows first."""
-    free_rows = 0 if report.waiting else max(0, max_rows - report.running)
+    free_rows = 0 if load.waiting else max(0, max_rows - load.running)
     return Backlog(
-        report.waiting,
-        report.waiting_tokens,
+        load.waiting,
+        load.waiting_tokens,
         max(0, unreported_requests - free_rows),
         unreported_tokens,
     )

@@ -24,7 +24,7 @@ from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.ground import THREADS, Ground
 from swell.coordinator.roster import Roster
-from swell.coordinator.wire import ClusterView
+from swell.coordinator.wire import ClusterView, EngineLoad
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 _FIRST_VIEW_HEARTBEATS = 5
@@ -50,7 +50,9 @@ class AsyncLLM:
         on_limits: Callable[[int, int], None],
         ground: Ground = THREADS,
     ) -> None:
-        self.view = ClusterView(Roster())
+        self._view = ClusterView(Roster())
+        self._loads: dict[int, EngineLoad] = {}
+        """What has changed since that view, by rank."""
         self.client_index = ground.random_bits(31)
         self._readiness = ReadinessTracker(config.cluster.stall_timeout_s)
         self.has_seen_engine = False
@@ -59,7 +61,7 @@ class AsyncLLM:
         self._admission = Admission(
             config.serve.max_waiting_requests,
             config.serve.max_waiting_tokens,
-            config.serve.ingress_replicas,
+            config.serve.ingress_replicas or 1,
         )
         self._clock = clock = ground.now
         self._metrics = metrics
@@ -76,15 +78,25 @@ class AsyncLLM:
             heartbeat_s=config.cluster.heartbeat_s,
             silence_s=config.cluster.stall_timeout_s,
             on_view=self._on_view,
+            on_loads=self._on_loads,
             on_outputs=self._on_outputs,
             on_messages_lost=self._on_messages_lost,
             on_unreachable=self._on_unreachable,
+            engines_in_use=self._engines_in_use,
             metrics=metrics,
         )
         self._calls = EngineCalls(self._client, clock)
         self._placer = RequestPlacer(
             config, self._processor, self._client, metrics, self._log, clock
         )
+
+    @property
+    def view(self) -> ClusterView:
+        """The cluster as the newest messages of the coordinator describe it."""
+        if self._loads:
+            self._view = self._view.with_loads(self._loads)
+            self._loads = {}
+        return self._view
 
     @property
     def active_ranks(self) -> list[int]:
@@ -172,18 +184,28 @@ class AsyncLLM:
         self._client.close()
 
     def _on_view(self, view: ClusterView, lost: list[EngineId]) -> None:
-        self.view = view
+        is_new = view.roster != self._view.roster or not self.has_seen_engine
+        self._view, self._loads = view, {}
         self._view_at_s = self._clock()
         self._admission.observe(view, self._view_at_s)
         self._readiness.on_view(view, self._view_at_s)
         self._first_view.set()
         members = view.roster.members
-        if members:
+        if members and is_new:
             self._on_limits(
                 min(m.max_model_len for m in members), min(m.vocab_size for m in members)
             )
             self.has_seen_engine = True
         self._placer.on_view(view, lost)
+
+    def _on_loads(self, loads: Sequence[EngineLoad]) -> None:
+        self._view_at_s = self._clock()
+        self._loads.update({load.rank: load for load in loads})
+        self._placer.on_loads(loads)
+
+    def _engines_in_use(self) -> frozenset[EngineId]:
+        states = self._processor.request_states.values()
+        return frozenset(state.engine for state in states if state.engine is not None)
 
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         if message.utility_output is not None:
@@ -192,7 +214,13 @@ class AsyncLLM:
             state = self._processor.find(request_id, attempt)
             if state is not None:
                 state.started = True
-        result = self._processor.process_outputs(message.outputs)
+        try:
+            result = self._processor.process_outputs(message.outputs)
+        except Exception:
+            for output in message.outputs:
+                if (state := self._processor.find(output.request_id, output.attempt)) is not None:
+                    state.unread = True
+            raise
         self._placer.abort_in_engines(result.reqs_to_abort)
         self._placer.migrate(result.dropped, MigrationReason.DROPPED)
 

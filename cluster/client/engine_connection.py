@@ -64,7 +64,10 @@ class EngineConnection:
         self._on_messages_lost = on_messages_lost
         self._replaced: list[bytes] = []
         """Identities of lost connections, until the engine surely knows."""
-        self._heard_at = ground.now()
+        self._reached_at = ground.now()
+        """When the newest keep-alive that is known to have come was sent, or a later one."""
+        self._asked_at = -float("inf")
+        """When the last keep-alive was sent."""
         self._log = StructuredLogger("cluster.link", rank=member.rank)
         self._open()
 
@@ -72,13 +75,17 @@ class EngineConnection:
         self._sent += 1
         self._outlet.send(message)
 
-    def check(self, now: float) -> float:
+    def check(self, now: float, interval_s: float = 0.0) -> float:
         """Send a keep-alive, if there is a connection: it ends when the engine's host was silent
-        for some time. Else returns for how long nothing was heard of the engine, in seconds; that
-        time counts, too."""
+        for some time. Else returns for how long the engine was not reached, in seconds; that time
+        counts, too. It was reached if it has answered: what it sends by itself may come although
+        nothing comes to it. `interval_s`: to the next keep-alive, if all that was sent and
+        received is known to have come."""
         if not self._outlet.is_connected():
-            return now - self._heard_at
-        self._outlet.send(KeepAlive(self._sent))
+            return now - self._reached_at
+        if self._confirmed != (self._sent, self._last_seq) or now >= self._asked_at + interval_s:
+            self._asked_at = now
+            self._outlet.send(KeepAlive(self._sent))
         return 0.0
 
     def close(self) -> None:
@@ -86,17 +93,20 @@ class EngineConnection:
 
     def _open(self) -> None:
         self._sent = self._last_seq = 0
+        self._confirmed = (-1, -1)
+        """Of the newest reply: what was sent, and the number of the last output."""
         self._outlet: AsyncOutlet[EngineAnswer] = self._ground.async_outlet(
             self._address, EngineAnswer, self._keys, self._on_message
         )
 
     def _on_message(self, message: EngineAnswer) -> None:
-        self._heard_at = self._ground.now()
         if isinstance(message, KeepAliveReply):
+            self._reached_at = self._asked_at
             if (message.sent, self._last_seq) != (message.received, message.seq):
                 self._replace("the counts differ")
             else:
                 self._replaced.clear()
+                self._confirmed = (message.sent, message.seq)
             return
         if message.seq:
             if message.seq != self._last_seq + 1:

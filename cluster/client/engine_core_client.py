@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Protocol
 
 import msgspec
@@ -16,22 +16,38 @@ from swell.cluster.client.engine_connection import (
 )
 from swell.configs.log import StructuredLogger
 from swell.configs.process import exit_on_error_async
+from swell.coordinator.call_table import CallTable
 from swell.coordinator.channel import (
     AsyncOutlet,
-    CallTable,
     ChannelAddress,
     ChannelKeys,
     ChannelTimeout,
 )
+from swell.coordinator.finder import CoordinatorFinder, FindCoordinator, find_nothing
 from swell.coordinator.ground import THREADS, Ground
-from swell.coordinator.wire import ClusterView, Counts, IngressMessage, Subscribe
+from swell.coordinator.roster import Roster
+from swell.coordinator.wire import (
+    ClusterReports,
+    ClusterView,
+    Counts,
+    EngineLoad,
+    IngressMessage,
+    OtherIngressCounts,
+    Publication,
+    Subscribe,
+)
 from swell.engine.wire import UtilityCall, UtilityOutput
 
 _MAX_FAILED_VIEWS = 3
 """Views in a row that could not be applied before the ingress ends itself."""
+_IDLE_KEEP_ALIVES = 4
+"""Keep-alives to an engine that has nothing of this ingress, in the time after which it forgets an
+ingress that sends nothing."""
 
 
 OnView = Callable[[ClusterView, list[EngineId]], None]
+OnLoads = Callable[[list[EngineLoad]], None]
+EnginesInUse = Callable[[], Set[EngineId]]
 OnUnreachable = Callable[[frozenset[EngineId]], None]
 
 
@@ -62,9 +78,11 @@ class ConnectEngines(Protocol):
         heartbeat_s: float,
         silence_s: float,
         on_view: OnView,
+        on_loads: OnLoads,
         on_outputs: OnOutputs,
         on_messages_lost: OnMessagesLost,
         on_unreachable: OnUnreachable,
+        engines_in_use: EnginesInUse,
         metrics: MetricsExchange,
     ) -> EngineCoreClient: ...
 
@@ -73,16 +91,19 @@ class AsyncEngineCoreClient:
     """Follows the roster: connects to engines that came, and disconnects from those that left.
 
     The callbacks run in the event loop, one at a time: `on_view` with each view of the coordinator
-    and the engines that have left, from which no message comes afterwards; `on_outputs` with each
+    and the engines that have left, from which no message comes afterwards; `on_loads` with loads
+    that have changed since, of engines of the newest view; `on_outputs` with each
     message of an engine; `on_messages_lost` where messages to or from an engine were lost, which
     has dropped its requests then, or will do so as soon as it can be reached; `on_unreachable` with
     all engines that this ingress has not reached for `silence_s`, when they change.
 
     Every `heartbeat_s` the coordinator gets the newest epoch that was seen and the counters of this
-    ingress, and each engine a keep-alive. The coordinator answers with the counters of all other
+    ingress, and each engine that has something of it (`engines_in_use`) a keep-alive; other engines
+    get one before they forget it. The coordinator answers with the counters of all other
     ingresses (`metrics`). From the same message a coordinator that was started again at its address
-    learns its subscribers, and the epoch from which to continue; a view of an older epoch is
-    dropped.
+    learns its subscribers, and the epoch from which to continue. What it sends about an older
+    epoch is dropped; at the first message about a newer one whose view is missing, that view is
+    requested. After `silence_s` without a message it is looked for elsewhere, with `find`.
     """
 
     def __init__(
@@ -94,34 +115,46 @@ class AsyncEngineCoreClient:
         heartbeat_s: float,
         silence_s: float,
         on_view: OnView,
+        on_loads: OnLoads,
         on_outputs: OnOutputs,
         on_messages_lost: OnMessagesLost,
         on_unreachable: OnUnreachable,
+        engines_in_use: EnginesInUse,
         metrics: MetricsExchange,
         ground: Ground = THREADS,
+        find: FindCoordinator = find_nothing,
     ) -> None:
         self._ground = ground
         self._keys = keys
+        self._address = coordinator
+        self._finder = CoordinatorFinder(ground, find, silence_s)
         self._client_index = client_index
         self._heartbeat_s = heartbeat_s
-        self._on_view = on_view
+        self._on_view, self._on_loads = on_view, on_loads
         self._on_outputs = on_outputs
         self._on_messages_lost = on_messages_lost
         self._on_unreachable = on_unreachable
+        self._engines_in_use = engines_in_use
         self._metrics = metrics
         self._silence_s = silence_s
+        self._idle_s = silence_s / _IDLE_KEEP_ALIVES
         self._connections: dict[EngineId, EngineConnection] = {}
         self._unreachable: frozenset[EngineId] = frozenset()
-        self._epoch = 0
-        self._outlet: AsyncOutlet[IngressMessage] = ground.async_outlet(
-            coordinator, IngressMessage, keys, self._on_message
-        )
+        self._roster = Roster()
+        self._epoch_requested = 0
+        """The newest of which the view was requested."""
+        self._outlet = self._connect()
         self._lost: list[EngineId] = []
         """Engines that have left, until `on_view` has returned."""
         self._failed_views = 0
         self._log = StructuredLogger("cluster.link")
         self._heartbeat_task = asyncio.create_task(
             exit_on_error_async(self._heartbeat_loop, "ingress: heartbeat")
+        )
+
+    def _connect(self) -> AsyncOutlet[IngressMessage]:
+        return self._ground.async_outlet(
+            self._address, IngressMessage, self._keys, self._on_message
         )
 
     def send(self, engine: EngineId, message: Any) -> None:
@@ -138,16 +171,26 @@ class AsyncEngineCoreClient:
 
     async def _heartbeat_loop(self) -> None:
         while True:
-            self._outlet.send(Subscribe(self._client_index, self._epoch, self._metrics.counts()))
+            self._follow_coordinator()
+            counts = self._metrics.counts()
+            self._outlet.send(Subscribe(self._client_index, self._roster.epoch, counts))
             self._check_engines()
             await asyncio.sleep(self._heartbeat_s)
 
+    def _follow_coordinator(self) -> None:
+        found = self._finder.check()
+        if found is None or found.address == self._address or found.keys != self._keys:
+            return
+        self._outlet.close()
+        self._address = found.address
+        self._outlet = self._connect()
+
     def _check_engines(self) -> None:
-        now = self._ground.now()
+        now, in_use = self._ground.now(), self._engines_in_use()
         unreachable = frozenset(
             engine
             for engine, connection in self._connections.items()
-            if connection.check(now) > self._silence_s
+            if connection.check(now, 0.0 if engine in in_use else self._idle_s) > self._silence_s
         )
         if unreachable != self._unreachable:
             self._unreachable = unreachable
@@ -157,23 +200,46 @@ class AsyncEngineCoreClient:
         """A message that cannot be handled affects no other. Views are repeated with each
         heartbeat; an ingress that fails to apply several in a row does not know where its requests
         are, and ends."""
+        self._finder.on_message()
         try:
-            if isinstance(message, ClusterView):
-                self._apply_view(message)
-                self._failed_views = 0
-            else:
+            if isinstance(message, OtherIngressCounts):
                 self._metrics.set_other_counts(message.counts)
+            else:
+                self._on_publication(message)
         except Exception as error:
             self._log.exception("not handled", error, kind=type(message).__name__)
-            self._failed_views += isinstance(message, ClusterView)
+            self._failed_views += not isinstance(message, OtherIngressCounts)
             if self._failed_views > _MAX_FAILED_VIEWS:
                 raise
 
-    def _apply_view(self, view: ClusterView) -> None:
-        if view.roster.epoch < self._epoch:
+    def _on_publication(self, message: Publication) -> None:
+        if isinstance(message, ClusterView):
+            if message.roster.epoch >= self._roster.epoch:
+                self._apply_roster(message.roster)
+                self._apply_view(message)
+        elif message.epoch > self._roster.epoch:
+            self._request_view(message.epoch)
+        elif message.epoch < self._roster.epoch:
             return
-        self._epoch = view.roster.epoch
-        members = {EngineId.of(member): member for member in view.roster.members}
+        elif isinstance(message, ClusterReports):
+            self._apply_view(message.view(self._roster))
+        else:
+            self._on_loads(message.loads)
+
+    def _request_view(self, epoch: int) -> None:
+        """Its message was lost. It is requested once, and again with each heartbeat."""
+        if epoch > self._epoch_requested:
+            self._epoch_requested = epoch
+            self._outlet.send(Subscribe(self._client_index, self._roster.epoch))
+
+    def _apply_view(self, view: ClusterView) -> None:
+        self._on_view(view, list(self._lost))
+        self._lost.clear()
+        self._failed_views = 0
+
+    def _apply_roster(self, roster: Roster) -> None:
+        """Follow it: `on_view` is called with it next. If it fails, the view comes again."""
+        members = {EngineId.of(member): member for member in roster.members}
         for engine in [engine for engine in self._connections if engine not in members]:
             self._lost.append(engine)
             self._connections.pop(engine).close()
@@ -182,8 +248,7 @@ class AsyncEngineCoreClient:
                 self._connections[engine] = EngineConnection(
                     self._ground, member, self._keys, self._on_outputs, self._on_messages_lost
                 )
-        self._on_view(view, list(self._lost))
-        self._lost.clear()
+        self._roster = roster
 
 
 class EngineCallFailed(RuntimeError):

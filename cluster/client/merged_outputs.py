@@ -27,6 +27,7 @@ class MergedOutputs:
         """Of each prompt."""
         self._parents = [ParentRequest(params, kind) for _ in range(len(states) // self._children)]
         self._ready = Event()
+        self._ready.set()  # there may be outputs already
         self._first: OutputBatch | None = None
         self._error: Exception | None = None
         self._unfinished = {}
@@ -71,12 +72,14 @@ class MergedOutputs:
         first, self._first = self._first, None
         if first is not None:
             return first
-        while not (batch := self._take()):
+        batch: OutputBatch = []
+        while not batch:
             if self._error is not None:
                 raise self._error
             if not self._unfinished:
                 raise StopAsyncIteration
             await self._ready.wait()
+            batch = self._take()
         return batch
 
     def _take(self) -> OutputBatch:

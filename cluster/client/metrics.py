@@ -62,9 +62,11 @@ class Histogram:
         self.numbers = [0.0] * (len(bounds) + 2)
         """Values in each bucket, and their sum."""
 
-    def observe(self, value: float) -> None:
-        self.numbers[bisect_left(self._bounds, value)] += 1
-        self.numbers[-1] += value
+    def observe(self, *values: float) -> None:
+        numbers, bounds = self.numbers, self._bounds
+        for value in values:
+            numbers[bisect_left(bounds, value)] += 1
+            numbers[-1] += value
 
     def to_family(self, numbers: Sequence[float]) -> Metric:
         """Each bucket includes those below it, as a registry requires."""
@@ -141,10 +143,8 @@ class PrometheusStats(StatsSink, Collector):
         if stats.num_output_tokens:
             self._prompt_tokens.inc(stats.num_prompt_tokens)
             self._generation_tokens.inc(stats.num_output_tokens)
-        for seconds in stats.time_to_first_token_s:
-            self._first_token.observe(seconds)
-        for seconds in stats.inter_token_latency_s:
-            self._inter_token.observe(seconds)
+        self._first_token.observe(*stats.time_to_first_token_s)
+        self._inter_token.observe(*stats.inter_token_latency_s)
         for request in stats.finished:
             self._success.inc(value=request.finish_reason)
             for field, histogram in self._of_request.items():

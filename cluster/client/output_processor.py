@@ -7,7 +7,8 @@ on to its queue (or, without one, into the returned list, as a synchronous calle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+
+import msgspec
 
 from swell.cluster.client.logprobs_processor import LogprobsProcessor
 from swell.cluster.client.output_text import OutputText
@@ -21,13 +22,12 @@ from swell.coordinator.ground import THREADS
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 
-@dataclass
-class OutputProcessorOutput:
-    request_outputs: list[RequestOutput] = field(default_factory=list)
+class OutputProcessorOutput(msgspec.Struct):
+    request_outputs: list[RequestOutput] = []
     """Of requests without a queue."""
-    reqs_to_abort: list[RequestState] = field(default_factory=list)
+    reqs_to_abort: list[RequestState] = []
     """Requests that ended by a stop string: their engines do not know it yet."""
-    dropped: list[RequestState] = field(default_factory=list)
+    dropped: list[RequestState] = []
     """Requests that their engine has dropped, though they were not aborted here."""
 
 
@@ -105,8 +105,7 @@ class OutputProcessor:
                 result.dropped.append(state)
                 continue
             # 1) statistics, 2) text and stops, 3) the client's output, 4) the end.
-            prompt_tokens = len(state.request.prompt_token_ids)
-            state.times.record_tokens(output, prompt_tokens, now_s, stats)
+            state.times.record_tokens(output, now_s, stats)
             try:
                 state.update(output)
                 request_output = state.make_output()
@@ -175,10 +174,5 @@ class OutputProcessor:
         del self.request_states[state.request_id]
         state.release()
         stats.finished.append(
-            state.times.finish(
-                str(state.finish_reason),
-                len(state.request.prompt_token_ids),
-                len(state.output_token_ids),
-                now_s,
-            )
+            state.times.finish(str(state.finish_reason), len(state.output_token_ids), now_s)
         )

@@ -32,28 +32,30 @@ class OutputText:
         self._pieces: list[str] = []
         """Visible text; of a stream of deltas only what has not been taken."""
         self._num_chars = 0
-        """Of all text so far, also of what is held back or comes after a stop string."""
+        """Of all text that was pushed with offsets, also of what is held back or comes after a stop
+        string."""
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the text."""
         return self._stops.matched
 
-    def push(self, token_id: int, num_tokens: int, *, is_text: bool) -> bool:
-        """Append a token, output token number `num_tokens`. An end token is no text. True: a stop
-        string has ended the text."""
-        return self._append(self._machine.push(token_id) if is_text else "", num_tokens)
+    def push(self, token_id: int, num_tokens: int) -> bool:
+        """Append a token, output token number `num_tokens`. True: a stop string has ended the
+        text."""
+        return self._append(self._machine.push(token_id), num_tokens)
 
     def push_with_offset(
         self, token_id: int, num_tokens: int, *, is_text: bool
     ) -> tuple[bool, int, bool]:
         """The same; also the number of characters before the token, and whether the token has the
-        text of a beginning."""
+        text of a beginning. An end token is no text."""
         if is_text:
             text, offset, at_beginning = self._writer.write(token_id)
         else:
             text, offset, at_beginning = "", self._machine.pending_chars, False
         offset += self._num_chars
+        self._num_chars += len(text)
         return self._append(text, num_tokens), offset, at_beginning
 
     def finish(self, num_tokens: int) -> bool:
@@ -75,6 +77,6 @@ class OutputText:
     def _append(self, text: str, num_tokens: int) -> bool:
         if not text:
             return False
-        self._num_chars += len(text)
-        self._pieces.append(self._stops.push(text, num_tokens))
-        return self._stops.matched is not None
+        stops = self._stops
+        self._pieces.append(stops.push(text, num_tokens))
+        return stops.matched is not None

@@ -161,22 +161,25 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
 
 class Event:
-    """Wakes the one task that waits for it; without one, `set` does nothing. Cheaper than
-    asyncio's, which keeps a state that has to be cleared."""
+    """Wakes the one task that waits for it. Each `wait` clears it. Cheaper than asyncio's, which
+    keeps a list of those that wait."""
 
     def __init__(self) -> None:
+        self._is_set = False
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
+        self._is_set = True
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until the next `set`. Check first whether there is something, in the same turn of the
-        loop."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+        """Until a `set` after the last `wait`, which may have been before."""
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._is_set = False
 
 
 class RequestOutputCollector:
@@ -190,7 +193,7 @@ class RequestOutputCollector:
     def __init__(self, kind: RequestOutputKind, request_id: str = "") -> None:
         self.request_id = request_id
         self.ready = Event()
-        """Set when there is something; collectors that one task reads may share it."""
+        """Set when there is something new; collectors that one task reads may share it."""
         self._aggregate = kind == RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
         self._error: Exception | None = None

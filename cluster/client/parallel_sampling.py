@@ -55,7 +55,8 @@ class ParentRequest:
 
     def __init__(self, params: SamplingParams, kind: RequestOutputKind) -> None:
         self._params = params
-        self._kind = kind
+        self._is_delta = kind == RequestOutputKind.DELTA
+        self._is_final_only = kind == RequestOutputKind.FINAL_ONLY
         self._is_best_of = params.num_children > params.n
         self._unfinished = params.num_children
         self._outputs: dict[int, RequestOutput] = {}
@@ -77,17 +78,17 @@ class ParentRequest:
             return output
         self._unfinished -= output.finished
         finished = not self._unfinished
-        if self._kind == RequestOutputKind.DELTA and not self._is_best_of:
+        if self._is_delta and not self._is_best_of:
             self._outputs[completion.index] = output
             if output.finished == finished:
                 return output
             return msgspec.structs.replace(output, finished=finished)
         known = self._outputs.get(completion.index)
-        if known is not None and self._kind == RequestOutputKind.DELTA:
+        if known is not None and self._is_delta:
             known.add(output, aggregate=True)
         else:
             self._outputs[completion.index] = output
-        if not finished and (self._is_best_of or self._kind == RequestOutputKind.FINAL_ONLY):
+        if not finished and (self._is_best_of or self._is_final_only):
             return None
         whole = merge_outputs(list(self._outputs.values()))
         whole.finished = finished

@@ -18,6 +18,7 @@ from swell.coordinator.wire import ClusterView
 
 _PAUSED = "paused"
 _SERVING = "serving"
+_FORMING = "forming"
 
 
 class ReadyState(msgspec.Struct, frozen=True):
@@ -38,6 +39,8 @@ class ReadinessTracker:
         self._unreachable: frozenset[EngineId] = frozenset()
         self._repairing: list[int] = []
         self._state = _SERVING
+        self._forming_s: float | None = None
+        """Since when the group forms, by the clock of the views."""
         self._last_view_at: float | None = None
 
     def on_view(self, view: ClusterView, now: float) -> None:
@@ -55,6 +58,10 @@ class ReadinessTracker:
         self._active = [k for k, m in members.items() if m.state is MemberState.ACTIVE]
         self._repairing = [m.rank for m in members.values() if m.state is MemberState.REPAIRING]
         self._state, self._last_view_at = view.state, now
+        if view.state != _FORMING:
+            self._forming_s = None
+        elif self._forming_s is None:
+            self._forming_s = self._monitor.read(now)
 
     def set_unreachable(self, engines: frozenset[EngineId]) -> None:
         """This ingress does not reach these engines, whatever the coordinator reports."""
@@ -74,6 +81,12 @@ class ReadinessTracker:
         unreachable = [key.rank for key in self._active if key in self._unreachable]
         reasons += [f"engine {rank} is not reached by this ingress" for rank in unreachable]
         ranks = [k.rank for k in self._active if k.rank not in stuck and k.rank not in unreachable]
+        is_silent = now - view_at > self._limit_s
+        if self._forming_s is not None and not is_silent:
+            forming_s = self._monitor.read(view_at) - self._forming_s
+            if forming_s > self._limit_s:
+                ranks = []
+                reasons.append(f"the engines have been forming a group for {forming_s:.1f} s")
         if self._state == _PAUSED:
             ranks, reasons = [], ["paused by an operator"]
-        return ReadyState(ranks, "; ".join(reasons), now - view_at > self._limit_s)
+        return ReadyState(ranks, "; ".join(reasons), is_silent)

@@ -15,7 +15,7 @@ from swell.cluster.client.router import NoEngine, Router
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.roster import MemberState, Roster
-from swell.coordinator.wire import ClusterView
+from swell.coordinator.wire import ClusterView, EngineLoad
 from swell.engine.wire import AbortRequests
 
 
@@ -74,22 +74,25 @@ class RequestPlacer:
             self.migrate_all(engine, MigrationReason.LEFT if left else MigrationReason.DIED)
         self._use_active_engines()
 
+    def on_loads(self, loads: Iterable[EngineLoad]) -> None:
+        """Route by what has changed since the view."""
+        self._router.update_loads(loads)
+
     def set_unreachable(self, engines: frozenset[EngineId]) -> None:
         """This ingress does not reach these engines. They get no requests, and where another one
         does, their requests continue there."""
         self._unreachable = engines
-        self._router.set_unreachable({engine.rank for engine in engines})
+        self._router.set_unreachable(engines)
         self._use_active_engines()
 
     def _use_active_engines(self) -> None:
         if not self._router.active_ranks:
             return
         for member in self._roster.members:
-            engine = EngineId.of(member)
             if member.state is MemberState.REPAIRING:
-                self.migrate_all(engine, MigrationReason.REPAIRING)
-            elif engine in self._unreachable:
-                self.migrate_all(engine, MigrationReason.UNREACHABLE)
+                self.migrate_all(EngineId.of(member), MigrationReason.REPAIRING)
+            elif self._unreachable and EngineId.of(member) in self._unreachable:
+                self.migrate_all(EngineId.of(member), MigrationReason.UNREACHABLE)
         for request_id in self._queue.request_ids:
             self.place(self._processor.request_states[request_id])
 

@@ -4,6 +4,7 @@ continue it."""
 from __future__ import annotations
 
 import enum
+import sys
 
 from msgspec.structs import replace
 
@@ -17,14 +18,14 @@ from swell.cluster.client.outputs import (
     RequestOutputKind,
 )
 from swell.cluster.client.placement_queue import QueuedRequest
-from swell.cluster.client.router import Route
+from swell.cluster.client.routed_engine import Route
 from swell.cluster.client.stats import RequestTimes
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 
-MAX_LOST_ATTEMPTS = 5
-"""How many attempts in a row may be dropped, or lose messages, without a token."""
+MAX_UNREAD_ATTEMPTS = 5
+"""How many attempts in a row may have outputs that this ingress cannot handle, without a token."""
 
 
 class EngineGone(RuntimeError):
@@ -38,7 +39,7 @@ class RequestFailed(RuntimeError):
 class MigrationReason(enum.StrEnum):
     """Why a request continues on another engine."""
 
-    LEFT = "the engine left as it was asked to"
+    LEFT = "the engine left on request"
     DIED = "the engine was lost"
     REPAIRING = "the engine replaces a worker"
     DROPPED = "the engine dropped it"
@@ -74,9 +75,10 @@ class RequestState:
     ) -> None:
         self.request = request
         self.request_id = request.request_id
+        self._external_id = request.external_req_id or request.request_id
         self.queue = queue
         """Where the outputs go; None: the caller of `OutputProcessor.process_outputs` gets them."""
-        self.times = RequestTimes(arrival_s)
+        self.times = RequestTimes(len(request.prompt_token_ids), arrival_s)
         self.attempt = 1
         self.engine: EngineId | None = None
         """Where it runs; None while no engine has it."""
@@ -87,15 +89,17 @@ class RequestState:
         self.failed_attempts = 0
         """Attempts in a row that ended without a token when the engine was lost during a step of
         the request."""
-        self.lost_attempts = 0
-        """Attempts in a row that ended without a token for another reason."""
+        self.unread = False
+        """Outputs of this attempt came, and could not be handled."""
+        self.unread_attempts = 0
+        """Such attempts in a row that ended without a token."""
         self.output_token_ids: list[int] = []
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._placement: Route | QueuedRequest | None = None
         self._tokens_before_attempt = 0
-        self._kind = kind
+        self._is_delta = kind == RequestOutputKind.DELTA
         self._prompt = prompt
         self._index = index
         self._stream_interval = stream_interval
@@ -104,8 +108,9 @@ class RequestState:
         self._include_stop = params.include_stop_str_in_output
         self._end_token_ids = {*request.eos_token_ids, *request.stop_token_ids}
         self._sent_tokens = 0
-        self._answered = False
-        """An engine has answered: later attempts do not change `num_cached_tokens`."""
+        self._due_tokens = sys.maxsize if kind == RequestOutputKind.FINAL_ONLY else 1
+        """With so many output tokens the next output is due: the first token at once, then every
+        `stream_interval` tokens."""
 
     # ---------------------------------------------------------------- attempts
 
@@ -121,32 +126,34 @@ class RequestState:
         """The attempt begins: the engine gets `engine_request()`."""
         self.release()
         self._placement = route
-        self.engine, self.started = engine, False
+        self.engine, self.started, self.unread = engine, False, False
         self.ranks.append(engine.rank)
         self._tokens_before_attempt = len(self.output_token_ids)
         self.times.record_sent(now_s)
 
     def unassign(self, reason: MigrationReason) -> None:
-        """The attempt has ended. Raises EngineGone after too many in a row that gave no token:
-        attempts during which an engine was lost count only if the request was in a step there."""
+        """The attempt has ended. Raises EngineGone after too many in a row that gave no token and
+        that the request itself may have ended: an engine was lost while the request was in a step
+        there, or its outputs could not be handled. A link that loses messages, however often, ends
+        no request."""
         self.release()
         self.engine = None
         self.attempt += 1
         if len(self.output_token_ids) > self._tokens_before_attempt:
-            self.failed_attempts = self.lost_attempts = 0
+            self.failed_attempts = self.unread_attempts = 0
         elif reason in (MigrationReason.DIED, MigrationReason.REPAIRING):
             self.failed_attempts += self.started
-        elif reason not in (MigrationReason.LEFT, MigrationReason.UNREACHABLE):
-            self.lost_attempts += 1
+        else:
+            self.unread_attempts += self.unread
         if self.failed_attempts >= MAX_FAILED_ATTEMPTS:
             raise EngineGone(
                 f"given up after {self.failed_attempts} engines in a row were lost while they "
                 f"computed it, before they gave it a token (engines {self.ranks}): {reason}"
             )
-        if self.lost_attempts > MAX_LOST_ATTEMPTS:
+        if self.unread_attempts > MAX_UNREAD_ATTEMPTS:
             raise EngineGone(
-                f"given up after {self.lost_attempts} attempts in a row ended before they gave it "
-                f"a token (engines {self.ranks}): {reason}"
+                f"given up after the outputs of {self.unread_attempts} attempts in a row could not "
+                f"be handled (engines {self.ranks}): {reason}"
             )
 
     def release(self) -> None:
@@ -178,30 +185,28 @@ class RequestState:
 
     def update(self, output: EngineCoreOutput) -> None:
         """Apply tokens and the end; a stop string may end the request earlier."""
-        token_ids = output.new_token_ids
+        token_ids, known = output.new_token_ids, self.output_token_ids
         logprobs = self._logprobs.split_extras(output.extras, len(token_ids))
-        if token_ids and isinstance(self._placement, Route):
-            self._placement.on_first_token()
-        if token_ids and not self._answered:
-            self._answered, self.num_cached_tokens = True, output.num_cached_tokens
+        if token_ids and len(known) == self._tokens_before_attempt:
+            self._on_first_token(output.num_cached_tokens)
         num_visible = len(token_ids)
         if (
-            output.finish_reason == FinishReason.STOP
+            output.finish_reason is FinishReason.STOP
             and not self._include_stop
             and token_ids
             and token_ids[-1] in self._end_token_ids
         ):
             num_visible -= 1
         for position, token_id in enumerate(token_ids):
-            self.output_token_ids.append(token_id)
-            is_text, count = position < num_visible, len(self.output_token_ids)
+            known.append(token_id)
+            is_text, count = position < num_visible, len(known)
             if logprobs:
                 stopped, offset, at_beginning = self._text.push_with_offset(
                     token_id, count, is_text=is_text
                 )
                 self._logprobs.add(logprobs[position], offset, at_beginning=at_beginning)
             else:
-                stopped = self._text.push(token_id, count, is_text=is_text)
+                stopped = is_text and self._text.push(token_id, count)
             if stopped:
                 self._end(FinishReason.STOP, self._text.stop_string)
                 return
@@ -228,11 +233,11 @@ class RequestState:
     def make_output(self) -> RequestOutput | None:
         """The output that is due now, if any."""
         finished, count = self.finish_reason is not None, len(self.output_token_ids)
-        if not finished and not self._is_due(count):
+        if not finished and count < self._due_tokens:
             return None
-        is_delta = self._kind == RequestOutputKind.DELTA
+        is_delta = self._is_delta
         token_ids = self.output_token_ids[self._sent_tokens if is_delta else 0 :]
-        self._sent_tokens = count
+        self._sent_tokens, self._due_tokens = count, count + self._stream_interval
         completion = CompletionOutput(
             index=self._index,
             text=self._text.take(delta_only=is_delta),
@@ -244,7 +249,7 @@ class RequestState:
             stop_reason=self.stop_reason,
         )
         return RequestOutput(
-            request_id=self.request.external_req_id or self.request_id,
+            request_id=self._external_id,
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=[completion],
             finished=finished,
@@ -253,11 +258,12 @@ class RequestState:
             prompt_logprobs=self._logprobs.pop_prompt_logprobs(delta_only=is_delta),
         )
 
+    def _on_first_token(self, num_cached_tokens: int) -> None:
+        """Of an attempt. Cached tokens are those of the first one that gave a token."""
+        if not self.output_token_ids:
+            self.num_cached_tokens = num_cached_tokens
+        if isinstance(self._placement, Route):
+            self._placement.on_first_token()
+
     def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason
-
-    def _is_due(self, count: int) -> bool:
-        """The first token at once, then every `stream_interval` tokens."""
-        if self._kind == RequestOutputKind.FINAL_ONLY or count == self._sent_tokens:
-            return False
-        return self._sent_tokens == 0 or count - self._sent_tokens >= self._stream_interval

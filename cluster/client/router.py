@@ -15,24 +15,24 @@ The hash is of the first block that no engine is known to have: the blocks befor
 system prompt, which does not identify the conversation. A prompt that leaves a remembered chain
 before its end begins a conversation, and its shared prefix counts for little: an engine that lacks
 it computes it once for all that follow, and otherwise a new engine would get nothing.
+
+Of many engines only some are scored, so that a choice costs the same however many there are.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle, islice
 
-from msgspec.structs import replace
-
-from swell.cluster.client.admission import Backlog, waiting_here
-from swell.coordinator.roster import Member, MemberState
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.cluster.client.admission import Backlog
+from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.hash_ring import HashRing
+from swell.cluster.client.prefix_index import PrefixIndex
+from swell.cluster.client.routed_engine import MAX_TRACKED_BLOCKS, Route, RoutedEngine
+from swell.coordinator.roster import MemberState, Roster
+from swell.coordinator.wire import ClusterView, EngineLoad
 from swell.engine.block_hash import extend_block_hashes, pack_tokens
-
-TOKENS_PER_ROW = 32
-"""What a running request costs a newcomer, in tokens: its rows share every step."""
 
 SLACK_TOKENS = 256
 """A smaller difference is no reason to leave a cached prefix, or the engine that other ingresses
@@ -41,171 +41,20 @@ would choose."""
 SHARED_PREFIX_DIVISOR = 4
 """A prefix that other conversations continue counts for this fraction of its tokens."""
 
-DEFAULT_TRACKED_BLOCKS = 65_536
-"""Block hashes kept for an engine that does not report the size of its cache."""
+MAX_SCORED = 64
+"""Of so many engines each is considered for each request."""
 
-_REPORT_LAG = 2
-"""A report may have been written before a request that was sent ahead of it arrived; the next one
-was not."""
+CONSIDERED = 32
+"""Of more engines: those that hold the longest prefix, and neighbours on the ring of hashes, which
+depend on the conversation alone; at most so many of each. The least loaded would not do: all
+ingresses would choose these until the next report."""
+
+_KEY_BYTES = 4
+"""Of a conversation's key, for a choice among engines."""
 
 
 class NoEngine(RuntimeError):
     """No engine takes requests now."""
-
-
-@dataclass(slots=True)
-class _Load:
-    """The load of requests."""
-
-    uncomputed_tokens: int = 0
-    """Of prompts without an output token yet."""
-    requests: int = 0
-    blocks: int = 0
-    """Filled by their prompts."""
-    unanswered: int = 0
-    """Requests without a token yet."""
-
-    def add(self, tokens: int, requests: int, blocks: int, unanswered: int) -> None:
-        self.uncomputed_tokens += tokens
-        self.requests += requests
-        self.blocks += blocks
-        self.unanswered += unanswered
-
-
-@dataclass(slots=True)
-class Route:
-    """One request's load on the engine that was chosen for it: the engine itself beside its rank,
-    since another one may take the rank of one that died."""
-
-    rank: int
-    uncomputed_tokens: int
-    _engine: _Engine
-    _blocks: int
-    _after_report: int
-    """How many reports of the engine had arrived when the request was sent."""
-
-    def on_first_token(self) -> None:
-        """The prompt was computed; may be called again."""
-        if self.uncomputed_tokens:
-            self._engine.add_load(self._after_report, -self.uncomputed_tokens, 0, 0, -1)
-            self.uncomputed_tokens = 0
-
-    def release(self) -> None:
-        """The request has left the engine, however it ended. Once."""
-        self.on_first_token()
-        self._engine.add_load(self._after_report, 0, -1, -self._blocks, 0)
-
-
-class _Engine:
-    """What this ingress knows of one incarnation of an engine."""
-
-    def __init__(self, member: Member) -> None:
-        self.incarnation = member.incarnation
-        self.num_blocks = member.num_blocks
-        self.report = EngineReport(member.rank)
-        self.num_reports = 0
-        self.blocks: OrderedDict[bytes, bool] = OrderedDict()
-        """Whether another block was sent behind it. The least recently used first, and a block
-        never before those that continue it: the prefix of a block that is here is here too."""
-        self.sent = _Load()
-        """Of all requests that this ingress sent and that have not finished."""
-        self.unreported: dict[int, _Load] = {0: _Load()}
-        """The part of it that the report does not count, by the number of reports at its sending.
-        """
-
-    def update_report(self, report: EngineReport) -> None:
-        """Apply a load report. A report that is repeated does not count what was sent since, nor
-        does one that an engine inside a long step repeats with new progress."""
-        if self.incarnation not in (0, report.incarnation):
-            return
-        if replace(report, progress_counter=self.report.progress_counter) == self.report:
-            return
-        self.report = report
-        self.num_reports += 1
-        self.unreported[self.num_reports] = _Load()
-        self.unreported.pop(self.num_reports - _REPORT_LAG, None)
-        self._forget()
-
-    def cached_blocks(self, block_hashes: Sequence[bytes]) -> int:
-        """How many blocks of this chain the engine probably has."""
-        if not block_hashes or block_hashes[0] not in self.blocks:
-            return 0
-        known, unknown = 1, len(block_hashes) + 1
-        while known + 1 < unknown:
-            middle = (known + unknown) // 2
-            if block_hashes[middle - 1] in self.blocks:
-                known = middle
-            else:
-                unknown = middle
-        return known
-
-    def record_prefix(self, block_hashes: Sequence[bytes], known: int) -> None:
-        """Remember a chain of which `known` blocks are remembered already."""
-        fresh = block_hashes[known:]
-        if fresh:
-            self.blocks.update(dict.fromkeys(reversed(fresh), True))
-            self.blocks[fresh[-1]] = False
-        for block_hash in reversed(block_hashes[:known]):
-            self.blocks.move_to_end(block_hash)
-        if fresh and known:
-            self.blocks[block_hashes[known - 1]] = True
-        self._forget()
-
-    def diverges(self, block_hashes: Sequence[bytes], known: int) -> bool:
-        """Whether a chain of which `known` blocks are remembered leaves a longer one there."""
-        return 0 < known < len(block_hashes) and self.blocks.get(block_hashes[known - 1], False)
-
-    def _forget(self) -> None:
-        """Keep what fits into the cache beside the blocks that requests of others hold."""
-        limit = DEFAULT_TRACKED_BLOCKS
-        if self.num_blocks:
-            held = int(self.report.kv_usage * self.num_blocks)
-            limit = self.num_blocks - max(0, held - self.sent.blocks)
-        while len(self.blocks) > limit:
-            self.blocks.popitem(last=False)
-
-    def add_load(
-        self, after_report: int, tokens: int, requests: int, blocks: int, unanswered: int
-    ) -> None:
-        """Add to the load of requests that were sent after so many reports; negative numbers take
-        away."""
-        self.sent.add(tokens, requests, blocks, unanswered)
-        unreported = self.unreported.get(after_report)
-        if unreported is not None:
-            unreported.add(tokens, requests, blocks, unanswered)
-
-    def waiting(self, max_rows: int) -> Backlog:
-        """What waits here: reported, and sent by this ingress and not reported yet."""
-        unreported = self.unreported.values()
-        return waiting_here(
-            self.report,
-            sum(load.unanswered for load in unreported),
-            sum(load.uncomputed_tokens for load in unreported),
-            max_rows,
-        )
-
-    def own_waiting(self, max_rows: int) -> Backlog:
-        """What waits here of what this ingress has sent, by the outputs that came back alone."""
-        sent = self.sent
-        waiting = min(sent.unanswered, max(0, sent.requests - max_rows))
-        return Backlog(own_requests=waiting, own_tokens=sent.uncomputed_tokens)
-
-    def cost(self, tokens: int, block_tokens: int) -> int:
-        """The score of a request with so many uncached prompt tokens here, in tokens."""
-        report, sent = self.report, self.sent
-        waiting, requests = report.waiting_tokens, report.running + report.waiting
-        held = int(report.kv_usage * self.num_blocks)
-        for load in self.unreported.values():
-            waiting += load.uncomputed_tokens
-            requests += load.requests
-            held += load.blocks
-        waiting = max(waiting, sent.uncomputed_tokens)
-        requests = max(requests, sent.requests)
-        lacking = 0
-        if self.num_blocks:
-            free = max(0, self.num_blocks - max(held, sent.blocks))
-            lacking = max(0, tokens - free * block_tokens)
-        return tokens + waiting + requests * TOKENS_PER_ROW + lacking
 
 
 class Router:
@@ -213,34 +62,70 @@ class Router:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._engines: dict[int, _Engine] = {}
+        self._roster = Roster()
+        self._engines: dict[int, RoutedEngine] = {}
+        self._index = PrefixIndex()
         self._active: list[int] = []
-        self._unreachable: frozenset[int] = frozenset()
+        self._unreachable: frozenset[EngineId] = frozenset()
+        self._set_routable()
+        self._reported = _BacklogSum(RoutedEngine.waiting)
+        self._own = _BacklogSum(RoutedEngine.own_waiting)
 
     @property
     def active_ranks(self) -> list[int]:
-        return [rank for rank in self._active if rank not in self._unreachable]
+        return self._routable
 
-    def set_unreachable(self, ranks: Iterable[int]) -> None:
-        """These engines get no requests."""
-        self._unreachable = frozenset(ranks)
+    def set_unreachable(self, engines: frozenset[EngineId]) -> None:
+        """These engines get no requests; a successor at the rank of one does."""
+        self._unreachable = engines
+        self._set_routable()
+
+    def _set_routable(self) -> None:
+        self._routable = [
+            rank
+            for rank in self._active
+            if EngineId(rank, self._engines[rank].incarnation) not in self._unreachable
+        ]
+        self._routable_set = frozenset(self._routable)
+        self._ring = HashRing(self._routable)
 
     def update(self, view: ClusterView) -> None:
         """Apply the roster and the load reports. An engine that was started again, or whose workers
         are being replaced, has lost its cache."""
-        engines: dict[int, _Engine] = {}
-        for member in view.roster.members:
-            known = self._engines.get(member.rank)
-            if known is None or known.incarnation != member.incarnation:
-                known = _Engine(member)
-            if member.state is MemberState.REPAIRING:
-                known.blocks.clear()
-            engines[member.rank] = known
-        self._engines = engines
-        self._active = [m.rank for m in view.roster.members if m.state is MemberState.ACTIVE]
+        if view.roster != self._roster:
+            self._update_roster(view.roster)
         for report in view.reports:
-            if report.rank in engines:
-                engines[report.rank].update_report(report)
+            engine = self._engines.get(report.rank)
+            if engine is not None and engine.incarnation in (0, report.incarnation):
+                engine.update_load(EngineLoad.of(report))
+
+    def update_loads(self, loads: Iterable[EngineLoad]) -> None:
+        """Apply loads of engines of the roster."""
+        for load in loads:
+            engine = self._engines.get(load.rank)
+            if engine is not None:
+                engine.update_load(load)
+
+    def _update_roster(self, roster: Roster) -> None:
+        before, self._roster, self._engines = self._engines, roster, {}
+        for member in roster.members:
+            engine = before.get(member.rank)
+            if engine is not None and engine.incarnation == member.incarnation:
+                del before[member.rank]
+            else:
+                engine = RoutedEngine(member, self._index)
+                self._reported.add(engine)
+                self._own.add(engine)
+            if member.state is MemberState.REPAIRING:
+                engine.forget_all()
+            engine.max_blocks = MAX_TRACKED_BLOCKS // len(roster.members)
+            self._engines[member.rank] = engine
+        for gone in before.values():
+            gone.forget_all()
+            self._reported.remove(gone)
+            self._own.remove(gone)
+        self._active = [m.rank for m in roster.members if m.state is MemberState.ACTIVE]
+        self._set_routable()
 
     def choose(
         self,
@@ -271,17 +156,19 @@ class Router:
 
     def backlog(self, max_rows: int) -> Backlog:
         """What waits at all engines, each of which runs `max_rows` requests at once."""
-        return _sum(engine.waiting(max_rows) for engine in self._engines.values())
+        return self._reported.total(max_rows)
 
     def own_backlog(self, max_rows: int) -> Backlog:
         """The same where reports are too old: what other ingresses have sent is not known."""
-        return _sum(engine.own_waiting(max_rows) for engine in self._engines.values())
+        return self._own.total(max_rows)
 
     def _pick(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> int:
         """The best engine for a prompt of so many tokens, whose full blocks are `block_hashes`."""
-        engines = {rank: self._engines[rank] for rank in self.active_ranks}
+        longest = self._index.longest(block_hashes, self._routable_set)
+        conversation = block_hashes[longest] if longest < len(block_hashes) else request_id.encode()
+        considered = self._considered(conversation, block_hashes[:longest])
+        engines = {rank: self._engines[rank] for rank in considered}
         found = {rank: engine.cached_blocks(block_hashes) for rank, engine in engines.items()}
-        longest = max(found.values())
         diverges = any(
             blocks == longest and engines[rank].diverges(block_hashes, blocks)
             for rank, blocks in found.items()
@@ -298,7 +185,6 @@ class Router:
         }
         limit = min(scores.values()) + SLACK_TOKENS
         equals = [rank for rank, score in scores.items() if score <= limit]
-        conversation = block_hashes[longest] if longest < len(block_hashes) else request_id.encode()
         if len(equals) == 1:
             return equals[0]
         return min(
@@ -309,10 +195,58 @@ class Router:
             ),
         )
 
+    def _considered(self, conversation: bytes, prefix: Sequence[bytes]) -> list[int]:
+        """The engines that are scored; `prefix` is the longest that one of them holds."""
+        if len(self._routable) <= MAX_SCORED:
+            return self._routable
+        neighbours = self._ring.neighbours(conversation, CONSIDERED)
+        if not prefix:
+            return neighbours
+        holders = self._index.holders(prefix[-1])
+        if len(holders) > CONSIDERED:  # a prefix that many share: any of them will do
+            start = int.from_bytes(conversation[:_KEY_BYTES]) % len(holders)
+            known = [*islice(cycle(holders), start, start + CONSIDERED)]
+        else:
+            known = [*holders]
+        return list(dict.fromkeys([*neighbours, *self._routable_set.intersection(known)]))
 
-def _sum(backlogs: Iterable[Backlog]) -> Backlog:
-    columns = zip(*backlogs, strict=True)
-    return Backlog(*map(sum, columns))
+
+class _BacklogSum:
+    """The backlog of all engines: only those that have changed are looked at again."""
+
+    def __init__(self, backlog_of: Callable[[RoutedEngine, int], Backlog]) -> None:
+        self._backlog_of = backlog_of
+        self._parts: dict[RoutedEngine, Backlog] = {}
+        self._sum = Backlog()
+        self._max_rows = 0
+        self._changed: set[RoutedEngine] = set()
+
+    def add(self, engine: RoutedEngine) -> None:
+        self._parts[engine] = Backlog()
+        engine.changed_sums += (self._changed,)
+        self._changed.add(engine)
+
+    def remove(self, engine: RoutedEngine) -> None:
+        self._changed.discard(engine)
+        engine.changed_sums = ()
+        self._sum = _combine(self._sum, self._parts.pop(engine), -1)
+
+    def total(self, max_rows: int) -> Backlog:
+        """`max_rows`: see `RoutedEngine.waiting`."""
+        if max_rows != self._max_rows:
+            self._max_rows = max_rows
+            self._changed.update(self._parts)
+        for engine in self._changed:
+            backlog = self._backlog_of(engine, max_rows)
+            difference = _combine(backlog, self._parts[engine], -1)
+            self._parts[engine] = backlog
+            self._sum = _combine(self._sum, difference, 1)
+        self._changed.clear()
+        return self._sum
+
+
+def _combine(one: Backlog, other: Backlog, sign: int) -> Backlog:
+    return Backlog(*(a + sign * b for a, b in zip(one, other, strict=True)))
 
 
 def _rendezvous_hash(key: bytes, rank: int) -> bytes:

@@ -53,7 +53,8 @@ class StatsSink:
 class RequestTimes:
     """The clock readings of one request."""
 
-    def __init__(self, arrival_s: float) -> None:
+    def __init__(self, num_prompt_tokens: int, arrival_s: float) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
         self.arrival_s = arrival_s
         self.first_token_s: float | None = None
         self.last_token_s = arrival_s
@@ -66,9 +67,7 @@ class RequestTimes:
         if self.first_token_s is None:
             self._sent_s = now_s
 
-    def record_tokens(
-        self, output: EngineCoreOutput, num_prompt_tokens: int, now_s: float, stats: IterationStats
-    ) -> None:
+    def record_tokens(self, output: EngineCoreOutput, now_s: float, stats: IterationStats) -> None:
         """Account for the tokens of one output."""
         count = len(output.new_token_ids)
         if not count:
@@ -77,7 +76,7 @@ class RequestTimes:
         if self.first_token_s is None:
             self.first_token_s = self.last_token_s = now_s
             self._engine_queue_s = output.queue_s
-            stats.num_prompt_tokens += num_prompt_tokens
+            stats.num_prompt_tokens += self.num_prompt_tokens
             stats.time_to_first_token_s.append(now_s - self.arrival_s)
             count -= 1
         if count:
@@ -85,9 +84,7 @@ class RequestTimes:
             stats.inter_token_latency_s.extend([gap_s] * count)
         self.last_token_s = now_s
 
-    def finish(
-        self, reason: str, num_prompt_tokens: int, num_output_tokens: int, now_s: float
-    ) -> FinishedRequestStats:
+    def finish(self, reason: str, num_output_tokens: int, now_s: float) -> FinishedRequestStats:
         queue_s = prefill_s = decode_s = None
         if self.first_token_s is not None:
             sent_s = self.arrival_s if self._sent_s is None else self._sent_s
@@ -98,7 +95,7 @@ class RequestTimes:
             queue_s = now_s - self.arrival_s
         return FinishedRequestStats(
             finish_reason=reason,
-            num_prompt_tokens=num_prompt_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=num_output_tokens,
             e2e_s=now_s - self.arrival_s,
             queue_s=queue_s,

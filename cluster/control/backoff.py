@@ -26,6 +26,13 @@ _TICK_S = 1e-3
 """Waits below the resolution of clocks are none."""
 
 
+def delay_s(failures: int) -> float:
+    """Before the next attempt, after so many in a row have failed: the first is made at once."""
+    if failures < 2:
+        return 0.0
+    return min(_FIRST_S * 2.0 ** min(failures - 2, _DOUBLINGS), _LONGEST_S)
+
+
 @dataclass(frozen=True)
 class _Slot:
     """What happened to the engines of one rank."""
@@ -43,9 +50,7 @@ class _Slot:
         return self.failures >= MAX_FAILURES or self.deaths > MAX_DEATHS
 
     def delayed(self, now: float) -> _Slot:
-        doublings = min(self.failures + self.deaths - 2, _DOUBLINGS)
-        wait_s = min(_FIRST_S * 2.0**doublings, _LONGEST_S) if doublings >= 0 else 0.0
-        return replace(self, not_before=now + wait_s)
+        return replace(self, not_before=now + delay_s(self.failures + self.deaths))
 
 
 @dataclass(frozen=True)

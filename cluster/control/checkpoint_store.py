@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from swell.cluster.control.ray_port import RayPort
-from swell.coordinator.service import CoordinatorEndpoint
+from swell.coordinator.contact import CoordinatorEndpoint
 
 T = TypeVar("T")
 
@@ -36,6 +36,15 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
     """The cluster was up once."""
     data: int = 0
     """`parallel.data` of the configuration; 0: unknown."""
+    term: int = 0
+    """Grows with each manager that takes over."""
+    number: int = 0
+    """Grows with each change of what is wanted."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """To be compared with that of a `ManagerState`: the greater one is newer."""
+        return self.term, self.number
 
 
 class CheckpointStore:
@@ -60,17 +69,21 @@ class CheckpointStore:
                 return msgspec.msgpack.decode(raw, type=ClusterCheckpoint)
         return ClusterCheckpoint()
 
-    async def take_over(self, checkpoint: ClusterCheckpoint) -> None:
-        """Write it as the newest manager's."""
-        raw, is_ours = msgspec.msgpack.encode(checkpoint), False
+    async def take_over(self, checkpoint: ClusterCheckpoint) -> ClusterCheckpoint:
+        """Write it as the newest manager's, with a term of its own, which it returns. It is greater
+        than that of `checkpoint`, which is the greatest that is known from elsewhere."""
+        is_ours = False
         while not is_ours:
             earlier = await self._checkpoint_keys()
-            name = _checkpoint_name(_number(earlier[-1]) + 1 if earlier else 1)
+            last = _number(earlier[-1]) if earlier else 0
+            taken = msgspec.structs.replace(checkpoint, term=max(last, checkpoint.term) + 1)
+            name, raw = _checkpoint_name(taken.term), msgspec.msgpack.encode(taken)
             is_ours = await self._ray.kv_put(self._name(name), raw, overwrite=False)
         self._checkpoint = name
         for key in earlier:
             if _number(key):  # else it is a prefix of all others
                 await self._ray.kv_delete(key)
+        return taken
 
     async def write(self, checkpoint: ClusterCheckpoint) -> None:
         """Replace what this manager wrote before. Comes after `take_over`."""

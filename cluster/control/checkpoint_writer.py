@@ -10,9 +10,14 @@ import msgspec
 from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
 from swell.configs.log import StructuredLogger
 from swell.coordinator.ground import Ground
+from swell.coordinator.wire import ManagerState
 
 _PAUSE_S = 1.0
-"""Before what could not be written is tried again."""
+"""Before what could not be read or written is tried again, for the first time; each further wait is
+twice as long, up to `_LONGEST_PAUSE_S`."""
+_LONGEST_PAUSE_S = 10.0
+_FRESH_S = 30.0
+"""A failure that is older says nothing about now: longer than a pause and a failure after it."""
 _OWNER_BITS = 64
 
 
@@ -25,35 +30,112 @@ class CheckpointWriter:
         self.owner = f"{ground.random_bits(_OWNER_BITS):0{_OWNER_BITS // 4}x}"
         self._store = store
         self._data = data
+        self._newest = ClusterCheckpoint()
+        """Of all that were made here."""
         self._saved = ClusterCheckpoint()
         """What is written down."""
         self._has_taken_over = False
         self._is_saving = False
         """`save_until_written` runs."""
         self._write_lock = asyncio.Lock()
+        self._silent_since: float | None = None
+        """When the store failed for the first time since it answered last."""
+        self._next_try = 0.0
+        """When it is tried again. Both by the clock of the event loop."""
         self._log = StructuredLogger("cluster.checkpoints")
 
-    async def load_previous(self) -> ClusterCheckpoint:
-        """What the manager before has left: nothing, if its configuration was another one. Another
-        `parallel.data` is a new target: it was requested last."""
+    async def load_previous(self, kept: ManagerState) -> ClusterCheckpoint:
+        """What the manager before has left: nothing, if its configuration was another one. Where
+        its checkpoint is missing or older, what the coordinator and the engines of this
+        configuration have `kept` counts. Another `parallel.data` is a new target: it was requested
+        last."""
         previous = await self._store.read()
         if previous.identity != self._store.identity:
-            return ClusterCheckpoint()
+            previous = ClusterCheckpoint()
+        if kept.age > previous.age:
+            self._log.warning("checkpoint is missing or older", kept=kept.age, age=previous.age)
+            previous = ClusterCheckpoint(
+                kept.owner,
+                self._store.identity,
+                kept.target,
+                kept.pause_requested,
+                kept.served,
+                kept.data,
+                kept.term,
+                kept.number,
+            )
+        self._newest = ClusterCheckpoint(term=previous.term, number=previous.number)
         same = previous.data in (0, self._data)
         return previous if same else msgspec.structs.replace(previous, target=self._data)
 
+    @property
+    def trouble(self) -> str | None:
+        """What the store keeps the manager from doing, and when that is tried again."""
+        now = asyncio.get_running_loop().time()
+        if self._silent_since is None or now > self._next_try + _FRESH_S:
+            return None
+        wait_s = max(0.0, self._next_try - now)
+        again = f"in {wait_s:.0f} s" if wait_s else "now"
+        return (
+            f"Ray's GCS has not answered for {now - self._silent_since:.0f} s: no engine can be "
+            f"started or ended; it is asked again {again}"
+        )
+
     async def is_leader(self) -> bool:
         """Whether no other manager has taken over. Where the store does not answer, none can."""
+        owner = await self._read_owner()
+        return owner is None or owner in ("", self.owner)
+
+    async def _read_owner(self) -> str | None:
+        """None: the store does not answer."""
         try:
-            return (await self._store.read()).owner in ("", self.owner)
+            owner = (await self._store.read()).owner
         except Exception as error:
-            self._log.warning("checkpoint cannot be read", error=f"{type(error).__name__}: {error}")
-            return True
+            self._on_silence(error)
+            return None
+        self._silent_since = None
+        return owner
+
+    def _on_silence(self, error: Exception) -> float:
+        """Returns for how long to wait: as long as it has been silent, within bounds."""
+        now = asyncio.get_running_loop().time()
+        self._silent_since = now if self._silent_since is None else self._silent_since
+        wait_s = min(max(now - self._silent_since, _PAUSE_S), _LONGEST_PAUSE_S)
+        self._next_try = now + wait_s
+        self._log.warning("no checkpoint store", error=f"{type(error).__name__}: {error}")
+        return wait_s
+
+    async def confirm_leader(self, settle_s: float) -> bool:
+        """As `is_leader`, once the store answers. Where it had not, this manager was cut off, and
+        has perhaps been replaced: that is seen `settle_s` later."""
+        was_away = False
+        while True:
+            owner = await self._read_owner()
+            if owner is None:
+                was_away = True
+                await asyncio.sleep(self._next_try - asyncio.get_running_loop().time())
+                continue
+            if not was_away:
+                return owner in ("", self.owner)
+            was_away = False
+            await asyncio.sleep(settle_s)
 
     def make(self, target: int, pause_requested: bool, served: bool) -> ClusterCheckpoint:
-        return ClusterCheckpoint(
-            self.owner, self._store.identity, target, pause_requested, served, self._data
+        """The next one, or the newest if nothing has changed since."""
+        before = self._newest
+        wanted = ClusterCheckpoint(
+            self.owner,
+            self._store.identity,
+            target,
+            pause_requested,
+            served,
+            self._data,
+            before.term,
+            before.number,
         )
+        if wanted != before:
+            self._newest = msgspec.structs.replace(wanted, number=before.number + 1)
+        return self._newest
 
     async def save(self, checkpoint: ClusterCheckpoint) -> bool:
         """Returns when this outlives the manager. The first time takes over from another one;
@@ -61,10 +143,13 @@ class CheckpointWriter:
         async with self._write_lock:
             if self._has_taken_over and not await self.is_leader():
                 return False
-            if checkpoint != self._saved:
-                write = self._store.write if self._has_taken_over else self._store.take_over
-                await write(checkpoint)
-                self._saved, self._has_taken_over = checkpoint, True
+            if not self._has_taken_over:
+                self._saved = await self._store.take_over(checkpoint)
+                self._newest = msgspec.structs.replace(self._newest, term=self._saved.term)
+                self._has_taken_over = True
+            elif checkpoint != self._saved:
+                await self._store.write(checkpoint)
+                self._saved = checkpoint
             return True
 
     async def save_until_written(self, make: Callable[[], ClusterCheckpoint]) -> None:
@@ -78,10 +163,9 @@ class CheckpointWriter:
                     if not await self.save(make()):
                         return
                 except Exception as error:
-                    self._log.warning(
-                        "checkpoint not written", error=f"{type(error).__name__}: {error}"
-                    )
-                    await asyncio.sleep(_PAUSE_S)
+                    await asyncio.sleep(self._on_silence(error))
+                else:
+                    self._silent_since = None
         finally:
             self._is_saving = False
 

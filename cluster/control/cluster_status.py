@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,15 +14,29 @@ from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
 
 
+@dataclass(frozen=True)
+class Leftovers:
+    """What engines that were ended may still hold in Ray, until they are ended again."""
+
+    names: list[str]
+    """Of actors and placement groups, as far as they are known."""
+    reason: str
+    failures: int
+    """Attempts in a row that came to nothing."""
+    next_try_s: float
+    """Until it is tried again; 0: it is being tried."""
+
+
 def describe(
     view: ClusterView,
     handles: Mapping[int, EngineHandle],
     *,
-    coordinator_pid: int | None,
+    coordinator: Mapping[str, Any],
     target: int,
     phase: str,
     error: str | None,
     trouble: Trouble | None,
+    leftovers: Leftovers | None,
 ) -> dict[str, Any]:
     """`handles`: engines that serve or start, by rank."""
     reports = {report.rank: report for report in view.reports}
@@ -35,12 +50,20 @@ def describe(
             _engine(handle, str(states.get(rank, "starting")), reports.get(rank))
             for rank, handle in sorted(handles.items())
         ],
-        "coordinator": {"pid": coordinator_pid},
+        "coordinator": dict(coordinator),
         "rescale": {
             "phase": phase,
             "error": error,
             "failures": trouble.times if trouble else 0,
             "next_try_s": round(trouble.next_try_s, 1) if trouble else None,
+        },
+        "leftovers": None
+        if leftovers is None
+        else {
+            "names": leftovers.names,
+            "reason": leftovers.reason,
+            "failures": leftovers.failures,
+            "next_try_s": round(leftovers.next_try_s, 1),
         },
     }
 
@@ -65,8 +88,8 @@ def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> di
 
 def _state(view: ClusterView, target: int, phase: str, *, degraded: bool) -> str:
     """`failed` only if nothing is left, `degraded` if engines are missing that cannot be started:
-    both are tried again. A cluster that serves after a change that failed is
-    `serving`."""
+    both are tried again. A cluster that serves after a change that failed is `serving`; one whose
+    engines form their group is `changing`."""
     states = [member.state for member in view.roster.members]
     if not states:
         return "failed" if degraded or phase == "failed" else "starting"
@@ -75,5 +98,5 @@ def _state(view: ClusterView, target: int, phase: str, *, degraded: bool) -> str
     if degraded:
         return "degraded"
     settled = phase == "failed" or (phase == "idle" and len(states) == target)
-    whole = all(state is MemberState.ACTIVE for state in states)
+    whole = view.state == "serving" and all(state is MemberState.ACTIVE for state in states)
     return "serving" if settled and whole else "changing"

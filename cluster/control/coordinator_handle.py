@@ -1,26 +1,38 @@
 """The coordinator's actor: made once, watched, started again. No decisions.
 
 Its keys, its name and its port are chosen once and kept (`checkpoint_store.py`), and it stays on
-the machine of the manager that made it: a successor is found where its predecessor was. Ray repeats
-calls that were under way when it died, so a caller sees no death, only a longer wait. One that was
-stopped answers nothing, and is killed: the rest is as above.
+the machine of the manager that made it, as long as there is that machine: a successor is found
+where its predecessor was, and else through Ray (`coordinator/finder.py`). Ray repeats calls that
+were under way when it died, so a caller sees no death, only a longer wait. One that was stopped
+answers nothing, and is killed: the rest is as above.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from swell.cluster.control.actor_errors import (
+    ActorDied,
+    ActorRaised,
+    ActorUnavailable,
+    GcsUnavailable,
+)
 from swell.cluster.control.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray_port import Actor, RayPort
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.contact import CoordinatorContact
-from swell.coordinator.roster import Member
-from swell.coordinator.service import ManagerState, Membership
-from swell.coordinator.wire import ClusterView
+from swell.coordinator.roster import Member, Roster
+from swell.coordinator.service import Membership, NotLeading
+from swell.coordinator.state_machine import JoinResult
+from swell.coordinator.wire import ClusterView, ManagerState
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 5.0
+"""Between attempts to reach the successor of a coordinator whose host is lost."""
 
 
 class CoordinatorHandle:
@@ -40,6 +52,8 @@ class CoordinatorHandle:
         self._restarts = 0
         self._log = StructuredLogger("cluster.coordinator")
         self.contact: CoordinatorContact | None = None
+        self.owner = ""
+        """The manager whose commands these are."""
 
     @property
     def pid(self) -> int | None:
@@ -49,7 +63,7 @@ class CoordinatorHandle:
         """Find the coordinator, or make it; one that was ended takes its predecessor's place."""
         fresh = self._ray.new_endpoint()
         endpoint = await self._checkpoints.endpoint(lambda: fresh)
-        self._actor = self._ray.get_or_create_coordinator(
+        self._actor = await self._ray.get_or_create_coordinator(
             self.name,
             self._namespace,
             self._config.cluster,
@@ -61,7 +75,7 @@ class CoordinatorHandle:
 
     async def close(self) -> None:
         if self._actor is not None:
-            self._ray.kill(self._actor)
+            await self._ray.kill(self._actor)
 
     async def view(self) -> ClusterView:
         view: ClusterView = await self._call(self._send("view"))
@@ -73,44 +87,81 @@ class CoordinatorHandle:
         await self._refresh_contact()
         return result
 
-    async def join(self, members: list[Member]) -> None:
-        """Raises RuntimeError if their group does not form; the roster is as before then."""
-        limit_s = self._config.cluster.start_timeout_s
-        call = self._send("join", members, limit_s)
-        await self._change_roster("joined", [member.rank for member in members], call, limit_s)
+    async def join(self, members: list[Member]) -> dict[int, str]:
+        """Returns when each is in the roster or will never be: why those that will not, by rank. If
+        the coordinator is lost meanwhile, they join its successor.
+        Raises `ActorError` for a rank that is taken. As all that change the roster this raises
+        NotLeading if another manager leads than `owner`."""
+        limit_s, ranks = self._config.cluster.start_timeout_s, [member.rank for member in members]
+        result: JoinResult = await self._call_successors(
+            lambda: self._send("join", members, limit_s, self.owner), limit_s
+        )
+        joined = [rank for rank in ranks if rank not in result.refused]
+        self._log.info("joined", epoch=result.roster.epoch, ranks=joined, refused=result.refused)
+        return result.refused
 
-    async def leave(self, ranks: list[int]) -> None:
-        await self._change_roster("leaving", ranks, self._send("leave", ranks))
+    async def leave(self, ranks: list[int]) -> int:
+        """The epoch of a roster in which these engines are leaving."""
+        return await self._change_roster("leaving", ranks, self._send("leave", ranks, self.owner))
 
     async def cancel_leave(self, ranks: list[int]) -> None:
-        await self._change_roster("staying", ranks, self._send("cancel_leave", ranks))
+        call = self._send("cancel_leave", ranks, self.owner)
+        await self._change_roster("staying", ranks, call)
 
     async def detach(self, ranks: list[int]) -> None:
         limit_s = self._config.cluster.start_timeout_s
-        call = self._send("detach", ranks, limit_s)
+        call = self._send("detach", ranks, limit_s, self.owner)
         await self._change_roster("detached", ranks, call, limit_s)
 
     async def remove_failed(self, ranks: list[int]) -> None:
-        await self._change_roster("removed", ranks, self._send("remove_failed", ranks))
+        await self._change_roster("removed", ranks, self._send("remove_failed", ranks, self.owner))
 
     async def _change_roster(
         self, event: str, ranks: list[int], call: Awaitable[Any], limit_s: float = 0.0
-    ) -> None:
-        roster = await self._call(call, limit_s)
+    ) -> int:
+        roster: Roster = await self._call_as_owner(call, limit_s)
         self._log.info(event, epoch=roster.epoch, ranks=ranks)
+        return roster.epoch
 
     async def pause(self) -> None:
-        await self._call(self._send("pause"))
+        await self._call_as_owner(self._send("pause", self.owner))
 
     async def resume(self) -> None:
-        await self._call(self._send("resume"))
+        await self._call_as_owner(self._send("resume", self.owner))
 
-    async def take_over(self, owner: str) -> None:
-        await self._call(self._send("take_over", owner))
+    async def _call_as_owner(self, call: Awaitable[Any], limit_s: float = 0.0) -> Any:
+        try:
+            return await self._call(call, limit_s)
+        except ActorRaised as error:
+            if isinstance(error.cause, NotLeading):
+                raise error.cause from None
+            raise
 
-    def note(self, note: ManagerState) -> None:
+    async def _call_successors(self, send: Callable[[], Awaitable[Any]], limit_s: float) -> Any:
+        """The answer of this coordinator, or, if that is lost within `limit_s` seconds, of the next
+        one, which `open` finds. The call may run twice."""
+        loop = asyncio.get_running_loop()
+        deadline, pause_s = loop.time() + limit_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._call_as_owner(send(), limit_s)
+            except (ActorDied, ActorUnavailable, GcsUnavailable):
+                if loop.time() + pause_s > deadline:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+
+    async def membership(self) -> Membership:
+        membership: Membership = await self._call(self._send("membership"))
+        return membership
+
+    async def take_over(self, state: ManagerState) -> None:
+        """Returns when the manager with this state leads, or one that took over after it."""
+        await self._call(self._send("save_manager_state", state))
+
+    def save_manager_state(self, state: ManagerState) -> None:
         """Send it; whether it was kept is seen in the next `Membership`."""
-        self._send("note", note)
+        self._send("save_manager_state", state)
 
     async def _refresh_contact(self) -> None:
         contact = await self._call(self._send("contact"))
@@ -142,10 +193,10 @@ class CoordinatorHandle:
         async with self._probe_lock:
             try:
                 limit_s = 1.0 + 2 * self._config.cluster.heartbeat_s
-                await asyncio.wait_for(self._send("view"), limit_s)
+                await asyncio.wait_for(self._send("probe"), limit_s)
             except TimeoutError:
                 self._log.warning("coordinator is silent: killed", pid=self.pid)
-                self._ray.kill(self._actor, restart=True)
+                await self._ray.kill(self._actor, restart=True)
                 with contextlib.suppress(TimeoutError):
                     limit_s = self._config.cluster.stall_timeout_s
-                    await asyncio.wait_for(self._send("view"), limit_s)
+                    await asyncio.wait_for(self._send("probe"), limit_s)

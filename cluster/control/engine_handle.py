@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.ray_port import Actor, Group
 from swell.coordinator.roster import Member
+from swell.coordinator.wire import EngineReport
 from swell.engine.ready import EngineReady
 
 
@@ -28,12 +29,16 @@ class EngineHandle:
     """Of this start alone."""
     actor: Actor | None = None
     group: Group | None = None
+    in_doubt: bool = False
+    """Ray was called to make or to end something of it, and has not answered."""
     ready: EngineReady | None = None
     starting: asyncio.Task[None] | None = None
     """Until it is ready."""
     intent: Intent = Intent.STAY
     leave_deadline_s: float = 0.0
     """When it is detached even if it has requests, by the clock of the manager's event loop."""
+    left_epoch: int = 0
+    """Of the first roster in which it was leaving."""
     idle_polls: int = 0
     """How often in a row it was seen without requests since it is leaving."""
     in_transition: bool = False
@@ -50,6 +55,13 @@ class EngineHandle:
     def leaving(self) -> bool:
         """It takes no new requests, and is to end; one that is starting is not wanted any more."""
         return self.intent is not Intent.STAY
+
+    def on_poll(self, report: EngineReport | None) -> None:
+        """Count how often in a row it has no requests. `report`: its newest, which counts if it was
+        made after the engine had received that it leaves."""
+        is_new = report is not None and report.roster_epoch >= self.left_epoch
+        is_busy = report is None or report.running + report.waiting > 0
+        self.idle_polls = self.idle_polls + 1 if is_new and not is_busy else 0
 
     @property
     def member(self) -> Member:

@@ -11,8 +11,11 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
+from swell.cluster.control.actor_errors import ActorRaised
+from swell.cluster.control.batches import in_batches
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
-from swell.cluster.control.engine_handle import EngineHandle
+from swell.cluster.control.drain import Drain
+from swell.cluster.control.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
 from swell.cluster.control.placement import Placement
 from swell.configs.log import StructuredLogger
@@ -23,8 +26,6 @@ from swell.coordinator.wire import EngineReport
 
 _PAUSE_S = 1.0
 """After a drain failed, before it begins again."""
-_IDLE_POLLS = 2
-"""A request may be on its way when the first is taken."""
 
 OnDeath = Callable[[int, float, str], None]
 """Takes the rank, for how many seconds it served, and why it died."""
@@ -50,9 +51,9 @@ class Fleet:
         self._draining = False
         """A task drains the engines that leave."""
         self._config = config
-        self._coordinator = coordinator
-        self._placement = placement
+        self._coordinator, self._placement = coordinator, placement
         self._on_death, self._on_change = on_death, on_change
+        self._drain = Drain(config.load_report_s, coordinator, self.engines, self._detach)
         self._num_stalled_seen = 0
         """Entries of `Membership.stalled_engines` that were handled."""
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -79,11 +80,6 @@ class Fleet:
             tuple(sorted(found, key=lambda engine: engine.rank)), self.group_change_lock.locked()
         )
 
-    @property
-    def _leaving(self) -> list[EngineHandle]:
-        """Engines that serve and shall leave, by rank."""
-        return [handle for _, handle in sorted(self.engines.items()) if handle.leaving]
-
     # ---------------------------------------------------------------- starting
 
     async def adopt(self) -> list[EngineHandle]:
@@ -104,35 +100,41 @@ class Fleet:
         self.starting.update({handle.rank: handle for handle in handles})
         return handles
 
-    async def grow(self, handles: list[EngineHandle]) -> dict[int, BaseException]:
-        """Start newcomers, which are in `starting`, beside each other; those that are ready join
-        in one epoch. Returns why the others failed; those that were cancelled are not in it."""
-        results = await asyncio.gather(
-            *(self._prepare(handle) for handle in handles), return_exceptions=True
-        )
-        failures = {
-            handle.rank: result
-            for handle, result in zip(handles, results, strict=True)
-            if isinstance(result, BaseException) and not handle.leaving
-        }
-        ready = [h for h in handles if not (h.rank in failures or h.leaving)]
-        try:
-            ready = await self._join(ready)
-        except Exception as error:
-            ready = [handle for handle in ready if not handle.leaving]
-            failures.update({handle.rank: error for handle in ready})
-            await asyncio.gather(
-                *(self._placement.kill(handle) for handle in ready), return_exceptions=True
-            )
-        for handle in handles:
-            if handle.leaving:  # it may have been cancelled since it failed
-                failures.pop(handle.rank, None)
-            else:
-                del self.starting[handle.rank]
-        for handle in ready:
-            if handle.rank not in failures:
-                self._add_engine(handle)
+    async def grow(
+        self, handles: list[EngineHandle], on_joined: Callable[[list[int]], None]
+    ) -> dict[int, BaseException]:
+        """Start newcomers of `starting` beside each other; those that are ready about the same time
+        join in one epoch: `on_joined` gets their ranks. Returns why the others failed, but for
+        those that were cancelled."""
+        failures: dict[int, BaseException] = {}
+        by_rank = {handle.rank: handle for handle in handles}
+        jobs = in_batches({rank: self._prepare(handle) for rank, handle in by_rank.items()})
+        async with contextlib.aclosing(jobs) as batches:
+            async for batch in batches:
+                failures |= {rank: error for rank, error in batch.items() if error}
+                ready = [by_rank[rank] for rank, error in batch.items() if error is None]
+                failures |= await self._join_batch(ready)
+                on_joined([h.rank for h in ready if self.engines.get(h.rank) is h])
+        failures = {rank: why for rank, why in failures.items() if not by_rank[rank].leaving}
+        for rank in failures:
+            del self.starting[rank]
         self._on_change()
+        return failures
+
+    async def _join_batch(self, handles: list[EngineHandle]) -> dict[int, BaseException]:
+        """They serve then, but for those that were cancelled before it began, and for those that
+        have failed: why, by rank."""
+        for handle in handles:
+            self._watch(handle)
+        async with self.group_change_lock:
+            handles = [handle for handle in handles if not handle.leaving]
+            failures = await self._join(handles) if handles else {}
+        for handle in handles:
+            if handle.rank not in failures:
+                del self.starting[handle.rank]
+                self._add_engine(handle)
+        ends = (self._placement.kill(handle) for handle in handles if handle.rank in failures)
+        await asyncio.gather(*ends, return_exceptions=True)
         return failures
 
     async def _prepare(self, handle: EngineHandle) -> None:
@@ -156,22 +158,21 @@ class Fleet:
 
     async def _discard(self, handle: EngineHandle) -> None:
         try:
-            await self._placement.end(handle)
+            if await self._placement.may_end():  # else its successor waits for it
+                await self._placement.end(handle)
         finally:
             del self.starting[handle.rank]
             self._on_change()
 
-    async def _join(self, handles: list[EngineHandle]) -> list[EngineHandle]:
-        """Returns those that have joined: all that were not cancelled before it began. Raises if
-        one of them dies meanwhile: it is removed, and its group does not form."""
-        for handle in handles:
-            self._watch(handle)
-        async with self.group_change_lock:
-            handles = [handle for handle in handles if not handle.leaving]
-            if handles:
-                with self._transition(handles):
-                    await self._coordinator.join([handle.member for handle in handles])
-        return handles
+    async def _join(self, handles: list[EngineHandle]) -> dict[int, BaseException]:
+        """Returns why those that have not joined did not, by rank; their group forms without them.
+        One that dies meanwhile is removed."""
+        try:
+            with self._transition(handles):
+                refused = await self._coordinator.join([handle.member for handle in handles])
+        except Exception as error:
+            return {handle.rank: error for handle in handles}
+        return {rank: StartFailed(reason, permanent=False) for rank, reason in refused.items()}
 
     @contextlib.contextmanager
     def _transition(self, handles: list[EngineHandle]) -> Iterator[None]:
@@ -194,18 +195,13 @@ class Fleet:
     # ---------------------------------------------------------------- leaving
 
     def leave(self, rank: int, timeout_s: float, *, is_drain: bool = False) -> None:
-        """It may finish what it has, for so long: see `_drain`."""
-        handle = self.engines[rank]
-        handle.intent = Intent.DRAIN if is_drain else Intent.LEAVE
-        handle.idle_polls = 0
-        handle.leave_deadline_s = asyncio.get_running_loop().time() + timeout_s
+        """It may finish what it has, for so long."""
+        intent = Intent.DRAIN if is_drain else Intent.LEAVE
+        self._drain.add(self.engines[rank], timeout_s, intent)
 
     def shorten_drain(self, timeout_s: float) -> None:
         """Engines that leave have no longer than this from now on, unless they were named."""
-        latest = asyncio.get_running_loop().time() + timeout_s
-        for handle in self._leaving:
-            if handle.intent is Intent.LEAVE:
-                handle.leave_deadline_s = min(handle.leave_deadline_s, latest)
+        self._drain.shorten(timeout_s)
 
     def keep(self, rank: int) -> None:
         """It was leaving, and is wanted again."""
@@ -214,13 +210,13 @@ class Fleet:
 
     def drain(self) -> None:
         """Begin to drain the engines that leave, if that is not under way."""
-        if self._leaving and not self._draining:
+        if self._drain.leaving and not self._draining:
             self._draining = True
             self.spawn(self._drain_all())
 
     async def _drain_all(self) -> None:
         try:
-            await self._drain()
+            await self._drain.run()
         except Exception:
             await asyncio.sleep(_PAUSE_S)
             raise
@@ -228,42 +224,9 @@ class Fleet:
             self._draining = False
             self._on_change()
 
-    async def _drain(self) -> None:
-        """Until no engine is leaving: each is detached when it has finished what it has, or when
-        its time is over. A paused engine cannot finish, and is detached then."""
-        marked: set[str] = set()
-        while self._leaving:
-            leaving = [handle for handle in self._leaving if not handle.in_transition]
-            marked &= {handle.name for handle in leaving}
-            if fresh := [handle for handle in leaving if handle.name not in marked]:
-                marked |= {handle.name for handle in fresh}
-                await self._coordinator.leave([handle.rank for handle in fresh])
-            now = asyncio.get_running_loop().time()
-            due = [h for h in leaving if h.idle_polls >= _IDLE_POLLS or now >= h.leave_deadline_s]
-            if due:
-                await self._detach(due)
-            else:
-                await self._poll_idle(leaving)
-
-    async def _poll_idle(self, handles: list[EngineHandle]) -> None:
-        """Count, a report later, how often in a row each was seen without requests."""
-        await asyncio.sleep(2 * self._config.load_report_s)
-        view = await self._coordinator.view()
-        busy = {report.rank for report in view.reports if report.running + report.waiting}
-        for handle in handles:
-            handle.idle_polls = 0 if handle.rank in busy else handle.idle_polls + 1
-
     async def wait_idle(self, timeout_s: float) -> None:
         """Until no engine has requests left, or the time is over."""
-        handles = list(self.engines.values())
-        for handle in handles:
-            handle.idle_polls = 0
-        try:
-            async with asyncio.timeout(timeout_s):
-                while any(handle.idle_polls < _IDLE_POLLS for handle in handles):
-                    await self._poll_idle(handles)
-        except TimeoutError:
-            self._log.info("not drained", ranks=list(self.engines), timeout_s=timeout_s)
+        await self._drain.wait_idle(timeout_s)
 
     async def _detach(self, handles: list[EngineHandle]) -> None:
         """Take engines out and end them, but for those that died or are kept meanwhile."""
@@ -305,11 +268,6 @@ class Fleet:
         unknown_ranks = [rank for rank in now.view.roster.ranks if rank not in ours]
         if unknown_ranks:
             await self._coordinator.remove_failed(unknown_ranks)
-        if self._placement.strays_left:
-            self.spawn(self._end_strays())
-
-    async def _end_strays(self) -> None:
-        await self._placement.end_strays()
 
     # ---------------------------------------------------------------- dying
 
@@ -323,23 +281,26 @@ class Fleet:
     async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
         """The roster is without it. `reason`: it was found to have stopped. Else the coordinator
         does not know it, and if it answers, it joins again."""
-        if reason is None:
-            try:
-                with self._transition([handle]):
-                    await self._placement.refresh(handle)
-                    async with self.group_change_lock:
-                        if self.engines.get(handle.rank) is handle:  # not detached meanwhile
-                            await self._coordinator.join([handle.member])
-                return
-            except Exception as error:
-                reason = f"it is not in the roster, and cannot be: {type(error).__name__}: {error}"
-        await self._on_engine_dead(handle, reason, stopped_s=self._config.stall_timeout_s)
+        with self._transition([handle]):
+            reason = reason or await self._rejoin(handle)
+        if reason is not None:
+            await self._on_engine_dead(handle, reason, stopped_s=self._config.stall_timeout_s)
 
-    async def _on_engine_dead(
-        self, handle: EngineHandle, reason: str, stopped_s: float = 0.0
-    ) -> None:
-        """An engine is dead, or has done nothing for `stopped_s`: it leaves the roster, and what
-        is left of it is ended."""
+    async def _rejoin(self, handle: EngineHandle) -> str | None:
+        """Why it cannot. If the coordinator does not answer, a later view decides."""
+        try:
+            await self._placement.refresh(handle)
+            async with self.group_change_lock:
+                if self.engines.get(handle.rank) is handle:  # not detached meanwhile
+                    for failure in (await self._join([handle])).values():
+                        if isinstance(failure, StartFailed | ActorRaised):
+                            raise failure
+        except Exception as error:
+            return f"it is not in the roster, and cannot be: {type(error).__name__}: {error}"
+        return None
+
+    async def _on_engine_dead(self, handle: EngineHandle, why: str, stopped_s: float = 0) -> None:
+        """It is dead, or has done nothing for `stopped_s`: it leaves the roster, and is ended."""
         rank = handle.rank
         if self.starting.get(rank) is handle:
             await self._coordinator.remove_failed([rank])
@@ -347,9 +308,9 @@ class Fleet:
             return
         self.ending[rank] = self.engines.pop(rank)
         lived_s = asyncio.get_running_loop().time() - handle.joined_at - stopped_s
-        self._log.warning("engine died", rank=rank, reason=reason, lived_s=round(lived_s, 1))
+        self._log.warning("engine died", rank=rank, reason=why, lived_s=round(lived_s, 1))
         if not handle.leaving:
-            self._on_death(rank, lived_s, reason)
+            self._on_death(rank, lived_s, why)
         try:
             await self._coordinator.remove_failed([rank])
         finally:

@@ -1,18 +1,35 @@
-"""The port of the HTTP server: one for all ingresses of an application."""
+"""Where the HTTP servers listen: one port for all ingresses of an application, and an address on
+each host."""
 
 from __future__ import annotations
 
 import msgspec
 
+from swell.configs.network import PortsTakenError, host_address, ingress_ports
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.ports import free_port, port_is_free
 
+ON_INTERFACE = "interface"
+"""The value of `serve.host` for the address of `cluster.interface`."""
 
-def claim_port(config: Config) -> Config:
-    """A configuration whose `serve.port` is free. Raises ConfigError if it is taken."""
-    host, port = config.serve.host, config.serve.port
+
+def listening_host(config: Config, node: str) -> str:
+    """The address at which an ingress listens on the host that Ray knows by the address `node`.
+    Raises ValueError if the host has no such interface."""
+    if config.serve.host != ON_INTERFACE:
+        return config.serve.host
+    return host_address(config.cluster.interface, node)
+
+
+def claim_port(config: Config, node: str = "127.0.0.1") -> Config:
+    """A configuration whose `serve.port` is free on this host. Raises ConfigError if it is taken,
+    or if the host has no such address."""
+    try:
+        host, port = listening_host(config, node), config.serve.port
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if port == 0:
-        return with_port(config, free_port(host))
+        return with_chosen_port(config, host)
     if not port_is_free(host, port):
         raise ConfigError(
             f"serve.port={port} on {host} is in use; stop what listens there or choose another "
@@ -21,5 +38,19 @@ def claim_port(config: Config) -> Config:
     return config
 
 
+def with_chosen_port(config: Config, host: str) -> Config:
+    """With a port that is free there. Raises ConfigError if none of `cluster.ports` is."""
+    try:
+        return with_port(config, free_port(host, ingress_ports(config.cluster.port_range)))
+    except PortsTakenError as error:
+        raise ConfigError(f"serve.port=0: {error.strerror}") from None
+
+
 def with_port(config: Config, port: int) -> Config:
     return msgspec.structs.replace(config, serve=msgspec.structs.replace(config.serve, port=port))
+
+
+def with_host(config: Config, node: str) -> Config:
+    """With the address at which an ingress of that host listens."""
+    host = listening_host(config, node)
+    return msgspec.structs.replace(config, serve=msgspec.structs.replace(config.serve, host=host))

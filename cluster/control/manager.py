@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from swell.cluster.control import control_state
@@ -44,8 +46,8 @@ from swell.configs.process import exit_on_error_async
 from swell.configs.schema import Config
 from swell.coordinator.ground import Ground
 from swell.coordinator.roster import Roster
-from swell.coordinator.service import ManagerState, Membership
-from swell.coordinator.wire import ClusterView
+from swell.coordinator.service import Membership, NotLeading
+from swell.coordinator.wire import ClusterView, ManagerState
 
 _VIEW_TIMEOUT_S = 2.0
 """How long a description waits for the coordinator before it gives what was known last."""
@@ -70,8 +72,12 @@ class ClusterManager:
         self._coordinator = coordinator
         self._placement = placement
         self._checkpoints = CheckpointWriter(checkpoints, config.parallel.data, ground)
+        coordinator.owner = self._checkpoints.owner
         self._lifecycle_lock = asyncio.Lock()
         """Held while it starts, and while it stops."""
+        self._scale_lock = asyncio.Lock()
+        """Held until it is known whether there is room: requests take effect in their order."""
+        placement.may_end = partial(self._checkpoints.confirm_leader, self._limits.stall_timeout_s)
         self._wake = asyncio.Event()
         self._fleet = Fleet(
             config.cluster,
@@ -88,9 +94,9 @@ class ClusterManager:
         """Take over what an earlier manager left, and begin to reconcile."""
         async with self._lifecycle_lock:
             await self._coordinator.open()
-            previous = await self._checkpoints.load_previous()
-            await self._coordinator.take_over(self._checkpoints.owner)
-            self._view = await self._coordinator.view()
+            found = await self._coordinator.membership()
+            self._view = found.view
+            previous = await self._checkpoints.load_previous(found.manager_state)
             self._state = control_state.take_over(
                 self._state,
                 previous,
@@ -98,15 +104,18 @@ class ClusterManager:
                 limits=self._limits,
             )
             await self.save()
+            await self._coordinator.take_over(self._manager_state)
             newcomers = await self._fleet.adopt()
             if not previous.target:
                 self._state = control_state.adopt(self._state, self._fleet.view(), self._limits)
             if newcomers:
                 self._fleet.spawn(self._grow(newcomers, is_requested=False))
-            self._fleet.spawn(exit_on_error_async(self._reconcile_forever, "manager: reconcile"))
-            self._fleet.spawn(
-                exit_on_error_async(self._watch_membership_forever, "manager: membership")
-            )
+            for loop, name in (
+                (self._reconcile_forever, "reconcile"),
+                (self._watch_membership_forever, "membership"),
+                (self._placement.strays.collect_forever, "strays"),
+            ):
+                self._fleet.spawn(exit_on_error_async(loop, f"manager: {name}"))
 
     async def leave(self) -> None:
         """Do nothing more: a successor takes over."""
@@ -143,14 +152,17 @@ class ClusterManager:
     def pause_requested(self) -> bool:
         return self._state.pause_requested
 
-    def scale(self, engines: int, drain_timeout_s: float | None = None) -> None:
+    async def scale(self, engines: int, drain_timeout_s: float | None = None) -> None:
         """Set how many engines are wanted; this replaces a change that is under way. Raises
         ScaleRefused; the state is then unchanged."""
-        fleet = self._fleet.view()
-        state = control_state.scale(self._state, fleet, engines, self._limits, drain_timeout_s)
-        if engines > len(fleet.staying) and (reason := self._placement.refusal(engines)):
-            raise ScaleRefused(reason)
-        self._begin(state)
+        async with self._scale_lock:
+            grows = engines > len(self._fleet.view().staying)
+            reason = await self._placement.refusal(engines) if grows else None
+            fleet = self._fleet.view()
+            state = control_state.scale(self._state, fleet, engines, self._limits, drain_timeout_s)
+            if reason is not None:
+                raise ScaleRefused(reason)
+            self._begin(state)
 
     def drain(self, rank: int) -> None:
         """Take one engine out; the target falls with it. Raises ScaleRefused."""
@@ -170,12 +182,18 @@ class ClusterManager:
         on: newcomers are paused as they join, and engines that leave hand over what they have.
         Raises ScaleRefused if another manager has taken over."""
         await self._set_pause(True)
-        await self._coordinator.pause()
+        await self._apply_pause(self._coordinator.pause)
 
     async def resume(self) -> None:
         """Raises ScaleRefused if another manager has taken over."""
         await self._set_pause(False)
-        await self._coordinator.resume()
+        await self._apply_pause(self._coordinator.resume)
+
+    async def _apply_pause(self, call: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await call()
+        except NotLeading:  # another manager has taken over since that was looked up
+            raise ScaleRefused(control_state.TAKEN_OVER) from None
 
     async def _set_pause(self, pause_requested: bool) -> None:
         is_leader = True
@@ -209,25 +227,29 @@ class ClusterManager:
 
     @property
     def error(self) -> str | None:
-        """What went wrong last, while it still matters."""
+        """What went wrong last, while it still matters, and what is tried again when."""
         trouble = self.trouble
-        return self._state.change.error or (None if trouble is None else str(trouble))
+        reason = self._state.change.error or (None if trouble is None else str(trouble))
+        return "; ".join(filter(None, (reason, self._checkpoints.trouble))) or None
 
     async def describe(self) -> dict[str, Any]:
         """The body of `GET /admin/cluster`."""
+        silence = None
         try:
             self._view = await asyncio.wait_for(self._coordinator.view(), _VIEW_TIMEOUT_S)
         except Exception as error:  # it is stopped, or was lost and is made anew
+            silence = f"it does not answer ({type(error).__name__}); it is called again and again"
             self._log.warning("the coordinator does not answer", error=type(error).__name__)
         await self._fleet.refresh(self._view.reports)
         return describe(
             self._view,
             {**self._fleet.starting, **self._fleet.engines},
-            coordinator_pid=self._coordinator.pid,
+            coordinator={"pid": self._coordinator.pid, "error": silence},
             target=self.target,
             phase=self.phase,
             error=self.error,
             trouble=self.trouble,
+            leftovers=self._placement.strays.leftovers(),
         )
 
     async def not_ready_reason(self) -> tuple[str, bool]:
@@ -237,8 +259,8 @@ class ClusterManager:
         if trouble is not None and trouble.exhausted and not self._state.has_served:
             return trouble.reason, True
         starting = sorted(self._fleet.starting.items())
-        doing = await asyncio.gather(*(self._placement.doing(handle) for _, handle in starting))
-        lines = [f"engine {rank}: {text}" for (rank, _), text in zip(starting, doing, strict=True)]
+        texts = await asyncio.gather(*(self._placement.status(handle) for _, handle in starting))
+        lines = [f"engine {rank}: {text}" for (rank, _), text in zip(starting, texts, strict=True)]
         if self.error is not None:
             lines.append(self.error)
         return "; ".join(lines) or "the first engine", False
@@ -253,7 +275,7 @@ class ClusterManager:
             except Exception as error:  # the target stays
                 self._log.error("cannot reconcile", error=f"{type(error).__name__}: {error}")
                 wait_s = _PAUSE_S
-            self._coordinator.note(self._note)
+            self._coordinator.save_manager_state(self._manager_state)
             self._fleet.spawn(self._checkpoints.save_until_written(self._checkpoint))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):  # `wait_for` may swallow `stop`
@@ -281,23 +303,28 @@ class ClusterManager:
         if not await self._checkpoints.is_leader():
             await self._step_down()
             return
-        errors = await self._fleet.grow(handles)
+
+        def on_joined(ranks: list[int]) -> None:
+            self._on_starts(ranks, {}, is_requested=is_requested)
+
+        errors = await self._fleet.grow(handles, on_joined)
         failures = {}
         for rank, error in errors.items():
             self._log.error("engine did not start", rank=rank, error=str(error))
             permanent = isinstance(error, StartFailed) and error.permanent
             failures[rank] = StartFailure(str(error), permanent)
         before = self._state.change
-        self._state = control_state.on_starts_finished(
-            self._state,
-            self._fleet.view(),
-            [handle.rank for handle in handles if handle.rank in self._fleet.engines],
-            failures,
-            self._now(),
-            is_requested=is_requested,
-        )
+        self._on_starts([], failures, is_requested=is_requested)
         if self._state.change is not before:
             self._log.error("change failed", error=self._state.change.error)
+
+    def _on_starts(
+        self, joined: list[int], failures: dict[int, StartFailure], *, is_requested: bool
+    ) -> None:
+        now = self._now()
+        self._state = control_state.on_starts_finished(
+            self._state, self._fleet.view(), joined, failures, now, is_requested=is_requested
+        )
 
     def _on_death(self, rank: int, lived_s: float, reason: str) -> None:
         self._state = control_state.on_death(self._state, rank, lived_s, self._now(), reason)
@@ -311,8 +338,18 @@ class ClusterManager:
     # ---------------------------------------------------------------- the coordinator, the leader
 
     @property
-    def _note(self) -> ManagerState:
-        return ManagerState(self._checkpoints.owner, self.phase)
+    def _manager_state(self) -> ManagerState:
+        wanted = self._checkpoint()
+        return ManagerState(
+            wanted.owner,
+            self.phase,
+            wanted.target,
+            wanted.pause_requested,
+            wanted.served,
+            wanted.data,
+            wanted.term,
+            wanted.number,
+        )
 
     @property
     def _leads(self) -> bool:
@@ -348,11 +385,11 @@ class ClusterManager:
 
     async def _on_membership(self, now: Membership) -> None:
         """A coordinator that was restarted knows only what engines have reported."""
-        if now.note.owner not in ("", self._checkpoints.owner):
+        if now.manager_state.owner not in ("", self._checkpoints.owner):
             await self._step_down()
             return
-        if now.note != self._note:
-            self._coordinator.note(self._note)
+        if now.manager_state != self._manager_state:
+            self._coordinator.save_manager_state(self._manager_state)
         if self.pause_requested and now.view.state == "serving":
             await self._coordinator.pause()
         if not self.pause_requested and now.view.state == "paused":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
-from swell.cluster.control import actor_names, strays
+from swell.cluster.control import actor_names
 from swell.cluster.control.actor_errors import (
     ActorDied,
     ActorError,
@@ -20,6 +20,7 @@ from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.ray_port import RayPort
+from swell.cluster.control.strays import StrayCollector
 from swell.configs.log import StructuredLogger, first_line
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.ground import Ground
@@ -31,13 +32,18 @@ _STOP_S = 5.0
 """How long an engine may take to end by itself before it is killed."""
 _ANSWER_S = 10.0
 """How long an engine may take to answer `ready`: it does so beside its work."""
-_DOING_S = 2.0
-"""How long it may take to answer `doing`."""
+_PROBES = 3.0
+"""How long an engine in the roster is probed at most, in units of `stall_timeout_s`: one that has
+stopped has left the roster by then."""
+_KILL_S = 3.0
+"""How long the end of a process is waited for: on a host that is lost it cannot be ended."""
+_STATUS_S = 2.0
+"""How long it may take to answer `status`."""
 _RESERVE_TIMEOUT_S = 10.0
 """How long resources may take to become free: what was killed holds them for some seconds."""
-_STRAYS_TIMEOUT_S = 15.0
-"""How long strays that were ended may take to be gone."""
 _POLL_S = 0.1
+_EPSILON = 1e-6
+"""Of sums of resources."""
 _START_BITS = 32
 """Of the part of a name that only one start has."""
 
@@ -63,20 +69,37 @@ class Placement:
         self._ground = ground
         self._known: set[str] = set()
         """Names of engines that were placed or adopted here, and not ended."""
-        self.strays_left = False
-        """Some may still hold resources: `end_strays` is to be called again."""
+        self.may_end: Callable[[], Awaitable[bool]] = _always
+        """Called before an engine is ended that only seems to have stopped: a manager that is cut
+        off from Ray knows of no other engine, and what it would end serves elsewhere."""
+        self.strays = StrayCollector(ray, namespace, lambda: {*self._known, coordinator.name})
         self._log = StructuredLogger("cluster.placement")
 
-    def refusal(self, engines: int) -> str | None:
-        """Why the Ray cluster can never hold so many; None: it could, if it were empty."""
-        total = self._ray.total_resources()
+    async def refusal(self, engines: int) -> str | None:
+        """Why the Ray cluster can never hold so many; None: it could, if it were empty, or its
+        hosts are not known while the GCS is away: what is wanted then is tried until it is."""
+        try:
+            nodes = await self._ray.node_resources()
+        except GcsUnavailable:
+            return None
+        bundle, count = self._bundles()
         workers = engines * self._config.parallel.world
-        for name, amount in self._bundle().items():
-            needed, there = amount * workers, total.get(name, 0.0)
-            if needed > there + 1e-6:
+        all_engines = "1 engine" if engines == 1 else f"{engines} engines"
+        for name, amount in bundle.items():
+            needed, there = amount * count * engines, sum(node.get(name, 0.0) for node in nodes)
+            if needed > there + _EPSILON:
                 return (
-                    f"no room for {engines} engines: their {workers} workers need {needed:g} "
+                    f"no room for {all_engines}: their {workers} workers need {needed:g} "
                     f"{name}, and the Ray cluster has {there:g}"
+                )
+            room = sum(int((node.get(name, 0.0) + _EPSILON) // amount) for node in nodes)
+            if room < engines * count:
+                together = workers // (engines * count)
+                hosts = ", ".join(f"{node.get(name, 0.0):g}" for node in nodes)
+                return (
+                    f"no room for {all_engines}: {together} workers of each must share a host "
+                    f"(tensor ranks, or all of executor inproc) and need {amount:g} {name} there; "
+                    f"the hosts have {hosts}, room for {room} of {engines * count}"
                 )
         return None
 
@@ -105,7 +128,7 @@ class Placement:
         }
         kept = [handles[name] for name in actor_names.choose(answers, roster).values()]
         self._known |= {handle.name for handle in kept}
-        await self.end_strays()
+        await self.strays.collect()
         serving: list[EngineHandle] = []
         newcomers: list[EngineHandle] = []
         for handle in kept:
@@ -120,45 +143,24 @@ class Placement:
         return serving, newcomers
 
     async def _probe(self, handle: EngineHandle) -> bool:
-        """Whether the engine lives; `ready` is set if it has loaded."""
-        try:
-            if handle.actor is not None:
+        """Whether the engine is alive; `ready` is set if it has loaded. One that does not answer,
+        and is in the roster, is probed again: whether it has stopped is seen by the coordinator."""
+        patience_s = _PROBES * self._config.cluster.stall_timeout_s
+        until = asyncio.get_running_loop().time() + patience_s
+        while handle.actor is not None:
+            try:
                 await self.refresh(handle)
-        except ActorRaised:
-            return True  # it still loads
-        except (TimeoutError, ActorError):
-            return False
-        return handle.actor is not None
-
-    async def end_strays(self) -> bool:
-        """End everything with a name of this cluster that this manager did not place:
-        engines of an earlier one, or of another configuration, and placement groups whose engines
-        are dead. Waits until they are gone, for some seconds; then, or if the GCS does not answer,
-        `strays_left` is set. Returns whether there were any."""
-        ended: set[str] = set()
-        self.strays_left = False
-        try:
-            async with asyncio.timeout(_STRAYS_TIMEOUT_S):
-                while await self._end_strays(ended):
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError:
-            self.strays_left = True
-        return bool(ended)
-
-    async def _end_strays(self, ended: set[str]) -> bool:
-        """End each once, add their names to `ended`; whether some are still there."""
-        actors = await self._ray.actor_names(self._namespace)
-        groups = await self._ray.groups()
-        known = self._known | {self._coordinator.name}  # read after them: `plan` may have added one
-        found = actor_names.find_strays(actors, groups, self._namespace, known)
-        for name in found:
-            if name not in ended:
-                ended.add(name)
-                self._log.warning(
-                    "stray ended", name=name, actor=name in actors, group=name in groups
-                )
-                await strays.end(self._ray, name, self._namespace, groups.get(name))
-        return bool(found)
+                return True
+            except ActorRaised:
+                return True  # it still loads
+            except (TimeoutError, ActorUnavailable):
+                roster = (await self._coordinator.view()).roster
+                if roster.find(handle.rank) is None or asyncio.get_running_loop().time() > until:
+                    return False
+                await asyncio.sleep(_POLL_S)
+            except ActorError:
+                return False
+        return False
 
     async def refresh(self, handle: EngineHandle) -> None:
         """Read `ready` again. Raises TimeoutError or ActorError if the engine does not answer."""
@@ -178,9 +180,9 @@ class Placement:
         try:
             async with asyncio.timeout(self._config.cluster.start_timeout_s):
                 if handle.actor is None:
-                    await self.end_strays()
+                    await self.strays.collect()
                     await self._reserve(handle)
-                    self._create(handle)
+                    await self._create(handle)
                 handle.ready = await self._ray.call(handle.actor, "start", handle.group)
         except asyncio.CancelledError:
             raise
@@ -194,10 +196,14 @@ class Placement:
             raise _explain(error, handle.rank, self._config) from error
 
     async def _reserve(self, handle: EngineHandle) -> None:
-        bundle, count = self._bundle(), self._config.parallel.world
-        handle.group = self._ray.create_group(handle.name, bundle, count)
+        bundle, count = self._bundles()
+        handle.in_doubt = True
+        handle.group = await self._ray.create_group(handle.name, bundle, count)
+        handle.in_doubt = False
         if await self._ray.wait_for_group(handle.group, _RESERVE_TIMEOUT_S):
             return
+        if reason := await self.refusal(1):
+            raise StartFailed(reason, permanent=False)  # a host may join
         free = await self._ray.free_resources()
         raise StartFailed(
             f"no room for engine {handle.rank}: it needs "
@@ -207,28 +213,27 @@ class Placement:
             permanent=False,
         )
 
-    def _create(self, handle: EngineHandle) -> None:
+    async def _create(self, handle: EngineHandle) -> None:
         contact = self._coordinator.contact
         assert contact is not None
-        world, executor = self._config.parallel.world, self._config.parallel.executor
-        in_process = executor == "inproc" or (executor == "auto" and world == 1)
-        handle.actor = self._ray.create_engine(
+        handle.in_doubt = True
+        handle.actor = await self._ray.create_engine(
             handle.name,
             self._namespace,
             handle.group,
-            num_gpus=self._bundle().get("GPU", 0) * world if in_process else 0,
+            num_gpus=self._bundles()[0].get("GPU", 0) if self._in_process else 0,
             config=self._config,
             rank=handle.rank,
-            keys=contact.keys,
-            coordinator=contact.address,
+            coordinator=contact,
         )
+        handle.in_doubt = False
 
-    async def doing(self, handle: EngineHandle) -> str:
+    async def status(self, handle: EngineHandle) -> str:
         """What a newcomer is busy with, for people who wait for it."""
         if handle.actor is None:
             return "waiting for resources"
         try:
-            text: str = await asyncio.wait_for(self._ray.call(handle.actor, "doing"), _DOING_S)
+            text: str = await asyncio.wait_for(self._ray.call(handle.actor, "status"), _STATUS_S)
             return text
         except (TimeoutError, ActorError):
             return "starting a process"
@@ -252,26 +257,40 @@ class Placement:
         except (TimeoutError, ActorError):
             pass
         finally:
-            self._destroy(handle)
+            await self._destroy(handle)
 
     async def kill(self, handle: EngineHandle) -> None:
         """End an engine that may not answer any more: `RayPort.kill` alone waits for seconds."""
         _cancel_watcher(handle)
-        here = handle.ready is not None and handle.ready.node == self._ray.node_id
-        if handle.ready is not None and here and handle.ended is None:
-            self._ray.kill_process(handle.ready.pid)
-        self._destroy(handle)
+        if handle.ended is None and not await self.may_end():
+            return
+        try:
+            if handle.ready is not None and handle.ended is None:
+                killed = self._ray.kill_process(handle.ready.pid, handle.ready.node)
+                await asyncio.wait_for(killed, _KILL_S)
+        except (ActorError, TimeoutError) as error:
+            self._log.warning("process not ended yet", rank=handle.rank, error=first_line(error))
+        finally:
+            await self._destroy(handle)
 
     async def close(self, handles: list[EngineHandle]) -> None:
         await asyncio.gather(*(self.end(handle) for handle in handles))
 
-    def _destroy(self, handle: EngineHandle) -> None:
+    async def _destroy(self, handle: EngineHandle) -> None:
         """From now on a stray, if Ray does not end it."""
         self._known.discard(handle.name)
-        if handle.actor is not None:
-            self._ray.kill(handle.actor)
-        if handle.group is not None:
-            self._ray.remove_group(handle.group)
+        was_in_doubt, handle.in_doubt = handle.in_doubt, True
+        try:
+            if handle.actor is not None:
+                await self._ray.kill(handle.actor)
+            if handle.group is not None:
+                await self._ray.remove_group(handle.group)
+            handle.in_doubt = was_in_doubt
+        except GcsUnavailable as error:
+            self._log.warning("not ended yet", rank=handle.rank, error=first_line(error))
+        finally:
+            if handle.in_doubt:
+                self.strays.suspect(f"engine {handle.rank} may be left: Ray has not answered")
 
     @property
     def _tag(self) -> str:
@@ -279,11 +298,26 @@ class Placement:
         assert contact is not None, "the coordinator is opened first"
         return actor_names.engine_tag(self._identity, contact.keys.public.hex())
 
-    def _bundle(self) -> dict[str, float]:
-        """Ray resources of one worker."""
+    def _bundles(self) -> tuple[dict[str, float], int]:
+        """Ray resources of one bundle of an engine, and how many it has: one for each pipeline
+        stage, since a bundle is never split over hosts, nor may tensor ranks be."""
+        parallel = self._config.parallel
+        count = 1 if self._in_process else parallel.pipeline
+        workers = parallel.world // count
         if self._config.model.device == "cuda":
-            return {"GPU": 1.0}
-        return {"CPU": self._config.cluster.cpus_per_worker}
+            return {"GPU": float(workers)}, count
+        return {"CPU": self._config.cluster.cpus_per_worker * workers}, count
+
+    @property
+    def _in_process(self) -> bool:
+        """The workers of an engine are threads of its process."""
+        parallel = self._config.parallel
+        alone = parallel.executor == "auto" and parallel.world == 1
+        return alone or parallel.executor == "inproc"
+
+
+async def _always() -> bool:
+    return True
 
 
 def _cancel_watcher(handle: EngineHandle) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
-import signal
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -39,12 +37,14 @@ from swell.cluster.control.actor_errors import (
     ActorUnavailable,
     GcsUnavailable,
 )
+from swell.configs.network import coordinator_ports, host_address
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, make_keys
+from swell.coordinator.channel import make_keys
+from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.coordinator import Coordinator
 from swell.coordinator.ports import free_port
-from swell.coordinator.service import CoordinatorEndpoint
 from swell.engine.actor import EngineActor
+from swell.engine.executor.process_killer import kill_process
 
 T = TypeVar("T")
 
@@ -61,9 +61,12 @@ class RayCluster:
     engine_class: Any = EngineActor
     coordinator_class: Any = Coordinator
 
-    def __init__(self) -> None:
-        self._writes = ThreadPoolExecutor(1, thread_name_prefix="swell-kv-writes")
-        """One thread: a write that the GCS has not answered yet precedes all later ones."""
+    def __init__(self, config: ClusterConfig | None = None) -> None:
+        """`config`: where a coordinator listens."""
+        self._config = config or ClusterConfig()
+        self._changes = ThreadPoolExecutor(1, thread_name_prefix="swell-ray-changes")
+        """One thread: a change that the GCS has not answered yet precedes all later ones, and later
+        listings."""
 
     # ---------------------------------------------------------------- this host
 
@@ -73,38 +76,49 @@ class RayCluster:
         return found
 
     def new_endpoint(self) -> CoordinatorEndpoint:
-        port = free_port(ray.util.get_node_ip_address())
-        return CoordinatorEndpoint(make_keys(), secrets.token_hex(_NAME_BYTES), port)
+        host = host_address(self._config.interface, ray.util.get_node_ip_address())
+        port = free_port(host, coordinator_ports(self._config.port_range))
+        return CoordinatorEndpoint(make_keys(), secrets.token_hex(_NAME_BYTES), port, host)
 
-    def kill_process(self, pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    async def kill_process(self, pid: int, node: str) -> None:
+        try:
+            await asyncio.to_thread(kill_process, pid, node)
+        except RayError as error:
+            raise _translate(error) from None
 
     # ---------------------------------------------------------------- resources
 
     def total_resources(self) -> dict[str, float]:
         return dict(ray.cluster_resources())
 
+    async def node_resources(self) -> list[dict[str, float]]:
+        nodes = await _call_gcs(ray.nodes)
+        return [dict(node["Resources"]) for node in nodes if node["Alive"]]
+
     async def free_resources(self) -> dict[str, float]:
         return dict(await _call_gcs(ray.available_resources))
 
     # ---------------------------------------------------------------- placement groups
 
-    def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> PlacementGroup:
+    async def create_group(
+        self, name: str, bundle: Mapping[str, float], count: int
+    ) -> PlacementGroup:
         bundles = [dict(bundle) for _ in range(count)]
         try:
-            return placement_group(bundles, strategy="PACK", name=name, lifetime="detached")
+            return await self._change(
+                partial(placement_group, bundles, strategy="PACK", name=name, lifetime="detached")
+            )
         except RaySystemError as error:
             raise RuntimeError(str(error)) from None
 
     async def wait_for_group(self, group: PlacementGroup, timeout_s: float) -> bool:
         return await asyncio.to_thread(group.wait, timeout_s)
 
-    def remove_group(self, group: PlacementGroup) -> None:
-        remove_placement_group(group)
+    async def remove_group(self, group: PlacementGroup) -> None:
+        await self._change(partial(remove_placement_group, group))
 
     async def groups(self) -> dict[str, PlacementGroup]:
-        table = await _call_gcs(placement_group_table)
+        table = await self._change(placement_group_table)
         ids = {row["name"]: key for key, row in table.items() if row["state"] != _REMOVED}
         return {
             name: PlacementGroup(ray.PlacementGroupID(bytes.fromhex(ids[name])))
@@ -114,7 +128,7 @@ class RayCluster:
     # ---------------------------------------------------------------- actors
 
     async def actor_names(self, namespace: str) -> list[str]:
-        found = await _call_gcs(partial(ray.util.list_named_actors, all_namespaces=True))
+        found = await self._change(partial(ray.util.list_named_actors, all_namespaces=True))
         return sorted(actor["name"] for actor in found if actor["namespace"] == namespace)
 
     async def find_actor(self, name: str, namespace: str) -> Any:
@@ -122,7 +136,7 @@ class RayCluster:
             return await _call_gcs(partial(ray.get_actor, name, namespace=namespace))
         return None
 
-    def create_engine(
+    async def create_engine(
         self,
         name: str,
         namespace: str,
@@ -130,8 +144,7 @@ class RayCluster:
         num_gpus: float,
         config: Config,
         rank: int,
-        keys: ChannelKeys,
-        coordinator: ChannelAddress,
+        coordinator: CoordinatorContact,
     ) -> Any:
         placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         options = self.engine_class.options(
@@ -141,9 +154,9 @@ class RayCluster:
             num_gpus=num_gpus,
             scheduling_strategy=placed,
         )
-        return options.remote(config, rank, keys, coordinator)
+        return await self._change(partial(options.remote, config, rank, coordinator))
 
-    def get_or_create_coordinator(
+    async def get_or_create_coordinator(
         self,
         name: str,
         namespace: str,
@@ -159,13 +172,14 @@ class RayCluster:
             get_if_exists=True,
             scheduling_strategy=NodeAffinitySchedulingStrategy(self.node_id, soft=True),
         )
-        return options.remote(config, lockstep, endpoint, inherited)
+        create = partial(options.remote, config, lockstep, endpoint, inherited, namespace)
+        return await self._change(create)
 
     def call(self, actor: Any, method: str, *args: Any) -> Awaitable[Any]:
         return _Answer(getattr(actor, method).remote(*args))
 
-    def kill(self, actor: Any, *, restart: bool = False) -> None:
-        ray.kill(actor, no_restart=not restart)
+    async def kill(self, actor: Any, *, restart: bool = False) -> None:
+        await self._change(partial(ray.kill, actor, no_restart=not restart))
 
     # ---------------------------------------------------------------- the GCS's key-value store
 
@@ -175,7 +189,7 @@ class RayCluster:
 
     async def kv_put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
         put = _kv(internal_kv._internal_kv_put, key, value, overwrite)
-        was_there = await _call_gcs(put, self._writes)
+        was_there = await self._change(put)
         return overwrite or not was_there
 
     async def kv_keys(self, prefix: bytes) -> list[bytes]:
@@ -183,7 +197,10 @@ class RayCluster:
 
     async def kv_delete(self, prefix: bytes) -> None:
         delete = _kv(partial(internal_kv._internal_kv_del, del_by_prefix=True), prefix)
-        await _call_gcs(delete, self._writes)
+        await self._change(delete)
+
+    async def _change(self, call: Callable[[], T]) -> T:
+        return await _call_gcs(call, self._changes)
 
 
 class _Answer:

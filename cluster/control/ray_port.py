@@ -9,7 +9,9 @@ other: an actor that dies leaves its group behind, with all that the group reser
 group that is removed end with it.
 
 Coroutines raise `GcsUnavailable`, a TimeoutError, if Ray's GCS (its control store) does not answer
-for some seconds. Plain methods block while the GCS is away.
+for some seconds; so they do if they are cancelled: what was to be done may be done yet, but what
+changes something never after a later change or listing of this process. Plain methods block while
+the GCS is away.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol
 
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.service import CoordinatorEndpoint
+from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
 
 Actor = Any
 """A reference to an actor. Only the port that made it reads it."""
@@ -39,28 +40,32 @@ class RayPort(Protocol):
     def new_endpoint(self) -> CoordinatorEndpoint:
         """New keys, a new name, and a port that is free here, for a coordinator."""
 
-    def kill_process(self, pid: int) -> None:
-        """End a process of this host at once; one that has ended is no error."""
+    async def kill_process(self, pid: int, node: str) -> None:
+        """End a process of a node, and return when its memory is free; one that has ended is no
+        error. On another node a helper does it. Raises an `ActorError` if none can."""
 
     # ---------------------------------------------------------------- resources
 
     def total_resources(self) -> dict[str, float]:
         """Of all nodes that are alive, by kind; empty kinds may be missing."""
 
+    async def node_resources(self) -> list[dict[str, float]]:
+        """The same of each node; a bundle of a group must fit on one of them."""
+
     async def free_resources(self) -> dict[str, float]:
         """What of them no group or actor has reserved."""
 
     # ---------------------------------------------------------------- placement groups
 
-    def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> Group:
-        """Reserve `count` bundles, as close together as possible. The group outlives its maker.
-        Returns at once: the group waits until its resources are free. Raises RuntimeError if the
+    async def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> Group:
+        """Reserve `count` bundles, each on one node, and as close together as possible. The group
+        outlives its maker, and waits until its resources are free. Raises RuntimeError if the
         name is taken."""
 
     async def wait_for_group(self, group: Group, timeout_s: float) -> bool:
         """Whether all of its resources are reserved, after waiting for them."""
 
-    def remove_group(self, group: Group) -> None:
+    async def remove_group(self, group: Group) -> None:
         """Begin to remove it; one that was removed is no error."""
 
     async def groups(self) -> dict[str, Group]:
@@ -76,7 +81,7 @@ class RayPort(Protocol):
     async def find_actor(self, name: str, namespace: str) -> Actor | None:
         """None: it has ended, or there was none."""
 
-    def create_engine(
+    async def create_engine(
         self,
         name: str,
         namespace: str,
@@ -84,13 +89,12 @@ class RayPort(Protocol):
         num_gpus: float,
         config: Config,
         rank: int,
-        keys: ChannelKeys,
-        coordinator: ChannelAddress,
+        coordinator: CoordinatorContact,
     ) -> Actor:
         """An `EngineActor` in the first bundle of the group; it is never started again. Raises
         ValueError if the name is taken."""
 
-    def get_or_create_coordinator(
+    async def get_or_create_coordinator(
         self,
         name: str,
         namespace: str,
@@ -107,7 +111,7 @@ class RayPort(Protocol):
         """Send a call at once. The awaitable may be awaited once, or never; to cancel the wait
         does not cancel the call. Raises an `ActorError`, and has no deadline of its own."""
 
-    def kill(self, actor: Actor, *, restart: bool = False) -> None:
+    async def kill(self, actor: Actor, *, restart: bool = False) -> None:
         """End an actor, without a clean-up of its own. `restart`: it starts again if it is one
         that does. One that has ended is no error."""
 

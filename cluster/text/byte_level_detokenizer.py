@@ -18,11 +18,28 @@ class ByteTable(dict[int, bytes]):
         super().__init__()
         self._backend = backend
         self._special = special
+        self.whole_texts = _WholeTexts(self)
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         self[token_id] = data = b"" if token is None or token in self._special else to_bytes(token)
         return data
+
+
+class _WholeTexts(dict[int, str]):
+    """id -> the text of a token of finished characters alone; empty for other tokens."""
+
+    def __init__(self, table: ByteTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> str:
+        try:
+            text = self._table[token_id].decode()
+        except UnicodeDecodeError:
+            text = ""
+        self[token_id] = text
+        return text
 
 
 def to_bytes(token: str) -> bytes:
@@ -45,28 +62,34 @@ Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):
-    """UTF-8 is self-synchronizing: the last few tokens show which character is unfinished."""
+    """UTF-8 is self-synchronizing: the last few tokens show which character is unfinished. While
+    none is, a token of finished characters needs no decoder: that would remember nothing."""
 
     TAIL_TOKENS = 16
 
     def __init__(self, table: ByteTable) -> None:
         self.table = table
-        self._decode = Utf8("replace").decode
+        self._whole_texts = table.whole_texts
+        self._decoder = Utf8("replace")
+        self._is_character_open = False
 
     def push(self, token_id: int) -> str:
-        return self._decode(self.table[token_id])
+        text = self._whole_texts[token_id]
+        if text and not self._is_character_open:
+            return text
+        text = self._decoder.decode(self.table[token_id])
+        self._is_character_open = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        self._is_character_open = False
+        return self._decoder.decode(b"", True)
 
     def token_bytes(self, token_id: int, *, at_beginning: bool = False) -> bytes:
         return self.table[token_id]
 
     def whole_text(self, token_id: int) -> str:
-        try:
-            return self.table[token_id].decode()
-        except UnicodeDecodeError:
-            return ""
+        return self._whole_texts[token_id]
 
     def _context_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
         """As many as hold one character."""

@@ -39,7 +39,7 @@ _RESERVED_VARIABLES = {
 
 
 _MAX_REASON_CHARS = 500
-"""Of what a template says against messages: it may repeat them."""
+"""Longest error message of a template: it may repeat the conversation."""
 
 
 def read_template(path: str | None) -> str | None:
@@ -78,14 +78,14 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """Of the template; empty where there is none. Of several named ones, that of tools."""
+        """The template's text; empty without a template. Of several named ones, that for tools."""
         template = self._override or self._tokenizer.chat_template or ""
         if isinstance(template, dict):
             template = template.get("tool_use") or template.get("default") or ""
         return str(template)
 
     def render(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
-        """Raises `BadRequest` with what the template says against the messages."""
+        """Raises `BadRequest` with the template's error message."""
         if not self.text and options.template is None:
             raise BadRequest(
                 f"the model {self._model_name!r} has no chat template: use /v1/completions, or add "

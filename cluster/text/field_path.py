@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 Key = str | int
 """The name of a field, or the place in a list."""
 PathNames = Callable[[str], str]
-"""Our path of a field -> the same in the words of one API."""
+"""Our path of a field -> its path in the names of one API."""
 
 _KEY = re.compile(r"\[(\d+)\]|(\[[^\[\]]*\]|[^.\[\]]+)")
 

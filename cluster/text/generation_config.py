@@ -1,8 +1,8 @@
-"""The defaults that a model brings in `generation_config.json` for requests that do not say.
+"""The defaults in a model's `generation_config.json`, for fields that a request omits.
 
 As in vLLM: temperature, top_p, top_k, min_p and repetition_penalty, and `max_new_tokens` for
 answers that have no limit, neither of the request nor of the endpoint. `do_sample` is not read:
-a model that wants greedy answers says `temperature: 0`.
+a model that needs greedy answers has `temperature: 0`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one model; empty where its file says nothing, or is not to be used."""
+    """Defaults of one model; empty if its file has none, or is not used."""
 
     sampling: dict[str, Any] = {}
     """Fields of `SamplingParams`."""
@@ -30,7 +30,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Longest answer of a request that sets no limit."""
 
     def sampling_params(self) -> SamplingParams:
-        """What an offline caller gets who gives no parameters."""
+        """The parameters of an offline call without any."""
         if self.max_new_tokens is None:
             return SamplingParams(**self.sampling)
         return SamplingParams(**self.sampling, max_tokens=self.max_new_tokens)

@@ -17,7 +17,7 @@ from swell.cluster.text.validate_params import check_length
 Prompt = str | list[int]
 """A text, or token ids."""
 MAX_PROMPTS = 1024
-"""Of one request."""
+"""Most prompts of one request."""
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):

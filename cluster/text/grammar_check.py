@@ -5,8 +5,9 @@ minutes, take all memory, or overflow its stack, which no exception reports. The
 process but not the server, and a grammar that passes costs the workers no more than it cost there:
 they compile it again, with the same limits and a larger stack.
 
-The process runs this file as a script and reads one JSON line for each grammar; it lives as long as
-its standard input and starts again after a check that ended it. Linux only, as the limits are.
+The process runs this file as a script and reads one JSON line for each grammar; it runs as long as
+its standard input is open and starts again after a check that ended it. Linux only, as the limits
+are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WALL_S = 30.0
 MEMORY_BYTES = 1 << 30
 """Address space of the process."""
 MAX_REASON_CHARS = 4096
-"""Of what the compiler says: it may repeat the grammar."""
+"""Longest error message of the compiler: it may repeat the grammar."""
 STACK_BYTES = 1 << 20
 """A worker's threads have at least twice this."""
 

@@ -248,7 +248,8 @@ class AsyncInputProcessor:
     async def process(
         self, convert: Callable[[], GenerationRequest], size_bytes: int = 0
     ) -> RequestParams:
-        """Of what `convert` makes, which may take long too. Raises `BadRequest`."""
+        """The parameters of the request that `convert` makes, which may take long too. Raises
+        `BadRequest`."""
         processed, compiles = await self._offloads.bodies.run_sized(
             size_bytes, lambda: self._processor.prepare(convert())
         )
@@ -268,6 +269,6 @@ class AsyncInputProcessor:
         return token_ids
 
     async def count_tokens(self, text: str) -> int:
-        """Of a text alone, without special tokens. Raises `BadRequest` if the context is too short
-        for it."""
+        """The number of tokens of a text, without special tokens. Raises `BadRequest` if the
+        context is too short for it."""
         return len(await self.tokenize(lambda: ([text], TEMPLATE_TEXT), len(text)))

@@ -11,7 +11,7 @@ from swell.cluster.text.sampling_params import BadRequest
 from swell.worker.sample.wire import GRAMMAR_LIMITS, Grammar
 
 MAX_BYTES = 256 * 1024
-"""Of a schema or any other text that a grammar is made from, as UTF-8."""
+"""Longest schema or other text that a grammar is made from, as UTF-8."""
 MAX_REASON_CHARS = 300
 
 _EXCERPT = re.compile(r"\n[ \t]*\d+ \| ")

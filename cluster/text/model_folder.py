@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is started: files and numbers, no process.
+"""Checks before anything is started: files and numbers, no process.
 
 Every check raises ConfigError with one line: what, its value, the limit, the way out.
 """

@@ -39,7 +39,7 @@ from swell.worker.sample.wire import Grammar
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one answer."""
+    """The format of one answer."""
 
     keeps_special_tokens: bool
     """A marker is a special token, so these must stay in the text."""
@@ -49,20 +49,21 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFormats:
-    """Of one model: as `serve.tool_parser` and `serve.reasoning_parser` say, or as its chat
-    template lets guess. Raises ConfigError for a name that is unknown."""
+    """The formats of one model: those that `serve.tool_parser` and `serve.reasoning_parser` name,
+    or those that are detected from its chat template. Raises ConfigError for a name that is
+    unknown."""
 
     def __init__(self, tokenizer: Any, chat_template: str, config: ServeConfig) -> None:
         self._tools = _configured_or_detected(config.tool_parser, detect_tools(chat_template))
         guessed = detect_reasoning(chat_template)
         self._reasoning = _configured_or_detected(config.reasoning_parser, guessed)
         if self._reasoning == guessed == "think-open":
-            # This template says in each prompt whether the answer begins inside.
+            # With this template each prompt decides whether the answer begins inside.
             self._reasoning = "think"
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added = {str(token): id for id, token in added.items()}
-        """Of tokens that the tokenizer finds in a text before it cuts it into words: special ones,
-        and others that models write as markers."""
+        """Text -> id of tokens that the tokenizer finds in a text before it cuts it into words:
+        special ones, and others that models write as markers."""
         self._special = {str(token) for token in added.values() if token.special}
         """Texts of the tokens that are skipped where text is made."""
         try:
@@ -75,7 +76,7 @@ class ModelFormats:
         """Raises BadRequest where the model could not call them."""
         if tools and self._tools is None:
             raise BadRequest(
-                "tools: the model's chat template tells no format of tool calls that is known; "
+                "tools: the model's chat template has no known format of tool calls; "
                 "set serve.tool_parser to one, or send tool_choice='none'",
                 "tools",
                 "unsupported_value",
@@ -219,8 +220,9 @@ def _check_after_reasoning(
 
 
 def _call_rules(conversation: Conversation, *, structured: bool) -> CallRules | None:
-    """Of the calls that the answer may have; None: there are no tools, or the model is free to call
-    as it likes, and its text too. `structured`: the request has a structured output."""
+    """The rules of the calls that the answer may have; None: there are no tools, or the model is
+    free to call as it likes, and its text too. `structured`: the request has a structured
+    output."""
     tools = conversation.template.tools
     if not tools:
         return None

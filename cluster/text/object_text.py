@@ -34,7 +34,7 @@ class PartialObject(StructureReader):
         super().__init__()
         self._num_chars = 0
         self._whole_chars = 0
-        """Of what was given, up to where closing the open brackets would make it JSON."""
+        """Characters of the output, up to where closing the open brackets would make it JSON."""
 
     def push(self, text: str) -> str:
         self.read(text)

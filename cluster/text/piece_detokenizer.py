@@ -19,7 +19,7 @@ from swell.cluster.text.incremental_detokenizer import (
 
 MAX_RUN_TOKENS = 64
 _INNER_BYTES = range(0x80, 0xC0)
-"""Of a character, all but the first."""
+"""Bytes of a character after its first."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
 _STAGES = re.compile(r"(Replace ?|Strip ?)*(?P<bytes>ByteFallback ?)?(Fuse ?(?P<strip>Strip)?)?")
 """Stages that read one token at a time, then at most ByteFallback, then at most Fuse, then at most
@@ -124,7 +124,7 @@ class PieceDetokenizer(IncrementalDetokenizer):
         """Leading characters that may still be dropped."""
         self._run = bytearray()
         self._long_run: codecs.IncrementalDecoder | _InvalidUtf8Run | None = None
-        """Of a run that is shown as it comes."""
+        """The decoder of a run that is shown as it comes."""
 
     @property
     def at_beginning(self) -> bool:

@@ -30,7 +30,7 @@ from swell.cluster.text.truncation import (
 from swell.cluster.text.validate_params import check_token_ids, num_utf8_bytes
 
 CHUNK_CHARS = 64 * 1024
-"""Of a text that is very probably too long, so much is tokenized at once to find out."""
+"""A text that is very probably too long is tokenized in chunks of this size until it is known."""
 
 PLAIN_CHAT = TemplateOptions()
 _NO_TOKEN = "is empty; a prompt needs at least one token"

@@ -97,7 +97,7 @@ def inline_json(schema: dict[str, Any]) -> str:
     try:
         size = len(msgspec.json.encode(schema))
     except (TypeError, ValueError, RecursionError):
-        size = 0  # the slow writer says what is wrong
+        size = 0  # the slow writer raises the error
     if size > MAX_BYTES:
         raise SchemaTooLong(f"has {size} bytes; at most {MAX_BYTES} are allowed")
     options = {"whitespace_pattern": WHITESPACE}

@@ -78,8 +78,9 @@ class TokenTexts(Texts):
         skip_special_tokens: bool = True,
         sent: str | None = None,
     ) -> TextOffsets:
-        """Of the tokens of a text. `sent`: the text that they were made from, which may spell
-        special tokens that are skipped, and lack a space that the tokenizer puts after those."""
+        """The offsets of the tokens of a text. `sent`: the text that they were made from, which may
+        spell special tokens that are skipped, and lack a space that the tokenizer puts after
+        those."""
         incremental = self._detokenizer.start(skip_special_tokens)
         written = list(map(TextWriter(self, incremental, skip_special_tokens).write, token_ids))
         if sent is not None and "".join([one.text for one in written]) != sent:

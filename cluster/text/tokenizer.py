@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,21 @@ TOKENIZER_FILES = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
+
+
+def import_without_torch() -> None:
+    """Import transformers as if there were no torch, which its tokenizers do not need: that saves
+    4 s of CPU time and 260 MB. Only for a process that needs nothing else of transformers, before
+    it imports either; torch itself can be imported afterwards."""
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    # Else it says that there is no torch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    sys.modules["torch"] = None  # type: ignore[assignment]  # importlib: it cannot be found
+    try:
+        import transformers  # noqa: F401
+    finally:
+        del sys.modules["torch"]
 
 
 @lru_cache(maxsize=8)
@@ -53,7 +70,7 @@ def load_eos_token_ids(path: str, tokenizer: Any) -> list[int]:
 
 
 def load_model_eos_token_ids(path: str) -> list[int]:
-    """Of the model's own files. Raises ConfigError for what is no id."""
+    """The ids in the model's own files. Raises ConfigError for a value that is no id."""
     for name in ("generation_config.json", "config.json"):
         value = read_json(path, name).get("eos_token_id")
         if value is None:

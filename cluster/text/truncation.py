@@ -10,8 +10,8 @@ from swell.cluster.text.sampling_params import BadRequest
 FIT_CONTEXT = -1
 """A value of `truncate_prompt_tokens`: as many tokens as the model can read."""
 MAX_TRUNCATED_BYTES = 1024 * 1024
-"""Of a text of which `truncate_prompt_tokens` keeps a part: all of it is tokenized, which takes a
-second."""
+"""Longest text of which `truncate_prompt_tokens` keeps a part: all of it is tokenized, which takes
+a second."""
 
 
 class Truncation(NamedTuple):

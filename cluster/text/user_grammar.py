@@ -35,7 +35,7 @@ def lark_of(grammar: str, param: str) -> str:
     for part in _LARK_PART.finditer(lark):
         if token := part["token"]:
             raise BadRequest(
-                f"{param} names the token {shown(token)}; only text can be asked for", param
+                f"{param} names the token {shown(token)}; a grammar may only contain text", param
             )
     return lark
 

@@ -29,9 +29,9 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 """Top tokens that are returned with each token."""
 WHOLE_VOCABULARY = -1
-"""Of `prompt_logprobs`: the log probability of every token at each token of the prompt."""
+"""A value of `prompt_logprobs`: the log probability of every token at each prompt token."""
 MAX_VOCABULARY_LOGPROBS = 512 * 1024
-"""Of the whole vocabulary, over all prompt tokens and answers of a request: 40 MB of JSON."""
+"""Most values under `WHOLE_VOCABULARY`, over all prompt tokens and answers: 40 MB of JSON."""
 MAX_BIASED_TOKENS = 1024
 
 
@@ -147,7 +147,7 @@ def resolve_prompt_logprobs(
         raise BadRequest(
             f"prompt_logprobs=-1 of {num_prompt_tokens} prompt tokens and a vocabulary of "
             f"{vocab_size} are {count} log probabilities for {params.num_children} "
-            f"answers; at most {MAX_VOCABULARY_LOGPROBS} are told. Send a shorter prompt, or "
+            f"answers; at most {MAX_VOCABULARY_LOGPROBS} are returned. Send a shorter prompt, or "
             f"prompt_logprobs of at most {MAX_LOGPROBS}",
             "prompt_logprobs",
         )

@@ -5,7 +5,7 @@
 
 A model of a million parameters knows nothing, but it can learn to move characters around. So it is
 trained on made-up chores (reverse, sort, add, extract ...) whose one right answer is known: exact
-match tells an engine that serves it well from one that does not.
+match distinguishes an engine that serves it well from one that does not.
 
 The law of the split: every sample has a key (its arguments, without the phrasing), and a key whose
 hash falls on zero is held out. Training never sees such a key, in any phrasing.
@@ -211,7 +211,7 @@ def build_model(name: str) -> Any:
 
 
 def any_chat(rng: random.Random) -> tuple[list[int], list[int]]:
-    """A chat as the template writes it: its ids, and its labels (-100 where the user speaks)."""
+    """A chat as the template writes it: its ids, and its labels (-100 in messages of the user)."""
     system = any_system(rng)
     ids = [BOS, SYSTEM, *system.encode(), END] if system else [BOS]
     labels = [-100] * len(ids)
@@ -296,7 +296,7 @@ def read_heldout() -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def evaluate(folder: Path) -> dict[str, tuple[int, int]]:
-    """Load the folder as anyone would; return (right, asked) per task, greedy, exact match."""
+    """Load the folder with transformers; return (right, total) per task, greedy, exact match."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     by_length = defaultdict(list)  # prompts of one length need no padding

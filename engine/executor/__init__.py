@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +30,13 @@ class ExecutorError(RuntimeError):
 
 
 class GroupBroken(ExecutorError):
-    """The workers live, but a group of theirs has failed: `regroup` forms it again."""
+    """The workers are alive, but one of their groups has failed: `regroup` forms it again."""
+
+    def __init__(self, message: str, absent: Iterable[int] = ()) -> None:
+        """`absent`: engines that did not come to a group between engines, or cannot be reached, by
+        their indices in its plan."""
+        super().__init__(message)
+        self.absent = tuple(absent)
 
 
 class WorkerLost(ExecutorError):
@@ -55,7 +61,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 Progress = Callable[[str], None]
-"""Takes a short text that says what is being waited for."""
+"""Called with a short text: what the start waits for."""
 
 
 def loading(done_bytes: int, total_bytes: int) -> str:
@@ -73,7 +79,7 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
-        """Load the model and allocate the KV cache. Raises what a worker raised."""
+        """Load the model and allocate the KV cache. Raises the exception of a worker."""
 
     @abstractmethod
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
@@ -83,7 +89,7 @@ class Executor(ABC):
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         """Let every worker leave its groups and form those of the plan; what each of them did.
 
-        The executor fills in `generation` and `store`; the caller says the rest. Blocks until all
+        The executor fills in `generation` and `store`; the caller sets the rest. Blocks until all
         are there. Results of earlier steps that were not read are dropped. Raises GroupBroken if
         a peer does not come, WorkerLost if one of ours has gone.
         """
@@ -140,7 +146,7 @@ def build_executor(config: Config, **shell: Any) -> Executor:
 def agree_limits(config: Config, limits: Sequence[WorkerLimits]) -> ExecutorLimits:
     """The smallest of what each worker holds; a sequence must fit into the cache alone.
 
-    Raises ConfigError when `model.max_model_len` was asked for and does not fit.
+    Raises ConfigError if `model.max_model_len` is set and does not fit.
     """
     num_blocks = min(limit.num_blocks for limit in limits)
     wanted = min(limit.max_model_len for limit in limits)

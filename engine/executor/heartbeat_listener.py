@@ -13,7 +13,7 @@ from swell.engine.executor.worker_monitor import WorkerMonitor
 from swell.worker.wire import AbortGroups, WorkerHeartbeat, WorkerMessage
 
 _CHECKS_PER_TIMEOUT = 8
-"""More than two, else the monitor would think that it had slept."""
+"""More than two, else the monitor would assume that it was suspended."""
 
 
 class HeartbeatListener:
@@ -23,15 +23,17 @@ class HeartbeatListener:
     on what the engine is doing. Every method may be called from any thread.
     """
 
-    def __init__(self, keys: ChannelKeys, host: str, stall_timeout_s: float) -> None:
-        self._inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys, host)
+    def __init__(
+        self, keys: ChannelKeys, host: str, stall_timeout_s: float, ports: range | None = None
+    ) -> None:
+        self._inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys, host, ports=ports)
         self.address: ChannelAddress = self._inbox.address
         self._monitor = WorkerMonitor(stall_timeout_s)
         self._check_interval_s = stall_timeout_s / _CHECKS_PER_TIMEOUT
         self._lock = threading.Lock()
         self._peers: dict[int, bytes] = {}
         self._removed_peers: set[bytes] = set()
-        """Peers of workers that were replaced: a late heartbeat of theirs means nothing."""
+        """Peers of workers that were replaced: a late heartbeat of theirs is ignored."""
         self._abort_to: set[bytes] = set()
         self._generation = 0
         self._stopped: dict[int, str] = {}

@@ -78,12 +78,14 @@ class InlineExecutor(Executor):
 
         progress("loading weights")
         try:
-            self._worker = Worker(self._config, 0, self._local_workers, 0, report_progress)
+            self._worker = Worker(
+                self._config, 0, self._local_workers, 0, report_progress, self._host
+            )
             limits = agree_limits(self._config, [self._worker.load()])
             progress("allocating the KV cache")
             self._worker.init_cache(limits.num_blocks, limits.max_model_len)
             if self._config.parallel.expert:
-                self._store = self._worker.open_store(self._host)
+                self._store = self._worker.open_store()
             else:
                 self.regroup(GroupPlan(generation=0))
         except BaseException as error:
@@ -119,7 +121,7 @@ class InlineExecutor(Executor):
         except self._group_error as error:
             self._broken = True
             self._worker.abort()
-            raise GroupBroken(f"worker 0: {error}") from error
+            raise GroupBroken(f"worker 0: {error}", error.absent) from error
         except Exception as error:
             self._failure = error
             self._worker.shutdown()

@@ -1,6 +1,6 @@
 """Workers as threads of the engine's process: no Ray, no sockets.
 
-The one place of this floor where torch is loaded.
+The only file of `engine/` that imports torch.
 """
 
 from __future__ import annotations
@@ -55,14 +55,19 @@ class WorkerThread:
     """Owns one worker. Calls run on its thread in order, and answer by a Future."""
 
     def __init__(
-        self, config: Config, rank: int, local_workers: int, progress: LoadProgress
+        self,
+        config: Config,
+        rank: int,
+        local_workers: int,
+        progress: LoadProgress,
+        host: str = "127.0.0.1",
     ) -> None:
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None]
         self._calls = queue.SimpleQueue()
         self._worker: Any = None
         self._thread = threading.Thread(
             target=self._run,
-            args=(config, rank, local_workers, progress),
+            args=(config, rank, local_workers, progress, host),
             name=f"swell-worker-{rank}",
             daemon=True,
         )
@@ -89,7 +94,9 @@ class WorkerThread:
     def progress_counter(self) -> int:
         return self._worker.progress_counter if self._worker is not None else 0
 
-    def _run(self, config: Config, rank: int, local_workers: int, progress: LoadProgress) -> None:
+    def _run(
+        self, config: Config, rank: int, local_workers: int, progress: LoadProgress, host: str
+    ) -> None:
         """Every call is answered, whatever is raised: the engine's loop waits for the answer."""
         failure: BaseException | None = None
         broken = False
@@ -106,7 +113,12 @@ class WorkerThread:
                     raise GroupError("the step was planned before its groups had failed")
                 if self._worker is None:
                     self._worker = Worker(
-                        config, rank, local_workers, local_rank=rank, progress=progress
+                        config,
+                        rank,
+                        local_workers,
+                        local_rank=rank,
+                        progress=progress,
+                        host=host,
                     )
                 result = getattr(self._worker, method)(*args)
                 broken = broken and method != "regroup"
@@ -114,7 +126,7 @@ class WorkerThread:
             except GroupError as error:
                 broken = True
                 failure = _failure(self._worker.abort)
-                future.set_exception(GroupBroken(f"worker {rank}: {error}"))
+                future.set_exception(GroupBroken(f"worker {rank}: {error}", error.absent))
             except BaseException as error:
                 # Its groups are closed at once: peers in a collective must not wait for it.
                 failure = failure or error
@@ -199,13 +211,13 @@ class InprocExecutor(Executor):
             for rank in range(parallel.world):
                 load_progress = report_progress if rank == 0 else _no_progress
                 self._threads.append(
-                    WorkerThread(self._config, rank, self._local_workers, load_progress)
+                    WorkerThread(self._config, rank, self._local_workers, load_progress, self._host)
                 )
             limits = agree_limits(self._config, self._call_all("load"))
             progress("allocating the KV cache")
             self._call_all("init_cache", limits.num_blocks, limits.max_model_len)
             if parallel.expert:
-                self._store = self._threads[0].call("open_store", self._host).result()
+                self._store = self._threads[0].call("open_store").result()
             else:
                 self.regroup(GroupPlan(generation=0))
         except BaseException as error:
@@ -227,7 +239,7 @@ class InprocExecutor(Executor):
         while wait(futures, timeout=_POLL_S)[1] and time.monotonic() < deadline + _JOIN_S:
             late = time.monotonic() > deadline
             failed = any(future.done() and future.exception() for future in futures)
-            # Again and again: who was just about to form its groups has missed the last one.
+            # Repeatedly: a worker that was just about to form its groups has missed the last abort.
             if late or failed or self._aborted >= self._generation:
                 self.abort()
         raise_first(futures)

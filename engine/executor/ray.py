@@ -2,15 +2,13 @@
 
 Ray places, starts and ends them; every plan and every result goes over the channel. Workers start
 in no group: the first `regroup` forms their groups, and one worker that takes the place of another
-goes through the same door.
+is added by the same call.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +18,8 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from swell.configs.log import StructuredLogger
+from swell.configs.network import other_ports
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.channel import ChannelKeys, Inbox
 from swell.engine.executor import (
@@ -34,6 +34,7 @@ from swell.engine.executor import (
     loading,
 )
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
+from swell.engine.executor.process_killer import kill_process
 from swell.worker.actor import WorkerActor
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
@@ -51,9 +52,9 @@ from swell.worker.wire import (
 )
 
 _DEATH_POLL_S = 0.1
-"""How often a wait checks whether the workers live."""
+"""How often a wait checks whether the workers are alive."""
 _FAILURE_GRACE_S = 1.0
-"""When a group fails because a worker of ours died, Ray says so within this time."""
+"""When a group fails because a worker of ours died, Ray reports the death within this time."""
 _END_S = 5.0
 """How long workers may take to end after `Shutdown`."""
 MAX_REPAIRS = 3
@@ -76,15 +77,15 @@ class _WorkerHandle:
 
     rank: int
     actor: Any
-    is_local: bool
-    """It lives on the node of the engine."""
+    node: str
+    """Where its bundle is."""
     pid: int = 0
     run: Any = None
     peer: bytes | None = None
 
 
 class RayExecutor(Executor):
-    """One actor for each worker; tensor-parallel ranks are neighbours on a node."""
+    """One actor for each worker; the tensor-parallel ranks of a stage share a bundle, so a node."""
 
     def __init__(
         self,
@@ -93,15 +94,22 @@ class RayExecutor(Executor):
         placement_group: Any,
         keys: ChannelKeys,
         host: str,
-        workers_per_machine: int = 0,
+        workers_by_node: Mapping[str, int] | None = None,
+        **_shell: Any,
     ) -> None:
+        """`workers_by_node`: how many workers of all engines share a node. Else this engine's."""
         self._config = config
         self._placement_group = placement_group
         self._keys = keys
-        self._local_workers = workers_per_machine or config.parallel.world
-        self._inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys, host)
-        self._heartbeats = HeartbeatListener(keys, host, config.cluster.stall_timeout_s)
+        self._workers_by_node = workers_by_node or {}
+        cluster = config.cluster
+        ports = other_ports(cluster.port_range)
+        self._inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys, host, ports=ports)
+        self._heartbeats = HeartbeatListener(keys, host, cluster.stall_timeout_s, ports)
         self._workers: dict[int, _WorkerHandle] = {}
+        self._bundles: Sequence[int] = ()
+        """The bundles of the pipeline stages, from the first start on: a replacement has its
+        predecessor's, even if Ray has moved bundles to other nodes meanwhile."""
         self._limits: ExecutorLimits | None = None
         self._store: tuple[str, int] | None = None
         self._generation = 0
@@ -109,6 +117,7 @@ class RayExecutor(Executor):
         self._results: dict[int, ModelRunnerOutput] = {}
         self._lost: dict[int, str] = {}
         self._repaired_at: list[float] = []
+        self._log = StructuredLogger("engine.executor")
 
     # ---------------------------------------------------------------- start and end
 
@@ -150,14 +159,12 @@ class RayExecutor(Executor):
         channels."""
         limit_s = self._config.cluster.start_timeout_s
         nodes = placement_group_table(self._placement_group)["bundles_to_node_id"]
-        order = rank_order(nodes)
-        here = ray.get_runtime_context().get_node_id()
+        self._bundles = self._bundles or stage_order(nodes)
         new_workers = []
         for rank in ranks:
-            bundle = order[rank]
-            new_workers.append(
-                _WorkerHandle(rank, self._create(rank, bundle), nodes[bundle] == here)
-            )
+            bundle = self._bundles[rank // self._config.parallel.tensor]
+            node = nodes[bundle]
+            new_workers.append(_WorkerHandle(rank, self._create(rank, bundle, node), node))
             self._workers[rank] = new_workers[-1]
         progress(f"loading weights on {len(new_workers)} workers")
         loaded = self._load(new_workers, progress)
@@ -179,17 +186,19 @@ class RayExecutor(Executor):
                 if ended := _exit_reason(worker):
                     raise ExecutorError(f"worker {worker.rank} {ended} while it connected")
 
-    def _create(self, rank: int, bundle: int) -> Any:
-        bundles = self._placement_group.bundle_specs[bundle]
+    def _create(self, rank: int, bundle: int, node: str) -> Any:
+        resources = self._placement_group.bundle_specs[bundle]
+        tensor, world = self._config.parallel.tensor, self._config.parallel.world
+        local_workers = self._workers_by_node.get(node, world)
         kind: Any = WorkerActor
         addresses = (self._inbox.address, self._heartbeats.address)
         return kind.options(
-            num_cpus=bundles.get("CPU", 0),
-            num_gpus=bundles.get("GPU", 0),
+            num_cpus=resources.get("CPU", 0) / tensor,
+            num_gpus=resources.get("GPU", 0) / tensor,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._placement_group, placement_group_bundle_index=bundle
             ),
-        ).remote(self._config, rank, self._local_workers, self._keys, *addresses)
+        ).remote(self._config, rank, local_workers, self._keys, *addresses)
 
     def _load(self, workers: list[_WorkerHandle], progress: Progress) -> list[WorkerLimits]:
         """Load on these workers, and report the progress of the first one."""
@@ -251,7 +260,7 @@ class RayExecutor(Executor):
                 self.check()
         self.check()
         self.abort()
-        raise GroupBroken(f"worker {message.rank}: {message.message}")
+        raise GroupBroken(f"worker {message.rank}: {message.message}", message.absent)
 
     def _record_failure(self, failure: WorkerFailure) -> None:
         if not failure.group:
@@ -323,12 +332,14 @@ class RayExecutor(Executor):
         ]
 
     def _kill(self, worker: _WorkerHandle) -> None:
-        """End a worker that may be dead already, or stopped, or busy."""
+        """End a worker that may be dead already, or stopped, or busy. Its memory is free then,
+        unless its node cannot be reached."""
         self._heartbeats.forget(worker.rank)
-        if worker.is_local and not _exit_reason(worker):
-            # Ray asks first, and a stopped process does not answer.
-            with suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGKILL)
+        if worker.pid and not _exit_reason(worker):
+            try:
+                kill_process(worker.pid, worker.node)
+            except ray.exceptions.RayError as error:
+                self._log.warning("worker not ended yet", rank=worker.rank, error=_line(error))
         ray.kill(worker.actor)
 
     # ---------------------------------------------------------------- the channel
@@ -340,7 +351,8 @@ class RayExecutor(Executor):
             self._inbox.send(worker.peer, frame)
 
     def _receive(self) -> list[WorkerMessage]:
-        """Messages of living workers, after waiting a moment for one; results are kept, too."""
+        """Messages of workers that are alive, after waiting a moment for one; results are kept,
+        too."""
         messages = []
         for peer, message in self._inbox.receive(_DEATH_POLL_S):
             if isinstance(message, WorkerHello):
@@ -357,8 +369,8 @@ class RayExecutor(Executor):
         return {worker.peer for worker in self._workers.values()}
 
 
-def rank_order(bundle_nodes: dict[int, str]) -> Sequence[int]:
-    """Bundles in the order in which ranks take them: node by node."""
+def stage_order(bundle_nodes: dict[int, str]) -> Sequence[int]:
+    """Bundles in the order in which pipeline stages take them: node by node."""
     first_seen: dict[str, int] = {}
     for bundle in sorted(bundle_nodes):
         first_seen.setdefault(bundle_nodes[bundle], bundle)

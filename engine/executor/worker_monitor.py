@@ -1,4 +1,4 @@
-"""Which workers have stopped, judged by their heartbeats.
+"""Which workers have stopped, by their heartbeats.
 
 Pure: time is an argument, in seconds of any monotonic clock.
 """
@@ -15,7 +15,7 @@ class _WorkerGroups:
     first_progress: int
     """Layers computed when the present groups were formed: ranks are compared from there on."""
     generation: int
-    """Of the groups that it is in or forming."""
+    """The generation of the groups that it is in or forms."""
 
 
 class WorkerMonitor:
@@ -24,8 +24,9 @@ class WorkerMonitor:
     A worker has stopped if
 
     - it is *silent*: no heartbeat for `stall_timeout_s`; or
-    - it is *stuck*: all are heard of, a step is out, and for twice as long none has computed a
-      layer. Workers wait for each other, so the one that is furthest behind is named. Twice,
+    - it is *stuck*: all send heartbeats, a step is in flight, and for twice as long none has
+    computed a layer. Workers wait for each other, so the one that is furthest behind is named.
+    Twice,
       because a worker also waits for workers of other engines, whose silence is for their own
       engine to notice; or
     - it is *caught*: it was commanded to form groups, and for `stall_timeout_s` it has neither
@@ -45,7 +46,7 @@ class WorkerMonitor:
 
     @property
     def ranks(self) -> set[int]:
-        """Workers that are being watched."""
+        """Workers that are monitored."""
         return set(self._groups)
 
     @property
@@ -56,7 +57,7 @@ class WorkerMonitor:
     def on_heartbeat(
         self, rank: int, progress_counter: int, now: float, generation: int = 0
     ) -> None:
-        """A worker lives; it is watched from its first heartbeat on."""
+        """A heartbeat of a worker; it is monitored from its first one on."""
         if rank not in self._groups:
             self._groups[rank] = _WorkerGroups(progress_counter, generation)
             self._monitor.set_subjects(self._groups, now)

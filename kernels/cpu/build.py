@@ -2,12 +2,13 @@
 
 The library is stored in `$SWELL_CACHE/kernels/<hash>/` (default `~/.cache/swell/kernels/<hash>/`),
 where the hash covers the sources, the flags, the compiler's version and the processor's features.
-It is built under a temporary name and then renamed, so several processes may build it at once.
+Of several processes that need it one builds it, under a temporary name that is then changed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -16,6 +17,9 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +41,10 @@ FLAGS = (
 )
 TYPES = (torch.float32, torch.bfloat16)
 """The types that this backend computes; the reference computes tensors of other types."""
+
+_OTHER_BUILDER_S = 300.0
+"""How long another process may take; then this one builds too."""
+_POLL_S = 0.1
 
 _log = logging.getLogger("swell.kernels")
 _lock = threading.Lock()
@@ -78,9 +86,27 @@ def _built() -> Path:
     target = folder / "kernels.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as build:
-            os.replace(_compile(compiler, openmp, Path(build)), target)
+        with _alone(folder / "lock"):
+            if not target.exists():
+                with tempfile.TemporaryDirectory(dir=folder) as build:
+                    os.replace(_compile(compiler, openmp, Path(build)), target)
     return target
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """While no other process holds the lock, which ends with its process."""
+    deadline = time.monotonic() + _OTHER_BUILDER_S
+    with lock.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_S)
+        yield
 
 
 def _compile(compiler: str, openmp: Path | None, build: Path) -> Path:

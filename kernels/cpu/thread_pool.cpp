@@ -52,7 +52,7 @@ class ThreadPool {
   const int64_t size;
 
  private:
-  // Shared with the helpers, so it lives until the last of them has ended. The pool does not join
+  // Shared with the helpers, so it exists until the last of them has ended. The pool does not join
   // them: in a forked process they do not exist.
   struct State {
     alignas(64) std::atomic<uint64_t> word{0};

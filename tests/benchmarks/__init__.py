@@ -1,1 +1,1 @@
-"""Measurements that last: `make bench` runs the cases, alone or against peers."""
+"""Benchmarks with recorded results: `make bench` runs the cases, alone or against peers."""

@@ -21,7 +21,13 @@ import uvloop
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_connection import EngineId, OnMessagesLost, OnOutputs
-from swell.cluster.client.engine_core_client import MetricsExchange, OnUnreachable, OnView
+from swell.cluster.client.engine_core_client import (
+    EnginesInUse,
+    MetricsExchange,
+    OnLoads,
+    OnUnreachable,
+    OnView,
+)
 from swell.cluster.control.http_port import claim_port
 from swell.configs.log import configure_logging
 from swell.configs.process import prepare_for_torch
@@ -50,9 +56,11 @@ class BareEngine:
         heartbeat_s: float,
         silence_s: float,
         on_view: OnView,
+        on_loads: OnLoads,
         on_outputs: OnOutputs,
         on_messages_lost: OnMessagesLost,
         on_unreachable: OnUnreachable,
+        engines_in_use: EnginesInUse,
         metrics: MetricsExchange,
     ) -> None:
         self._core = core

@@ -23,7 +23,7 @@ PEERS = {
     "ray-serve-llm": Peer("Ray Serve LLM", "ray"),
     "llamacpp": Peer("llama.cpp", "llama-cpp-python"),
 }
-"""By their names on the command line."""
+"""The peers by their names on the command line."""
 
 CONTENDERS = Path(__file__).parent / "contenders"
 
@@ -39,7 +39,8 @@ class Setup(NamedTuple):
     logs: Path
 
     def interpreter(self, name: str) -> str | None:
-        """Of a peer, None if it is not installed; this one for everything else."""
+        """The interpreter of a peer, None if it is not installed; for all else that of this
+        process."""
         return self.peers.get(name) if name in PEERS else sys.executable
 
 

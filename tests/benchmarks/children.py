@@ -1,4 +1,4 @@
-"""Programs in processes of their own: started, called, and ended with all their descendants."""
+"""Programs in subprocesses: started, called, and ended with all their descendants."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Of every contender, so that none uses the network."""
+"""Environment of every contender, so that none uses the network."""
 _EXIT_S = 5.0
 _STOP_S = 60.0
 _VANISH_S = 3.0
@@ -75,7 +75,7 @@ class Child:
 
     @property
     def pids(self) -> list[int]:
-        """It and its descendants, also those whose parent has ended."""
+        """Pids of the child and its descendants, also of those whose parent has ended."""
         if self._process is None:
             return []
         own = self._process.pid
@@ -197,7 +197,7 @@ def end_all() -> None:
 
 
 def _python_path() -> list[str]:
-    """Where programs of ours, started by the path of their file, find `tests.benchmarks`."""
+    """The path on which programs of ours, started by file name, find `tests.benchmarks`."""
     return [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 

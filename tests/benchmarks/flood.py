@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 PROBE_EVERY_S = 0.05
 SLOW_S = 0.5
 WARMUP_S = 2.0
-"""For which only the probe runs."""
+"""How long only the probe runs."""
 CONNECT_AT_ONCE = 1000
 """Connections that this process opens at the same time: more would only wait in its own loop."""
 
@@ -65,8 +65,8 @@ class Flood:
 
 
 def probe(url: str, ending: Event, results: Connection) -> None:
-    """In a process of its own: the flood's own loop is busy. Sends when each probe began, since the
-    first, and how long it took."""
+    """Poll `/health` in a process of its own: the flood's own loop is busy. Sends when each probe
+    began, since the first, and how long it took."""
     parts = urlsplit(url)
     times: list[tuple[float, float]] = []
     while not ending.is_set():

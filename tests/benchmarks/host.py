@@ -62,7 +62,7 @@ class Clock:
         return result
 
     def medians_us(self) -> dict[str, float]:
-        """Of the steps behind the warm-up."""
+        """Medians over the steps after the warm-up."""
         return {
             name: statistics.median(steps[WARMUP_STEPS:]) / 1e3
             for name, steps in self._steps.items()
@@ -147,8 +147,8 @@ def _to_worker_and_back(wire: Wire, step: ScheduledStep, output: ModelRunnerOutp
 
 
 def _to_ingress(wire: Wire, outputs: dict[bytes, Any]) -> None:
-    for client, told in outputs.items():
-        wire.ingresses.send(client, EngineCoreOutputs(told, seq=1))
+    for client, engine_outputs in outputs.items():
+        wire.ingresses.send(client, EngineCoreOutputs(engine_outputs, seq=1))
 
 
 class ZeroModel:

@@ -56,7 +56,7 @@ class Products:
 
     @torch.inference_mode()
     def seconds(self, tokens: int, sampled: int) -> float:
-        """Of one step, the median of several."""
+        """Duration of one step, the median of several."""
         widths = (self.shape.hidden, self.shape.intermediate)
         inputs = {width: torch.randn(tokens, width) for width in widths}
         last = torch.randn(sampled, self.shape.hidden)

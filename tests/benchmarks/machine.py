@@ -30,7 +30,7 @@ def machine() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the main dependencies."""
+    """Versions of Python and the main dependencies."""
     return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 
@@ -46,7 +46,7 @@ def today() -> str:
 
 
 def commit() -> str:
-    """Of the checkout; `+` behind it: with changes. Empty outside of one."""
+    """The commit of the checkout; `+` after it: with changes. Empty outside of one."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     return run.stdout.strip()

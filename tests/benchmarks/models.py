@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        """Of one position, over all layers."""
+        """Bytes of keys and values of one position, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * FLOAT_BYTES
 
     @property

@@ -38,7 +38,7 @@ def _cells(figure: Figure) -> tuple[str, ...]:
 
 
 def target(figure: Figure) -> str:
-    """Of the ratio if there is a reference, else of the number itself."""
+    """The target of the ratio if there is a reference, else of the number itself."""
     if figure.at_least is not None:
         return f">= {number(figure.at_least)}"
     return f"<= {number(figure.at_most)}" if figure.at_most is not None else ""

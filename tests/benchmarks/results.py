@@ -10,7 +10,7 @@ import msgspec
 
 
 class MedianRange(msgspec.Struct, frozen=True):
-    """Of one number over the rounds."""
+    """Median and range of one number over the rounds."""
 
     median: float
     low: float
@@ -21,7 +21,7 @@ class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
     """One number, a value for each round; beside a reference the ratio counts, round by round."""
 
     what: str
-    """With its unit: `output tokens/s`."""
+    """The name with its unit: `output tokens/s`."""
     ours: list[float]
     against: str = ""
     """The reference; empty: the number has none, and the bounds are on it."""
@@ -65,7 +65,8 @@ Results = dict[str, CaseResult]
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Of pairs: both were measured in the same round. Raises ValueError if one is missing."""
+    """Ratios of pairs: both were measured in the same round. Raises ValueError if one is
+    missing."""
     return [our / their for our, their in zip(ours, theirs, strict=True)]
 
 

@@ -31,7 +31,7 @@ class Target(Contender, Protocol):
 class Server:
     """One server until `close`. `start_s`: from its start until it answers that it is ready.
 
-    `ready` is the path that is polled; a server without one is asked for one token.
+    `ready` is the path that is polled; a server without one gets a request for one token.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Server:
         return cpu_time_s(self._child.pids)
 
     def cpu_share(self, seconds: float) -> float:
-        """Of one core, over that time."""
+        """Share of one core, over that time."""
         before = self.cpu_time_s()
         time.sleep(seconds)
         return (self.cpu_time_s() - before) / seconds

@@ -1,4 +1,4 @@
-"""From the command to `ready`, and the processor time of an idle cluster."""
+"""The time from the command to `ready`, and the processor time of an idle cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Start:
         self._server: Server | None = None
 
     def start(self) -> None:
-        """Nothing yet."""
+        """Nothing to do: it starts in its turn."""
 
     def turn(self) -> Numbers:
         self._server = self._make()
@@ -37,7 +37,7 @@ class Start:
         return numbers
 
     def pause(self) -> None:
-        """It runs at its turn only."""
+        """Nothing to do: it runs in its turn only."""
 
     def resume(self) -> None:
         """See `pause`."""

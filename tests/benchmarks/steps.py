@@ -21,7 +21,7 @@ class Step(NamedTuple):
 
 
 def steps(rows: int, inputs: int, outputs: int) -> list[Step]:
-    """Those of `rows` requests that arrive together: `inputs` tokens in, `outputs` out each."""
+    """The steps of `rows` requests that arrive together: `inputs` tokens in, `outputs` out each."""
     cache = CacheConfig(prefix_caching=False)
     blocks = rows * (-(-(inputs + outputs) // cache.block_tokens) + 1)
     scheduler = Scheduler(

@@ -21,7 +21,13 @@ import uvloop
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.sse import ChatStream
 from swell.cluster.client.engine_connection import EngineId, OnMessagesLost, OnOutputs
-from swell.cluster.client.engine_core_client import MetricsExchange, OnUnreachable, OnView
+from swell.cluster.client.engine_core_client import (
+    EnginesInUse,
+    MetricsExchange,
+    OnLoads,
+    OnUnreachable,
+    OnView,
+)
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.tokenizer import load_tokenizer
 from swell.configs.schema import load
@@ -52,9 +58,11 @@ class StubEngine:
         heartbeat_s: float,
         silence_s: float,
         on_view: OnView,
+        on_loads: OnLoads,
         on_outputs: OnOutputs,
         on_messages_lost: OnMessagesLost,
         on_unreachable: OnUnreachable,
+        engines_in_use: EnginesInUse,
         metrics: MetricsExchange,
     ) -> None:
         self.requests: list[str] = []

@@ -1,4 +1,4 @@
-"""A cluster whose every fault is at the test's command: a coordinator and engines on threads,
+"""A cluster whose faults the test controls: a coordinator and engines on threads,
 real channels, and one ingress with a real HTTP server.
 
 An engine's token is a hash of the seed and the whole context before it, or stands in a script, so
@@ -56,7 +56,8 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class _Threaded:
-    """Work that is repeated on a thread until `close`; calls of others run between its turns."""
+    """A function that is repeated on a thread until `close`; calls of other threads run in
+    between."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -81,7 +82,8 @@ class _Threaded:
 
 
 class FakeCoordinator(_Threaded):
-    """Tells every watcher what it was given to tell; a successor may take its keys and place."""
+    """Sends every subscriber the view that a test sets; a successor may take its keys and
+    address."""
 
     def __init__(self, before: FakeCoordinator | None = None) -> None:
         super().__init__()
@@ -150,7 +152,7 @@ class FakeEngine(_Threaded):
         self._thread.start()
 
     def say(self, script: list[int]) -> None:
-        """What the next requests get. None may be under way."""
+        """Set the tokens of the next requests. None may be running."""
         self._script = script
 
     def allow(self, steps: int = UNLIMITED_STEPS) -> None:
@@ -160,7 +162,7 @@ class FakeEngine(_Threaded):
         self.call(add)
 
     def begin(self) -> None:
-        """A step begins with all that is here, and does not end."""
+        """Begin a step with all requests, and do not end it."""
 
         def tell() -> None:
             for request_id, (peer, request, _tokens) in self.requests.items():
@@ -169,7 +171,7 @@ class FakeEngine(_Threaded):
         self.call(tell)
 
     def fail(self, message: str) -> None:
-        """No request that is here can go on."""
+        """End all requests with an error."""
 
         def end() -> None:
             held, self.requests = self.requests, {}
@@ -182,7 +184,8 @@ class FakeEngine(_Threaded):
         self.call(end)
 
     def disconnect_clients(self, *, recount: bool) -> None:
-        """Take all clients for dead, and perhaps count their messages anew."""
+        """Drop all clients as if they were dead, and perhaps count their messages from the
+        beginning."""
 
         def drop() -> None:
             held, self.requests = self.requests, {}
@@ -241,9 +244,9 @@ class FakeEngine(_Threaded):
                 reason = FinishReason.LENGTH
             if reason is not None:
                 del self.requests[request_id]
-            told = _logprobs(request, tokens)
+            found = _logprobs(request, tokens)
             answer = EngineCoreOutput(
-                request_id, tokens[-1:], reason, extras=told, attempt=request.attempt
+                request_id, tokens[-1:], reason, extras=found, attempt=request.attempt
             )
             outputs.setdefault(peer, []).append(answer)
         for peer, answers in outputs.items():
@@ -265,29 +268,30 @@ class FakeEngine(_Threaded):
 
 
 def _logprobs(request: EngineCoreRequest, tokens: list[int]) -> list[Extra]:
-    """What is told beside the last of `tokens`, the outputs: every token is certain."""
-    told: list[Extra] = []
+    """The log probabilities that belong to the last of `tokens`, the outputs: every token is
+    certain."""
+    found: list[Extra] = []
     prompt, sampler = request.prompt_token_ids, request.sampler
     if sampler.prompt_logprobs is not None and len(tokens) == 1:
         certain = [0.0] * (1 + sampler.prompt_logprobs)
         rows = [[token] * len(certain) for token in prompt[1:]]
-        told.append(PromptLogprobs(1, rows, [certain] * len(rows), [1] * len(rows)))
+        found.append(PromptLogprobs(1, rows, [certain] * len(rows), [1] * len(rows)))
     if sampler.logprobs is not None:
         count = 1 + sampler.logprobs
-        told.append(TokenLogprobs(tokens[-1:] * count, [0.0] * count, 1))
-    return told
+        found.append(TokenLogprobs(tokens[-1:] * count, [0.0] * count, 1))
+    return found
 
 
 class FakeManager:
-    """Remembers what it was asked; answers what it was told to."""
+    """Records the calls that it receives; answers with what the test sets."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.refusal: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         async def remote(*_: Any) -> Any:
-            self.asked.append(name)
+            self.calls.append(name)
             waits = name == "not_ready_reason"
             return ("engine 0: reads weights", False) if waits else ChangeResult(2, self.refusal)
 
@@ -335,7 +339,7 @@ class FakeCluster:
 
     @contextlib.asynccontextmanager
     async def another_ingress(self, store: Any) -> AsyncIterator[tuple[Ingress, str]]:
-        """A second one beside the first, with its own way to the store; its URL."""
+        """Start a second ingress, with its own handle of the store, and return its URL."""
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
         ingress = await build_ingress(self.config, connect, self.manager, store)
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5, self.config.serve)
@@ -354,7 +358,7 @@ class FakeCluster:
         await until(lambda: self.ingress.llm.view.roster.epoch >= roster.epoch)
 
     def start(self, rank: int, steps: int = UNLIMITED_STEPS) -> FakeEngine:
-        """An engine that is not in the roster; it may make so many steps."""
+        """Start an engine that is not in the roster; it may run so many steps."""
         engine = FakeEngine(self.coordinator.keys, rank, self._script, self._vocab_size)
         engine.allow(steps)
         self.engines.append(engine)
@@ -404,7 +408,7 @@ class Stream:
         self.error: dict[str, Any] | None = None
         self.usage: dict[str, Any] | None = None
         self.num_events = 0
-        """With tokens."""
+        """Events with tokens."""
         self.done = asyncio.create_task(self._read(cluster.client, {**payload, "stream": True}))
 
     async def _read(self, client: httpx.AsyncClient, payload: dict[str, Any]) -> Stream:
@@ -428,6 +432,6 @@ class Stream:
             self.finish_reason = choice["finish_reason"] or self.finish_reason
 
     async def has(self, tokens: int) -> None:
-        """Wait for so many tokens."""
+        """Wait until so many tokens have arrived."""
         await until(lambda: len(self.ids) >= tokens or self.done.done())
         assert len(self.ids) >= tokens, self.error

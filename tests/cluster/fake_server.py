@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 
 class FakeServer:
-    """`phases` are told one after the other once a change was asked for."""
+    """`phases` are reported one after the other once a change was requested."""
 
     def __init__(self) -> None:
         self.url = ""

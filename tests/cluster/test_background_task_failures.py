@@ -1,5 +1,5 @@
-"""A failure is planted in each loop of an ingress and of the manager: either it harms one message
-alone, or it ends the process. No request hangs."""
+"""A failure is injected into each loop of an ingress and of the manager: either only one message is
+lost, or the process ends. No request hangs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_outputs_that_cannot_be_handled_are_computed_again(
 ) -> None:
     process = first_times(3, OutputProcessor.process_outputs)
 
-    async def story() -> None:
+    async def case() -> None:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
             monkeypatch.setattr(OutputProcessor, "process_outputs", lambda *a: process(*a))
@@ -68,13 +68,13 @@ def test_outputs_that_cannot_be_handled_are_computed_again(
                 await asyncio.wait_for(stream.done, 20)
                 assert stream.ids == truth([number], 20) and stream.error is None
 
-    asyncio.run(story())
+    asyncio.run(case())
 
 
-def test_a_view_that_cannot_be_followed_is_followed_when_it_comes_again(folder: Path) -> None:
-    """What the engine that left held is not forgotten meanwhile."""
+def test_a_view_that_fails_to_apply_is_applied_when_it_comes_again(folder: Path) -> None:
+    """Requests of the engine that left are not lost meanwhile."""
 
-    async def story() -> None:
+    async def case() -> None:
         async with FakeCluster(folder).serving() as cluster:
             first = await cluster.join(0, steps=3)
             stream = Stream(cluster, body([1], 20))
@@ -90,11 +90,11 @@ def test_a_view_that_cannot_be_followed_is_followed_when_it_comes_again(folder: 
             await asyncio.wait_for(stream.done, 20)
             assert stream.ids == truth([1], 20)
 
-    asyncio.run(story())
+    asyncio.run(case())
 
 
-def test_an_ingress_that_can_follow_no_view_ends(folder: Path, deaths: Deaths) -> None:
-    async def story() -> None:
+def test_an_ingress_that_can_apply_no_view_exits(folder: Path, deaths: Deaths) -> None:
+    async def case() -> None:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
             links = cluster.ingress.llm._client
@@ -105,11 +105,11 @@ def test_an_ingress_that_can_follow_no_view_ends(folder: Path, deaths: Deaths) -
             links._on_view = follow  # type: ignore[attr-defined]
             await check(deaths, "channel")
 
-    asyncio.run(story())
+    asyncio.run(case())
 
 
 def test_an_ingress_whose_heartbeat_has_ended_ends(folder: Path, deaths: Deaths) -> None:
-    async def story() -> None:
+    async def case() -> None:
         async with FakeCluster(folder).serving() as cluster:
             cluster.ingress.llm._client._metrics = None  # type: ignore[attr-defined]
             await until(lambda: deaths)
@@ -117,11 +117,11 @@ def test_an_ingress_whose_heartbeat_has_ended_ends(folder: Path, deaths: Deaths)
             assert loop == "ingress: heartbeat" and isinstance(error, AttributeError)
             deaths.clear()
 
-    asyncio.run(story())
+    asyncio.run(case())
 
 
-def test_an_ingress_that_does_not_listen_any_more_ends(deaths: Deaths) -> None:
-    async def story() -> None:
+def test_an_ingress_that_stops_listening_exits(deaths: Deaths) -> None:
+    async def case() -> None:
         edge = EdgeServer(Starlette(), "127.0.0.1", 0, 5, ServeConfig())
         await edge.start()
         edge._server.on_tick = planted  # type: ignore[method-assign]
@@ -130,19 +130,21 @@ def test_an_ingress_that_does_not_listen_any_more_ends(deaths: Deaths) -> None:
             await edge.stop()
         edge._socket.close()
 
-    asyncio.run(story())
+    asyncio.run(case())
 
 
 def test_a_manager_whose_loop_has_ended_ends(deaths: Deaths) -> None:
-    """Else no engine would be started any more, and requests to scale would still be accepted."""
+    """Otherwise no engine would be started any more, while requests to scale were still
+    accepted."""
 
     async def scenario(world: ManagerHarness) -> None:
         await world.start()
-        note, world.coordinator.note = world.coordinator.note, planted  # type: ignore[method-assign]
+        save = world.coordinator.save_manager_state
+        world.coordinator.save_manager_state = planted  # type: ignore[method-assign]
         world.manager._wake.set()
         for _ in range(100):
             await asyncio.sleep(0.05)
-        world.coordinator.note = note  # type: ignore[method-assign]
+        world.coordinator.save_manager_state = save  # type: ignore[method-assign]
         [(loop, error)] = deaths
         assert loop == "manager: reconcile" and isinstance(error, ZeroDivisionError)
         deaths.clear()
@@ -151,7 +153,7 @@ def test_a_manager_whose_loop_has_ended_ends(deaths: Deaths) -> None:
 
 
 @pytest.mark.parametrize("way", ["end", "kill"])
-def test_an_engine_that_cannot_even_be_ended_is_replaced(way: str) -> None:
+def test_an_engine_that_cannot_be_killed_is_replaced(way: str) -> None:
     async def scenario(world: ManagerHarness) -> None:
         await world.start()
         end = getattr(world.placement, way)
@@ -177,13 +179,13 @@ def test_engines_that_left_and_cannot_be_ended_hold_up_no_change() -> None:
     async def scenario(world: ManagerHarness) -> None:
         await world.start()
         end, world.placement.end = world.placement.end, planted  # type: ignore[method-assign]
-        world.manager.scale(1)
+        await world.manager.scale(1)
         await asyncio.sleep(60)
         world.placement.end = end  # type: ignore[method-assign]
         (stuck,) = [p.handle for p in world.placement.processes.values() if p.handle.rank == 1]
         await end(stuck)
         assert world.manager._fleet.ending == {}
-        world.manager.scale(2)
+        await world.manager.scale(2)
         await world.settle()
         assert world.active == [0, 1]
 
@@ -191,7 +193,7 @@ def test_engines_that_left_and_cannot_be_ended_hold_up_no_change() -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_manager_that_is_stopped_as_it_is_woken_stops(turns: int) -> None:
+def test_a_manager_that_is_cancelled_as_it_wakes_stops(turns: int) -> None:
     """While it waits for a time, as before it tries something again."""
 
     async def scenario(world: ManagerHarness) -> None:
@@ -208,7 +210,8 @@ def test_a_manager_that_is_stopped_as_it_is_woken_stops(turns: int) -> None:
     run(scenario)
 
 
-def test_serve_asks_in_the_loop_that_does_the_work() -> None:
-    """Without a method of ours Serve asks another thread, which answers whatever hangs here."""
+def test_serves_health_check_runs_in_the_ingress_loop() -> None:
+    """Without a method of ours Serve's health check runs in another thread, which answers even when
+    this loop hangs."""
     for deployment in (ManagerDeployment, IngressDeployment):
         assert asyncio.iscoroutinefunction(deployment.check_health)

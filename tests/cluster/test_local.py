@@ -1,4 +1,4 @@
-"""`LLM`: the whole building in one process, on the trained model."""
+"""`LLM`: the whole path in one process, on the trained model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_models_defaults_are_those_of_a_call_without_params(tmp_path):
         (short,) = llm.chat(talk)
         (said,) = llm.chat(talk, SamplingParams(seed=1))
     assert len(short.outputs[0].token_ids) == 3
-    assert len(said.outputs[0].token_ids) > 3, "given parameters are taken as they are"
+    assert len(said.outputs[0].token_ids) > 3, "given parameters are not changed"
     (folder / "generation_config.json").write_text('{"top_p": 2}')
     with pytest.raises(ConfigError, match=r"generation_config\.json: top_p=2"):
         LLM(str(folder))
@@ -159,7 +159,7 @@ def test_if_one_answer_fails_its_siblings_end_with_it(llm, monkeypatch):
     assert [part.finish_reason for part in first.outputs] == ["error"]
     assert "no such token" in first.outputs[0].stop_reason
     assert [part.finish_reason for part in second.outputs] == ["length"] * 2
-    assert llm._core.num_steps - steps < 50, "nobody draws what nobody gets"
+    assert llm._core.num_steps - steps < 50, "tokens without a receiver are not sampled"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_whatever_line_is_interrupted_the_next_call_starts_clean(llm):
     assert interrupted > 50
 
 
-def test_an_interrupt_of_the_cleaning_up_is_cleaned_up_by_the_next_call(llm, monkeypatch):
+def test_the_next_call_completes_an_interrupted_cleanup(llm, monkeypatch):
     reset = EngineCore.reset
     for interrupted in ("before", "after"):
 
@@ -303,7 +303,7 @@ def test_workers_that_wait_for_each_other_are_freed_from_an_interrupted_step(spl
         assert other.generate("upper: abc", GREEDY)[0].outputs[0].text == before
 
 
-def test_what_ended_a_worker_is_what_the_call_raises(monkeypatch):
+def test_the_call_raises_what_ended_a_worker(monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("planted")
 
@@ -316,12 +316,12 @@ def test_what_ended_a_worker_is_what_the_call_raises(monkeypatch):
             llm.generate("a", GREEDY)
 
 
-def test_one_after_another_gives_its_memory_back():
+def test_an_llm_frees_its_memory():
     def tensors() -> int:
         gc.collect()
         return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
-    # What tests before this one have left may end meanwhile.
+    # Objects of earlier tests may be freed meanwhile.
     threads, before = set(threading.enumerate()), tensors()
     for split in ({}, {"parallel.tensor": 2}, {"parallel.pipeline": 2}):
         with LLM(str(NANO), **{"cache.memory_bytes": 50_000_000}, **split) as other:
@@ -333,16 +333,16 @@ def test_one_after_another_gives_its_memory_back():
 
 
 def test_log_probabilities_of_the_whole_vocabulary_are_those_of_few_and_more(llm):
-    wishes = [SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=k) for k in (-1, 3)]
-    whole, few = llm.generate(["add: 1+2"] * 2, wishes)
+    requested = [SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=k) for k in (-1, 3)]
+    whole, few = llm.generate(["add: 1+2"] * 2, requested)
     vocab = llm._prompts.vocab_size
     assert whole.prompt_logprobs[0] is None
-    for all_of_it, told in zip(whole.prompt_logprobs[1:], few.prompt_logprobs[1:], strict=True):
+    for all_of_it, entries in zip(whole.prompt_logprobs[1:], few.prompt_logprobs[1:], strict=True):
         assert len(all_of_it) == vocab
         assert sum(math.exp(one.logprob) for one in all_of_it.values()) == pytest.approx(
             1, abs=1e-4
         )
-        assert told == {token: all_of_it[token] for token in told}
+        assert entries == {token: all_of_it[token] for token in entries}
 
 
 def test_more_of_the_vocabulary_than_can_be_given_is_refused(llm):
@@ -354,7 +354,7 @@ def test_more_of_the_vocabulary_than_can_be_given_is_refused(llm):
     assert caught.value.param == "prompt_logprobs"
 
 
-def test_a_nucleus_of_nothing_is_greedy(llm):
+def test_top_p_zero_is_greedy(llm):
     greedy, narrow = llm.generate(
         ["upper: abc"] * 2,
         [GREEDY, SamplingParams(temperature=1.5, top_p=0, seed=5, max_tokens=120)],

@@ -1,4 +1,4 @@
-"""Which changes of a configuration make other engines."""
+"""Which changes of a configuration need new engines."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def base(**overrides: object) -> Config:
 
 
 @pytest.mark.parametrize("key", SAME)
-def test_what_no_engine_reads_keeps_the_engines(key: str) -> None:
+def test_keys_that_no_engine_reads_keep_the_engines(key: str) -> None:
     assert identity(base(**{key: SAME[key]})) == identity(base())
 
 
 @pytest.mark.parametrize("key", OTHER)
-def test_what_an_engine_is_built_from_makes_another(key: str) -> None:
+def test_keys_that_an_engine_is_built_from_need_a_new_engine(key: str) -> None:
     assert identity(base(**{key: OTHER[key]})) != identity(base())
 
 
-def test_the_whole_configuration_counts_but_for_what_is_named() -> None:
-    """A key that is added counts until somebody says that it does not."""
+def test_all_keys_count_except_named_ones() -> None:
+    """A new key counts until it is excluded by name."""
     free = {"model.name", "parallel.data"}
     free |= {f"cluster.{key}" for key in ("max_engines", "drain_timeout_s")}
     config = base()
@@ -60,7 +60,7 @@ def test_the_whole_configuration_counts_but_for_what_is_named() -> None:
             assert same == (f"{section}.{key}" in free), f"{section}.{key}"
 
 
-def test_what_does_not_count_is_read_by_no_engine_worker_or_coordinator() -> None:
+def test_excluded_keys_are_read_by_no_engine_worker_or_coordinator() -> None:
     """An engine that is adopted was built from the value before."""
     root = Path(module.__file__).parents[1]
     keys = [key for part in module._NOT_OF_ENGINES.values() for key in part] + ["serve"]
@@ -71,4 +71,5 @@ def test_what_does_not_count_is_read_by_no_engine_worker_or_coordinator() -> Non
         for path in (root / folder).rglob("*.py")
         for match in reads.finditer(path.read_text())
     }
-    assert found == {("engine/actor.py", "data")}, "the number of cores for each worker"
+    shares = {("engine/executor/host_shares.py", "data")}
+    assert found == shares, "the number of cores for each worker"

@@ -1,4 +1,4 @@
-"""A process whose loop has ended ends, and says why."""
+"""A process whose loop has ended exits, and logs the reason."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def fail() -> None:
     raise ZeroDivisionError("planted")
 
 
-def test_the_process_ends_loudly_while_its_main_thread_sleeps() -> None:
+def test_the_process_exits_with_a_log_line_while_its_main_thread_sleeps() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == LOOP_FAILED_EXIT_CODE != 0
     first, *traceback = done.stderr.splitlines()
     assert "ERROR swell.process" in first and "'the loop of this test'" in first
-    assert "pid=" in first, "facts stand in the line, not behind the traceback"
+    assert "pid=" in first, "facts are in the line, not after the traceback"
     assert traceback[-1] == "ZeroDivisionError: planted"
     assert any("in work" in line for line in traceback)
 
@@ -56,7 +56,7 @@ def test_the_process_ends_where_nothing_can_be_written() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(0), KeyboardInterrupt()])
-def test_whatever_ends_a_thread_ends_the_process(deaths: Deaths, error: BaseException) -> None:
+def test_any_exception_of_a_thread_ends_the_process(deaths: Deaths, error: BaseException) -> None:
     def raise_it() -> None:
         raise error
 
@@ -70,7 +70,7 @@ def test_whatever_ends_a_thread_ends_the_process(deaths: Deaths, error: BaseExce
 def test_a_loop_that_returns_or_is_cancelled_ends_nothing() -> None:
     exit_on_error(lambda: None, "loop")()
 
-    async def story() -> None:
+    async def scenario() -> None:
         task = asyncio.create_task(exit_on_error_async(lambda: asyncio.sleep(600), "loop"))
         await asyncio.sleep(0)
         task.cancel()
@@ -78,7 +78,7 @@ def test_a_loop_that_returns_or_is_cancelled_ends_nothing() -> None:
             await task
         await exit_on_error_async(lambda: asyncio.sleep(0), "loop")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_task_that_fails_ends_the_process(deaths: Deaths) -> None:

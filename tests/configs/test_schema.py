@@ -24,11 +24,11 @@ CONTRACT_KEYS = {
     "serve": ["host", "port", "ingress_replicas", "api_keys_file"],
     "cluster": ["min_engines", "max_engines", "stall_timeout_s"],
 }
-"""What the contract with scripts and users names; keys may come, these may not go."""
+"""Keys on which scripts and users rely: keys may be added, but these may not be removed."""
 
 
 def refusal(source: object, overrides: dict[str, object] | None = None) -> str:
-    """The one line with which `load` refuses."""
+    """The one-line error of `load`."""
     with pytest.raises(ConfigError) as caught:
         load(source, overrides)
     text = str(caught.value)
@@ -72,7 +72,7 @@ def test_contract_values(key: str, values: list[str]) -> None:
 
 
 def test_defaults_pass_their_own_ranges() -> None:
-    """Defaults are not checked when a Struct is constructed, so they are here."""
+    """Defaults are not checked when a Struct is constructed, so this test checks them."""
     default = config()
     assert msgspec.convert(msgspec.to_builtins(default), Config) == default
 
@@ -154,12 +154,13 @@ def test_derived_values() -> None:
 # -------------------------------------------------------------------------------- sources
 
 
-def test_a_word_that_is_no_yaml_file_is_a_model() -> None:
+def test_a_name_that_is_no_yaml_file_is_a_model() -> None:
     assert load("owner/name").model.path == "owner/name"
 
 
 def test_a_model_path_is_tried_beside_the_file_first(tmp_path, monkeypatch) -> None:
-    """The file wins over the working directory; what is no folder there is left alone."""
+    """The folder beside the file wins over the working directory; a name without a folder there is
+    not changed."""
     for parent in ("here", "elsewhere"):
         (tmp_path / parent / "model").mkdir(parents=True)
     (tmp_path / "elsewhere" / "other").mkdir()

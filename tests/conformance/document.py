@@ -20,6 +20,22 @@ CHECKS = (
     "unsupported_method",
     "allow_header_conformance",
 )
+REFUSALS = [
+    "400",
+    "401",
+    "403",
+    "404",
+    "405",
+    "406",
+    "408",
+    "409",
+    "415",
+    "422",
+    "428",
+    "429",
+    "5xx",
+]
+"""Schemathesis's own, and 408: a client that waits for no time at all gets no other answer."""
 
 
 def read_document(*, edges: bool) -> Any:
@@ -30,7 +46,11 @@ def read_document(*, edges: bool) -> Any:
         config=SchemathesisConfig.from_dict(
             {
                 "phases": {"stateful": {"enabled": False}, "coverage": {"enabled": edges}},
-                "checks": {"enabled": False, **{name: {"enabled": True} for name in CHECKS}},
+                "checks": {
+                    "enabled": False,
+                    **{name: {"enabled": True} for name in CHECKS},
+                    "negative_data_rejection": {"enabled": True, "expected-statuses": REFUSALS},
+                },
             }
         ),
     )

@@ -1,5 +1,5 @@
-"""The whole building in this process, without Ray, with nano as its model: coordinator, engine,
-ingress, HTTP. What a judge finds here it would find at a server."""
+"""The whole path in this process, without Ray, with the model nano: coordinator, engine, ingress,
+HTTP. A defect that a test finds here exists in a real server, too."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import Config, load
 from swell.coordinator.channel import make_keys
+from swell.coordinator.contact import CoordinatorEndpoint
 from swell.coordinator.ports import free_port
-from swell.coordinator.service import CoordinatorEndpoint, CoordinatorService
+from swell.coordinator.service import CoordinatorService
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.server import EngineServer
@@ -53,7 +54,7 @@ SETTINGS = {
 
 
 class Manager:
-    """Agrees to every change without making it."""
+    """Accepts every change without making it."""
 
     def __getattr__(self, name: str) -> Any:
         answer = {
@@ -96,7 +97,7 @@ class InProcessServer:
         self.url = url
         self.client = httpx.Client(base_url=url, timeout=DEADLINE_S)
         self.session = requests.Session()
-        """For judges that speak with it."""
+        """A client for tests that send requests of their own."""
 
     def answers(self) -> None:
         """Raise AssertionError unless a plain request gets the right answer."""
@@ -159,7 +160,7 @@ def start_in_process_server(model: Path = NANO, **settings: Any) -> Iterator[InP
 async def _serve(
     config: Config, coordinator: CoordinatorService, ready: queue.SimpleQueue[Any]
 ) -> None:
-    """Tells its port, and what to call from any thread to end it."""
+    """Report its port, and a function that ends it from any thread."""
     connect = partial(AsyncEngineCoreClient, coordinator.address, coordinator.keys)
     ingress = await build_ingress(config, connect, Manager(), StoreHandle())
     edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5, config.serve)

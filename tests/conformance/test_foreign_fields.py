@@ -1,5 +1,5 @@
-"""Fields of other servers, on a real engine: what they mean is done, and the answers are those that
-the document describes."""
+"""Fields of other servers, on a real engine: they have their effect, and the answers match the
+document."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_tokens_are_named_by_their_ids(in_process_server: InProcessServer) -> No
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_the_whole_vocabulary_of_a_prompt_is_told_within_a_bound(
+def test_the_whole_vocabulary_of_a_prompt_is_returned_within_a_bound(
     in_process_server: InProcessServer, path: str
 ) -> None:
     answer = send(in_process_server, path, prompt_logprobs=-1)

@@ -24,7 +24,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TAKEN_TOGETHER = {"top_logprobs": {"logprobs": True}}
 ELSEWHERE = {"data_parallel_rank", "routed_dp_rank"}
-"""What else limits it: the engines that serve."""
+"""Fields with another limit: the number of engines that serve."""
 
 
 def edges() -> list[tuple[str, str, float, float]]:

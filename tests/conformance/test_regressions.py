@@ -1,4 +1,4 @@
-"""What judges found wrong once."""
+"""Defects that the conformance tools found once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments"
         ("/v1/messages", "POST"),
     ],
 )
-def test_a_wrong_method_is_told_all_right_ones(
+def test_a_wrong_method_gets_the_allowed_ones(
     in_process_server: InProcessServer, path: str, allowed: str
 ) -> None:
     """Schemathesis: a 405 has an Allow header (RFC 9110, 15.5.6)."""
@@ -53,7 +53,7 @@ def test_a_call_comes_back_as_litellm_writes_it(in_process_server: InProcessServ
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_usage_is_told_while_an_answer_grows(
+def test_usage_is_sent_while_an_answer_grows(
     in_process_server: InProcessServer, path: str, n: int
 ) -> None:
     """GuideLLM sets `continuous_usage_stats`, an option of vLLM's servers."""
@@ -97,7 +97,7 @@ def test_continuous_usage_needs_usage(in_process_server: InProcessServer) -> Non
         (200, "text/event-stream", b"data: [OVER]\n\n"),
     ],
 )
-def test_the_judge_sees_what_the_document_does_not_tell(
+def test_answers_outside_of_the_document_are_detected(
     status: int, kind: str, content: bytes
 ) -> None:
     headers = {"content-type": kind, "x-swell-engine": "0"}

@@ -60,7 +60,7 @@ class Model:
         groups = (Group(1, ranks, ((),) * b.engines, (0,) * b.engines),) if ranks else ()
         budget = Budget(
             len(b.jobs), b.pauses, b.newcomers, b.detaches, b.deaths, b.losses, b.restarts,
-            b.late_reports, b.errors,
+            b.late_reports, b.errors, b.drops,
         )  # fmt: skip
         return State(
             (*inside, *outside), groups, self.fresh(epoch=1, ranks=ranks, target_ranks=ranks), (),

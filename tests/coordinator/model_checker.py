@@ -177,6 +177,10 @@ BOUNDS = {
     "restart, detach": Bounds(2, 1, detaches=1, restarts=1, reports=True),
     "restart, death": Bounds(2, 1, (K1,), deaths=1, restarts=1, reports=True),
     "restart, repair": Bounds(2, 1, losses=1, restarts=1, reports=True),
+    "drop": Bounds(2, 1, (K1,), drops=1, reports=True),
+    "drop, three requests": Bounds(2, 1, (K1,) * 3, drops=1, reports=True),
+    "drop, newcomer": Bounds(1, 1, newcomers=1, drops=1, reports=True),
+    "drop, death": Bounds(3, 1, deaths=1, drops=1, reports=True, errors=1),
     "late reports": Bounds(2, 1, (K1,), reports=True, late_reports=2),
 }
 """Explored by the tests: engines, steps in flight, requests, and what else may happen."""

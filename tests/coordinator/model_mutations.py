@@ -155,7 +155,8 @@ RULES = {
         "GroupState.PAUSING, self.acknowledged", "two pauses",
     ),
     "a pause of another epoch is dropped": Rule(
-        _C, "paused", "epoch == self.epoch", "True", "death, two pauses"
+        _C, "paused", "(epoch, number) != (self.epoch, self.pause_number)", "False",
+        "restart, newcomers"
     ),
     # 7. Groups.
     "a change is a pause first": Rule(
@@ -178,7 +179,9 @@ RULES = {
     "an engine that is not wanted gets the command to leave": Rule(
         _C, "_form", "{*self.ranks, *self.target_ranks}", "{*self.target_ranks}", "detach"
     ),
-    "a group is a new epoch": Rule(_C, "_form", "self.epoch + 1", "self.epoch", "newcomer"),
+    "a group is a new epoch": Rule(
+        _C, "_form", "self.epoch_before) + 1", "self.epoch_before)", "newcomer"
+    ),
     "all must join": Rule(
         _C, "_form", "self.ranks, self.acknowledged,", "self.ranks, _,", "newcomer"
     ),
@@ -202,14 +205,11 @@ RULES = {
         _M, "_leave", " = self.start_pending", "", "repair, two requests"
     ),
     # 8. Another coordinator.
-    "a group that was taken over forms again": Rule(
-        _C, "_on_acknowledged", " or self.inherited", "", "restart, pause"
-    ),
     "a formed group is not inherited": Rule(
         _C, "_form", "frozenset(), False", "frozenset(), self.inherited", "restart"
     ),
     "an engine out of the group cannot pause": Rule(
-        _C, "recover", "set(newest.ranks) <= able", "True", "restart, newcomers"
+        _C, "recover", "set(newest.ranks) <= able", "True", "restart, pause"
     ),
     "a group half resumed cannot pause": Rule(
         _C, "recover", "Phase.RUNNING)", "Phase.RUNNING, Phase.PAUSED)", "restart, pause"
@@ -228,15 +228,39 @@ RULES = {
         _C, "report", "phase is Phase.OUT", "False", "restart, repair"
     ),
     "an engine that forms its group is not broken": Rule(
-        _C, "report", "self.group_state is not GroupState.FORMING", "True", "restart"
+        _C, "report", "if self.group_state is GroupState.FORMING:", "if False:", "restart"
     ),
     "an engine that has left is not broken": Rule(
-        _C, "report", " and rank in self.ranks", "", "restart, detach"
+        _C, "report", "if rank not in self.ranks:", "if False:", "restart, detach"
     ),
     "an engine in an older group is not in the newest": Rule(
         _C, "recover", "hello.epoch == self.epoch and ", "", "restart, repair"
     ),
+    # 9. What was lost.
+    "a group that was not heard of is sent again": Rule(
+        _C, "report", "return [(rank, self._new_group())]", "return []", "drop, newcomer"
+    ),
+    "a report says who has joined": Rule(
+        _C, "report", "self.joined(rank, epoch) if phase is Phase.PAUSED else []", "[]",
+        "drop, newcomer",
+    ),
+    "a report says that the engine still pauses": Rule(
+        _C, "_compare_wave", "return [(rank, Resume(self.epoch))]", "return []", "drop, newcomer"
+    ),
+    "a report says that a wave runs": Rule(
+        _C, "_compare_wave", "return self.start_wave(rank, self.epoch, wave)", "return []", "drop"
+    ),
+    "a report says that a wave has ended": Rule(
+        _C, "_compare_wave", "self.wave_complete(self.epoch, wave - 1)", "pass", "drop"
+    ),
+    "a report says that the engine has not begun": Rule(
+        _C, "_compare_wave", "return [(rank, StartDPWave(self.epoch, self.wave))]", "return []",
+        "drop",
+    ),
+    "a pause that was not heard is requested again": Rule(
+        _C, "report", "if waits else []", "if False else []", "drop, newcomer"
+    ),
     "a paused engine answers again": Rule(
-        _M, "pause", "if self.phase is Phase.PAUSED", "if False", "restart, pause"
+        _M, "pause", "and self.phase is Phase.PAUSED", "and False", "restart, pause"
     ),
 }  # fmt: skip

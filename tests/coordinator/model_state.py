@@ -79,6 +79,7 @@ class Fields(NamedTuple):
     ranks: tuple[int, ...] = ()
     voting: bool = False
     in_flight: int = 0
+    pause_number: int = 0
     start_pending: bool = False
     finishing: bool = False
 
@@ -110,6 +111,8 @@ class Budget(NamedTuple):
     late_reports: int = 0
     errors: int = 0
     """Steps and groups that fail because a peer is gone."""
+    drops: int = 0
+    """Connections that are reset: all that is under way one way is lost."""
 
 
 class State(NamedTuple):
@@ -142,6 +145,7 @@ class Bounds:
     late_reports: int = 0
     """Reports that arrive behind other messages."""
     errors: int = 0
+    drops: int = 0
 
 
 Transition = tuple[str, bool, State]

@@ -105,6 +105,14 @@ def _engine_moves(model: Model, state: State, rank: int, engine: Engine) -> Iter
 def _accidents(
     model: Model, state: State, rank: int, engine: Engine
 ) -> Iterator[tuple[str, State]]:
+    if state.left.drops and engine.inbox:
+        after = model.with_engine(state, rank, engine._replace(inbox=()))
+        yield "receives nothing", spend(after, "drops")
+    if state.left.drops and engine.outbox:
+        # A successor that hears a report of an engine asks it again to introduce itself.
+        greeted = engine.greeted and state.coordinator is not None
+        after = model.with_engine(state, rank, engine._replace(outbox=(), greeted=greeted))
+        yield "is not heard", spend(after, "drops")
     if state.left.deaths:
         yield "dies", spend(_die(model, state, rank), "deaths")
     if state.left.losses and engine.place in (
@@ -201,7 +209,7 @@ def _wave_complete(model: Model, state: State, message: Packed) -> State:
 
 
 def _paused(model: Model, state: State, message: Packed) -> State:
-    return model.command(state, "paused", message[1], message[3])
+    return model.command(state, "paused", message[1], message[3], message[4])
 
 
 def _joined(model: Model, state: State, message: Packed) -> State:
@@ -265,6 +273,14 @@ def _notice_death(model: Model, state: State, rank: int) -> State:
 def _operator(model: Model, state: State) -> Iterator[Transition]:
     assert state.coordinator is not None
     left, wanted = state.left, _target_ranks(state)
+    coordinator = WaveCoordinator(*state.coordinator)
+    if coordinator.group_state is GroupState.FORMING and any(
+        state.engines[rank].place is EngineState.BROKEN
+        and state.engines[rank].fields.epoch == coordinator.epoch
+        and not state.engines[rank].outbox
+        for rank in coordinator.ranks
+    ):
+        yield "deadline", True, model.command(state, "broken", coordinator.epoch)
     if left.pauses:
         yield "pause", False, spend(model.command(state, "pause"), "pauses")
     if state.coordinator[_PAUSE_REQUESTED]:
@@ -297,7 +313,8 @@ def _operator(model: Model, state: State) -> Iterator[Transition]:
 def _greet(model: Model, state: State, rank: int) -> State:
     engine = state.engines[rank]
     epoch, wave, phase, ranks = engine.fields[:4]
-    hello = EngineHello(Member(rank, _NOWHERE), epoch, list(ranks), wave, phase)
+    number = engine.fields.pause_number
+    hello = EngineHello(Member(rank, _NOWHERE), epoch, list(ranks), wave, phase, number)
     return model.with_engine(state, rank, engine._replace(greeted=True), (pack(hello),))
 
 

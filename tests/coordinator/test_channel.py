@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import secrets
 import threading
@@ -17,24 +16,25 @@ import msgspec
 import pytest
 import zmq
 
+from swell.configs.network import PortsTakenError, coordinator_ports, other_ports
 from swell.coordinator import channel
 from swell.coordinator.channel import (
     AsyncOutlet,
-    CallTable,
     ChannelAddress,
     ChannelKeys,
-    ChannelTimeout,
     Inbox,
     Outlet,
     make_keys,
     this_machine,
 )
+from swell.coordinator.ports import free_port
 
 pytestmark = pytest.mark.slow
 
 SOON_S = 10.0
 """A deadline that only a failure reaches."""
 
+HOST = "127.0.0.7"
 NEVER_S = 0.2
 """How long nothing may come before nothing is believed to come."""
 
@@ -46,6 +46,7 @@ def keys() -> ChannelKeys:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
+    channel._context_of(os.getpid()).socket(zmq.DEALER).close(linger=0)  # it stays with its threads
     before = len(os.listdir("/proc/self/fd"))
     yield
     deadline = time.monotonic() + SOON_S
@@ -134,23 +135,15 @@ def test_an_inbox_drops_what_it_cannot_deliver(inbox, outlet) -> None:
 
 
 @pytest.mark.parametrize("near", [True, False])
-def test_an_outlet_keeps_its_messages_until_the_peer_is_there(keys, monkeypatch, near) -> None:
+def test_an_outlet_keeps_its_messages_until_the_peer_is_there(keys, near) -> None:
     free: Inbox[str] = Inbox(str, keys)
     later = free.address
     free.close()
-    names = iter([later.ipc.removeprefix("ipc://@swell-")])
-    port = int(later.tcp.rpartition(":")[2])
+    name, port = later.ipc.removeprefix("ipc://@swell-"), int(later.tcp.rpartition(":")[2])
     address = later if near else msgspec.structs.replace(later, machine="another")
     outlet: Outlet[str] = Outlet(address, str, keys)
     outlet.send("early")
-    with monkeypatch.context() as patch:
-        patch.setattr(channel.secrets, "token_hex", lambda _size: next(names))
-        patch.setattr(
-            zmq.Socket,
-            "bind_to_random_port",
-            lambda socket, host: (socket.bind(f"{host}:{port}"), port)[1],
-        )
-        inbox: Inbox[str] = Inbox(str, keys)
+    inbox: Inbox[str] = Inbox(str, keys, name=name, port=port)
     assert inbox.address == later
     assert [message for _, message in take(inbox, 1)] == ["early"]
     outlet.close()
@@ -229,6 +222,25 @@ def test_a_successor_waits_until_its_address_is_free(keys, taken) -> None:
     second.close()
 
 
+def test_inboxes_share_a_range_of_ports_until_all_are_taken(keys) -> None:
+    """The first quarter stays free: for those whose port is kept."""
+    kept, ports = (part(range(21_300, 21_316)) for part in (coordinator_ports, other_ports))
+    assert kept is not None and ports is not None
+    inboxes = [Inbox(str, keys, HOST, ports=ports) for _ in range(12)]
+    taken = {int(inbox.address.tcp.rpartition(":")[2]) for inbox in inboxes}
+    assert taken == set(ports)
+    assert {inbox.address.tcp.rpartition(":")[0] for inbox in inboxes} == {f"tcp://{HOST}"}
+    with pytest.raises(
+        PortsTakenError, match=rf"21304-21315 is free on {HOST}: make cluster\.ports"
+    ):
+        Inbox(str, keys, HOST, ports=ports)
+    assert free_port(HOST, kept) in kept
+    inboxes.pop().close()
+    inboxes.append(Inbox(str, keys, HOST, ports=ports))
+    for inbox in inboxes:
+        inbox.close()
+
+
 def test_an_address_that_cannot_be_had_is_an_error(keys) -> None:
     with pytest.raises(zmq.ZMQError, match="assign"):
         Inbox(str, keys, "192.0.2.1", port=20_000)
@@ -298,6 +310,8 @@ def test_an_async_outlet_may_be_closed_twice(address, keys) -> None:
         outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, print)
         fd = outlet._fd
         outlet.close()
+        while Path(f"/proc/self/fd/{fd}").exists():  # ZeroMQ's own thread closes it
+            await asyncio.sleep(0.01)
         reader, writer = os.pipe()
         os.dup2(reader, fd)
         came = asyncio.Event()
@@ -310,6 +324,25 @@ def test_an_async_outlet_may_be_closed_twice(address, keys) -> None:
             os.close(number)
 
     asyncio.run(close_twice())
+
+
+def test_many_async_outlets_share_two_threads(inbox, keys) -> None:
+    """An ingress has one for each engine."""
+
+    async def talk() -> int:
+        begun = len(os.listdir("/proc/self/task"))
+        outlets: list[AsyncOutlet[str]] = [
+            AsyncOutlet(inbox.address, str, keys, print) for _ in range(50)
+        ]
+        for outlet in outlets:
+            outlet.send("hello")
+        take(inbox, 50)
+        threads = len(os.listdir("/proc/self/task")) - begun
+        for outlet in outlets:
+            outlet.close()
+        return threads
+
+    assert asyncio.run(talk()) <= 2
 
 
 def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys) -> None:
@@ -356,81 +389,6 @@ def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(inbox, add
         return received, troubles
 
     assert asyncio.run(talk()) == (["0"], [])
-
-
-# -------------------------------------------------------------------------------- calls
-
-
-def test_answers_find_their_calls_by_id_in_any_order() -> None:
-    table: CallTable[str] = CallTable()
-    for order in itertools.permutations(range(3)):
-        futures: list[Future[str]] = [Future() for _ in range(3)]
-        ids = [table.open(future, 60) for future in futures]
-        assert len(set(ids)) == 3
-        for index in order:
-            table.answer(ids[index], str(index))
-        assert [future.result(0) for future in futures] == ["0", "1", "2"]
-
-
-def test_ids_are_never_used_twice() -> None:
-    table: CallTable[str] = CallTable()
-    ids = []
-    for _ in range(10):
-        ids.append(table.open(Future(), 60))
-        table.answer(ids[-1], "")
-    assert len(set(ids)) == 10
-
-
-def test_a_call_fails_at_its_deadline_and_not_before() -> None:
-    table: CallTable[str] = CallTable()
-    short, long = Future(), Future()
-    start = time.monotonic()
-    short_id, long_id = table.open(short, 5), table.open(long, 500)
-    table.expire(start + 4.9)
-    assert not short.done()
-    table.expire(start + 100)
-    assert not long.done()
-    with pytest.raises(ChannelTimeout, match=f"call {short_id} "):
-        short.result(0)
-    table.answer(short_id, "late")
-    table.answer(long_id, "in time")
-    assert long.result(0) == "in time"
-    table.expire()
-
-
-def test_late_unknown_and_repeated_answers_are_dropped() -> None:
-    table: CallTable[str] = CallTable()
-    future: Future[str] = Future()
-    call_id = table.open(future, 60)
-    table.answer(999, "unknown")
-    table.answer(call_id, "first")
-    table.answer(call_id, "second")
-    table.fail(call_id, RuntimeError("third"))
-    assert future.result(0) == "first"
-
-
-def test_a_cancelled_caller_is_left_alone() -> None:
-    async def call() -> None:
-        table: CallTable[str] = CallTable()
-        loop = asyncio.get_running_loop()
-        futures = [loop.create_future() for _ in range(3)]
-        ids = [table.open(future, 0.0) for future in futures]
-        for future in futures:
-            future.cancel()
-        table.answer(ids[0], "x")
-        table.fail(ids[1], RuntimeError("x"))
-        table.expire(time.monotonic() + 1)
-        assert all(future.cancelled() for future in futures)
-
-    asyncio.run(call())
-
-
-def test_a_failure_reaches_its_caller() -> None:
-    table: CallTable[str] = CallTable()
-    future: Future[str] = Future()
-    table.fail(table.open(future, 60), RuntimeError("no"))
-    with pytest.raises(RuntimeError, match="no"):
-        future.result(0)
 
 
 def test_a_handshake_that_is_over_at_once_is_noticed(

@@ -9,9 +9,15 @@ LIMIT_S = 4.0
 HEARTBEAT_S = 0.5
 
 
-def report(rank: int, progress_counter: int = 0, busy: bool = False) -> EngineReport:
+def report(
+    rank: int, progress_counter: int = 0, busy: bool = False, at_forming: int = 0
+) -> EngineReport:
     return EngineReport(
-        rank, running=int(busy), steps=progress_counter, progress_counter=progress_counter
+        rank,
+        running=int(busy),
+        steps=progress_counter,
+        progress_counter=progress_counter,
+        progress_at_forming=at_forming,
     )
 
 
@@ -59,6 +65,29 @@ def test_a_silent_engine_is_found_within_the_limit_and_a_heartbeat() -> None:
     assert rank == 1 and 10 + LIMIT_S - HEARTBEAT_S <= at <= 10 + LIMIT_S + 0.2
 
 
+def test_an_engine_that_was_never_heard_may_have_to_find_its_coordinator_first() -> None:
+    """It notices a silence as long as the limit, asks, and connects."""
+    cluster = MonitorSimulation(0, 1)
+    cluster.silent = {0, 1}
+    cluster.run(2.5 * LIMIT_S)
+    cluster.silent = {1}
+    cluster.run(LIMIT_S)
+    assert [rank for _, rank in cluster.found] == [1]
+    assert cluster.found[0][0] > 3 * LIMIT_S
+    cluster.silent = {0}
+    cluster.run(1.5 * LIMIT_S)
+    assert [rank for _, rank in cluster.found] == [1, 0], "one that was heard has the limit"
+
+
+def test_an_engine_that_has_introduced_itself_knows_its_coordinator() -> None:
+    """It is silent after the limit, also if no report of it has come."""
+    cluster = MonitorSimulation(0, 1)
+    cluster.silent = {0, 1}
+    cluster.monitor.on_hellos([1, 2], 0.0)
+    cluster.run(LIMIT_S + HEARTBEAT_S)
+    assert [rank for _, rank in cluster.found] == [1]
+
+
 def test_slow_work_with_progress_is_no_stall() -> None:
     simulation = MonitorSimulation(0)
     simulation.reports[0] = report(0, 0, busy=True)
@@ -85,6 +114,31 @@ def test_of_engines_that_wait_for_each_other_only_the_last_is_named() -> None:
         simulation.reports[rank] = report(rank, steps, busy=True)
     simulation.run(2 * LIMIT_S + 1)
     assert [rank for _, rank in simulation.found] == [1]
+
+
+def test_an_engine_that_is_younger_is_not_behind() -> None:
+    """What each has computed in this group counts."""
+    simulation = MonitorSimulation(0, 1)
+    simulation.reports[0] = report(0, 1000, busy=True, at_forming=990)
+    simulation.reports[1] = report(1, 12, busy=True, at_forming=1)
+    simulation.run(2 * LIMIT_S + 1)
+    assert [rank for _, rank in simulation.found] == [0]
+
+
+def test_of_engines_that_step_together_the_last_is_named_whoever_was_heard_later() -> None:
+    """Those that compute each for itself are judged each for itself."""
+    for is_stepping, named in ((True, 0), (False, 1)):
+        monitor = EngineMonitor(LIMIT_S, 0.0)
+        monitor.set_ranks({0, 1}, 0.0)
+        monitor.on_report(report(1, 9, busy=True), 0.0, is_stepping)
+        found: list[int] = []
+        for tick in range(1, 90):
+            now = tick / 10
+            if now > 0.7 * LIMIT_S:  # the reports of engine 0 were held up
+                monitor.on_report(report(0, 7, busy=True), now, is_stepping)
+            monitor.on_report(report(1, 9, busy=True), now, is_stepping)
+            found += [stalled.rank for stalled in monitor.check(now)]
+        assert found == [named]
 
 
 def test_the_exempt_may_be_without_progress_but_not_silent() -> None:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 import pytest
 
 from swell.configs.schema import load
-from swell.coordinator.channel import Outlet
+from swell.coordinator.channel import ChannelAddress, Outlet, make_keys
+from swell.coordinator.contact import CoordinatorEndpoint
 from swell.coordinator.ground import ThreadGround
-from swell.coordinator.service import CoordinatorService, ManagerState
+from swell.coordinator.roster import Roster
+from swell.coordinator.service import CoordinatorService, NotLeading, recovery_s
 from swell.coordinator.state_machine import CoordinatorStateMachine
 from swell.coordinator.wire import (
+    ClusterReports,
     ClusterView,
+    CoordinatorHeartbeat,
     EngineCommand,
     EngineHello,
+    EngineLoads,
     EngineReport,
     IngressMessage,
     Joined,
+    ManagerState,
     OtherIngressCounts,
     ReconfigureDistributedRequest,
     Resume,
@@ -43,12 +50,34 @@ def service() -> Iterator[CoordinatorService]:
     assert "swell-coordinator" not in [thread.name for thread in threading.enumerate()]
 
 
-@pytest.fixture
-def connect(service: CoordinatorService) -> Iterator[Callable[[], Outlet[ClusterView]]]:
-    outlets: list[Outlet[ClusterView]] = []
+class Subscriber:
+    """An ingress without engines: what it knows of the cluster."""
 
-    def make() -> Outlet[ClusterView]:
-        outlets.append(Outlet(service.address, ClusterView, service.keys))
+    def __init__(self, service: CoordinatorService) -> None:
+        self._outlet: Outlet[IngressMessage] = Outlet(service.address, IngressMessage, service.keys)
+        self.view = ClusterView(Roster())
+        self.send, self.close = self._outlet.send, self._outlet.close
+
+    def receive(self, timeout_s: float) -> ClusterView | None:
+        """The view after the next message, if one comes."""
+        match self._outlet.receive(timeout_s):
+            case ClusterView() as view:
+                self.view = view
+            case ClusterReports(epoch=epoch) as reports if epoch == self.view.roster.epoch:
+                self.view = reports.view(self.view.roster)
+            case EngineLoads(epoch=epoch, loads=loads) if epoch == self.view.roster.epoch:
+                self.view = self.view.with_loads({load.rank: load for load in loads})
+            case _:
+                return None
+        return self.view
+
+
+@pytest.fixture
+def connect(service: CoordinatorService) -> Iterator[Callable[[], Subscriber]]:
+    outlets: list[Subscriber] = []
+
+    def make() -> Subscriber:
+        outlets.append(Subscriber(service))
         return outlets[-1]
 
     yield make
@@ -56,7 +85,7 @@ def connect(service: CoordinatorService) -> Iterator[Callable[[], Outlet[Cluster
         outlet.close()
 
 
-def receive_view(outlet: Outlet[ClusterView], wanted: Callable[[ClusterView], bool]) -> ClusterView:
+def receive_view(outlet: Subscriber, wanted: Callable[[ClusterView], bool]) -> ClusterView:
     """The first view that is as wanted."""
     deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
@@ -64,6 +93,13 @@ def receive_view(outlet: Outlet[ClusterView], wanted: Callable[[ClusterView], bo
         if view is not None and wanted(view):
             return view
     raise AssertionError("no such view came")
+
+
+def next_command(outlet: Outlet[EngineCommand]) -> EngineCommand | None:
+    """The next one that is no heartbeat."""
+    while isinstance(command := outlet.receive(SOON_S), CoordinatorHeartbeat):
+        pass
+    return command
 
 
 def test_a_subscriber_receives_the_current_view_at_once(service, connect) -> None:
@@ -96,19 +132,19 @@ def test_the_state_is_touched_by_its_own_thread_alone(service) -> None:
     service.join([member(0), member(1)], SOON_S)
     service.leave([1])
     service.cancel_leave([1])
-    service.pause()
-    service.resume()
-    service.take_over("manager")
-    service.note(ManagerState("manager", phase="commit"))
-    service.note(ManagerState("another", phase="drain"))
-    assert service.membership().note == ManagerState("manager", phase="commit")
+    service.save_manager_state(ManagerState("manager", phase="commit"))
+    service.save_manager_state(ManagerState("another", phase="drain"))
+    assert service.membership().manager_state == ManagerState("manager", phase="commit")
     assert service.view().phase == "commit"
-    assert service.detach([1], SOON_S).ranks == service.remove_failed([7]).ranks == [0]
+    service.pause("manager")
+    service.resume("manager")
+    assert service.detach([1], SOON_S, "manager").ranks == [0]
+    assert service.remove_failed([7], "manager").ranks == [0]
     assert service.wait(0, SOON_S).view == service.view()
     epoch = service.view().roster.epoch
     waiting = threading.Thread(target=service.wait, args=(epoch, SOON_S))
     waiting.start()
-    service.remove_failed([0])
+    service.remove_failed([0], "manager")
     waiting.join(SOON_S / 2)
     assert not waiting.is_alive(), "a change of the roster ends the wait"
     assert owned.strangers == []
@@ -170,7 +206,7 @@ class JumpingGround(ThreadGround):
 def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
     ground = JumpingGround()
     service = CoordinatorService(CONFIG, ground)
-    subscriber: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
+    subscriber = Subscriber(service)
     try:
         subscriber.send(Subscribe(0))
         receive_view(subscriber, lambda _view: True)
@@ -186,7 +222,7 @@ def test_a_successor_that_was_stopped_while_it_listened_listens_on() -> None:
     """Its time is over when it wakes, and nothing of what was said meanwhile has been taken in."""
     ground = JumpingGround()
     service = CoordinatorService(CONFIG, ground, recover=True)
-    subscriber: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
+    subscriber = Subscriber(service)
     engine: Outlet[EngineCommand] = Outlet(service.address, EngineCommand, service.keys)
     try:
         ground.jumped_s += 100.0
@@ -207,7 +243,7 @@ def test_a_roster_change_reaches_every_subscriber(service, connect) -> None:
         subscriber.send(Subscribe(index))
         receive_view(subscriber, lambda _view: True)
     for step in (
-        lambda: service.join([member(0), member(1)], SOON_S),
+        lambda: service.join([member(0), member(1)], SOON_S).roster,
         lambda: service.leave([1]),
         lambda: service.remove_failed([1]),
     ):
@@ -257,6 +293,38 @@ def test_without_subscription_nothing_is_sent(service, connect) -> None:
     assert engine.receive(0.0) is None
 
 
+def test_an_ingress_that_has_missed_a_roster_gets_it(service, connect) -> None:
+    """Its next subscription says which it has."""
+    subscriber = connect()
+    subscriber.send(Subscribe(1))
+    receive_view(subscriber, lambda _view: True)
+    service.join([member(0)], SOON_S)
+    current = receive_view(subscriber, lambda view: view.roster.ranks == [0])
+    subscriber.view = ClusterView(Roster())  # as if it had not come
+    subscriber.send(Subscribe(1, 0))
+    assert receive_view(subscriber, lambda view: view.roster.epoch > 0).roster == current.roster
+
+
+def test_a_publication_is_encoded_once_for_all(service, connect, monkeypatch) -> None:
+    encoded: list[str] = []
+    encoder = service._inbox._encoder
+
+    class Counting:
+        def encode(self, message: object) -> bytes:
+            encoded.append(type(message).__name__)
+            return encoder.encode(message)
+
+    subscribers = [connect() for _ in range(5)]
+    for number, subscriber in enumerate(subscribers):
+        subscriber.send(Subscribe(number))
+        receive_view(subscriber, lambda _view: True)
+    monkeypatch.setattr(service._inbox, "_encoder", Counting())
+    service.join([member(0)], SOON_S)
+    for subscriber in subscribers:
+        receive_view(subscriber, lambda view: view.roster.ranks == [0])
+    assert encoded.count("ClusterView") == 1
+
+
 def test_heartbeats_come_without_changes(service, connect) -> None:
     subscriber = connect()
     subscriber.send(Subscribe(0))
@@ -296,7 +364,7 @@ def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
 
 
 def test_garbage_and_gone_subscribers_are_ignored(service, connect) -> None:
-    gone: Outlet[ClusterView] = Outlet(service.address, ClusterView, service.keys)
+    gone = Subscriber(service)
     gone.send(Subscribe(9))
     receive_view(gone, lambda _view: True)
     gone.close()
@@ -331,10 +399,10 @@ def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
         while 0 not in service._state_machine.joining:
             time.sleep(0.001)
         outlet.send(EngineHello(engine))
-        command = outlet.receive(SOON_S)
+        command = next_command(outlet)
         assert isinstance(command, ReconfigureDistributedRequest), command
         outlet.send(Joined(0, incarnation, command.epoch))
-        assert isinstance(outlet.receive(SOON_S), Resume)
+        assert isinstance(next_command(outlet), Resume)
         joins[-1].join(SOON_S)
         assert service.view().roster.ranks == [0]
         service.remove_failed([0])
@@ -354,3 +422,98 @@ def connect_to() -> Iterator[tuple[CoordinatorService, Callable[[], Outlet[Engin
     for outlet in outlets:
         outlet.close()
     service.stop()
+
+
+def test_the_state_of_the_manager_outlives_it_and_the_coordinator(service) -> None:
+    """An engine keeps the newest one and tells it: which manager led, and what it wanted."""
+    newest = ManagerState("new", target=3, pause_requested=True, term=2, number=7)
+    older = ManagerState("old", target=1, term=1, number=9)
+    engines: list[Outlet[EngineCommand]] = []
+    for rank, state in enumerate((older, newest, older)):
+        engines.append(Outlet(service.address, EngineCommand, service.keys))
+        engines[-1].send(EngineHello(member(rank), roster_epoch=5, manager_state=state))
+    deadline = time.monotonic() + SOON_S
+    while service.membership().manager_state != newest or service.view().roster.epoch <= 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    told = [engine.receive(SOON_S) for engine in engines]
+    assert all(isinstance(each, CoordinatorHeartbeat) for each in told)
+    assert service.save_manager_state(older) == newest
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda service, owner: service.pause(owner),
+        lambda service, owner: service.join([member(1)], SOON_S, owner),
+        lambda service, owner: service.leave([0], owner),
+        lambda service, owner: service.detach([0], SOON_S, owner),
+        lambda service, owner: service.remove_failed([0], owner),
+    ],
+)
+def test_a_manager_that_no_longer_leads_changes_nothing(service, command) -> None:
+    service.join([member(0)], SOON_S)
+    service.save_manager_state(ManagerState("first", term=1))
+    service.save_manager_state(ManagerState("second", term=2))
+    before = service.view()
+    with pytest.raises(NotLeading):
+        command(service, "first")
+    assert service.view() == before
+    command(service, "second")
+    assert service.view() != before
+
+
+def test_an_engine_that_is_kept_while_it_goes_is_not_taken_out_after_the_time() -> None:
+    service = CoordinatorService(CONFIG, lockstep=True)
+    machine = service._state_machine
+    machine.join([member(0), member(1)], 0.0)
+    for rank in (0, 1):
+        machine.on_message(Joined(rank, member(rank).incarnation, machine.waves.epoch), 0.0)
+    try:
+        assert service.view().roster.ranks == [0, 1]
+        going = threading.Thread(target=service.detach, args=([1], 0.5))
+        going.start()
+        while not machine.detached:
+            time.sleep(0.005)
+        assert service.cancel_leave([1]).ranks == [0, 1]
+        going.join(SOON_S)
+        assert service.view().roster.ranks == [0, 1]
+    finally:
+        service.stop()
+
+
+def test_a_coordinator_on_another_host_listens_until_its_peers_have_missed_it() -> None:
+    keys = make_keys()
+    here = CoordinatorEndpoint(keys, host="127.0.0.1")
+    elsewhere = CoordinatorEndpoint(keys, host="192.0.2.1", port=1234)
+    assert not elsewhere.is_at(ChannelAddress("machine", "ipc", "tcp://127.0.0.1:1234"))
+    assert elsewhere.is_at(ChannelAddress("machine", "ipc", "tcp://192.0.2.1:1234"))
+    assert CoordinatorEndpoint(keys).is_at(ChannelAddress("machine", "ipc", "tcp://a:1"))
+    moved = CoordinatorService(CONFIG, endpoint=here, recover=True)
+    try:
+        assert moved._recovery_s > CONFIG.stall_timeout_s
+        assert moved.probe(), "it answers while it listens"
+        engine = Outlet(moved.address, EngineCommand, moved.keys)
+        engine.send(EngineHello(member(0), roster_epoch=5))
+        begun = time.monotonic()
+        assert moved.view().roster.ranks == [0]
+        assert time.monotonic() - begun < CONFIG.stall_timeout_s / 2, (
+            "it was found: all look for it"
+        )
+        engine.close()
+    finally:
+        moved.stop()
+
+
+def test_how_long_a_successor_listens() -> None:
+    soon_s = 1.0 + CONFIG.heartbeat_s
+    limit_s = soon_s + CONFIG.stall_timeout_s
+    heard = partial(recovery_s, CONFIG)
+    assert heard(0.2, has_moved=False) == soon_s, "peers are where they were"
+    assert heard(None, has_moved=False) == limit_s, "the predecessor may have been elsewhere"
+    late_s = soon_s + 0.5
+    assert late_s < heard(late_s, has_moved=False) < limit_s, "all others look for it, too"
+    assert heard(0.2, has_moved=True) == 0.2 + soon_s + CONFIG.heartbeat_s
+    assert heard(limit_s, has_moved=True) == limit_s

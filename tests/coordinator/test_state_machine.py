@@ -15,6 +15,7 @@ from swell.coordinator.wire import (
     Broken,
     EngineHello,
     EngineReport,
+    Introduce,
     Joined,
     Pause,
     Paused,
@@ -87,9 +88,9 @@ def test_an_engine_is_in_the_roster_once_its_group_has_formed(lockstep) -> None:
     assert lockstep.roster.ranks == [] and not lockstep.is_stable
     form(lockstep)
     assert lockstep.roster.ranks == [0] and lockstep.is_stable
-    assert lockstep.join([member(1)], 1.0) == [(0, Pause(1))]
+    assert lockstep.join([member(1)], 1.0) == [(0, Pause(1, 1))]
     assert lockstep.roster.ranks == [0], "requests would reach it too early"
-    sends = lockstep.on_message(Paused(0, 7, 1), 1.0)
+    sends = lockstep.on_message(Paused(0, 7, 1, 1), 1.0)
     assert [rank for rank, _ in sends] == [0, 1]
     assert all(c.ranks == [0, 1] and c.store == ("h", 100) for _, c in sends)
     assert lockstep.on_message(Joined(0, 7, 2), 1.5) == []
@@ -102,12 +103,37 @@ def test_an_engine_leaves_the_roster_once_its_group_goes_on_without_it(lockstep)
     lockstep.join([member(0), member(1)], 0.0)
     form(lockstep)
     lockstep.leave([1], 0.0)
-    assert lockstep.detach([1], 0.0) == [(0, Pause(1)), (1, Pause(1))]
+    assert lockstep.detach([1], 0.0) == [(0, Pause(1, 1)), (1, Pause(1, 1))]
     for rank in (0, 1):
-        lockstep.on_message(Paused(rank, 7, 1), 0.0)
+        lockstep.on_message(Paused(rank, 7, 1, 1), 0.0)
     assert states(lockstep) == {0: MemberState.ACTIVE, 1: MemberState.LEAVING}
     form(lockstep)
     assert lockstep.roster.ranks == [0]
+
+
+def test_a_detached_engine_that_is_repaired_meanwhile_goes_all_the_same(lockstep) -> None:
+    lockstep.join([member(0), member(1)], 0.0)
+    form(lockstep)
+    lockstep.leave([1], 1.0)
+    broken = Broken(1, 7, lockstep.waves.epoch, "worker 3 died", repairing=True)
+    lockstep.on_message(broken, 1.0)
+    lockstep.detach([1], 1.0)
+    lockstep.on_message(Repaired(1, 7, ("h", 200)), 2.0)
+    form(lockstep)
+    assert lockstep.roster.ranks == [0] and lockstep.is_stable
+
+
+def test_a_detached_engine_that_is_kept_stays_in_the_group(lockstep) -> None:
+    lockstep.join([member(0), member(1)], 0.0)
+    form(lockstep)
+    lockstep.leave([1], 1.0)
+    lockstep.detach([1], 1.0)
+    lockstep.cancel_leave([1], 1.0)
+    for rank in lockstep.waves.ranks:
+        epoch, number = lockstep.waves.epoch, lockstep.waves.pause_number
+        lockstep.on_message(Paused(rank, 7, epoch, number), 1.0)
+    form(lockstep)
+    assert states(lockstep) == {0: MemberState.ACTIVE, 1: MemberState.ACTIVE}
 
 
 def test_a_death_takes_it_out_at_once_and_the_others_form_again(lockstep) -> None:
@@ -123,7 +149,7 @@ def test_a_newcomer_that_dies_while_forming_leaves_the_group_as_it_was(lockstep)
     lockstep.join([member(0)], 0.0)
     form(lockstep)
     lockstep.join([member(1)], 0.0)
-    lockstep.on_message(Paused(0, 7, 1), 0.0)
+    lockstep.on_message(Paused(0, 7, 1, 1), 0.0)
     lockstep.remove_failed([1], 0.0)
     form(lockstep)
     assert lockstep.roster.ranks == [0] and lockstep.is_stable
@@ -140,11 +166,34 @@ def test_a_repairing_engine_stays_and_is_active_again(kind, request) -> None:
     form(state_machine)
     assert states(state_machine) == {0: MemberState.ACTIVE, 1: MemberState.REPAIRING}
     state_machine.on_message(Repaired(1, 7, ("other", 5)), 0.0)
-    state_machine.on_message(Paused(0, 7, state_machine.waves.epoch), 0.0)
+    state_machine.on_message(Paused(0, 7, state_machine.waves.epoch, 1), 0.0)
     form(state_machine)
     assert states(state_machine) == {0: MemberState.ACTIVE, 1: MemberState.ACTIVE}
     found = state_machine.current_member(1)
     assert found is not None and found.store == ("other", 5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "lockstep"])
+def test_an_engine_whose_message_that_it_is_back_was_lost_is_asked(kind, request) -> None:
+    state_machine = request.getfixturevalue(kind)
+    state_machine.join([member(0), member(1)], 0.0)
+    form(state_machine)
+    state_machine.on_message(EngineReport(1, 7, epoch=state_machine.waves.epoch, repairs=2), 0.0)
+    epoch = state_machine.waves.epoch
+    state_machine.on_message(Broken(1, 7, epoch, "worker 0 died", repairing=True), 0.0)
+    form(state_machine)
+    out = int(Phase.OUT)
+    assert not state_machine.on_message(EngineReport(1, 7, wave_phase=out, repairs=2), 1.0)
+    sends = state_machine.on_message(EngineReport(1, 7, wave_phase=out, repairs=3), 2.0)
+    assert sends == [(1, Introduce())]
+    back = msgspec.structs.replace(member(1), store=("other", 5))
+    state_machine.introduced(EngineHello(back), 2.0)
+    state_machine.on_message(Paused(0, 7, state_machine.waves.epoch, 1), 2.0)
+    form(state_machine)
+    assert states(state_machine) == {0: MemberState.ACTIVE, 1: MemberState.ACTIVE}
+    found = state_machine.current_member(1)
+    assert found is not None and found.store == ("other", 5)
+    assert not state_machine.on_message(EngineReport(1, 7, repairs=3), 3.0)
 
 
 def test_the_only_engine_may_repair_too(lockstep) -> None:
@@ -160,6 +209,7 @@ def test_the_only_engine_may_repair_too(lockstep) -> None:
 
 def test_a_silent_engine_is_taken_out_and_named(dense) -> None:
     dense.join([member(0), member(1)], 0.0)
+    dense.on_message(EngineReport(1, 7), 0.0)
     for tenth in range(100):
         now = tenth / 10
         dense.on_message(EngineReport(0, 7), now)
@@ -191,9 +241,25 @@ def test_a_successor_takes_over_what_it_hears_of(kind, request) -> None:
     state_machine.recover(11, hellos, 0.0)
     assert state_machine.roster.epoch > 11 and state_machine.roster.ranks == [0, 2]
     for rank in (0, 2):
-        state_machine.on_message(Paused(rank, 7, 4), 0.0)
+        state_machine.on_message(Paused(rank, 7, 4, 1), 0.0)
     form(state_machine)
     assert state_machine.roster.ranks == [0, 2] and state_machine.is_stable
+
+
+@pytest.mark.parametrize("kind", ["dense", "lockstep"])
+def test_an_engine_that_a_successor_has_heard_of_is_lost_when_it_is_silent(kind, request) -> None:
+    """It knows this coordinator, so it has no more time than others, before any report."""
+    state_machine = request.getfixturevalue(kind)
+    state_machine.recover(1, [EngineHello(member(r), 4, [0, 1, 2]) for r in (0, 1)], 0.0)
+    late = EngineHello(member(2), 4, [0, 1, 2])
+    state_machine.join([late.member], 0.0)
+    state_machine.introduced(late, 1.0)
+    for tick in range(30):
+        now = tick / 4
+        state_machine.on_message(EngineReport(0, 7), now)
+        state_machine.tick(now)
+    assert [engine.rank for engine in state_machine.stalled_engines] == [1, 2]
+    assert state_machine.roster.ranks == [0]
 
 
 def test_the_epoch_advances_past_one_that_was_seen(dense) -> None:

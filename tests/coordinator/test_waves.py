@@ -230,3 +230,17 @@ def test_an_unfinished_scenario_is_not_quiescent() -> None:
     bounds = Bounds(2, 1, (K1,))
     assert is_quiescent(Scenario(bounds).state, bounds)
     assert not is_quiescent(Scenario(bounds).perform("0 gets a request").state, bounds)
+
+
+def test_an_engine_that_comes_after_the_recovery_forms_a_group_of_a_newer_epoch() -> None:
+    """Of its own epoch it would take no command: it was in that of a predecessor."""
+    waves = WaveCoordinator()
+    waves.change((0, 1))
+    [(_, command), _] = waves.introduced(1, 7)
+    assert isinstance(command, ReconfigureDistributedRequest) and command.epoch == 8
+    assert waves.introduced(0, 7) == [], "the group is newer than that"
+    for rank in (0, 1):
+        waves.joined(rank, 8)
+    assert waves.introduced(1, 20) == [], "those that serve go on"
+    [(_, command), _] = waves.change((0, 1), lost=True) or waves.broken(8)
+    assert isinstance(command, ReconfigureDistributedRequest) and command.epoch == 21

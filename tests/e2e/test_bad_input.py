@@ -1,4 +1,4 @@
-"""What bad input gets: a clear 4xx in OpenAI's error body, and the next request works."""
+"""Bad input gets a clear 4xx in OpenAI's error body, and the next request works."""
 
 from __future__ import annotations
 

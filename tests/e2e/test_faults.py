@@ -1,5 +1,5 @@
-"""Whatever is lost, one process or several at once, every answer ends, and is the one of an
-undisturbed cluster.
+"""Faults of one process or of several at once: every answer ends, and equals that of an undisturbed
+cluster.
 
 A part of the matrix of docs/reliability.md. A cell waits until the process that was hit is gone and
 has a successor (or, if it was only slow, until all processes have been the same for a while), so a
@@ -9,6 +9,7 @@ fault that did nothing cannot pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -24,6 +25,10 @@ STREAMS = 16
 STALL = "cluster.stall_timeout_s=3"
 DENSE = ["parallel.data=2", "parallel.tensor=2", STALL]
 EXPERT = ["parallel.data=2", "parallel.expert=true", STALL]
+SIZES = [
+    fault_types.scale(f"scale-to-{size}", size - before)
+    for before, size in pairwise((2, 1, 3, 1, 2))
+]
 
 MOVES = ("kill-engine", "scale-down")
 """Faults after which another engine must go on with what was in flight."""
@@ -43,7 +48,7 @@ def expert() -> Iterator[Trial]:
 
 
 def assert_kept(cell: Cell) -> None:
-    """The promise, for answers that were really in flight."""
+    """Check that the answers are right, and that some were really in flight."""
     assert cell.result.failed == cell.result.wrong == cell.result.cut == 0, cell
     assert cell.troubles == [], cell
     assert cell.recover_s is not None
@@ -84,18 +89,14 @@ def test_expert_parallel(expert: Trial, fault: str, moment: str) -> None:
 
 
 def test_dense_grows_and_shrinks(dense: Trial) -> None:
-    assert_kept(dense.row("1, 3, 1, 2", sizes(1, 3, 1, 2), DECODE))
+    assert_kept(dense.row("1, 3, 1, 2", SIZES, DECODE))
 
 
 def test_expert_parallel_grows_and_shrinks(expert: Trial) -> None:
-    assert_kept(expert.row("1, 3, 1, 2", sizes(1, 3, 1, 2), DECODE))
+    assert_kept(expert.row("1, 3, 1, 2", SIZES, DECODE))
 
 
 def test_random_faults_in_a_row(expert: Trial) -> None:
     names = ("kill-engine", "kill-worker", "kill-coordinator", "slow-engine", "scale-up", "drain")
     faults = random_faults([fault_types.named(name) for name in names], 4, seed=3)
     assert_kept(expert.row("soak", faults, DECODE))
-
-
-def sizes(*wanted: int) -> list[fault_types.Fault]:
-    return [fault_types.scale(f"scale-to-{size}", lambda _now, size=size: size) for size in wanted]

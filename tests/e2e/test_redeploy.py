@@ -78,7 +78,7 @@ def get(port: int, path: str) -> dict[str, Any] | None:
 
 
 def engine_pid(port: int) -> int:
-    """Of the one engine, once the cluster serves."""
+    """The pid of the one engine, once the cluster serves."""
 
     def check() -> int | None:
         state = get(port, "/admin/cluster")

@@ -1,4 +1,4 @@
-"""What a request may contain, on the whole route with the real model, by third-party clients."""
+"""Contents of requests, over the whole path with the real model, by third-party clients."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_required_call_is_made_and_its_answer_can_be_sent_back(api: openai.Ope
     assert after.choices[0].message.tool_calls is None
 
 
-def test_wishes_about_tokens(api: openai.OpenAI) -> None:
+def test_parameters_about_tokens(api: openai.OpenAI) -> None:
     """Ids are bytes here, so the text shows what was sampled."""
     allowed = api.completions.create(
         model=MODEL, prompt="x", temperature=1.0, max_tokens=12,

@@ -66,7 +66,7 @@ def ended(cluster: Cluster) -> set[float]:
     return {sum(map(float, re.findall(pattern, text, re.MULTILINE))) for text in texts}
 
 
-def test_any_ingress_tells_of_all_requests(cluster):
+def test_any_ingress_counts_all_requests(cluster):
     time.sleep(3)  # three heartbeats: all has been reported
     (before,) = ended(cluster)
     fields = {"model": "nano", "prompt": "count from 1 to 9", "max_tokens": 8}

@@ -1,4 +1,4 @@
-"""What must hold of blocks at any time, read from the pool's own tables."""
+"""Invariants of blocks at any time, checked in the pool's own tables."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from swell.worker.wire import AsyncModelRunnerOutput, SchedulerOutput
 
 @contextmanager
 def keeping_depth() -> Iterator[None]:
-    """Executors that are built meanwhile keep the depth, also with one worker."""
+    """Executors that are built inside the context keep the depth, also with one worker."""
     with patch.dict(EXECUTORS, {"inline": EXECUTORS["inproc"]}):
         yield
 

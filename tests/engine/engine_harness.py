@@ -1,6 +1,6 @@
 """A harness in which engines of this process answer `RequestSpec`s, their answers, and the oracle.
 
-The harness is all that is above an engine in production (requests, output processor, collectors,
+The harness is what stands above an engine in production (requests, output processor, collectors,
 children), driven by hand: no socket, no task, no clock. So a test decides when a request moves to
 another engine, how slowly its client reads, and in which kind of output it gets.
 """
@@ -38,7 +38,7 @@ from tests.engine.features import RequestSpec
 
 NANO = str(Path(__file__).parents[2] / "configs" / "models" / "nano")
 TOLERANCE = 1e-4
-"""Of a log probability: float32 rounds differently in batches of different shapes."""
+"""Tolerance of a log probability: float32 rounds differently in batches of other shapes."""
 _, DELTA, FINAL = RequestOutputKind
 DETOKENIZER = Detokenizer(load_tokenizer(NANO))
 CLIENT = b"harness"
@@ -49,7 +49,7 @@ MAX_STEPS = 5000
 
 
 Positions = list[tuple[list[int], list[float], int, int]]
-"""Of each position: token ids, their log probabilities, rank, offset in the text."""
+"""For each position: token ids, their log probabilities, rank, offset in the text."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Part:
     stop_reason: int | str | None = None
 
     def add(self, newer: CompletionOutput, *, is_delta: bool) -> None:
-        """Take the next output; what came before stays true."""
+        """Add the next output; it must not contradict the earlier ones."""
         logprobs = positions(newer.logprobs)
         assert self.finish_reason is None or (newer.text == self.text and not is_delta)
         if is_delta:
@@ -86,7 +86,7 @@ class Part:
 
 @dataclass
 class Answer:
-    """All that a client received, folded by a second hand: not by the code under test."""
+    """All that a client received, joined independently of the code under test."""
 
     parts: dict[int, Part] = field(default_factory=dict)
     prompt_token_ids: list[int] = field(default_factory=list)
@@ -95,20 +95,20 @@ class Answer:
     num_outputs: int = 0
     """How many outputs the client received."""
     preemptions: int = 0
-    """Of all its children."""
+    """The sum over all children."""
     is_firm: bool = True
-    """Of an oracle's answer: see `RoundingProbe`."""
+    """Set in the oracle's answers: whether rounding decides no token (see `RoundingProbe`)."""
 
     def add(self, output: RequestOutput, kind: RequestOutputKind) -> None:
-        assert not self.finished, "nothing comes behind the last output"
+        assert not self.finished, "no output follows the last one"
         self.num_outputs += 1
         self.finished = output.finished
         self.prompt_token_ids = output.prompt_token_ids
-        told = positions(output.prompt_logprobs)
+        reported = positions(output.prompt_logprobs)
         if self.prompt_logprobs is None:
-            self.prompt_logprobs = told
-        elif told is not None:
-            assert_same_positions(told, self.prompt_logprobs)
+            self.prompt_logprobs = reported
+        elif reported is not None:
+            assert_same_positions(reported, self.prompt_logprobs)
         for part in output.outputs:
             self.parts.setdefault(part.index, Part()).add(part, is_delta=kind == DELTA)
 
@@ -149,7 +149,7 @@ def assert_same_positions(got: Positions | None, want: Positions | None) -> None
         assert values == pytest.approx(true, abs=TOLERANCE)
 
 
-# ---------------------------------------------------------------- who answers
+# ---------------------------------------------------------------- engines
 
 
 def engine(**overrides: Any) -> LLM:
@@ -164,14 +164,14 @@ def engine(**overrides: Any) -> LLM:
 @dataclass
 class _Child:
     number: int
-    """Of the answer that it belongs to."""
+    """The number of the answer that it belongs to."""
     engine: int
     collector: RequestOutputCollector
     cuts: list[int]
     num_outputs: int = 0
-    """Outputs that engines gave, with tokens or without."""
+    """Number of outputs that engines gave, with tokens or without."""
     preemptions: int = 0
-    """Most that one engine reported."""
+    """The largest number that one engine reported."""
 
 
 class EngineHarness:
@@ -195,7 +195,7 @@ class EngineHarness:
         self._recovered_every = recovered_every
         self._processor = OutputProcessor(DETOKENIZER, stream_interval=stream_interval)
         self._children: dict[str, _Child] = {}
-        self._asked: list[tuple[ParentRequest, RequestOutputKind, Answer]] = []
+        self._submitted: list[tuple[ParentRequest, RequestOutputKind, Answer]] = []
         self.num_moves = 0
 
     def ask(
@@ -208,9 +208,9 @@ class EngineHarness:
     ) -> None:
         """Begin: child i on engine `at + i`. Each moves to the next engine when so many of its
         outputs were received as `cuts` says."""
-        number, llm = len(self._asked), self._engines[0]
+        number, llm = len(self._submitted), self._engines[0]
         talk = llm._prompts.chat_messages([{"role": "user", "content": request_spec.prompt}])
-        self._asked.append((ParentRequest(request_spec.params, kind), kind, Answer()))
+        self._submitted.append((ParentRequest(request_spec.params, kind), kind, Answer()))
         params = llm._input_processor.process(
             GenerationRequest(
                 prompt=Conversation(messages=talk),
@@ -230,7 +230,7 @@ class EngineHarness:
             assert self._engines[place]._core.add_request(request, CLIENT) is None
 
     def run(self) -> list[Answer]:
-        """Step all engines in turn until everything is answered, in the order of asking."""
+        """Step all engines in turn until everything is answered, in the order of submission."""
         steps = 0
         try:
             while self._processor.request_states:
@@ -248,10 +248,10 @@ class EngineHarness:
         finally:
             self._clear()
         self._read()
-        return [answer for _, _, answer in self._asked]
+        return [answer for _, _, answer in self._submitted]
 
     def _clear(self) -> None:
-        """Leave the engines empty, also behind a failure: the next test finds them so."""
+        """Leave the engines empty, also after a failure, for the next test."""
         for llm in self._engines:
             llm._core.abort_requests(list(self._children))
             while llm._core.has_work:  # steps in flight without requests
@@ -268,7 +268,8 @@ class EngineHarness:
             llm._core.abort_requests([state.request_id for state in ended])
 
     def _move_from(self, place: int) -> None:
-        """The engine is lost to those whose time has come; another gets what they have received."""
+        """Requests that are due lose their engine; another engine gets the tokens that they have
+        received."""
         for request_id, state in list(self._processor.request_states.items()):
             child = self._children[request_id]
             if child.engine != place or not child.cuts or child.num_outputs < child.cuts[0]:
@@ -286,22 +287,22 @@ class EngineHarness:
             output = child.collector.get_nowait()
             if output is None:
                 continue
-            parent, kind, answer = self._asked[child.number]
+            parent, kind, answer = self._submitted[child.number]
             answer.preemptions += child.preemptions if output.finished else 0
-            told = parent.add(output)
-            if told is not None:
-                answer.add(told, kind)
+            reported = parent.add(output)
+            if reported is not None:
+                answer.add(reported, kind)
 
 
 class RoundingProbe:
-    """Looks whether rounding may decide a draw.
+    """Detects whether rounding may decide a draw.
 
     One number in 0 .. 1 draws a token by where it falls among the sums of 320 probabilities; once
     in some thousand draws it falls within rounding of one of them. Likewise two tokens may be
-    equally likely, or one lie at the edge of top_p. No engine has to agree on such a token, so what
-    is asked in tests is such that every draw, and every rank that is reported, comes out the same
-    from logits that differ by more than batches of different shapes make them differ (2e-5 at most
-    was seen, in another direction for each token).
+    equally likely, or one lie at the edge of top_p. No engine has to agree on such a token, so the
+    requests of these tests are such that every draw, and every rank that is reported, comes out the
+    same from logits that differ by more than batches of different shapes make them differ (2e-5 at
+    most was seen, in another direction for each token).
     """
 
     SHAKE = 3e-5
@@ -352,8 +353,8 @@ class RoundingProbe:
 
 
 class Plain:
-    """The oracle: one engine that computes one step at a time, nobody beside, nothing cached, and
-    the answer told once. Every answer is computed once."""
+    """The oracle: one engine that computes one step at a time, one request alone, nothing cached,
+    and one output for the whole answer. Every answer is computed once."""
 
     def __init__(self) -> None:
         self._llm = engine(scheduler__steps_in_flight=1, cache__prefix_caching=False)

@@ -1,4 +1,4 @@
-"""A worker without tensors whose every answer depends on every block that it should have.
+"""A worker without tensors, whose answers depend on every block of the request.
 
 Its KV cache holds token ids instead of keys and values. A row writes the tokens that it computes
 into its blocks, reads its whole context back through its block table, and draws a hash of what
@@ -83,7 +83,7 @@ class FakeWorker:
 
 
 class LateOutput(AsyncModelRunnerOutput):
-    """Runs everything up to its own step when it is asked: as late as possible."""
+    """Runs all steps up to its own when its output is read: as late as possible."""
 
     def __init__(self, executor: FakeExecutor, step: int) -> None:
         self.executor = executor
@@ -115,7 +115,7 @@ class FakeExecutor(Executor):
                 return output
 
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
-        """The worst case: a worker that was replaced knows no slot and no token."""
+        """The worst case: a replaced worker has lost all slots and tokens."""
         self.groups.append(groups)
         if not groups.keep_states:
             self._queue.clear()
@@ -164,7 +164,7 @@ def token_ids(outputs: list[EngineCoreOutput]) -> list[int]:
 
 
 def regroup(core: EngineCore) -> None:
-    """Lose all steps in flight and form the groups again, as `EngineServer` does."""
+    """Drop all steps in flight and form the groups again, as `EngineServer` does."""
     core.wave_member.broken("a test")
     core.regroup(GroupPlan(generation=0))
     core.wave_member.joined()

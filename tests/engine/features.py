@@ -1,4 +1,4 @@
-"""Wishes for every feature of an answer, alone and drawn together, to the model nano.
+"""Requests that use every feature of an answer, alone and combined, for the model nano.
 
 A token of nano is a byte; 260 ends a turn.
 """
@@ -20,7 +20,7 @@ STEADY = settings(
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=list(HealthCheck),
 )
-"""The same examples everywhere; engines outlive them."""
+"""The same examples in every run; the engines are kept between examples."""
 
 COUNT, UPPER = "count from 3 to 12", "upper: abcdefgh"
 GREET = "greet in German: Orozecud"  # "Grüß dich, Orozecud! 🍀": characters of several bytes
@@ -41,7 +41,7 @@ FORMS = {
 
 
 class RequestSpec(msgspec.Struct, frozen=True):
-    """What is asked, in one turn of a chat."""
+    """A request: its prompt as one turn of a chat, and its parameters."""
 
     prompt: str
     params: SamplingParams
@@ -106,7 +106,7 @@ FEATURES: dict[str, RequestSpec] = {
     },
     "structured, greedy": request_spec(GREET, structured_outputs=FORMS["json"], logprobs=1),
 }
-"""On their own and where they meet; each asks for nothing that its answer would not lack."""
+"""Features alone and combined; each one changes the answer of its request."""
 
 _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "temperature": st.sampled_from([0.0, 1.0, 2.5, 5.0]),
@@ -138,7 +138,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def request_specs() -> st.SearchStrategy[RequestSpec]:
-    """Any features together, each with its own odds."""
+    """Any combination of features, each with a probability of its own."""
 
     @st.composite
     def request_spec_of(draw: st.DrawFn) -> RequestSpec:

@@ -1,8 +1,8 @@
 """Engines that share collectives, without tensors: real servers and sockets, and threads for
 workers.
 
-A group is an epoch; a step of it gives its sums when every engine has submitted it. Whoever
-leaves a group breaks it for the others, as a transport does.
+A group is an epoch; a step of it gives its sums when every engine has submitted it. An engine that
+leaves a group breaks it for the others, as with a real transport.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from swell.configs.schema import Config, load
 from swell.coordinator.channel import Outlet
-from swell.coordinator.service import CoordinatorEndpoint, CoordinatorService
+from swell.coordinator.contact import CoordinatorEndpoint
+from swell.coordinator.service import CoordinatorService
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits, GroupBroken, WorkerLost
 from swell.engine.server import EngineServer
@@ -41,7 +42,7 @@ class Group:
 
 
 class SharedGroups:
-    """Where groups meet."""
+    """The groups of all epochs."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -225,13 +226,13 @@ class Cluster:
         self.outlets[rank].send(AbortRequests([request_id]))
 
     def receive(self) -> None:
-        """Take in what is there."""
+        """Receive all messages that have arrived."""
         if time.monotonic() > self._alive_at + 1.0:
             self._alive_at = time.monotonic()
             for outlet in self.outlets.values():
                 outlet.send(KeepAlive())
         for outlet in self.outlets.values():
-            for _ in range(10):  # engines may speak faster than we hear
+            for _ in range(10):  # engines may send faster than this client receives
                 message = outlet.receive(0.001)
                 if message is None:
                     break
@@ -242,7 +243,7 @@ class Cluster:
                         self.ended.add(output.request_id)
 
     def until(self, done: object) -> None:
-        """Hear until `done()`."""
+        """Receive until `done()`."""
         deadline = time.monotonic() + SOON_S
         while not done():  # type: ignore[operator]
             assert time.monotonic() < deadline, self.describe()
@@ -252,11 +253,11 @@ class Cluster:
         self.until(lambda: self.ended == set(self.tokens))
 
     def settle(self) -> None:
-        """Until every engine has stopped."""
+        """Wait until every engine is idle."""
         self.until(lambda: all(not e.server.core.has_work for e in self.engines.values()))
 
     def restart_coordinator(self) -> None:
-        """It dies, and another one takes its endpoint."""
+        """The coordinator dies, and another one takes its endpoint."""
         address = self.service.address
         endpoint = CoordinatorEndpoint(
             self.service.keys, address.ipc.rpartition("-")[2], int(address.tcp.split(":")[-1])

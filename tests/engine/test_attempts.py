@@ -1,5 +1,5 @@
-"""Attempts of one request at the same engine: the newest one runs, and its number is in all that
-the engine says of it."""
+"""Attempts of one request at the same engine: the newest one runs, and every output carries its
+number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWER = expected(WHOLE)
 
 
 def request(attempt: int, given: Iterable[int] = ()) -> EngineCoreRequest:
-    """The attempt that continues after the tokens that were given."""
+    """The attempt that continues after the given tokens."""
     return EngineCoreRequest(
         "r",
         WHOLE.prompt_token_ids,
@@ -51,7 +51,7 @@ def test_a_later_attempt_replaces_one_whose_abort_was_lost(client: bytes, steps:
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
-def test_an_attempt_that_is_not_newer_is_refused_under_its_own_number(attempt: int) -> None:
+def test_an_attempt_that_is_not_newer_is_refused_with_its_number(attempt: int) -> None:
     core = make_core()
     assert core.add_request(request(2), CLIENT) is None
     refused = core.add_request(request(attempt), CLIENT)
@@ -72,7 +72,7 @@ def test_an_abort_ends_its_attempt_and_no_later_one() -> None:
     core.check_idle()
 
 
-def test_whatever_ends_a_request_has_its_number() -> None:
+def test_every_last_output_has_the_attempt_number() -> None:
     core = make_core()
     empty = EngineCoreRequest("r", [], SamplerParams(), TOKENS, attempt=4)
     answer = core.add_request(empty, CLIENT)

@@ -1,4 +1,4 @@
-"""A failure is planted in each loop of an engine and of its workers: it is noticed at once."""
+"""A failure is injected into each loop of an engine and of its workers: it is detected at once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Line:
         self.client.start()
 
     def commands(self) -> list[EngineCommand]:
-        """Taken, as by the engine's loop."""
+        """The commands, taken as the engine's loop takes them."""
         return [self.client.commands.get() for _ in range(self.client.commands.qsize())]
 
     def peer(self) -> bytes:
@@ -134,7 +134,7 @@ def test_a_heartbeat_counts_requests_that_came_after_the_last_report() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.PAUSED])
 def test_collectives_are_aborted_until_the_loop_has_taken_the_newest_command(phase: Phase) -> None:
-    """By what the loop has published: a paused engine is inside no collective."""
+    """The client reads what the loop has published: a paused engine is inside no collective."""
     aborts: list[int] = []
     line = Line(abort_collectives=lambda: aborts.append(1))
     try:
@@ -161,7 +161,7 @@ def test_collectives_are_aborted_until_the_loop_has_taken_the_newest_command(pha
 
 
 def test_a_malformed_command_is_dropped_and_counted() -> None:
-    """By whatever speaks for the coordinator: an older build, or rubbish."""
+    """From an older build in the coordinator's place, or random bytes."""
     line = Line()
     try:
         peer = line.peer()
@@ -206,7 +206,7 @@ def test_the_worker_heartbeat_thread(deaths: Deaths) -> None:
 
 
 @pytest.mark.parametrize("raised", [GroupError("a peer has gone"), IndexError("slot 9")])
-def test_a_worker_thread_that_cannot_even_leave_answers(
+def test_a_worker_thread_that_fails_to_leave_its_groups_answers(
     monkeypatch: pytest.MonkeyPatch, raised: Exception
 ) -> None:
     class Worker:
@@ -214,7 +214,7 @@ def test_a_worker_thread_that_cannot_even_leave_answers(
         abort = shutdown = planted
 
         def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-            """Nothing to load."""
+            """There is nothing to load."""
 
         def execute_model(self) -> None:
             raise raised
@@ -250,7 +250,7 @@ def test_a_wait_for_a_peer_that_fails_in_an_unknown_way_is_answered() -> None:
 
 
 @pytest.mark.parametrize("error", [ExecutorError("no room"), SystemExit(3)])
-def test_an_engine_whose_loop_has_ended_says_why_and_ends(
+def test_an_engine_whose_loop_has_ended_logs_the_reason_and_exits(
     deaths: Deaths, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     class Server:
@@ -260,7 +260,7 @@ def test_an_engine_whose_loop_has_ended_says_why_and_ends(
     answers: list[str | None] = []
     kind = actor.EngineActor.__ray_metadata__.modified_class
     monkeypatch.setattr(actor.time, "sleep", lambda _s: answers.append(shell.ended(0)))
-    shell = kind(CONFIG, 0, make_keys(), None)
+    shell = kind(CONFIG, 0, None)
     shell._server = Server()
     thread = threading.Thread(target=shell._run)
     thread.start()

@@ -1,4 +1,4 @@
-"""Blocks are held or free, never both, never neither; the least recently used name goes first."""
+"""Every block is either held or free; the least recently used hash is evicted first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = [bytes([i]) for i in range(4)]
 class PoolAgainstModel(RuleBasedStateMachine):
     """The model: holders of each block, and a plain list of free blocks in the order of use.
 
-    `holders` are what requests are to the pool: each holds a list of blocks once.
+    Each of `holders` stands for a request: it holds a list of blocks once.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert self.pool.num_free == len(self.free)
 
     @invariant()
-    def idle_is_when_nobody_holds(self) -> None:
+    def pool_is_idle_when_no_block_is_held(self) -> None:
         if any(self.holders):
             with pytest.raises(AssertionError, match="leaked"):
                 self.pool.check_idle()
@@ -100,7 +100,7 @@ PoolAgainstModel.TestCase.settings = settings(
 TestPoolAgainstModel = PoolAgainstModel.TestCase
 
 
-def test_the_least_recently_used_prefix_goes_first_and_its_end_before_its_start() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
     pool = BlockPool(4)
     old, new = pool.allocate(2), pool.allocate(2)
     for block, name in zip(old + new, NAMES, strict=True):
@@ -127,7 +127,7 @@ def test_a_prefix_that_is_used_again_becomes_the_most_recent() -> None:
     assert pool.allocate(1) == second
 
 
-def test_blocks_without_a_name_are_taken_before_any_prefix_is_lost() -> None:
+def test_blocks_without_a_hash_are_allocated_before_a_prefix_is_evicted() -> None:
     pool = BlockPool(3)
     named, plain = pool.allocate(1), pool.allocate(2)
     pool.cache_block(named[0], b"a")
@@ -137,13 +137,13 @@ def test_blocks_without_a_name_are_taken_before_any_prefix_is_lost() -> None:
     assert pool.get_cached_blocks([b"a"]) == named
 
 
-# -------------------------------------------------------------------------------- names
+# -------------------------------------------------------------------------------- hashes
 
 tokens = st.lists(st.integers(0, 2), max_size=24).map(pack_tokens)
 
 
 @given(tokens, tokens, st.integers(1, 5))
-def test_names_are_equal_exactly_as_far_as_the_tokens_are(first, second, block_tokens) -> None:
+def test_hashes_are_equal_exactly_as_far_as_the_tokens_are(first, second, block_tokens) -> None:
     names: tuple[list[bytes], list[bytes]] = ([], [])
     for hashes, ids in zip(names, (first, second), strict=True):
         extend_block_hashes(hashes, ids, block_tokens)
@@ -154,7 +154,7 @@ def test_names_are_equal_exactly_as_far_as_the_tokens_are(first, second, block_t
 
 
 @given(tokens, st.integers(0, 24), st.integers(1, 5), st.sampled_from([None, "a"]))
-def test_names_can_be_extended_piece_by_piece(ids, cut, block_tokens, salt) -> None:
+def test_hashes_can_be_extended_incrementally(ids, cut, block_tokens, salt) -> None:
     whole: list[bytes] = []
     pieces: list[bytes] = []
     extend_block_hashes(whole, ids, block_tokens, salt)

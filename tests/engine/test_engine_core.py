@@ -1,4 +1,4 @@
-"""The engine floor against a definition of its answers, over every way to schedule them."""
+"""The engine against a definition of its answers, over every way to schedule them."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_request_that_can_never_run_is_answered_at_once(bad, words):
     core.check_idle()
 
 
-def test_the_same_id_twice_is_refused_and_the_first_goes_on():
+def test_a_duplicate_id_is_refused_and_the_first_request_continues():
     core = make_core()
     first = request("r", [1, 2, 3], 4)
     assert core.add_request(first, CLIENT) is None
@@ -160,7 +160,7 @@ def test_a_shared_prefix_is_computed_once_and_its_last_token_again():
     assert [sum(p.num_tokens) for p in core.executor.plans] == [12, 4, 12]
 
 
-def test_least_recently_used_prefix_goes_first():
+def test_the_least_recently_used_prefix_is_evicted_first():
     core = make_core(num_blocks=6, max_model_len=24, block_tokens=4)
     for name, first in (("a", 1), ("b", 2), ("a2", 1), ("c", 3)):
         core.add_request(request(name, [first] * 9, 1), CLIENT)
@@ -169,7 +169,7 @@ def test_least_recently_used_prefix_goes_first():
     assert run(core)["a3"][0].num_cached_tokens == 8
 
 
-def test_a_full_cache_preempts_the_last_and_everybody_finishes():
+def test_a_full_cache_preempts_the_last_and_all_requests_finish():
     core = make_core(num_blocks=9, max_model_len=36, block_tokens=4, prefix_caching=False)
     wanted = [request(f"r{i}", [i] * 6, 20) for i in range(3)]
     for r in wanted:
@@ -182,7 +182,7 @@ def test_a_full_cache_preempts_the_last_and_everybody_finishes():
     core.check_idle()
 
 
-def test_priority_decides_who_starts():
+def test_priority_decides_which_request_starts():
     core = make_core(max_rows=1, policy="priority", steps_in_flight=1)
     for name, priority in (("low", 5), ("high", -1), ("middle", 0)):
         core.add_request(request(name, [1], 2, priority=priority), CLIENT)
@@ -204,7 +204,7 @@ def test_an_abort_during_the_step_holds_for_that_step():
 
 
 def test_decode_rows_come_first():
-    """Also those that the policy puts behind a prompt."""
+    """Also rows that the policy puts behind a prompt."""
     core = make_core(steps_in_flight=1, max_chunk_tokens=4)
     core.add_request(request("prompt", [2] * 12, 6), CLIENT)
     core.add_request(request("decodes", [1], 6), CLIENT)
@@ -214,7 +214,7 @@ def test_decode_rows_come_first():
     assert core.executor.plans[-1].num_tokens == [1, 4]
 
 
-def test_outputs_go_back_to_the_ingress_that_asked():
+def test_outputs_go_to_the_ingress_that_sent_the_request():
     core = make_core()
     core.add_request(request("a", [1], 3), b"one")
     core.add_request(request("b", [2], 3), b"two")
@@ -226,7 +226,7 @@ def test_outputs_go_back_to_the_ingress_that_asked():
 
 
 def test_a_preempted_request_waits_for_its_tokens_in_flight():
-    """The host cannot tell the worker a token that it has not read."""
+    """The host cannot send the worker a token that it has not read."""
     core = make_core(
         num_blocks=9, max_model_len=36, block_tokens=4, prefix_caching=False, steps_in_flight=4
     )
@@ -243,7 +243,7 @@ def test_a_preempted_request_waits_for_its_tokens_in_flight():
     assert token_ids(outputs["r1"] + rest) == expected(wanted[1])
 
 
-def test_what_lost_steps_have_written_is_never_found_again():
+def test_blocks_of_lost_steps_are_never_found_again():
     core = make_core(block_tokens=4)
     core.add_request(request("lost", [1] * 12, 4), CLIENT)
     core.step()
@@ -252,7 +252,7 @@ def test_what_lost_steps_have_written_is_never_found_again():
     core.add_request(request("later", [1] * 12, 4), CLIENT)
     assert run(core)["later"][0].num_cached_tokens == 0
     core.add_request(request("last", [1] * 12, 4), CLIENT)
-    assert run(core)["last"][0].num_cached_tokens == 8, "names are given again"
+    assert run(core)["last"][0].num_cached_tokens == 8, "block hashes are assigned again"
 
 
 def test_lost_requests_keep_their_order():

@@ -35,7 +35,7 @@ class Engine:
         self._thread.start()
         self.received: dict[str, list[int]] = {}
 
-    def ask(self, name: str, prompt: list[int], seed: int) -> None:
+    def submit(self, name: str, prompt: list[int], seed: int) -> None:
         sampler = SamplerParams(temperature=0.9 if seed % 2 else 0.0, seed=seed)
         self.outlet.send(EngineCoreRequest(name, prompt, sampler, max_tokens=40))
 
@@ -82,7 +82,7 @@ def service(config: Config) -> Iterator[CoordinatorService]:
 def answers(run: str, *engines: Engine) -> list[list[int]]:
     """Every prompt, spread over the engines."""
     for index, prompt in enumerate(PROMPTS):
-        engines[index % len(engines)].ask(f"{run}{index}", prompt, index)
+        engines[index % len(engines)].submit(f"{run}{index}", prompt, index)
     count = len(PROMPTS) // len(engines)
     received = [engine.receive(count) for engine in engines]
     return [received[index % len(engines)][index // len(engines)] for index in range(len(PROMPTS))]
@@ -96,8 +96,8 @@ def test_an_answer_does_not_depend_on_the_number_of_engines(config, service) -> 
     service.join([second.server.member], SOON_S)
     assert answers("b", first, second) == alone
     for index, prompt in enumerate(PROMPTS):
-        second.ask(f"c{index}", prompt, index)
+        second.submit(f"c{index}", prompt, index)
     first.stop()
     service.remove_failed([0])
-    assert second.receive(len(PROMPTS)) == alone, "its experts went on with the one that is left"
+    assert second.receive(len(PROMPTS)) == alone, "the remaining engine has its experts"
     second.stop()

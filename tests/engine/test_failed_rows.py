@@ -1,4 +1,4 @@
-"""A row that fails ends its request, alone: whatever else runs is as it would be without it."""
+"""A row that fails ends its own request; all other requests run as without it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ WHY = "it fell"
 # ---------------------------------------------------------------- the engine's half
 
 
-class FallingWorker(FakeWorker):
-    """Tells that rows fail: from the first step of theirs, or the first token, or a later one."""
+class FailingRowsWorker(FakeWorker):
+    """Reports that rows fail: from their first step, their first token, or a later one."""
 
-    def __init__(self, worker: FakeWorker, falls: dict[int, int]) -> None:
-        """`falls`: the seed of a request -> how many tokens of its slot are known when it falls."""
+    def __init__(self, worker: FakeWorker, fails_at: dict[int, int]) -> None:
+        """`fails_at`: the seed of a request -> how many tokens of its slot are known when it
+        fails."""
         super().__init__(len(worker.cache), worker.block_tokens)
-        self.falls = falls
+        self.fails_at = fails_at
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         output = super().execute_model(plan)
@@ -47,32 +48,34 @@ class FallingWorker(FakeWorker):
         for row, (slot, start, count) in enumerate(
             zip(plan.slots, plan.starts, plan.num_tokens, strict=True)
         ):
-            at = self.falls.get(self.seeds[slot])
+            at = self.fails_at.get(self.seeds[slot])
             if at is not None and start + count >= at:
                 failed[row] = WHY
         return msgspec.structs.replace(output, failed=failed)
 
 
-def falling_core(falls: dict[int, int], **settings: Any) -> EngineCore:
+def failing_core(fails_at: dict[int, int], **settings: Any) -> EngineCore:
     core = make_core(**settings)
     executor: Any = core.executor
-    executor.worker = FallingWorker(executor.worker, falls)
+    executor.worker = FailingRowsWorker(executor.worker, fails_at)
     return core
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     prompts=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    falls=st.dictionaries(st.integers(0, 11), st.integers(1, 40), max_size=6),
+    fails_at=st.dictionaries(st.integers(0, 11), st.integers(1, 40), max_size=6),
     depth=st.integers(1, 4),
     num_blocks=st.sampled_from([20, 64]),
     budget=st.sampled_from([7, 100]),
     shared=st.booleans(),
 )
-def test_whoever_falls_ends_alone(prompts, falls, depth, num_blocks, budget, shared) -> None:
-    """Chunks, preemption, prefixes, several steps in flight: all of it, and nothing is left."""
-    core = falling_core(
-        falls,
+def test_a_failed_row_ends_its_request_alone(
+    prompts, fails_at, depth, num_blocks, budget, shared
+) -> None:
+    """With chunks, preemption, prefixes and several steps in flight; no block or slot is leaked."""
+    core = failing_core(
+        fails_at,
         num_blocks=num_blocks,
         steps_in_flight=depth,
         max_tokens_per_step=budget,
@@ -88,19 +91,21 @@ def test_whoever_falls_ends_alone(prompts, falls, depth, num_blocks, budget, sha
     for seed, (name, one) in enumerate(wanted.items()):
         true, last = expected(one), outputs[name][-1]
         got = token_ids(outputs[name])
-        at = falls.get(seed)
+        at = fails_at.get(seed)
         if at is None or at >= len(one.prompt_token_ids) + len(true):
             assert got == true and last.finish_reason is FinishReason.LENGTH
         else:
             assert (last.finish_reason, last.stop_reason) == (FinishReason.ERROR, WHY)
-            assert got == true[: max(0, at - len(one.prompt_token_ids))], "what came before it"
+            assert got == true[: max(0, at - len(one.prompt_token_ids))], (
+                "tokens before the failure"
+            )
             assert not any(o.finish_reason for o in outputs[name][:-1])
     core.check_idle()
     check_blocks(core.scheduler.kv.pool)
 
 
-def test_what_a_fallen_request_computed_is_found_by_nobody() -> None:
-    core = falling_core({0: 9})
+def test_blocks_of_a_failed_request_are_never_found_in_the_prefix_cache() -> None:
+    core = failing_core({0: 9})
     prompt = list(range(9))
     for seed in range(2):
         core.add_request(EngineCoreRequest(f"r{seed}", prompt, SamplerParams(seed=seed), 3), CLIENT)
@@ -108,11 +113,12 @@ def test_what_a_fallen_request_computed_is_found_by_nobody() -> None:
     assert core.scheduler.kv.num_hit_tokens == 0 and len(token_ids(outputs)) == 3
     core.add_request(EngineCoreRequest("r2", prompt, SamplerParams(seed=2), 3), CLIENT)
     run(core)
-    assert core.scheduler.kv.num_hit_tokens == 8, "what the good one computed is found"
+    assert core.scheduler.kv.num_hit_tokens == 8, "blocks of the good request are found"
 
 
-def test_what_it_computed_before_a_preemption_is_found_by_nobody_either() -> None:
-    """The step that tells was in flight when it lost its blocks, which keep their names."""
+def test_blocks_that_it_computed_before_a_preemption_are_not_found_either() -> None:
+    """The step that reports the failure was in flight when the request lost its blocks, which keep
+    their hashes."""
     core = make_core(num_blocks=16, steps_in_flight=2)
     scheduler = core.scheduler
     core.add_request(EngineCoreRequest("r", list(range(9)), SamplerParams(), 3), CLIENT)
@@ -163,8 +169,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def open_door(monkeypatch) -> None:
-    """Nothing is looked at: whatever the door forgets, the worker must bear."""
+def skip_validation(monkeypatch) -> None:
+    """The engine validates nothing: the worker must survive every invalid request by itself."""
     monkeypatch.setattr(module, "invalid_reason", lambda *_: None)
 
 
@@ -200,14 +206,14 @@ def check_all(engine: Engine, exact: bool = True) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"scheduler__max_tokens_per_step": 8}], ids=str)
-def test_what_a_request_breaks_is_its_own(folder, open_door, settings) -> None:
+def test_a_request_breaks_only_itself(folder, skip_validation, settings) -> None:
     with Engine(folder, model__cpu_threads=1, cache__prefix_caching=False, **settings) as engine:
         check_all(engine)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
-def test_ranks_agree_on_what_is_broken(folder, open_door, split) -> None:
+def test_ranks_agree_on_what_is_broken(folder, skip_validation, split) -> None:
     with Engine(
         folder,
         model__cpu_threads=1,
@@ -222,7 +228,7 @@ def test_ranks_agree_on_what_is_broken(folder, open_door, split) -> None:
 
 @pytest.mark.slow
 def test_a_grammar_that_one_rank_cannot_follow(folder, monkeypatch) -> None:
-    """Nothing but the other rank knows of it, and what it draws differs."""
+    """The failure is known from the other rank alone, which samples another token."""
     follows = grammar.GrammarState.matcher
 
     def matcher(self: grammar.GrammarState) -> Any:
@@ -246,7 +252,7 @@ def test_a_grammar_that_one_rank_cannot_follow(folder, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), GroupError("a peer has gone")])
-def test_what_is_no_rows_fault_ends_no_row(folder, monkeypatch, error) -> None:
+def test_a_failure_of_no_single_row_ends_no_row(folder, monkeypatch, error) -> None:
     def add_request(*_args: object) -> None:
         raise error
 

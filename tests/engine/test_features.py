@@ -32,15 +32,15 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Axis:
-    """One way to do the work."""
+    """One way to schedule and run the work."""
 
     overrides: dict[str, Any] = field(default_factory=dict)
     engines: int = 1
     harness: dict[str, int] = field(default_factory=dict)
     is_scarce: bool = False
-    """Requests push each other out of the cache."""
+    """Requests evict each other from the cache."""
     is_warm: bool = False
-    """Everything was asked before."""
+    """Every request was answered once before."""
 
 
 SCARCE = {"cache__block_tokens": 2, "cache__memory_bytes": 4096 * 50}
@@ -49,7 +49,7 @@ AXES = {
     "two steps in flight": Axis({"scheduler__steps_in_flight": 2}),
     "three steps in flight": Axis({"scheduler__steps_in_flight": 3}),
     "read rarely": Axis(harness={"patience": 5}),
-    "told every four tokens": Axis(harness={"stream_interval": 4}),
+    "an output every four tokens": Axis(harness={"stream_interval": 4}),
     "a budget of 7 tokens": Axis({"scheduler__max_tokens_per_step": 7}),
     "chunks of 5, three steps": Axis(
         {"scheduler__max_chunk_tokens": 5, "scheduler__steps_in_flight": 3}
@@ -68,30 +68,30 @@ AXES = {
 
 
 class Site:
-    """Engines that work along an axis."""
+    """Engines that run along an axis."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.engines = [engine(**axis.overrides) for _ in range(axis.engines)]
         self.depths = [record_depth(llm._core) for llm in self.engines]
 
-    def answer(self, asked: Sequence[tuple[RequestSpec, RequestOutputKind]]) -> list[Answer]:
-        """All at once, so that every one has others beside it."""
+    def answer(self, requested: Sequence[tuple[RequestSpec, RequestOutputKind]]) -> list[Answer]:
+        """Answer all requests at once, so that each runs in a batch with others."""
         harness = EngineHarness(self.engines, **self.axis.harness)
-        for at, (request_spec, kind) in enumerate(asked):
+        for at, (request_spec, kind) in enumerate(requested):
             harness.ask(request_spec, kind, at=at)
         return harness.run()
 
     @cached_property
     def features(self) -> dict[str, dict[RequestOutputKind, Answer]]:
         """Every feature in every kind, all in one crowd."""
-        asked = [(name, kind) for name in FEATURES for kind in RequestOutputKind]
-        crowd = [(FEATURES[name], kind) for name, kind in asked]
+        requested = [(name, kind) for name in FEATURES for kind in RequestOutputKind]
+        crowd = [(FEATURES[name], kind) for name, kind in requested]
         if self.axis.is_warm:
             self.answer(crowd)
         found_tokens = self.num_hit_tokens
         answers: dict[str, dict[RequestOutputKind, Answer]] = {}
-        for (name, kind), answer in zip(asked, self.answer(crowd), strict=True):
+        for (name, kind), answer in zip(requested, self.answer(crowd), strict=True):
             answers.setdefault(name, {})[kind] = answer
         if self.axis.is_warm:
             assert self.num_hit_tokens - found_tokens > 1000
@@ -125,15 +125,15 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
 # ---------------------------------------------------------------- the features are there
 
 TRACELESS = {("a stop that almost comes", "stop")}
-"""Held back and let go; what it asks for is that nothing happens."""
+"""Requests whose text is held back and released, without an effect on the answer."""
 
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_makes_its_answer(name: str, plain: Plain) -> None:
-    """Without any of its fields the answer is another one, so that no test here compares
-    answers that a lost field could not change."""
+    """Without any one of its fields the answer differs, so a lost field cannot pass the tests
+    below."""
     request_spec, default = FEATURES[name], SamplingParams()
-    assert plain(request_spec).is_firm, "rounding may decide a token of it: choose another seed"
+    assert plain(request_spec).is_firm, "rounding may decide a token: choose another seed"
     for field_name in SamplingParams.__struct_fields__:
         is_shape = field_name in ("seed", "max_tokens") or (name, field_name) in TRACELESS
         is_greedy = field_name == "temperature" and not request_spec.params.temperature
@@ -159,7 +159,7 @@ def test_a_feature_makes_its_answer(name: str, plain: Plain) -> None:
     ],
 )
 def test_the_oracle_is_right(name: str, text: str, plain: Plain) -> None:
-    """What the model was trained to say, up to where it is to end."""
+    """The answer that the model was trained to give, up to its end."""
     assert plain(FEATURES[name]).parts[0].text == text
 
 
@@ -193,8 +193,9 @@ def test_a_feature_over_an_axis(name: str, site: Site, plain: Plain) -> None:
         assert answers[DELTA].num_outputs >= tokens - 1, "it streams"
 
 
-def test_requests_lose_their_places_where_room_is_scarce(site: Site) -> None:
-    """Most features in one of the kinds at least; what ends within a few tokens may not."""
+def test_requests_are_preempted_where_blocks_are_scarce(site: Site) -> None:
+    """Most features are preempted in at least one of the kinds; some answers are too short for
+    it."""
     preempted = {
         name
         for name, answers in site.features.items()
@@ -208,15 +209,15 @@ def test_requests_lose_their_places_where_room_is_scarce(site: Site) -> None:
 
 @settings(STEADY, max_examples=8)
 @given(
-    asked=st.lists(
+    requested=st.lists(
         st.tuples(request_specs(), st.sampled_from(RequestOutputKind)), min_size=1, max_size=4
     )
 )
 def test_features_together_over_an_axis(
-    asked: list[tuple[RequestSpec, RequestOutputKind]], site: Site, plain: Plain
+    requested: list[tuple[RequestSpec, RequestOutputKind]], site: Site, plain: Plain
 ) -> None:
-    assume(all(plain(request_spec).is_firm for request_spec, _ in asked))
-    for (request_spec, _), answer in zip(asked, site.answer(asked), strict=True):
+    assume(all(plain(request_spec).is_firm for request_spec, _ in requested))
+    for (request_spec, _), answer in zip(requested, site.answer(requested), strict=True):
         assert_same(answer, plain(request_spec))
 
 
@@ -225,8 +226,8 @@ def test_features_together_over_an_axis(
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[LLM, LLM]]:
-    """Two engines that do not work alike. Both compute prompts in pieces, so that a request can
-    move within its prompt."""
+    """Two engines with different schedules. Both compute prompts in chunks, so a request can move
+    there."""
     here = engine(scheduler__max_rows=32, scheduler__max_chunk_tokens=7)
     there = engine(
         scheduler__max_rows=32,
@@ -240,8 +241,10 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_an_answer_goes_on_from_every_place(name: str, pair: tuple[LLM, LLM], plain: Plain) -> None:
-    """Cut behind each output that an engine gave, also where that told of the prompt alone."""
+def test_an_answer_continues_from_every_token(
+    name: str, pair: tuple[LLM, LLM], plain: Plain
+) -> None:
+    """The move follows each output that an engine gave, also one that reports only the prompt."""
     request_spec = FEATURES[name]
     want = plain(request_spec)
     harness, longest = (
@@ -254,4 +257,4 @@ def test_an_answer_goes_on_from_every_place(name: str, pair: tuple[LLM, LLM], pl
         harness.ask(request_spec, kinds[cut % 3], cuts=[cut])
     for answer in harness.run():
         assert_same(answer, want)
-    assert harness.num_moves >= (longest - 1) * len(want.parts), "each move took place"
+    assert harness.num_moves >= (longest - 1) * len(want.parts), "every move took place"

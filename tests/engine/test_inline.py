@@ -58,7 +58,7 @@ def finish(core: EngineCore) -> dict[str, list[int]]:
 
 @pytest.fixture
 def execute_model(monkeypatch):
-    """Lets a test stand in for the worker's step; it is given the real one."""
+    """Lets a test replace the worker's step; the replacement receives the real one."""
     real = swell.worker.worker.Worker.execute_model
 
     def replace(stand_in):
@@ -88,7 +88,7 @@ def test_a_cpu_computes_one_step_at_a_time_on_the_callers_thread(core, execute_m
 
 
 def test_steps_ahead_give_the_same_answers(core, monkeypatch):
-    """As a GPU has them: planned before the tokens that they continue are known to the host."""
+    """As on a GPU: a step is planned before the host knows the tokens that it continues."""
     whole = answers(core)
     monkeypatch.setattr(InlineExecutor, "overlaps", True)
     ahead = EngineCore(core.config, core.executor, core.limits)
@@ -96,7 +96,7 @@ def test_steps_ahead_give_the_same_answers(core, monkeypatch):
     assert answers(ahead) == whole
 
 
-def test_an_interrupt_inside_of_a_step_loses_only_that_step(core, execute_model):
+def test_an_interrupt_inside_a_step_loses_only_that_step(core, execute_model):
     whole = answers(core)
     interrupts = iter([False, True, False, False, True])
 
@@ -125,7 +125,7 @@ def test_an_interrupt_inside_of_a_step_loses_only_that_step(core, execute_model)
 
 
 def test_an_interrupted_prompt_is_not_found_as_a_prefix(core, execute_model):
-    """Its blocks were named when the step was planned, and hold nothing."""
+    """Its blocks got their hashes when the step was planned, but hold no keys and values."""
     whole = answers(core)
     interrupts = iter([True])
 

@@ -1,4 +1,4 @@
-"""Groups of workers in one process: left in the middle of an answer, and formed again."""
+"""Groups of workers in one process, aborted in the middle of an answer and formed again."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Answers = dict[str, list[int]]
 
 
 def answers(core: EngineCore, steps: int = 10_000, tokens: Answers | None = None) -> Answers:
-    """What this many steps add to `tokens`."""
+    """Run this many steps, and return what they add to `tokens`."""
     tokens = {} if tokens is None else tokens
     while core.has_work and steps:
         steps -= 1
@@ -71,15 +71,15 @@ def answers(core: EngineCore, steps: int = 10_000, tokens: Answers | None = None
     return tokens
 
 
-def ask(core: EngineCore) -> None:
+def submit(core: EngineCore) -> None:
     for request in WANTED:
         assert core.add_request(request, b"test") is None
 
 
-def test_an_answer_goes_on_over_new_groups(core):
-    ask(core)
+def test_an_answer_continues_over_new_groups(core):
+    submit(core)
     whole = answers(core)
-    ask(core)
+    submit(core)
     tokens = answers(core, 5)
     regroup(core)
     answers(core, 4, tokens)
@@ -88,13 +88,13 @@ def test_an_answer_goes_on_over_new_groups(core):
     core.check_idle()
 
 
-def test_a_step_whose_groups_were_aborted_is_told_as_broken(core, monkeypatch):
+def test_a_step_whose_groups_were_aborted_is_reported_as_broken(core, monkeypatch):
     """One worker waits in a step; the others wait for it in a collective."""
     if core.config.parallel.world == 1:
         pytest.skip("one worker has no groups")
-    ask(core)
+    submit(core)
     whole = answers(core)
-    ask(core)
+    submit(core)
     tokens = answers(core, 5)
     held, real = threading.Event(), swell.worker.worker.Worker.execute_model
 
@@ -116,7 +116,7 @@ def test_a_step_whose_groups_were_aborted_is_told_as_broken(core, monkeypatch):
     core.check_idle()
 
 
-def test_groups_that_cannot_be_formed_can_be_given_up(core, monkeypatch):
+def test_forming_groups_can_be_aborted(core, monkeypatch):
     """`abort` that comes before the groups are there counts too."""
     if core.config.parallel.world == 1:
         pytest.skip("one worker has no groups")
@@ -136,12 +136,12 @@ def test_groups_that_cannot_be_formed_can_be_given_up(core, monkeypatch):
         regroup(core)
     monkeypatch.undo()
     regroup(core)
-    ask(core)
+    submit(core)
     assert set(answers(core)) == {"a", "b"}
 
 
-def test_a_fault_of_ones_own_ends_the_engine(core, monkeypatch):
-    ask(core)
+def test_a_failure_outside_of_collectives_ends_the_engine(core, monkeypatch):
+    submit(core)
 
     def fail(worker, plan):
         raise OSError("out of luck")
@@ -154,7 +154,7 @@ def test_a_fault_of_ones_own_ends_the_engine(core, monkeypatch):
     assert not isinstance(raised.value, GroupBroken)
 
 
-def test_who_is_at_fault_is_named_rather_than_who_noticed():
+def test_the_error_names_the_rank_that_failed_and_not_its_peers():
     noticed, fault = Future(), Future()
     noticed.set_exception(GroupBroken("a peer has gone"))
     fault.set_exception(OSError("out of luck"))

@@ -1,7 +1,7 @@
 """Log probabilities of the whole path against log_softmax of transformers' float32 logits.
 
-Whatever splits, schedules, caches or interrupts the work: each drawn token is told of once, each
-prompt position too, and the values are those of the model's own logits.
+However the work is split, scheduled, cached or interrupted: each sampled token and each prompt
+position is reported once, with values from the model's own logits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SETTINGS = {
 
 
 class Model:
-    """A small model: its folder, and what transformers says of its tokens."""
+    """A small model: its folder, and the log probabilities of transformers."""
 
     def __init__(self, folder: Path, family: str) -> None:
         tiny_models.make(folder, family)
@@ -96,7 +96,7 @@ def of_tokens(outputs: list[EngineCoreOutput]) -> list[TokenLogprobs]:
 
 
 def of_prompt(outputs: list[EngineCoreOutput]) -> dict[int, TokenLogprobs]:
-    """By position; what is told twice is the same up to rounding."""
+    """By position; values that are reported twice are equal up to rounding."""
     found: dict[int, TokenLogprobs] = {}
     for output in outputs:
         for extra in output.extras:
@@ -110,27 +110,27 @@ def of_prompt(outputs: list[EngineCoreOutput]) -> dict[int, TokenLogprobs]:
     return found
 
 
-def check_token(told: TokenLogprobs, truth: torch.Tensor, token_id: int, top: int) -> None:
+def check_token(reported: TokenLogprobs, truth: torch.Tensor, token_id: int, top: int) -> None:
     """`truth` [V] are log probabilities at the token's position."""
-    assert told.token_ids[0] == token_id
-    assert len(told.token_ids) == len(told.logprobs) == 1 + top
-    assert len(set(told.token_ids[1:])) == top
-    assert truth[told.token_ids].tolist() == pytest.approx(told.logprobs, abs=TOLERANCE)
-    assert truth.topk(top).values.tolist() == pytest.approx(told.logprobs[1:], abs=TOLERANCE)
-    surely, maybe = ((truth > told.logprobs[0] + sign * TOLERANCE).sum() for sign in (1, -1))
-    assert 1 + surely <= told.rank <= 1 + maybe
+    assert reported.token_ids[0] == token_id
+    assert len(reported.token_ids) == len(reported.logprobs) == 1 + top
+    assert len(set(reported.token_ids[1:])) == top
+    assert truth[reported.token_ids].tolist() == pytest.approx(reported.logprobs, abs=TOLERANCE)
+    assert truth.topk(top).values.tolist() == pytest.approx(reported.logprobs[1:], abs=TOLERANCE)
+    surely, maybe = ((truth > reported.logprobs[0] + sign * TOLERANCE).sum() for sign in (1, -1))
+    assert 1 + surely <= reported.rank <= 1 + maybe
 
 
 def check_answer(
     model: Model, request: EngineCoreRequest, outputs: list[EngineCoreOutput]
 ) -> list[int]:
-    """Every token of the prompt and of the answer; gives back the answer."""
+    """Check every token of the prompt and of the answer; return the answer."""
     prompt, params, drawn = request.prompt_token_ids, request.sampler, tokens(outputs)
     known = [*prompt, *request.output_token_ids]
     truth = model.logprobs([*known, *drawn])
-    told = of_tokens(outputs)
-    assert len(told) == (0 if params.logprobs is None else len(drawn))
-    for position, one in enumerate(told, len(known)):
+    reported = of_tokens(outputs)
+    assert len(reported) == (0 if params.logprobs is None else len(drawn))
+    for position, one in enumerate(reported, len(known)):
         check_token(one, truth[position - 1], drawn[position - len(known)], params.logprobs or 0)
     positions = of_prompt(outputs)
     wanted = range(1, 1 if params.prompt_logprobs is None else len(prompt))
@@ -141,16 +141,16 @@ def check_answer(
 
 
 def check_all(
-    model: Model, asked: Sequence[EngineCoreRequest], given: dict[str, list[EngineCoreOutput]]
+    model: Model, submitted: Sequence[EngineCoreRequest], given: dict[str, list[EngineCoreOutput]]
 ) -> list[list[int]]:
-    return [check_answer(model, request, given[request.request_id]) for request in asked]
+    return [check_answer(model, request, given[request.request_id]) for request in submitted]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_every_token_is_told_with_the_models_own_probability(
+def test_every_token_is_reported_with_the_models_own_probability(
     setting: str, llama: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices smaller than prompts, so that there are several."""
+    """Slices are smaller than prompts, so that each prompt has several."""
     monkeypatch.setattr(module, "SLICE_POSITIONS", 16)
     with Engine(llama.folder, **SETTINGS[setting]) as engine:
         answers = check_all(llama, requests(), engine.answer(requests()))
@@ -166,7 +166,7 @@ def test_a_model_of_transformers_own(setting: str, generic: Model) -> None:
         check_all(generic, requests(), engine.answer(requests()))
 
 
-def test_prompts_in_the_prefix_cache_are_told_of_too(llama: Model) -> None:
+def test_prompts_in_the_prefix_cache_are_reported_too(llama: Model) -> None:
     with Engine(llama.folder) as engine:
         cold = check_all(llama, requests("cold"), engine.answer(requests("cold")))
         hits = engine.core.scheduler.kv.num_hit_tokens
@@ -175,7 +175,7 @@ def test_prompts_in_the_prefix_cache_are_told_of_too(llama: Model) -> None:
         assert cold == warm
 
 
-def test_asking_changes_no_token(llama: Model) -> None:
+def test_requesting_logprobs_changes_no_token(llama: Model) -> None:
     silent = [
         EngineCoreRequest(
             str(i),
@@ -185,7 +185,7 @@ def test_asking_changes_no_token(llama: Model) -> None:
         )
         for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
     ]
-    asking = [
+    with_logprobs = [
         EngineCoreRequest(
             request.request_id,
             request.prompt_token_ids,
@@ -201,7 +201,7 @@ def test_asking_changes_no_token(llama: Model) -> None:
         for request in silent
     ]
     with Engine(llama.folder) as engine:
-        quiet, loud = engine.answer(silent), engine.answer(asking)
+        quiet, loud = engine.answer(silent), engine.answer(with_logprobs)
     assert {i: tokens(outputs) for i, outputs in quiet.items()} == {
         i: tokens(outputs) for i, outputs in loud.items()
     }
@@ -209,8 +209,8 @@ def test_asking_changes_no_token(llama: Model) -> None:
 
 
 @pytest.mark.parametrize("setting", ["depth 2", "pipeline 2, chunks of 7"])
-def test_a_resumed_answer_tells_of_its_own_tokens(setting: str, llama: Model) -> None:
-    """And of the whole prompt again."""
+def test_a_resumed_answer_reports_its_own_tokens(setting: str, llama: Model) -> None:
+    """And it reports the whole prompt again."""
     with Engine(llama.folder, **SETTINGS[setting]) as engine:
         whole = check_all(llama, requests(), engine.answer(requests()))
         rest = [
@@ -227,15 +227,18 @@ def test_a_resumed_answer_tells_of_its_own_tokens(setting: str, llama: Model) ->
         assert check_all(llama, rest, engine.answer(rest)) == [answer[4:] for answer in whole]
 
 
-def test_what_is_told_survives_the_wires() -> None:
+def test_logprobs_survive_encoding() -> None:
     """Two kinds of one token, an impossible one, and an output that has no token."""
-    told = [
+    reported = [
         PromptLogprobs(1, [[4, 5], [6, 7]], [[-0.5, -math.inf], [-1.0, -0.25]], [9, 2]),
         TokenLogprobs([8], [-math.inf], 320),
     ]
-    of_worker = ModelRunnerOutput(3, [8], extras={0: told, 4: told[:1]})
+    of_worker = ModelRunnerOutput(3, [8], extras={0: reported, 4: reported[:1]})
     of_engine = EngineCoreOutputs(
-        outputs=[EngineCoreOutput("a", [8], extras=told), EngineCoreOutput("b", [], extras=told)]
+        outputs=[
+            EngineCoreOutput("a", [8], extras=reported),
+            EngineCoreOutput("b", [], extras=reported),
+        ]
     )
     for message, kind in ((of_worker, WorkerMessage), (of_engine, EngineCoreOutputs)):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message

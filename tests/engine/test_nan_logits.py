@@ -1,7 +1,7 @@
-"""Logits that are no numbers end the requests that have them, and change no other answer.
+"""NaN logits end the requests that have them, and change no other answer.
 
-One row of the embedding is no number, so that a request is hit if, and only if, it holds that
-token; all others must be as they are without it, bit for bit.
+One row of the embedding is NaN, so that a request fails if and only if it contains that token; all
+other answers must stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.worker import tiny_models
 pytestmark = pytest.mark.slow
 
 BAD = 77
-"""The token whose embedding is no number."""
+"""The token whose embedding is NaN."""
 GOOD = {"a": [5, 6, 7], "b": list(range(10, 50)), "c": [200, 201]}
 HIT = {"x": [5, BAD], "y": [*range(100, 130), BAD, 9], "z": [BAD]}
 SAMPLERS = {
@@ -39,7 +39,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def spoil(folder: Path, token: int, value: float) -> None:
-    """Let the embedding of a token be no numbers."""
+    """Set the embedding of a token to NaN."""
     file = folder / "model.safetensors"
     weights = safetensors.torch.load_file(file)
     name = next(n for n in weights if "embed_tokens" in n or "embed_in" in n)
@@ -79,8 +79,8 @@ def requests(prompts: dict[str, list[int]], sampler: SamplerParams) -> list[Engi
 def check(
     engine: Engine, alone: dict[str, list[EngineCoreOutput]], sampler: SamplerParams, exact: bool
 ) -> None:
-    """All in one batch, those that are hit in between; `exact`: a row's products have the same bits
-    whatever rows stand beside it."""
+    """All requests in one batch, the failing ones among them; `exact`: the products of a row have
+    the same bits whatever the other rows are."""
     mixed = {"x": HIT["x"], **GOOD, "y": HIT["y"], "z": HIT["z"]}
     before = engine.core.scheduler.num_nans_in_logits
     got = engine.answer(requests(mixed, sampler))
@@ -89,7 +89,7 @@ def check(
         assert mine[:2] == true[:2]
         assert mine[2] == (true[2] if exact else pytest.approx(true[2], abs=1e-4))
     for name in HIT:
-        *before_it, last = got[name]  # of a prompt in parts, the first ones may be told of
+        *before_it, last = got[name]  # of a chunked prompt, the first chunks may be reported
         assert not any(output.new_token_ids for output in got[name])
         assert not before_it or sampler.prompt_logprobs is not None
         assert (last.finish_reason, last.stop_reason) == (FinishReason.ERROR, NANS_IN_LOGITS)
@@ -98,7 +98,7 @@ def check(
 
 
 def summary(outputs: list[EngineCoreOutput]) -> tuple[list[int], object, list[float]]:
-    """Tokens, the end, and all log probabilities."""
+    """Tokens, finish reason, and all log probabilities."""
     tokens = [token for output in outputs for token in output.new_token_ids]
     logprobs: list[float] = []
     for extra in (extra for output in outputs for extra in output.extras):
@@ -112,8 +112,8 @@ def summary(outputs: list[EngineCoreOutput]) -> tuple[list[int], object, list[fl
 @pytest.mark.parametrize(
     ("family", "value"), [("llama", NAN), ("llama", INF), ("llama-tied", NAN), ("gpt_neox", NAN)]
 )
-def test_only_the_requests_that_are_hit_end(folders, backend, family, value):
-    """A tied head has the row as well: every row's logits have a NaN then."""
+def test_only_requests_with_nan_logits_end(folders, backend, family, value):
+    """A tied head has that row too: then the logits of every row contain a NaN."""
     with Engine(folders[family, value], model__cpu_threads=1) as engine:
         for name, sampler in SAMPLERS.items():
             if family == "llama-tied":
@@ -141,8 +141,8 @@ def test_in_groups_with_steps_in_flight(folders, family, split):
         assert max(engine.depths) == 3
 
 
-def test_what_is_no_number_stays_in_no_cache(folders):
-    """Its blocks are found by nobody, and given to others they do no harm."""
+def test_nan_values_stay_in_no_cache(folders):
+    """Its blocks are not found as a prefix, and harm no request that gets them later."""
     with Engine(folders["llama", NAN], model__cpu_threads=1) as engine:
         alone = engine.answer(requests(GOOD, SamplerParams()))
         many = {f"n{i}": [BAD, *range(3 + i, 120)] for i in range(40)}

@@ -45,7 +45,7 @@ def core():
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    bundles = placement_group([{"CPU": 0.01}] * 2, strategy="PACK")
+    bundles = placement_group([{"CPU": 0.02}], strategy="PACK")
     config = load(
         str(NANO),
         {
@@ -69,17 +69,17 @@ def core():
 @pytest.fixture(scope="module")
 def whole(core) -> dict[str, list[int]]:
     """The answers of an undisturbed run."""
-    ask(core)
+    submit(core)
     return answers(core)
 
 
-def ask(core: EngineCore) -> None:
+def submit(core: EngineCore) -> None:
     for request in WANTED:
         assert core.add_request(request, b"test") is None
 
 
 def answers(core: EngineCore, steps: int = 10_000, tokens: dict[str, list[int]] | None = None):
-    """What this many steps add to `tokens`, by request."""
+    """Run this many steps, and return what they add to `tokens`, by request."""
     tokens = {} if tokens is None else tokens
     while core.has_work and steps:
         steps -= 1
@@ -92,8 +92,8 @@ def pids(core: EngineCore) -> list[int]:
     return [worker.pid for worker in core.executor.workers()]
 
 
-def mend(core: EngineCore, failure: ExecutorError | None) -> None:
-    """What `EngineServer` does about a failure."""
+def recover(core: EngineCore, failure: ExecutorError | None) -> None:
+    """Recover from a failure as `EngineServer` does."""
     while failure is not None:
         try:
             if isinstance(failure, WorkerLost):
@@ -114,36 +114,36 @@ def many_repairs(monkeypatch):
     [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGSTOP, 1)],
     ids=["killed", "killed, and it hosts the store", "stopped"],
 )
-def test_a_lost_worker_is_replaced_and_the_answer_goes_on(core, whole, number, rank):
+def test_a_lost_worker_is_replaced_and_the_answer_continues(core, whole, number, rank):
     before = pids(core)
-    ask(core)
+    submit(core)
     tokens = answers(core, 8)
     os.kill(before[rank], number)
     with pytest.raises(WorkerLost, match=rf"worker {rank} \(pid {before[rank]}\)") as lost:
         answers(core, tokens=tokens)
     progress_counter = core.executor.progress_counter
-    mend(core, lost.value)
+    recover(core, lost.value)
     after = pids(core)
     assert after[rank] != before[rank] and not Path(f"/proc/{before[rank]}").exists()
-    assert after[1 - rank] == before[1 - rank], "the other one goes on as it is"
+    assert after[1 - rank] == before[1 - rank], "the other worker is kept"
     assert answers(core, tokens=tokens) == whole
     core.check_idle()
-    while core.executor.progress_counter <= progress_counter:  # they are told by the next beat
+    while core.executor.progress_counter <= progress_counter:  # the next heartbeat reports it
         check_for(core, 0.1)
 
 
-def test_groups_that_are_left_in_a_step_are_formed_again(core, whole):
-    ask(core)
+def test_groups_that_are_aborted_in_a_step_are_formed_again(core, whole):
+    submit(core)
     tokens = answers(core, 8)
     core.executor.abort()
     with pytest.raises(GroupBroken) as broken:
         answers(core, tokens=tokens)
-    mend(core, broken.value)
+    recover(core, broken.value)
     assert answers(core, tokens=tokens) == whole
 
 
 def test_a_worker_that_fails_by_itself_is_replaced_but_not_for_ever(core, whole, monkeypatch):
-    ask(core)
+    submit(core)
     tokens = answers(core, 8)
     core.executor.execute(
         SchedulerOutput(10**6, slots=[10**6], starts=[0], num_tokens=[1], samples=[True])
@@ -154,12 +154,12 @@ def test_a_worker_that_fails_by_itself_is_replaced_but_not_for_ever(core, whole,
         patch.setattr("swell.engine.executor.ray.MAX_REPAIRS", 0)
         with pytest.raises(ExecutorError, match="more than 0 times"):
             core.executor.repair()
-    mend(core, lost.value)
+    recover(core, lost.value)
     assert answers(core, tokens=tokens) == whole
 
 
-def test_workers_that_die_in_an_idle_engine_are_noticed(core):
-    """The last test here: they are not replaced."""
+def test_workers_that_die_in_an_idle_engine_are_detected(core):
+    """This is the last test of the file: the workers are not replaced."""
     core.executor.check()
     for pid in pids(core):
         os.kill(pid, signal.SIGKILL)

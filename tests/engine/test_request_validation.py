@@ -1,4 +1,4 @@
-"""Every field of a request is looked at before an engine takes it in."""
+"""Every field of a request is validated before an engine accepts it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ CASES = [(*case, False) for case in OF_REQUEST] + [(*case, True) for case in OF_
 
 
 @pytest.mark.parametrize(("name", "value", "of_sampler"), CASES)
-def test_what_no_worker_could_take_is_answered_at_once(name, value, of_sampler) -> None:
+def test_requests_that_no_worker_could_run_are_refused_at_once(name, value, of_sampler) -> None:
     core, bad = make_core(), changed(name, value, of_sampler)
     assert core.add_request(GOOD, b"c") is None
     other = msgspec.structs.replace(bad, request_id=bad.request_id + "2")
@@ -91,13 +91,13 @@ def test_what_no_worker_could_take_is_answered_at_once(name, value, of_sampler) 
 
 
 def test_every_field_has_a_case() -> None:
-    """Whoever adds a field says what it may hold."""
+    """A new field needs a case that says which values are valid."""
     free = {"sampler", "data_parallel_rank", "skip_prefix_cache"}
     assert {name for name, _ in OF_REQUEST} | free == set(EngineCoreRequest.__struct_fields__)
     assert {name for name, _ in OF_SAMPLER} == set(SamplerParams.__struct_fields__)
 
 
-def test_the_whole_vocabulary_is_told_of_few_positions() -> None:
+def test_the_whole_vocabulary_is_reported_for_few_positions() -> None:
     vocab, most = 5000, limits.MAX_VOCABULARY_LOGPROBS // 5000
     for count, fits in ((most, True), (2 * most + 20, False)):
         params = limits.resolve_prompt_logprobs(
@@ -113,8 +113,9 @@ def test_the_whole_vocabulary_is_told_of_few_positions() -> None:
         assert (validate.invalid_reason(core, vocab, 4 * LENGTH) is None) == fits
 
 
-def test_what_the_ingress_takes_passes() -> None:
-    """Its limits lie within the engine's, so that people get a 400 with the field's name."""
+def test_requests_that_the_ingress_accepts_pass() -> None:
+    """The ingress's limits lie within the engine's, so that clients get a 400 with the field's
+    name."""
     vocab = 5000
     params = ingress.SamplingParams(
         temperature=limits.MAX_TEMPERATURE,
@@ -140,7 +141,7 @@ def test_what_the_ingress_takes_passes() -> None:
             external_req_id="x" * 128,
             prompt_token_ids=[0, vocab - 1],
             max_tokens=9,
-            eos_token_ids=[vocab + 7],  # of the tokenizer, and never drawn
+            eos_token_ids=[vocab + 7],  # of the tokenizer alone, never sampled
             bad_words=[[1] * 100] * (2 * limits.MAX_BAD_WORDS),
             grammar=Grammar("x" * GRAMMAR_LIMITS["max_grammar_size"]),
             priority=2**31 - 1,

@@ -17,7 +17,8 @@ from swell.coordinator.service import CoordinatorService
 from swell.coordinator.wire import ClusterView, CoordinatorMessage, EngineReport, Subscribe
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, ExecutorLimits
-from swell.engine.server import EngineServer, LoadReporter
+from swell.engine.load_reporter import LoadReporter
+from swell.engine.server import EngineServer
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutputs,
@@ -47,7 +48,7 @@ NUM_BLOCKS = 2 * LONG // 4 + 1
 
 
 class StepExecutor(FakeExecutor):
-    """A device that takes a little while for each step, can fail, and notes its end."""
+    """A device that takes some time for each step, can fail, and records its shutdown."""
 
     step_s = 0.001
     fails = False
@@ -121,7 +122,7 @@ class Client:
         self._outlet.send(message)
 
     def receive(self, timeout_s: float = 0.5) -> bool:
-        """Take in one message; False if none came."""
+        """Receive one message; False if none came."""
         message = self._outlet.receive(timeout_s)
         if message is None:
             return False
@@ -137,7 +138,7 @@ class Client:
             self.answers[message.utility_output.call_id] = message.utility_output
         return True
 
-    def hear_until(self, there: Callable[[], bool]) -> None:
+    def receive_until(self, there: Callable[[], bool]) -> None:
         deadline = time.monotonic() + SOON_S
         while not there():
             assert time.monotonic() < deadline, "the engine did not answer"
@@ -146,14 +147,14 @@ class Client:
     def call(self, method: str, *args: object) -> UtilityOutput:
         self._calls += 1
         self.send(UtilityCall(self._calls, method, list(args)))
-        self.hear_until(lambda: self._calls in self.answers)
+        self.receive_until(lambda: self._calls in self.answers)
         return self.answers[self._calls]
 
     def wait_until_idle(self) -> None:
-        """Until every block and slot is free."""
+        """Wait until every block and slot is free."""
         deadline = time.monotonic() + SOON_S
         while self.call("check_idle").failure_message is not None:
-            assert time.monotonic() < deadline, "something is still held"
+            assert time.monotonic() < deadline, "a block or slot is still held"
             time.sleep(0.005)
 
 
@@ -199,7 +200,7 @@ def keys() -> ChannelKeys:
 
 @pytest.fixture
 def coordinator(keys) -> Iterator[Inbox[CoordinatorMessage]]:
-    """Hears what the engine reports, and says nothing."""
+    """Receives the engine's reports, and sends nothing."""
     inbox: Inbox[CoordinatorMessage] = Inbox(CoordinatorMessage, keys)
     yield inbox
     inbox.close()
@@ -220,7 +221,7 @@ def test_requests_are_answered_with_their_own_tokens(engine) -> None:
     requests = [request(f"r{i}", [1, 2, i], max_tokens=6 + i, seed=i) for i in range(12)]
     for wanted in requests:
         client.send(wanted)
-    client.hear_until(lambda: len(client.ended) == len(requests))
+    client.receive_until(lambda: len(client.ended) == len(requests))
     assert client.tokens == {r.request_id: expected(r) for r in requests}
     assert set(client.ended.values()) == {(FinishReason.LENGTH, None)}
     client.wait_until_idle()
@@ -233,36 +234,36 @@ def test_two_clients_do_not_cross(engine) -> None:
         for client, wanted in zip(clients, pair, strict=True):
             client.send(wanted)
     for client, wanted in zip(clients, requests, strict=True):
-        client.hear_until(lambda client=client, wanted=wanted: len(client.ended) == len(wanted))
+        client.receive_until(lambda client=client, wanted=wanted: len(client.ended) == len(wanted))
         assert client.tokens == {r.request_id: expected(r) for r in wanted}
         assert not client.receive(0.0)
 
 
-def test_an_abort_frees_everything_and_silences_the_request(engine) -> None:
+def test_an_abort_frees_everything_and_ends_the_outputs(engine) -> None:
     client = engine.client()
     client.send(request("long", [1, 2, 3], max_tokens=LONG))
     client.send(request("other", [4, 5], max_tokens=60))
-    client.hear_until(lambda: len(client.tokens.get("long", [])) >= 5)
+    client.receive_until(lambda: len(client.tokens.get("long", [])) >= 5)
     client.send(AbortRequests(["long", "unknown"]))
     client.call("report")
     count = len(client.tokens["long"])
-    client.hear_until(lambda: "other" in client.ended)
+    client.receive_until(lambda: "other" in client.ended)
     assert client.tokens["other"] == expected(request("other", [4, 5], max_tokens=60))
     client.wait_until_idle()
     assert len(client.tokens["long"]) == count and "long" not in client.ended
 
 
-def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine) -> None:
+def test_a_duplicate_id_is_refused_and_the_first_request_continues(engine) -> None:
     first, second = engine.client(), engine.client()
     wanted = request("same", [1, 2, 3], max_tokens=200)
     first.send(wanted)
-    first.hear_until(lambda: bool(first.tokens))
+    first.receive_until(lambda: bool(first.tokens))
     second.send(request("same", [9], max_tokens=2))
-    second.hear_until(lambda: bool(second.ended))
+    second.receive_until(lambda: bool(second.ended))
     reason, text = second.ended["same"]
     assert reason is FinishReason.ERROR and "'same' is already being served" in text
     assert second.tokens == {"same": []}
-    first.hear_until(lambda: bool(first.ended))
+    first.receive_until(lambda: bool(first.ended))
     assert first.tokens["same"] == expected(wanted)
 
 
@@ -273,16 +274,16 @@ def test_a_duplicate_id_is_refused_and_the_first_goes_on(engine) -> None:
         (request("bad", [1], max_tokens=3 * LONG), f"maximum context length of {2 * LONG}"),
     ],
 )
-def test_what_can_never_run_is_answered_at_once(engine, wanted, text) -> None:
+def test_a_request_that_can_never_run_is_answered_at_once(engine, wanted, text) -> None:
     client = engine.client()
     client.send(wanted)
-    client.hear_until(lambda: bool(client.ended))
+    client.receive_until(lambda: bool(client.ended))
     assert client.ended["bad"][0] is FinishReason.ERROR and text in client.ended["bad"][1]
     client.wait_until_idle()
 
 
 @pytest.mark.parametrize("leaks", [False, True])
-def test_an_idle_engine_says_what_it_still_holds(engine, leaks) -> None:
+def test_an_idle_engine_reports_leaked_blocks_and_slots(engine, leaks) -> None:
     """The conservation check of production: after the last request, and not before."""
     lines: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -295,7 +296,7 @@ def test_an_idle_engine_says_what_it_still_holds(engine, leaks) -> None:
     try:
         for index in range(4):
             client.send(request(f"r{index}", [1, index], max_tokens=4))
-        client.hear_until(lambda: len(client.ended) == 4)
+        client.receive_until(lambda: len(client.ended) == 4)
         client.call("report")
     finally:
         logger.removeHandler(handler)
@@ -306,28 +307,28 @@ def test_an_id_can_be_used_again(engine) -> None:
     for seed in (0, 1):
         client = engine.client()
         client.send(request("again", [1], seed=seed))
-        client.hear_until(lambda client=client: bool(client.ended))
+        client.receive_until(lambda client=client: bool(client.ended))
         assert client.tokens["again"] == expected(request("again", [1], seed=seed))
 
 
-def test_nonsense_and_keep_alives_change_nothing(engine) -> None:
+def test_malformed_messages_and_keep_alives_change_nothing(engine) -> None:
     client = engine.client()
     client.send(msgspec.Raw(b"\xc1"))
     client.send(msgspec.Raw(b"\x92\x01\x91\xa1\xff"))
     client.send(["unknown"])
     client.send(KeepAlive())
     client.send(request("fine", [1]))
-    client.hear_until(lambda: bool(client.ended))
+    client.receive_until(lambda: bool(client.ended))
     assert client.tokens["fine"] == expected(request("fine", [1]))
 
 
-def test_a_client_that_has_gone_does_not_stop_the_others(engine) -> None:
+def test_a_client_that_has_left_does_not_stop_the_others(engine) -> None:
     gone = Outlet(engine.server.address, EngineCoreOutputs, engine._keys)
     gone.send(request("gone", [1], max_tokens=50))
     gone.close()
     client = engine.client()
     client.send(request("here", [2], max_tokens=50))
-    client.hear_until(lambda: bool(client.ended))
+    client.receive_until(lambda: bool(client.ended))
     client.wait_until_idle()
 
 
@@ -340,20 +341,20 @@ def test_an_unknown_service_is_answered_with_the_known_ones(engine) -> None:
     assert "check_idle" in failure and "report" in failure
 
 
-def test_what_a_service_raises_is_its_answer(engine) -> None:
+def test_an_exception_of_a_service_is_its_answer(engine) -> None:
     client = engine.client()
     client.send(request("long", [1], max_tokens=LONG))
-    client.hear_until(lambda: bool(client.tokens))
+    client.receive_until(lambda: bool(client.tokens))
     assert client.call("check_idle").failure_message.startswith("AssertionError")
     assert client.call("report", 1, 2).failure_message.startswith("TypeError")
     client.send(AbortRequests(["long"]))
     client.wait_until_idle()
 
 
-def test_a_report_can_be_asked_for(engine) -> None:
+def test_a_report_can_be_requested(engine) -> None:
     client = engine.client()
     client.send(request("long", [1, 2, 3], max_tokens=LONG))
-    client.hear_until(lambda: bool(client.tokens))
+    client.receive_until(lambda: bool(client.tokens))
     answer = client.call("report")
     assert answer.failure_message is None
     report = msgspec.msgpack.decode(answer.result, type=EngineReport)
@@ -367,7 +368,7 @@ def test_calls_of_two_clients_with_one_id_do_not_cross(engine) -> None:
     clients[0].send(UtilityCall(1, "report"))
     clients[1].send(UtilityCall(1, "nonsense"))
     for client in clients:
-        client.hear_until(lambda client=client: bool(client.answers))
+        client.receive_until(lambda client=client: bool(client.answers))
     assert clients[0].answers[1].failure_message is None
     assert clients[1].answers[1].failure_message is not None
 
@@ -392,7 +393,7 @@ def test_an_idle_engine_sends_only_heartbeats(engine, coordinator) -> None:
 def test_a_busy_engine_reports_on_its_deadline_and_not_on_every_step(engine, coordinator) -> None:
     client = engine.client()
     client.send(request("long", [1], max_tokens=LONG))
-    client.hear_until(lambda: bool(client.tokens))
+    client.receive_until(lambda: bool(client.tokens))
     reports_for(coordinator, 0.1)
     received = reports_for(coordinator, 1.0)
     assert len(received) > 1 / engine.config.cluster.heartbeat_s + 1
@@ -406,13 +407,13 @@ def test_a_busy_engine_reports_on_its_deadline_and_not_on_every_step(engine, coo
 
 
 def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
-    """The whole way: engine, coordinator, watcher. Requests arrive without a pause."""
+    """The whole path: engine, coordinator, subscriber. Requests arrive without a pause."""
     service = CoordinatorService(_config().cluster)
     engine = Engine(service.keys, service.address)
     watcher = Outlet(service.address, ClusterView, service.keys)
     quiet = threading.Event()
 
-    def talk() -> None:
+    def send_requests() -> None:
         client, index = engine.client(), 0
         while not quiet.is_set():
             client.send(request(f"r{index}", [1, index % 7], max_tokens=3))
@@ -421,14 +422,14 @@ def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
             time.sleep(0.0005)
 
     service.join([engine.server.member], SOON_S)
-    thread = threading.Thread(target=talk)
+    thread = threading.Thread(target=send_requests)
     thread.start()
     try:
         steps_seen = [0]
         deadline = time.monotonic() + SOON_S
         while len(steps_seen) <= 20:
             assert time.monotonic() < deadline, f"reports stopped: {steps_seen}"
-            watcher.send(Subscribe(0))  # who is silent for some heartbeats is forgotten
+            watcher.send(Subscribe(0))  # a client that is silent for some heartbeats is dropped
             view = watcher.receive(0.1)
             steps = max((report.steps for report in view.reports), default=0) if view else 0
             if steps > steps_seen[-1]:
@@ -442,7 +443,7 @@ def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
 
 
 def test_a_reporter_keeps_its_deadline() -> None:
-    """The same by a scripted clock."""
+    """The same on a scripted clock."""
     reporter = LoadReporter(_config(load_report_s=0.0625, heartbeat_s=1.0).cluster)
     times = []
     for tick in range(64 * 4):  # four seconds; changes in every tick of the second and third
@@ -458,6 +459,17 @@ def test_a_reporter_keeps_its_deadline() -> None:
     assert reporter.wait_s(3.5) == 0.5
 
 
+def test_a_coordinator_of_many_engines_requests_fewer_reports() -> None:
+    reporter = LoadReporter(_config(load_report_s=0.0625, heartbeat_s=1.0).cluster)
+    reporter.reported(0.0)
+    reporter.changed()
+    assert reporter.wait_s(0.0) == 0.0625
+    reporter.load_report_s = 0.25
+    assert reporter.wait_s(0.0) == 0.25
+    reporter.load_report_s = 9.0
+    assert reporter.wait_s(0.0) == 1.0, "a heartbeat is not delayed"
+
+
 # -------------------------------------------------------------------------------- ends
 
 
@@ -468,7 +480,7 @@ def test_stop_ends_the_loop_and_closes_everything(keys, coordinator, busy) -> No
     client = engine.client()
     if busy:
         client.send(request("long", [1], max_tokens=LONG))
-        client.hear_until(lambda: bool(client.tokens))
+        client.receive_until(lambda: bool(client.tokens))
     engine.close()
     assert engine.failure is None and engine.executor.ended
     check_closed(before)
@@ -487,8 +499,8 @@ def test_a_failure_of_the_executor_is_raised_and_closes_everything(keys, coordin
 
 @pytest.mark.parametrize("first", [True, False])
 def test_requests_in_a_step_are_announced_before_it(keys, coordinator, first) -> None:
-    """The step that ends the engine too, be it the first: who asked knows then who was in it, and
-    who waited."""
+    """Also the step in which the engine dies, even the first one: clients know which requests were
+    in it, and which waited."""
     engine = Engine(keys, coordinator.address)
     client = engine.client()
     try:
@@ -496,9 +508,9 @@ def test_requests_in_a_step_are_announced_before_it(keys, coordinator, first) ->
         for i in range(12):
             client.send(request(f"r{i}", [1], max_tokens=LONG))
         if not first:
-            client.hear_until(lambda: len(client.started) == 8)
+            client.receive_until(lambda: len(client.started) == 8)
             client.send(AbortRequests(client.started[:3]))
-            client.hear_until(lambda: len(client.started) == 11)
+            client.receive_until(lambda: len(client.started) == 11)
             engine.executor.fails = True
         engine.thread.join(SOON_S)
         assert isinstance(engine.failure, ExecutorError)

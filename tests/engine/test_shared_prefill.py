@@ -1,4 +1,4 @@
-"""What requests have in common is computed once, also when they arrive together."""
+"""A common prefix of requests is computed once, also when they arrive together."""
 
 from __future__ import annotations
 
@@ -155,10 +155,10 @@ families = st.builds(
     aborts=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 24)), max_size=4),
     losses=st.sets(st.integers(0, 30), max_size=2),
 )
-def test_whoever_follows_gets_there(
+def test_every_request_that_waits_for_a_prefix_finishes(
     arrivals, num_blocks, budget, chunk, depth, max_rows, policy, aborts, losses
 ):
-    """Every request ends, rightly, whatever becomes of the one that it followed."""
+    """Every request gets the right tokens, whatever becomes of its prefix leader."""
     core = make_core(
         num_blocks=num_blocks,
         max_model_len=38,
@@ -197,14 +197,14 @@ def test_whoever_follows_gets_there(
         assert name in aborted or len(tokens) == one.max_tokens
 
 
-# ---------------------------------------------------------------- who waits, and who does not
+# ---------------------------------------------------------------- which requests wait
 
 
 def rows(core: EngineCore, step: int = -1) -> list[int]:
     return core.executor.plans[step].num_tokens
 
 
-def test_whoever_shares_nothing_starts_beside_the_one_that_is_followed():
+def test_a_request_without_a_common_prefix_starts_beside_the_leader():
     core = make_core(steps_in_flight=1, max_model_len=64)
     add(core, siblings(3, [1] * 20))
     add(core, [request("other", [2] * 9), request("short", [1] * 3)])
@@ -227,8 +227,8 @@ def test_a_follower_keeps_its_claim_on_a_slot():
 
 @pytest.mark.parametrize(("late_tokens", "expected_rows"), [(12, [8, 8]), (16, [8])])
 def test_a_follower_keeps_its_claim_on_blocks(late_tokens, expected_rows):
-    """On those behind the common ones. Of 11 blocks first holds 5 and may want 1 more, long will
-    need 2 of its own: 3 are left."""
+    """On the blocks behind the common ones. Of 11 blocks first holds 5 and may want 1 more, long
+    will need 2 of its own: 3 are left."""
     core = make_core(num_blocks=11, max_model_len=44, steps_in_flight=1, max_chunk_tokens=8)
     first, long = request("first", [1] * 20), request("long", [1] * 20 + [2] * 8)
     add(core, [first, long, request("late", [3] * late_tokens)])
@@ -239,7 +239,7 @@ def test_a_follower_keeps_its_claim_on_blocks(late_tokens, expected_rows):
     assert rows(core) == ([4, 8] if expected_rows == [8, 8] else [8, 8])
 
 
-def test_nobody_waits_for_one_that_goes_after_it():
+def test_no_request_waits_for_one_that_is_scheduled_later():
     core = make_core(policy="priority", max_chunk_tokens=4, steps_in_flight=1)
     add(core, [request("low", [1] * 24, priority=5)])
     core.step()
@@ -253,14 +253,14 @@ def test_nobody_waits_for_one_that_goes_after_it():
 @pytest.mark.parametrize(
     ("caching", "skip"), [(False, False), (True, True)], ids=["cache off", "cache skipped"]
 )
-def test_without_the_prefix_cache_nobody_waits(caching, skip):
+def test_without_the_prefix_cache_no_request_waits(caching, skip):
     core = make_core(steps_in_flight=1, prefix_caching=caching)
     add(core, siblings(3, [1] * 20, skip_prefix_cache=skip))
     core.step()
     assert rows(core) == [20, 20, 20]
 
 
-def test_other_tenants_share_nothing():
+def test_requests_with_different_salts_share_nothing():
     core = make_core(steps_in_flight=1)
     add(core, [request(f"r{i}", [1] * 20, cache_salt=salt) for i, salt in enumerate("aab")])
     core.step()
@@ -268,7 +268,7 @@ def test_other_tenants_share_nothing():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_follower_takes_over_what_an_aborted_one_had(steps):
+def test_a_follower_takes_over_the_blocks_of_an_aborted_leader(steps):
     core = make_core(steps_in_flight=1, max_chunk_tokens=8)
     add(core, siblings(3, [1] * 40, 4))
     for _ in range(steps):
@@ -281,8 +281,8 @@ def test_a_follower_takes_over_what_an_aborted_one_had(steps):
     core.check_idle()
 
 
-def test_a_follower_goes_on_when_the_other_is_preempted():
-    """r0 decodes and takes the blocks of lead, which takes its promise back."""
+def test_a_follower_continues_when_its_leader_is_preempted():
+    """r0 decodes and takes the blocks of lead, so lead no longer computes the prefix."""
     core = make_core(num_blocks=12, max_model_len=48, steps_in_flight=1, max_chunk_tokens=2)
     wanted = [
         request("r0", [2] * 12, 20),
@@ -299,7 +299,7 @@ def test_a_follower_goes_on_when_the_other_is_preempted():
 
 
 def test_waiting_costs_one_lookup_a_step(monkeypatch):
-    """A prefix is searched when something came of it, not at every step."""
+    """The prefix is looked up when its leader has made progress, not at every step."""
     core = make_core(num_blocks=64, max_model_len=200, max_chunk_tokens=1, steps_in_flight=1)
     searches = []
     find = core.scheduler.kv.pool.get_cached_blocks

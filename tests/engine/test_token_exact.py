@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def truth(folder):
-    """What transformers answers, one prompt at a time."""
+    """The answers of transformers, one prompt at a time."""
 
     @cache
     def answers(family: str) -> list[list[int]]:

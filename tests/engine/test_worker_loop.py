@@ -1,4 +1,4 @@
-"""A worker without tensors at the two channels of an engine that is played by the test."""
+"""A worker without tensors, at the two channels of an engine whose part the test plays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StubOutput(AsyncModelRunnerOutput):
 
 
 class StubWorker:
-    """Steps do what the test says, by their number."""
+    """Runs a function of the test for each step, by its number."""
 
     def __init__(self) -> None:
         self.progress_counter = 0
@@ -64,7 +64,7 @@ class StubWorker:
         self.aborts.put(generation)
 
     def wait_for_abort(self) -> None:
-        """As a collective does whose peers have gone."""
+        """Like a collective whose peers have left."""
         self.aborts.get(timeout=LONG_S)
         raise GroupError("a peer has gone")
 
@@ -91,7 +91,7 @@ class Engine:
     def receive(self) -> WorkerMessage:
         deadline = time.monotonic() + LONG_S
         while not self.said:
-            assert time.monotonic() < deadline, "the worker says nothing"
+            assert time.monotonic() < deadline, "the worker sent nothing"
             for peer, message in self.inbox.receive(0.1):
                 self.peer = peer
                 self.said.append(message)
@@ -129,13 +129,13 @@ def plan(step: int) -> SchedulerOutput:
     return SchedulerOutput(step)
 
 
-def test_results_come_in_order_and_every_plan_is_started(engine):
+def test_results_are_in_order_and_every_plan_is_started(engine):
     engine.send(*(plan(step) for step in range(1, 9)))
     assert [engine.receive() for _ in range(8)] == [ModelRunnerOutput(step) for step in range(1, 9)]
 
 
-@pytest.mark.parametrize("error", [GroupError("a peer has gone"), IndexError("slot 99")])
-def test_after_a_failure_nothing_is_computed_until_the_groups_stand_again(engine, error):
+@pytest.mark.parametrize("error", [GroupError("a peer has gone", [2]), IndexError("slot 99")])
+def test_after_a_failure_nothing_is_computed_until_the_groups_are_formed_again(engine, error):
     def fail() -> None:
         raise error
 
@@ -146,15 +146,16 @@ def test_after_a_failure_nothing_is_computed_until_the_groups_stand_again(engine
     assert engine.receive() == ModelRunnerOutput(1)
     engine.send(plan(2), plan(3), plan(4))
     text, group = f"{type(error).__name__}: {error}", isinstance(error, GroupError)
-    assert engine.receive() == WorkerFailure(2, RANK, text, group, generation=4)
-    assert engine.worker.aborts.get(timeout=LONG_S) is None, "it leaves its groups itself"
+    absent = [2] if group else []
+    assert engine.receive() == WorkerFailure(2, RANK, text, group, 4, absent)
+    assert engine.worker.aborts.get(timeout=LONG_S) is None, "it left its groups by itself"
     engine.send(Regroup(GroupPlan(generation=5)), plan(5))
     assert [engine.receive(), engine.receive()] == [Regrouped(RANK, 5), ModelRunnerOutput(5)]
     assert engine.worker.executed == [1, 2, 5]
 
 
-def test_results_that_are_due_when_groups_change_are_never_told(engine):
-    """They would be taken for results of the steps that come after."""
+def test_results_of_the_old_groups_are_never_sent(engine):
+    """They would be taken for results of later steps."""
     engine.worker.steps[1] = lambda: until(lambda: sent)
     sent: list[bool] = []
     engine.send(plan(1), Regroup(GroupPlan(generation=1)), plan(2))
@@ -165,7 +166,7 @@ def test_results_that_are_due_when_groups_change_are_never_told(engine):
     assert received[-2:] == [Regrouped(RANK, 1), ModelRunnerOutput(2)]
 
 
-def test_an_abort_ends_a_step_and_older_ones_are_nothing(engine):
+def test_an_abort_ends_a_step_and_older_aborts_have_no_effect(engine):
     engine.send(Regroup(GroupPlan(generation=2)))
     engine.receive()
     engine.worker.steps[1] = engine.worker.wait_for_abort
@@ -198,7 +199,7 @@ def test_an_abort_that_comes_before_the_groups_are_formed_is_not_missed(engine):
         """Failures of generation 1."""
 
 
-def test_heartbeats_go_on_while_a_step_computes_and_their_end_is_noticed(engine):
+def test_heartbeats_continue_while_a_step_computes_and_their_end_is_detected(engine):
     begun, done = threading.Event(), threading.Event()
 
     def compute() -> None:

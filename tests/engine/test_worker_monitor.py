@@ -1,4 +1,4 @@
-"""Which workers have stopped: a timetable in, ranks out."""
+"""Which workers have stopped: heartbeat times in, ranks out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def stops_found(
     sleeps: tuple[float, float] = (1e9, 1e9),
     ranks: int = 3,
 ) -> dict[float, set[int]]:
-    """Ranks that are found, by time. `silent`: rank -> its last heartbeat. Progress counters grow
-    by two a second, that of rank 2 by one, until `stuck_from_s`. The monitor's process is stopped
-    from .. to `sleeps`."""
+    """The ranks that the monitor finds, by time. `silent`: rank -> its last heartbeat. Progress
+    counters grow by two a second, that of rank 2 by one, until `stuck_from_s`. The monitor's
+    process is stopped from .. to `sleeps`."""
     monitor, found, now = WorkerMonitor(LIMIT_S), {}, 0.0
     while now <= until_s:
         if not sleeps[0] <= now < sleeps[1]:
@@ -40,7 +40,7 @@ def test_no_worker_with_heartbeats_is_found():
     assert stops_found(100.0, stuck_from_s=3.0) == {}, "idle workers compute nothing"
 
 
-def test_silence_is_noticed_after_the_limit_and_in_one_check():
+def test_silence_is_detected_after_the_limit_and_in_one_check():
     found = stops_found(20.0, silent={0: 3.0, 2: 3.0}, step_from_s=1.0)
     first = 3.0 + LIMIT_S + CHECK_S
     assert min(found) == first

@@ -1,4 +1,5 @@
-"""`python -m tests.faults`: every fault in every moment, or a row of random faults.
+"""`python -m tests.faults`: every fault in every moment, or a row of random faults; with `--hosts`
+over several hosts, their links among the faults.
 
 Exit code 1 if an answer failed or is wrong, or the cluster did not recover.
 """
@@ -6,19 +7,28 @@ Exit code 1 if an answer failed or is wrong, or the cluster did not recover.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tests.faults import fault_types, moments
+from tests.faults import hosts as hosts_module
 from tests.faults.fault_types import FAULTS, Fault
+from tests.faults.host_cluster import HostCluster
+from tests.faults.host_faults import HOST_FAULTS
+from tests.faults.hosts import Hosts, HostsFailed
 from tests.faults.leaks import cycles
 from tests.faults.load import DECODE, ReferenceFailed
 from tests.faults.moments import MOMENTS, Moment
-from tests.faults.process import ClusterFailed
+from tests.faults.process import Cluster, ClusterFailed
 from tests.faults.report import Result, show, write_json, write_markdown
 from tests.faults.trial import Cell, Setup, Trial, print_cell
 
@@ -38,6 +48,23 @@ SETUPS = {
         waves=True,
     ),
 }
+_TWO_HOSTS = ["parallel.data=2", "cluster.cpus_per_worker=2", "cluster.stall_timeout_s=3"]
+HOST_SETUPS = {
+    "dense-hosts": Setup("dense-hosts", SETUPS["dense"].config, _TWO_HOSTS, full=True),
+    "expert-hosts": Setup(
+        "expert-hosts",
+        SETUPS["expert"].config,
+        ["parallel.expert=true", *_TWO_HOSTS],
+        waves=True,
+        full=True,
+    ),
+}
+"""An engine on each of two hosts; a third one is the head, and has no engine."""
+_HOST_COLUMNS = ("idle", "decode", "rescale-prepare")
+_ALL_FAULTS = {**FAULTS, **HOST_FAULTS}
+_ALL_SETUPS = {**SETUPS, **HOST_SETUPS}
+_STORM_LEAVES_OUT = ("nothing", "-head")
+"""The command `swell serve` ends with the head, and so does the storm."""
 
 
 def cells(
@@ -46,7 +73,7 @@ def cells(
     """The cells that exist: sizes change one at a time, and dense engines have no waves."""
     for fault in rows:
         for moment in columns:
-            if not (fault.rescales and moment.grows) and (waves or not moment.waves):
+            if not (fault.adds and moment.grows) and (waves or not moment.waves):
                 yield fault, moment
 
 
@@ -57,27 +84,31 @@ def run_matrix(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
 
 def run_soak(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
     """One row of random faults, each at full capacity."""
-    yield trial.row(f"soak of {args.soak}", random_faults(args.rows, args.soak, args.seed), DECODE)
+    yield trial.row(f"soak of {args.soak}", _chosen(trial, args, args.soak), DECODE)
 
 
 def run_storm(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
-    """The same, one every two seconds."""
-    yield trial.storm(
-        f"storm of {args.storm}", random_faults(args.rows, args.storm, args.seed), DECODE
-    )
+    """The same, one every so many seconds."""
+    faults = _chosen(trial, args, args.storm)
+    yield trial.storm(f"storm of {args.storm}", faults, DECODE, args.every)
 
 
-def random_faults(known: Sequence[Fault], count: int, seed: int) -> list[Fault]:
-    """Random faults. The size goes up and down by one, so that it stays near the first."""
+def _chosen(trial: Trial, args: argparse.Namespace, count: int) -> list[Fault]:
+    return random_faults(args.rows, count, args.seed, most=0 if trial.setup.full else 1)
+
+
+def random_faults(known: Sequence[Fault], count: int, seed: int, most: int = 1) -> list[Fault]:
+    """Random faults: half of them of hosts, if there are such. The size goes up and down by one, so
+    that it stays near the first; `most`: by how many engines it may be larger."""
     rng = random.Random(seed)
+    kinds = [[fault for fault in known if fault.hits_host == host] for host in (False, True)]
+    kinds = [kind for kind in kinds if kind]
     chosen: list[Fault] = []
     size = 0
-    change = {"scale-up": 1, "scale-down": -1, "drain": -1}
     while len(chosen) < count:
-        fault = rng.choice(known)
-        step = change.get(fault.name, 0)
-        if abs(size + step) <= 1:
-            size += step
+        fault = rng.choice(rng.choice(kinds))
+        if -1 <= size + fault.adds <= most:
+            size += fault.adds
             chosen.append(fault)
     return chosen
 
@@ -98,16 +129,22 @@ def run_cycles(setups: Sequence[Setup], count: int, streams: int) -> int:
     return 0
 
 
-def attempt(setup: Setup, args: argparse.Namespace) -> Result:
-    """All cells of one set-up; each is printed when it ends."""
+def attempt(
+    setup: Setup,
+    args: argparse.Namespace,
+    start: Callable[..., Cluster] = Cluster,
+    save: Callable[[Result], None] = lambda _result: None,
+) -> Result:
+    """All cells of one set-up; each is printed and saved with those before it when it ends."""
     done: list[Cell] = []
     troubles: list[str] = []
     run = run_soak if args.soak else run_storm if args.storm else run_matrix
-    trial = Trial(setup, args.streams, args.seed)
+    trial = Trial(setup, args.streams, args.seed, start)
     try:
         for cell in run(trial, args):
             print_cell(cell)
             done.append(cell)
+            save(Result(setup.name, setup.settings, done))
     except (ClusterFailed, ReferenceFailed) as error:
         troubles.append(str(error))
     finally:
@@ -127,16 +164,27 @@ def _end(trial: Trial) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    setups = args.setups
-    if args.config:
-        setups = [Setup("custom", args.config, [], waves=True)]
-    setups = [Setup(s.name, s.config, [*s.settings, *args.set], s.waves) for s in setups]
+    _choose(args)
     if args.cycles:
-        return run_cycles(setups, args.cycles, args.streams)
-    results = []
-    for setup in setups:
-        results.append(attempt(setup, args))
-        show(results[-1])
+        return run_cycles(args.setups, args.cycles, args.streams)
+    results: list[Result] = []
+
+    def save(result: Result) -> None:
+        if args.json:
+            write_json(args.json, [*results, result])
+
+    with contextlib.ExitStack() as stack:
+        start: Callable[..., Cluster] = Cluster
+        if args.hosts:
+            try:
+                hosts = stack.enter_context(_hosts())
+            except HostsFailed as error:
+                print(error, file=sys.stderr)
+                return 1
+            start = partial(HostCluster, hosts)
+        for setup in args.setups:
+            results.append(attempt(setup, args, start, save))
+            show(results[-1])
     if args.json:
         write_json(args.json, results)
     if args.markdown:
@@ -144,17 +192,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(result.good for result in results) else 1
 
 
+def _choose(args: argparse.Namespace) -> None:
+    """What was not said: everything that fits."""
+    faults = {**HOST_FAULTS} if args.hosts else FAULTS
+    if args.hosts and args.storm:
+        faults = {
+            name: fault
+            for name, fault in _ALL_FAULTS.items()
+            if not name.endswith(_STORM_LEAVES_OUT)
+        }
+    columns = _HOST_COLUMNS if args.hosts else MOMENTS
+    setups = list((HOST_SETUPS if args.hosts else SETUPS).values())
+    if args.config:
+        setups = [Setup("custom", args.config, [], waves=True)]
+    args.rows = args.rows or list(faults.values())
+    args.columns = args.columns or [MOMENTS[name] for name in columns]
+    args.setups = [
+        msgspec.structs.replace(setup, settings=[*setup.settings, *args.set])
+        for setup in args.setups or setups
+    ]
+
+
+def _hosts() -> Hosts:
+    """A head without engines, and two hosts with room for one each. Raises HostsFailed."""
+    if reason := hosts_module.refusal():
+        raise HostsFailed(reason)
+    return Hosts(3, cpus=2, head_cpus=0, redis=shutil.which("redis-server"))
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     add = made.add_argument
-    add("--rows", type=_several(fault_types.named), default=list(FAULTS.values()), metavar="A,B")
-    add("--columns", type=_several(moments.named), default=list(MOMENTS.values()), metavar="A,B")
-    add("--setups", type=_several(_setup), default=list(SETUPS.values()), metavar="A,B")
+    rows = partial(fault_types.find, known=_ALL_FAULTS)
+    add("--hosts", action="store_true", help="over two hosts with engines, and a head")
+    add("--rows", type=_several(rows), metavar="A,B")
+    add("--columns", type=_several(moments.named), metavar="A,B")
+    add("--setups", type=_several(_setup), metavar="A,B")
     add("--config", help="another cluster: what `swell serve` takes, with --set")
     add("--set", action="append", default=[], metavar="section.key=value")
     add("--streams", type=int, default=32, help="requests in flight (default: 32)")
     add("--soak", type=int, default=0, metavar="N", help="N random faults of --rows in a row")
     add("--storm", type=int, default=0, metavar="N", help="the same, one every two seconds")
+    add("--every", type=float, default=2.0, metavar="S", help="seconds between faults of a storm")
     add("--cycles", type=int, default=0, metavar="N", help="1 -> 3 -> 1 engines, and what is left")
     add("--seed", type=int, default=0, help="of requests, victims and the soak")
     add("--json", metavar="FILE")
@@ -173,9 +252,9 @@ def _several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def _setup(name: str) -> Setup:
-    if name not in SETUPS:
-        raise ValueError(f"no set-up {name!r}; the set-ups are: {', '.join(SETUPS)}")
-    return SETUPS[name]
+    if name not in _ALL_SETUPS:
+        raise ValueError(f"no set-up {name!r}; the set-ups are: {', '.join(_ALL_SETUPS)}")
+    return _ALL_SETUPS[name]
 
 
 if __name__ == "__main__":

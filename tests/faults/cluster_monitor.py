@@ -33,25 +33,30 @@ class AlreadyPassed(NotReached):
 
 
 class ClusterMonitor:
-    """Polls one cluster."""
+    """Polls one cluster, at the address of an ingress that answers."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._client = Client(cluster.url, timeout_s=_GET_S)
+        self._clients = [Client(url, timeout_s=_GET_S) for url in cluster.urls]
+        """The one that answered last is the first."""
         self._counts = {part: len(cluster.named(part)) for part in _TITLES}
         """Processes of each title in the healthy cluster."""
 
     async def get_state(self) -> ClusterState | None:
         """`GET /admin/cluster`; None without an answer."""
-        try:
-            return await self._client.get("/admin/cluster", ClusterState)
-        except ServerError:
-            return None
+        for client in list(self._clients):
+            try:
+                state = await client.get("/admin/cluster", ClusterState)
+            except ServerError:
+                continue
+            self._clients.sort(key=lambda other: other is not client)
+            return state
+        return None
 
     async def counter(self, name: str) -> float:
         """A metric, summed over its labels; 0 if it is not reported."""
         try:
-            async with self._client.open("GET", "/metrics") as response:
+            async with self._clients[0].open("GET", "/metrics") as response:
                 lines = (await response.read()).decode().splitlines()
         except ServerError:
             return 0.0
@@ -60,8 +65,9 @@ class ClusterMonitor:
 
     async def post(self, path: str, body: dict[str, object]) -> None:
         """LoadRequest for a change. Raises NotReached if it is refused."""
+        url = self._clients[0].url
         try:
-            await Client(self.cluster.url, timeout_s=_POST_S).post(path, body, Accepted)
+            await Client(url, timeout_s=_POST_S).post(path, body, Accepted)
         except ServerError as error:
             raise NotReached(f"{path} {body}: {error}") from None
 
@@ -104,10 +110,11 @@ class ClusterMonitor:
         return await self._not_ready()
 
     async def _not_ready(self) -> str | None:
-        try:
-            await self._client.get("/ready", Readiness)
-        except ServerError as error:
-            return f"/ready: {error}"
+        for client in self._clients:
+            try:
+                await client.get("/ready", Readiness)
+            except ServerError as error:
+                return f"{client.url}/ready: {error}"
         return None
 
 

@@ -10,7 +10,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from tests.faults.cluster_monitor import CONTROLLER, INGRESS, MANAGER, ClusterMo
 
 _SLOW_S = 1.0
 """Less than any sensible `cluster.stall_timeout_s`: no process may be replaced for it."""
+
+Prepare = Callable[[ClusterMonitor], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class FaultEffect:
     """Processes that must be gone, and have successors."""
     expects_no_restart: bool = False
     """No process may be replaced."""
+    unreached: frozenset[str] = frozenset()
+    """Addresses of ingresses that no client reaches meanwhile."""
+    lasts_s: float = 0.0
+    undo: Callable[[], Awaitable[None]] | None = None
+    """Ends it after `lasts_s`."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +47,15 @@ class Fault:
 
     name: str
     act: Callable[[ClusterMonitor, ClusterState, random.Random], Coroutine[Any, Any, FaultEffect]]
-    rescales: bool = False
-    """It changes the size itself, so it cannot come while the size changes."""
+    adds: int = 0
+    """Engines; one that adds or removes some cannot come while the size changes."""
     cuts_connections: bool = False
     """Connections of the process end with it, and so do their answers."""
+    hits_host: bool = False
+    prepare: Prepare | None = None
+    """Brings the cluster to where the fault finds its victim."""
+    instead: Fault | None = None
+    """What a storm causes where this fault has no victim."""
 
 
 # ---------------------------------------------------------------- victims
@@ -125,15 +137,15 @@ def _signal(action: str, *kinds: str) -> Fault:
     )
 
 
-def scale(name: str, size: Callable[[int], int]) -> Fault:
+def scale(name: str, adds: int) -> Fault:
     """A change of size; leaving engines hand over their requests at once."""
 
     async def act(monitor: ClusterMonitor, state: ClusterState, _rng: random.Random) -> FaultEffect:
-        engines = max(1, size(state.target))
+        engines = max(1, state.target + adds)
         await monitor.post("/admin/scale", {"engines": engines, "drain_timeout_s": 0})
         return FaultEffect(f"scale {state.target} to {engines}", frozenset({engines}))
 
-    return Fault(name, act, rescales=True)
+    return Fault(name, act, adds=adds)
 
 
 async def _drain(monitor: ClusterMonitor, state: ClusterState, rng: random.Random) -> FaultEffect:
@@ -181,9 +193,9 @@ _TABLE = (
     # Ray restarts a controller that died; a stopped one is a fault of Ray's own.
     _signal("kill", "controller"),
     *(_signal("kill", *kinds) for kinds in _TOGETHER),
-    scale("scale-up", lambda engines: engines + 1),
-    scale("scale-down", lambda engines: engines - 1),
-    Fault("drain", _drain, rescales=True),
+    scale("scale-up", 1),
+    scale("scale-down", -1),
+    Fault("drain", _drain, adds=-1),
 )
 
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in _TABLE}
@@ -192,6 +204,11 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in _TABLE}
 
 def named(name: str) -> Fault:
     """Raises ValueError with the known names."""
-    if name not in FAULTS:
-        raise ValueError(f"no fault {name!r}; the faults are: {', '.join(FAULTS)}")
-    return FAULTS[name]
+    return find(name, FAULTS)
+
+
+def find(name: str, known: Mapping[str, Fault]) -> Fault:
+    """Raises ValueError with the known names."""
+    if name not in known:
+        raise ValueError(f"no fault {name!r}; the faults are: {', '.join(known)}")
+    return known[name]

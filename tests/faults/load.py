@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,9 +23,18 @@ import msgspec
 _ANSWER_S = 120.0
 """An answer that takes longer has failed; a replacement takes a fraction of it."""
 _CONNECT_S = 10.0
+"""To one of all addresses."""
 _CUT = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """The connection was there and ended. So did one that is reset while the client still waits for its
 confirmation: the kernel of the dead process had accepted it."""
+_KEEP_ALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
+]
+"""A reader sends nothing: else it would wait without end for a host that was lost."""
+_EXAMPLES = 12
 _REFERENCE_STREAMS = 8
 """Requests that run at once while the oracle is made."""
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "kitten", "moon")
@@ -83,6 +94,8 @@ class Answer:
 
     request_index: int
     began_s: float
+    """When it was sent to the address that took it."""
+    url: str = ""
     text: str = ""
     finish_reason: str | None = None
     usage: tuple[int, int] | None = None
@@ -94,12 +107,21 @@ class Answer:
     error: str | None = None
     cut: bool = False
     """The connection ended; else `error` is the server's error, or that no answer came."""
+    refused: bool = False
+    """There was no connection, and so no server knows of the request."""
 
     @property
     def pause_s(self) -> float:
         """The longest wait of its reader, from the request on. A whole answer has none."""
         times = [self.began_s, *self.chunks_s, self.ended_s] if self.chunks_s else []
         return max((later - time_s for time_s, later in itertools.pairwise(times)), default=0.0)
+
+    def next_chunk_s(self, since_s: float, after_s: float) -> float | None:
+        """From `since_s`, or from the request if it came later, to the first chunk later than
+        `after_s`; None: there was none."""
+        begin_s = max(since_s, self.began_s)
+        later = (chunk for chunk in self.chunks_s if chunk > after_s)
+        return next((chunk - begin_s for chunk in later), None)
 
 
 # ---------------------------------------------------------------- one request
@@ -141,6 +163,8 @@ async def send_request(
     answer: Answer, client: httpx.AsyncClient, url: str, request: LoadRequest
 ) -> None:
     """Send one request and keep everything that comes; a failure is kept too, never raised."""
+    answer.url, answer.began_s = url, time.monotonic()
+    answer.error, answer.refused = None, False
     try:
         async with (
             asyncio.timeout(_ANSWER_S),
@@ -154,12 +178,14 @@ async def send_request(
                 await _read_events(answer, response)
             else:
                 _take(answer, await response.aread())
-    except (TimeoutError, httpx.TimeoutException):
+    except (TimeoutError, httpx.TimeoutException) as error:
         answer.error = f"no end after {time.monotonic() - answer.began_s:.0f} s"
+        answer.refused = isinstance(error, httpx.ConnectTimeout)
     except (httpx.TransportError, msgspec.MsgspecError, _Refused) as error:
         os_error = _find_os_error(error)
         answer.error = f"{type(error).__name__}: {error}" + (f" ({os_error})" if os_error else "")
         answer.cut = isinstance(error, _CUT) or isinstance(os_error, ConnectionResetError)
+        answer.refused = isinstance(error, httpx.ConnectError) and not answer.cut
     answer.ended_s = time.monotonic()
 
 
@@ -201,7 +227,8 @@ class Load:
     """`streams` requests in flight over `urls`, each followed by the next.
 
     Every request has a connection of its own, so ingresses that share a port share them, and one
-    that ends takes with it only what it was answering.
+    that ends takes with it only what it was answering. An address that takes no connection is
+    passed over.
     """
 
     def __init__(self, urls: Sequence[str], requests: Sequence[LoadRequest], streams: int) -> None:
@@ -244,10 +271,13 @@ class Load:
 
     async def _run_stream(self, index: int, rounds: int | None) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        timeouts = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
+        timeouts = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S / len(self._urls))
         # Our servers speak plain HTTP; reading certificates would cost every stream some CPU.
+        transport = httpx.AsyncHTTPTransport(
+            limits=limits, verify=False, socket_options=_KEEP_ALIVE
+        )
         async with httpx.AsyncClient(
-            limits=limits, timeout=timeouts, trust_env=False, verify=False
+            transport=transport, timeout=timeouts, trust_env=False
         ) as client:
             for _round in itertools.count() if rounds is None else range(rounds):
                 if self._stopping:
@@ -255,9 +285,21 @@ class Load:
                 number = next(self._numbers)
                 answer = Answer(number % len(self._requests), time.monotonic())
                 self.open[index] = answer
-                url = self._urls[number % len(self._urls)]
-                await send_request(answer, client, url, self._requests[answer.request_index])
+                await self._send(answer, client, number)
                 self.answers.append(self.open.pop(index))
+
+    async def _send(self, answer: Answer, client: httpx.AsyncClient, number: int) -> None:
+        """To one address after the other, as a load balancer does, until one takes it."""
+        for turn in range(len(self._urls)):
+            url = self._urls[(number + turn) % len(self._urls)]
+            await send_request(answer, client, url, self._requests[answer.request_index])
+            if not answer.refused:
+                return
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The smallest value that `share` of all do not exceed; None of none."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
 class ReferenceFailed(RuntimeError):
@@ -301,7 +343,12 @@ def compare(expected: Sequence[Answer], answers: Sequence[Answer]) -> LoadResult
     ]
     cut = [answer for answer in answers if answer.cut]
     failed = [answer for answer in answers if answer.error and not answer.cut]
-    lines = [f"request {answer.request_index}: {answer.error}" for answer in (*failed, *cut)]
+    origin_s = min((answer.began_s for answer in answers), default=0.0)
+    lines = [
+        f"request {answer.request_index} to {answer.url} (engines {answer.engines}), "
+        f"{answer.began_s - origin_s:.1f} to {answer.ended_s - origin_s:.1f} s: {answer.error}"
+        for answer in (*failed, *cut)
+    ]
     return LoadResult(
         answers=len(answers),
         failed=len(failed),
@@ -309,7 +356,7 @@ def compare(expected: Sequence[Answer], answers: Sequence[Answer]) -> LoadResult
         wrong=len(wrong),
         pause_s=max((answer.pause_s for answer in answers), default=0.0),
         moved=sum("," in answer.engines for answer in answers),
-        examples=(wrong[:3] + lines[:3]),
+        examples=(wrong[:_EXAMPLES] + lines[:_EXAMPLES]),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -11,19 +12,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 
-START_S = 150
+from tests import reaper
+
+START_S = 280
 _STOP_S = 60
 _VANISH_S = 20
 """Ray's processes may end a little after the one that started them."""
 _IDLE_S = 30
 _LISTEN = "0A"
 """The state of a listening socket in `/proc/net/tcp`."""
+_SWELL = (sys.executable, "-m", "swell.cluster")
 _RAY_FOLDER = re.compile(r"/tmp/swell-\w+")
 """The folder that `swell serve` gives to its own Ray."""
 
@@ -49,13 +53,22 @@ def enable_sigint() -> None:
 class Cluster:
     """`swell serve` until `stop`. Use as a context manager."""
 
-    def __init__(self, source: str | Path, *settings: str, command: str = "serve") -> None:
+    def __init__(
+        self,
+        source: str | Path,
+        *settings: str,
+        command: str = "serve",
+        prefix: Sequence[str] = (),
+        options: Sequence[str] = (),
+    ) -> None:
+        """`prefix`: words before the command; `options`: further ones after it."""
         self._marker = f"SWELL_TEST_CLUSTER={os.getpid()}-{time.monotonic_ns()}"
         name, _, value = self._marker.partition("=")
         self._before = leftovers()
+        reaper.start()
         sets = [part for setting in settings for part in ("--set", setting)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "swell.cluster", command, str(source), "--port", "0", *sets],
+            [*prefix, *_SWELL, command, str(source), "--port", "0", *options, *sets],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -128,8 +141,10 @@ class Cluster:
             if time.monotonic() > deadline:
                 raise ClusterFailed(f"processes left: {[title(pid)[:120] for pid in left]}")
             time.sleep(0.1)
-        if more := leftovers() - self._before:
-            raise ClusterFailed(f"left behind: {sorted(map(str, more))}")
+        while more := leftovers() - self._before:  # other tests share memory for a moment
+            if time.monotonic() > deadline:
+                raise ClusterFailed(f"left behind: {sorted(map(str, more))}")
+            time.sleep(0.1)
 
     def kill(self) -> None:
         """End every process at once, and remove Ray's folder, which they cannot any more."""
@@ -158,9 +173,18 @@ class Cluster:
         """Living processes of ours whose title holds `part`."""
         return [pid for pid in self.members() if part in title(pid)]
 
+    @property
+    def urls(self) -> list[str]:
+        """Where its ingresses answer: all of them share one address."""
+        return [self.url]
+
+    @property
+    def port(self) -> int:
+        return urlsplit(self.url).port or 80
+
     def listeners(self) -> int:
         """How many sockets listen at its port: one of each ingress."""
-        return listeners(urlsplit(self.url).port or 80)
+        return listeners(self.port)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -179,10 +203,12 @@ def alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def listeners(port: int) -> int:
-    """Sockets of this machine that listen at `port`; several may share it."""
-    tables = [table for name in ("tcp", "tcp6") if (table := Path("/proc/net", name)).exists()]
-    rows = [line.split() for table in tables for line in table.read_text().splitlines()]
+def listeners(port: int, process: int | str = "self") -> int:
+    """Sockets of the host of that process that listen at `port`; several may share it."""
+    rows = []
+    for table in (Path(f"/proc/{process}/net", name) for name in ("tcp", "tcp6")):
+        with contextlib.suppress(OSError):  # no such protocol, or the process is gone
+            rows += [line.split() for line in table.read_text().splitlines()]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN for row in rows)
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from swell.cluster.cli.console import print_table
 from tests import marked_page
-from tests.faults.trial import Cell
+from tests.faults.trial import Cell, seconds
 
 _HEAD = (
     "what",
@@ -20,6 +20,8 @@ _HEAD = (
     "wrong",
     "cut",
     "whole after",
+    "next token p50",
+    "p99",
     "longest pause",
     "",
 )
@@ -49,8 +51,10 @@ def rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
             str(cell.result.failed),
             str(cell.result.wrong),
             str(cell.result.cut),
-            "never" if cell.recover_s is None else f"{cell.recover_s:.1f} s",
-            f"{cell.result.pause_s:.1f} s",
+            seconds(cell.recover_s, "never"),
+            seconds(cell.next_p50_s),
+            seconds(cell.next_p99_s),
+            seconds(cell.result.pause_s),
             "ok" if cell.good else "FAILED",
         )
         for cell in cells

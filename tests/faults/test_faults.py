@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from tests.cluster.fake_server import FakeServer
 from tests.faults import __main__ as command
 from tests.faults import fault_types, load, moments, report
 from tests.faults.cluster_monitor import NotReached
-from tests.faults.fault_types import FaultEffect
+from tests.faults.fault_types import Fault, FaultEffect
 from tests.faults.load import DECODE, PREFILL, Answer, Load, compare, make_requests, reference
 from tests.faults.process import alive, listeners, title
 from tests.faults.report import Result
@@ -367,12 +368,14 @@ def test_a_soak_is_the_same_for_a_seed_and_stays_near_its_size() -> None:
     assert (
         faults == command.random_faults(known, 300, seed=1) != command.random_faults(known, 300, 2)
     )
+    assert sizes_of(faults) == {-1, 0, 1}
+    assert sizes_of(command.random_faults(known, 300, seed=1, most=0)) == {-1, 0}
+
+
+def sizes_of(faults: list[Fault]) -> set[int]:
+    """How many engines more than in the beginning there are after each."""
     change = {"scale-up": 1, "scale-down": -1, "drain": -1}
-    size, sizes = 0, set()
-    for fault in faults:
-        size += change.get(fault.name, 0)
-        sizes.add(size)
-    assert sizes == {-1, 0, 1}
+    return set(itertools.accumulate(change.get(fault.name, 0) for fault in faults))
 
 
 def test_cells_that_cannot_exist_are_left_out() -> None:
@@ -389,7 +392,7 @@ def test_cells_that_cannot_exist_are_left_out() -> None:
 
 def result(failed: int) -> Result:
     counts = load.LoadResult(answers=9, failed=failed, cut=0, wrong=0, pause_s=0.25, moved=1)
-    cell = Cell("kill-engine", "decode", ["kill"], 5, counts, 1.5, 3, [])
+    cell = Cell("kill-engine", "decode", ["kill"], 5, counts, 1.5, 0.2, 0.9, 3, [])
     return Result("dense", ["a.b=1"], [cell])
 
 
@@ -417,7 +420,7 @@ def test_results_are_good_or_not_and_read_back(tmp_path: Path) -> None:
 
 def test_the_page_of_this_repository_has_every_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
-    for name in command.SETUPS:
+    for name in (*command.SETUPS, *command.HOST_SETUPS):
         assert page.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[1]
 
 

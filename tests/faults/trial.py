@@ -13,7 +13,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ import msgspec
 from swell.cluster.api.admin.protocol import ClusterState, ModelList
 from swell.cluster.cli.http_client import Client
 from tests.faults.cluster_monitor import AlreadyPassed, ClusterMonitor, NotReached, pids
-from tests.faults.fault_types import Fault, FaultEffect
+from tests.faults.fault_types import Fault, FaultEffect, Prepare
 from tests.faults.load import (
     Answer,
     Load,
@@ -30,6 +30,7 @@ from tests.faults.load import (
     Shape,
     compare,
     make_requests,
+    percentile,
     reference,
 )
 from tests.faults.moments import Moment
@@ -41,6 +42,8 @@ _SETTLE_S = 3.0
 """Load after that: late effects show, and a false stall would have been reported."""
 _BETWEEN_S = 2.0
 """From full capacity to the next fault of a row; in a storm from fault to fault."""
+_UNDER_WAY_S = 0.1
+"""Tokens that were sent before a fault arrive until then."""
 _RESUBMITTED = "swell_resubmitted_requests_total"
 
 
@@ -51,6 +54,8 @@ class Setup(msgspec.Struct, frozen=True):
     config: str
     settings: list[str]
     waves: bool = False
+    full: bool = False
+    """There is no room for one engine more: what adds one begins with one less."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -65,6 +70,9 @@ class Cell(msgspec.Struct, frozen=True):
     result: LoadResult
     recover_s: float | None
     """From the fault to full capacity; of a row the longest; None if it was not reached."""
+    next_p50_s: float | None
+    """From a fault to the next chunk of every reader whose ingress is reached; None: no stream."""
+    next_p99_s: float | None
     resubmitted: int
     """By the counters of all ingresses; a coordinator that dies forgets those of past ones."""
     troubles: list[str]
@@ -77,8 +85,12 @@ class Cell(msgspec.Struct, frozen=True):
 class Trial:
     """A cluster that is started on use, and replaced after a fault that it did not survive."""
 
-    def __init__(self, setup: Setup, streams: int, seed: int) -> None:
+    def __init__(
+        self, setup: Setup, streams: int, seed: int, start: Callable[..., Cluster] = Cluster
+    ) -> None:
+        """`start` takes the configuration and the settings."""
         self.setup = setup
+        self._start = start
         self._streams = streams
         self._rng = random.Random(seed)
         self._seed = seed
@@ -107,14 +119,16 @@ class Trial:
         """Many faults under one load, each once the cluster is whole again."""
         return self._run(lambda monitor: self._row(monitor, name, faults, shape))
 
-    def storm(self, name: str, faults: Sequence[Fault], shape: Shape) -> Cell:
-        """Many faults under one load, one every two seconds, whole or not."""
-        return self._run(lambda monitor: self._storm(monitor, name, faults, shape))
+    def storm(
+        self, name: str, faults: Sequence[Fault], shape: Shape, every_s: float = _BETWEEN_S
+    ) -> Cell:
+        """Many faults under one load, one every so many seconds, whole or not."""
+        return self._run(lambda monitor: self._storm(monitor, name, faults, shape, every_s))
 
     def _run(self, work: Callable[[ClusterMonitor], Coroutine[Any, Any, Cell]]) -> Cell:
         """Start a cluster if there is none; one that is not whole afterwards ends here."""
         if self._cluster is None or self._monitor is None:
-            self._cluster = Cluster(self.setup.config, *self.setup.settings).__enter__()
+            self._cluster = self._start(self.setup.config, *self.setup.settings).__enter__()
             self._monitor = ClusterMonitor(self._cluster)
         cell = asyncio.run(work(self._monitor))
         if cell.recover_s is None:
@@ -125,9 +139,12 @@ class Trial:
     # ---------------------------------------------------------------- one cell
 
     async def _cell(self, monitor: ClusterMonitor, fault: Fault, moment: Moment) -> Cell:
-        record, load = await self._begin(monitor, moment.shape)
+        fewer = int(moment.grows and self.setup.full)
+        record, load = await self._begin(monitor, moment.shape, fewer)
         when = moment.name
         try:
+            if fault.prepare is not None:
+                await fault.prepare(monitor)
             await moment.reach(monitor, load)
         except AlreadyPassed:
             when = f"after {moment.name}"
@@ -151,31 +168,43 @@ class Trial:
         return await record.end(name, "decode")
 
     async def _storm(
-        self, monitor: ClusterMonitor, name: str, faults: Sequence[Fault], shape: Shape
+        self,
+        monitor: ClusterMonitor,
+        name: str,
+        faults: Sequence[Fault],
+        shape: Shape,
+        every_s: float,
     ) -> Cell:
-        record, load = await self._begin(monitor, shape)
+        prepare = next((fault.prepare for fault in faults if fault.prepare is not None), None)
+        record, load = await self._begin(monitor, shape, prepare=prepare)
         load.start()
         for fault in faults:
-            await asyncio.sleep(_BETWEEN_S)
-            await record.inject(fault)
+            await asyncio.sleep(every_s)
+            await record.inject(fault, self._engines if self.setup.full else None)
         await record.recover()
         await asyncio.sleep(_SETTLE_S)
         return await record.end(name, "decode")
 
-    async def _begin(self, monitor: ClusterMonitor, shape: Shape) -> tuple[_Record, Load]:
-        """A whole cluster of the first size, and a load that has not begun."""
+    async def _begin(
+        self, monitor: ClusterMonitor, shape: Shape, fewer: int = 0, prepare: Prepare | None = None
+    ) -> tuple[_Record, Load]:
+        """A whole cluster of the first size, or so many engines less, and a load that has not
+        begun."""
         if not self._engines:
             state = await monitor.get_state()
             self._engines = state.target if state is not None else 1
+        engines = self._engines - fewer
         try:
             state = await monitor.get_state()
-            if state is not None and state.target != self._engines:
-                await monitor.post("/admin/scale", {"engines": self._engines})
-            await monitor.until_whole({self._engines}, RECOVER_S)
+            if state is not None and state.target != engines:
+                await monitor.post("/admin/scale", {"engines": engines, "drain_timeout_s": 0})
+            await monitor.until_whole({engines}, RECOVER_S)
+            if prepare is not None:
+                await prepare(monitor)
         except NotReached as error:
             raise ClusterFailed(f"not whole before the fault: {error}") from None
-        requests, answers = await self._reference(monitor.cluster.url, shape)
-        load = Load([monitor.cluster.url], requests, self._streams)
+        requests, answers = await self._reference(monitor.cluster.urls[0], shape)
+        load = Load(monitor.cluster.urls, requests, self._streams)
         resubmitted = await monitor.counter(_RESUBMITTED)
         return _Record(monitor, load, self._rng, answers, resubmitted), load
 
@@ -186,6 +215,31 @@ class Trial:
             requests = make_requests(model, self._streams, shape, self._seed)
             self._oracle[shape] = requests, await reference(url, requests)
         return self._oracle[shape]
+
+
+class Hit(msgspec.Struct, frozen=True):
+    """A fault, and whom it hit."""
+
+    at_s: float
+    """When it had begun."""
+    answers: list[Answer]
+    """Those in flight."""
+    unreached: frozenset[str]
+
+    def waits(self, answers: Sequence[Answer], streams: int) -> list[float]:
+        """How long each reader waited for its next chunk, without those of ingresses that no client
+        reached. Where no request was in flight: the readers of the first ones after it."""
+        later = (answer for answer in answers if answer.began_s >= self.at_s)
+        first = self.answers or sorted(later, key=lambda answer: answer.began_s)[:streams]
+        reached = [answer for answer in first if answer.url not in self.unreached]
+        after_s = self.at_s + _UNDER_WAY_S
+        waits = [answer.next_chunk_s(self.at_s, after_s) for answer in reached]
+        return [wait for wait in waits if wait is not None]
+
+
+async def _end_later(after_s: float, undo: Callable[[], Awaitable[None]]) -> None:
+    await asyncio.sleep(after_s)
+    await undo()
 
 
 class _Record:
@@ -209,7 +263,12 @@ class _Record:
         self._effects: list[str] = []
         self._in_flight: list[int] = []
         self._recover_s: list[float] = []
-        self._cuts = False
+        self._may_cut: set[str] = set()
+        """Addresses whose connections may have ended with an ingress."""
+        self._hits: list[Hit] = []
+        self._began_s = time.monotonic()
+        self._undoing: asyncio.Task[None] | None = None
+        """Ends a fault of a host; there is one at a time."""
 
     async def inject_and_wait(self, fault: Fault) -> None:
         """Cause it and wait for full capacity."""
@@ -219,12 +278,12 @@ class _Record:
             return
         self._in_flight.append(len(self._load.open))
         began = time.monotonic()
-        self._cuts |= fault.cuts_connections
         try:
-            effect = await fault.act(self._monitor, before, self._rng)
-            self._effects.append(effect.text)
+            effect = await self._act(fault, before)
             if not self._load.busy:
                 self._load.start()
+            if self._undoing is not None:
+                await self._undoing
             after = await self._monitor.until_whole(effect.targets, RECOVER_S, effect.victims)
         except (NotReached, ProcessLookupError) as error:
             self._break(f"{fault.name}: {error}")
@@ -233,21 +292,47 @@ class _Record:
         if effect.expects_no_restart:
             await self._check_kept(effect, before, after)
 
-    async def inject(self, fault: Fault) -> None:
-        """Cause it in any state of the cluster. A fault without a victim, or one that is refused,
-        is recorded in brackets and is no trouble."""
+    async def inject(self, fault: Fault, most: int | None = None) -> None:
+        """Cause it in any state of the cluster. A fault without a victim, one that is refused, or
+        one for which there is no room (of `most` engines), is recorded in brackets and is no
+        trouble. Each is printed, with the seconds since the load began."""
         before = await self._monitor.get_state()
         self._in_flight.append(len(self._load.open))
-        self._cuts |= fault.cuts_connections
+        at_s = time.monotonic() - self._began_s
         try:
             if before is None:
                 raise NotReached("no answer from /admin/cluster")
-            self._effects.append((await fault.act(self._monitor, before, self._rng)).text)
+            if fault.adds > 0 and most is not None and before.target >= most:
+                raise NotReached(f"there is room for {most} engines")
+            await self._act(fault, before)
         except (NotReached, ProcessLookupError, IndexError) as error:
+            if fault.instead is not None:
+                await self.inject(fault.instead, most)
+                return
             self._effects.append(f"({fault.name}: {error})")
+        self._effects[-1] = f"{at_s:.0f} s: {self._effects[-1]}"
+        print(self._effects[-1], flush=True)
+
+    async def _act(self, fault: Fault, before: ClusterState) -> FaultEffect:
+        """Raises what the fault raises, and NotReached while a host has another one."""
+        if fault.hits_host and self._undoing is not None and not self._undoing.done():
+            raise NotReached("a host has another fault")
+        began = time.monotonic()
+        effect = await fault.act(self._monitor, before, self._rng)
+        open_answers = list(self._load.open.values())
+        self._effects.append(effect.text)
+        if fault.cuts_connections:
+            self._may_cut |= effect.unreached or set(self._monitor.cluster.urls)
+        began = began if effect.undo is None else time.monotonic()
+        self._hits.append(Hit(began, open_answers, effect.unreached))
+        if effect.undo is not None:
+            self._undoing = asyncio.create_task(_end_later(effect.lasts_s, effect.undo))
+        return effect
 
     async def recover(self) -> None:
         """Wait for full capacity, at the size of the last request."""
+        if self._undoing is not None:
+            await self._undoing
         began = time.monotonic()
         try:
             while (state := await self._monitor.get_state()) is None:
@@ -269,12 +354,14 @@ class _Record:
 
     async def end(self, fault: str, moment: str) -> Cell:
         """Wait for the answers to end, and compare them."""
-        result = compare(self._expected, await self._load.finish())
-        if result.cut and not self._cuts:
-            self.troubles.append(f"{result.cut} connections were cut by no ingress's end")
+        answers = await self._load.finish()
+        result = compare(self._expected, answers)
+        if cut := [a for a in answers if a.cut and a.url not in self._may_cut]:
+            self.troubles.append(f"{len(cut)} connections were cut by no ingress's end")
         if not result.answers:
             self.troubles.append("no answers")
         counter = await self._monitor.counter(_RESUBMITTED)
+        waits = [wait for hit in self._hits for wait in hit.waits(answers, self._load.streams)]
         return Cell(
             fault=fault,
             moment=moment,
@@ -282,6 +369,8 @@ class _Record:
             in_flight=min(self._in_flight, default=0),
             result=result,
             recover_s=None if self.broken else max(self._recover_s, default=0.0),
+            next_p50_s=percentile(waits, 0.5),
+            next_p99_s=percentile(waits, 0.99),
             resubmitted=max(0, round(counter - self._resubmitted)),
             troubles=self.troubles,
         )
@@ -293,14 +382,19 @@ class _Record:
 
 def print_cell(cell: Cell) -> None:
     """One line about a cell, as it ends."""
-    took = "never" if cell.recover_s is None else f"{cell.recover_s:.1f} s"
+    took = seconds(cell.recover_s, "never")
     result = cell.result
     print(
         f"{'ok  ' if cell.good else 'FAIL'} {cell.fault} in {cell.moment}: "
         f"{', '.join(cell.effects)}; {cell.in_flight} in flight, {result.answers} answers, "
         f"{result.failed} failed, {result.wrong} wrong, {result.cut} cut; "
-        f"whole after {took}, longest pause {result.pause_s:.1f} s",
+        f"whole after {took}, next token p50 {seconds(cell.next_p50_s)}, "
+        f"p99 {seconds(cell.next_p99_s)}, longest pause {result.pause_s:.1f} s",
         flush=True,
     )
     for line in (*cell.troubles, *result.examples):
         print(f"     {line}", file=sys.stderr, flush=True)
+
+
+def seconds(value: float | None, none: str = "-") -> str:
+    return none if value is None else f"{value:.1f} s"

@@ -54,8 +54,8 @@ def test_memory_is_given_back(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("params", [SamplerParams(), SamplerParams(temperature=1.0, logprobs=1)])
-def test_logits_that_are_no_numbers_end_their_request_alone(family, params, tmp_path):
-    """Noticed on the device, without a look at it before the tokens come."""
+def test_nan_logits_end_their_request_alone(family, params, tmp_path):
+    """NaN is detected on the device, without a host sync before the tokens are read."""
     tiny_models.make(tmp_path, family)
     spoil(tmp_path, BAD, NAN)
     with Engine(tmp_path, model__device="cuda", scheduler__steps_in_flight=2) as engine:

@@ -1,11 +1,13 @@
-"""The choice of a backend, and the one that must be compiled."""
+"""The choice of a backend, and the compilation of the backend cpu."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import logging
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,44 @@ def test_a_failed_build_is_named(monkeypatch, tmp_path, caplog):
     assert isinstance(failure, Exception)
     assert "error" in caplog.text
     assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.fixture
+def other_builder(monkeypatch, tmp_path):
+    """The module, the lock as another process that builds has it, and what this one has built."""
+    build = importlib.import_module("swell.kernels.cpu.build")
+    built = []
+
+    def compile(_compiler, _openmp, folder):
+        built.append(folder)
+        (folder / "kernels.so").touch()
+        return folder / "kernels.so"
+
+    monkeypatch.setattr(build, "_compile", compile)
+    monkeypatch.setenv("SWELL_CACHE", str(tmp_path))
+    folder = build._built().parent
+    (folder / "kernels.so").unlink()
+    built.clear()
+    with (folder / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield build, lock, built
+
+
+def test_processes_that_need_it_at_once_build_it_once(other_builder):
+    build, lock, built = other_builder
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(build._built)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=3 * build._POLL_S)
+        Path(lock.name).with_name("kernels.so").touch()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    assert waiting.result().exists() and built == []
+
+
+def test_a_builder_that_hangs_is_not_waited_for_for_ever(other_builder, monkeypatch):
+    build, _lock, built = other_builder
+    monkeypatch.setattr(build, "_OTHER_BUILDER_S", 0.0)
+    assert build._built().exists() and len(built) == 1
 
 
 def test_one_openmp_runtime():

@@ -53,7 +53,7 @@ def test_a_replay_computes_the_rows_that_there_are_with_new_inputs():
 
 
 def test_operations_have_rows_of_different_numbers():
-    """Of five rows some go on."""
+    """Some of five rows continue to the next operation."""
     torch.manual_seed(0)
     table, weight, scale = torch.randn(40, 8), pack(torch.randn(24, 8)), torch.randn(8)
     ids, wanted = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
@@ -101,7 +101,7 @@ def test_tensors_of_a_graph_outlive_the_function():
     [lambda x: x + 1, lambda x: rms_norm(x, x[0], 1e-5).clone(), lambda x: x.t().contiguous()],
     ids=["sum", "copy", "contiguous"],
 )
-def test_what_a_replay_would_leave_out_is_refused(work):
+def test_operations_that_a_replay_would_omit_are_refused(work):
     x = torch.ones(4, 8)
     with pytest.raises(NotCapturableError, match="no operation"):
         capture(lambda: [work(x)], "cpu", 4)

@@ -95,7 +95,7 @@ def test_tokens_are_written_where_they_belong(name):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize(("slot", "start"), [(SLOTS, 0), (0, LENGTH + 1), (10**6, 10**6)])
-def test_what_lies_outside_of_the_tables_is_an_error(name, slot, start):
+def test_indices_outside_of_the_tables_are_an_error(name, slot, start):
     ids = torch.zeros(SLOTS, LENGTH + 1, dtype=torch.int32)
     table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
     out = Inputs.allocate(2, 2, BLOCKS, torch.device("cpu"))
@@ -121,7 +121,7 @@ def test_a_sampled_token_has_its_place(name):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize(("rows", "count", "what"), [(1, 3, "3 tokens"), (3, 0, "3 rows")])
-def test_what_does_not_fit_is_an_error(name, rows, count, what):
+def test_a_step_that_does_not_fit_is_an_error(name, rows, count, what):
     ids = torch.zeros(SLOTS, LENGTH + 1, dtype=torch.int32)
     table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
     out = Inputs.allocate(2, 2, BLOCKS, torch.device("cpu"))

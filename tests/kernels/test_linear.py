@@ -96,7 +96,7 @@ def test_a_packed_row_has_its_bits_alone_and_among_others(dtype, threads):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size", "outs"), SHAPES)
 def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size, outs):
-    """Of two outputs in three there is another one that is as large."""
+    """Two outputs in three have an equal among the others."""
     torch.manual_seed(0)
     module, x = backend(name), torch.randn(rows, size).to(dtype)
     weight = torch.randn(outs, size).to(dtype)

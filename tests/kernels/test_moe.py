@@ -92,7 +92,7 @@ def test_the_order_of_the_sum_is_that_of_the_choices() -> None:
     assert combine_experts(outputs, torch.ones(2, 3)).tolist() == [[0.0], [1.0]]
 
 
-def test_an_expert_that_nobody_chose_is_not_computed() -> None:
+def test_an_expert_without_tokens_is_not_computed() -> None:
     nothing = torch.full((2 * SIZE, HIDDEN), float("nan"))
     weights = {
         0: (torch.ones(2 * SIZE, HIDDEN), torch.ones(HIDDEN, SIZE)),

@@ -74,7 +74,7 @@ def test_transformers_repetition_penalty(name, penalty):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_cannot_be_drawn_stays_so(name):
+def test_impossible_tokens_stay_impossible(name):
     """-inf is left alone, and nothing becomes NaN."""
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -1.0]])
     one = torch.ones(1)

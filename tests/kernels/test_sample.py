@@ -95,7 +95,7 @@ def reference_sample(share: dict[int, float], u: float) -> int:
 
 
 def tokens_of(module, *rows, **options):
-    """What is sampled."""
+    """The sampled tokens."""
     tokens, max_logits = module.sample_tokens(*rows, **options)
     assert torch.equal(max_logits, rows[0].amax(-1)) or not torch.isfinite(rows[0].amax(-1)).all()
     return tokens

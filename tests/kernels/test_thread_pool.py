@@ -47,7 +47,7 @@ def products(threads: int, repeats: int, pause_s: float = 0.0) -> set[bytes]:
 
 
 @pytest.mark.parametrize("threads", [2, 3, 16])
-def test_a_result_does_not_depend_on_who_helped(threads):
+def test_a_result_does_not_depend_on_the_number_of_helpers(threads):
     """Awake helpers, sleeping ones, and more of them than cores."""
     alone = in_threads(1, lambda rank: products(1, 1))[0]
     busy = in_threads(1, lambda rank: products(threads, 2000))[0]

@@ -1,7 +1,10 @@
-"""The kinds are what they say: their tokenizers keep text, their templates write conversations."""
+"""The kinds behave as declared: their tokenizers keep text, their templates write conversations."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -43,11 +46,42 @@ def test_a_folder_is_read_as_any_models(name: str) -> None:
     assert read.decode(ids, skip_special_tokens=True) == TEXT
     assert max(ids) < one.vocab_size
     assert set(one.end_ids) <= set(load_eos_token_ids(str(one.folder()), read))
-    asked = read.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
-    assert asked == one.tokenizer.apply_chat_template(
+    prompt = read.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    assert prompt == one.tokenizer.apply_chat_template(
         QUESTION, tokenize=False, add_generation_prompt=True
     )
-    assert "How is the sky?" in asked
+    assert "How is the sky?" in prompt
+
+
+READ_WITHOUT_TORCH = """
+import json, sys
+from swell.cluster.text.tokenizer import import_without_torch, load_tokenizer
+import_without_torch()
+folders, text, question = json.load(sys.stdin)
+for folder in folders:
+    read = load_tokenizer(folder)
+    asked = read.apply_chat_template(question, add_generation_prompt=True)
+    print(json.dumps([read.encode(text), asked["input_ids"], read.eos_token_id]))
+assert "torch" not in sys.modules
+import torch
+"""
+
+
+def test_a_tokenizer_needs_no_torch() -> None:
+    """An ingress, without torch, reads every kind like a process that has torch."""
+    folders = [str(kind(name).folder()) for name in KINDS]
+    done = subprocess.run(
+        [sys.executable, "-c", READ_WITHOUT_TORCH],
+        input=json.dumps([folders, TEXT, QUESTION]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    for folder, line in zip(folders, done.stdout.splitlines(), strict=True):
+        read = load_tokenizer(folder)
+        prompt = read.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"]
+        assert json.loads(line) == [read.encode(TEXT), prompt, read.eos_token_id]
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if kind(name).tools])

@@ -1,4 +1,5 @@
-"""`python -m tests.routing`: what the router gains, on simulated conversations."""
+"""`python -m tests.routing`: the gain of the router over other policies, on simulated
+conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that the router is compared with. They keep its books and pick in their own way."""
+"""Policies that the router is compared with. They use its state and pick in their own way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from swell.cluster.client.router import Router
 
 
 class LeastLoaded(Router):
-    """The engine with the fewest requests, told or sent; the lowest rank among equals."""
+    """The engine with the fewest requests, reported or sent since; the lowest rank among equals."""
 
     def _pick(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> int:
         return min(self._active, key=self._requests)
@@ -16,7 +16,7 @@ class LeastLoaded(Router):
     def _requests(self, rank: int) -> int:
         engine = self._engines[rank]
         unreported = sum(load.requests for load in engine.unreported.values())
-        return max(engine.report.running + engine.report.waiting + unreported, engine.sent.requests)
+        return max(engine.load.running + engine.load.waiting + unreported, engine.sent.requests)
 
 
 class RoundRobin(Router):

@@ -15,7 +15,8 @@ from functools import partial
 from itertools import count
 from statistics import fmean, quantiles
 
-from swell.cluster.client.router import Route, Router
+from swell.cluster.client.routed_engine import Route
+from swell.cluster.client.router import Router
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineReport
@@ -36,11 +37,11 @@ class SimulationConfig:
     max_rows: int = 64
     num_blocks: int = 8192
     send_s: float = 0.002
-    """From an ingress to an engine."""
+    """Delay from an ingress to an engine."""
     report_s: float = 0.1
-    """Between two views."""
+    """Time between two views."""
     view_delay_s: float = 0.05
-    """From the engines through the coordinator to an ingress."""
+    """Delay from the engines through the coordinator to an ingress."""
 
 
 @dataclass
@@ -173,7 +174,7 @@ class SimulatedEngine:
 
 @dataclass
 class SimulationResult:
-    """What a policy made of a trace."""
+    """The result of a policy on a trace."""
 
     ttft_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -181,7 +182,7 @@ class SimulationResult:
     followups: int = 0
     """Turns after the first whose engine of before still took requests."""
     moved: int = 0
-    """Those of them that went to another one."""
+    """Such turns that went to another engine."""
     busy_s: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -206,7 +207,8 @@ class SimulationResult:
 
 
 class Simulation:
-    """One run. `sizes` tells how many engines there are from when on; the first begins at 0."""
+    """One run. `sizes` lists when the number of engines changes, and to how many; the first entry
+    is at 0."""
 
     def __init__(
         self,

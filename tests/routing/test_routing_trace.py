@@ -31,7 +31,7 @@ def test_a_seed_is_a_trace() -> None:
     assert generate(SHAPE, 1, BLOCK_TOKENS) == TRACE != generate(SHAPE, 2, BLOCK_TOKENS)
 
 
-def test_conversations_are_what_the_shape_says() -> None:
+def test_conversations_have_the_configured_shape() -> None:
     starts = [conversation.start_s for conversation in TRACE]
     assert starts == sorted(starts) and starts[0] > 0 and starts[-1] < SHAPE.duration_s
     assert 76 <= len(TRACE) <= 164, "120 are expected, and sqrt(120) is 11"
@@ -52,7 +52,7 @@ def test_conversations_are_what_the_shape_says() -> None:
 
 
 def test_a_cache_that_nothing_leaves_hits_all_but_the_last_tokens() -> None:
-    """One engine, endless cache: what is computed is what nobody computed before."""
+    """One engine, endless cache: a block is computed only once."""
     outcome = run("round_robin", sizes=((0.0, 1),), config=SimulationConfig(num_blocks=10**6))
     names = {
         name for c in TRACE for name in c.block_hashes[: c.turns[-1].prompt_tokens // BLOCK_TOKENS]
@@ -107,11 +107,11 @@ def test_conversations_stay() -> None:
 
 
 def test_a_rescale_moves_only_conversations_whose_engine_left() -> None:
-    """Newcomers take what is new: nobody has to leave an engine that stays."""
+    """New engines get new conversations: no conversation moves away from an engine that stays."""
     still = run("affinity")
     grown = run("affinity", sizes=((0.0, 4), (15.0, 6)))
     both = run("affinity", sizes=((0.0, 4), (15.0, 6), (30.0, 3)))
     for outcome in (grown, both):
         assert outcome.moved <= still.moved + 0.05 * outcome.followups
         assert outcome.hit_rate > still.hit_rate - 0.05
-    assert min(grown.busy_s[rank] for rank in (4, 5)) > 0, "and newcomers work"
+    assert min(grown.busy_s[rank] for rank in (4, 5)) > 0, "and new engines have work"

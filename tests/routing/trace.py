@@ -1,7 +1,8 @@
-"""Traces of conversations: what users would say and when, drawn from a seed.
+"""Traces of conversations: the messages of users and their times, drawn from a seed.
 
-Users come by a Poisson process. Each begins with one of a few system prompts, speaks, waits for
-the whole answer, thinks, and speaks again; a prompt is everything that was said before.
+Users come by a Poisson process. Each begins with one of a few system prompts, sends a message,
+waits for the whole answer, pauses, and sends the next one; a prompt is the whole conversation so
+far.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from swell.engine.block_hash import extend_block_hashes, pack_tokens
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """What the conversations of a trace are like. Lengths are means of what is drawn."""
+    """The distribution of the conversations of a trace. Lengths are means."""
 
     users_per_s: float = 2.0
     duration_s: float = 120.0
@@ -35,7 +36,7 @@ class Turn:
     """Tokens of the conversation that are its prompt."""
     answer_tokens: int
     think_s: float
-    """From the end of the answer before it."""
+    """Seconds since the end of the previous answer."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Conversation:
     token_ids: list[int]
     turns: list[Turn]
     block_hashes: list[bytes]
-    """Of its full blocks: those of a prompt are the first of them."""
+    """Hashes of its full blocks: those of a prompt are the first of them."""
 
 
 def generate(shape: TraceConfig, seed: int, block_tokens: int) -> list[Conversation]:
@@ -70,7 +71,7 @@ def generate(shape: TraceConfig, seed: int, block_tokens: int) -> list[Conversat
 def _draw_conversation(
     rng: random.Random, shape: TraceConfig, system: list[int]
 ) -> tuple[list[int], list[Turn]]:
-    """What is said in one conversation, and how it divides into turns."""
+    """The tokens of one conversation, and how they divide into turns."""
     token_ids, turns = list(system), []
     for index in range(_count(rng, shape.turns)):
         token_ids += _tokens(rng, _count(rng, shape.user_tokens))
@@ -81,7 +82,7 @@ def _draw_conversation(
 
 
 def _count(rng: random.Random, mean: float) -> int:
-    """At least one, exponentially distributed."""
+    """A count of at least one, exponentially distributed."""
     return 1 + int(rng.expovariate(1 / mean))
 
 

@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 
 from tests.simulator.faults import FAULTS
 from tests.simulator.laws import Run, judge
-from tests.simulator.scenario import draw
-from tests.simulator.shrink import shrink
+from tests.simulator.scenario import Scenario, draw
+from tests.simulator.shrink import kind_of, shrink
 
 _SEEDS_OF_A_DAY = 100_000
 
@@ -21,19 +21,24 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--kinds", default=",".join(FAULTS))
-    parser.add_argument("--faults", type=int, default=4)
+    parser.add_argument("--faults", type=int, default=4, help="of a run, at most")
+    parser.add_argument(
+        "--operations", type=int, default=2, help="changes by an operator of a run, at most"
+    )
     parser.add_argument("--one", type=int)
     parser.add_argument("--shrink", action="store_true", help="find a smaller scenario first")
     parser.add_argument(
         "--today", action="store_true", help="begin at a seed that depends on the date"
     )
+    parser.add_argument("--expert", type=int, choices=(0, 1), help="engines share experts, or not")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
     kinds = tuple(args.kinds.split(","))
+    expert = None if args.expert is None else bool(args.expert)
     if args.one is not None:
-        scenario = draw(args.one, kinds, args.faults)
-        if args.shrink and judge(scenario).broken:
-            scenario = shrink(scenario, lambda smaller: bool(judge(smaller).broken))
+        scenario = draw(args.one, kinds, args.faults, expert, args.operations)
+        if args.shrink and (broken_laws := _kinds(scenario)):
+            scenario = shrink(scenario, lambda smaller: bool(broken_laws & _kinds(smaller)))
         run = Run(scenario)
         run.plane.kernel.log = []
         verdict = run.judge()
@@ -47,7 +52,7 @@ def main() -> int:
         args.first += datetime.now(UTC).toordinal() * _SEEDS_OF_A_DAY
     begun, events, broken = time.process_time(), 0, {}
     for seed in range(args.first, args.first + args.seeds):
-        verdict = judge(draw(seed, kinds, args.faults))
+        verdict = judge(draw(seed, kinds, args.faults, expert, args.operations))
         events += verdict.events
         if verdict.broken:
             broken[seed] = verdict
@@ -60,6 +65,10 @@ def main() -> int:
         f"{events / args.seeds:.0f} events each, {len(broken)} broken"
     )
     return bool(broken)
+
+
+def _kinds(scenario: Scenario) -> set[str]:
+    return {kind_of(broken) for broken in judge(scenario).broken}
 
 
 if __name__ == "__main__":

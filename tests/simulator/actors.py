@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from swell.cluster.control.actor_errors import ActorError
 from swell.cluster.control.checkpoint_store import CheckpointStore
 from swell.cluster.control.control_state import ChangeStage
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
@@ -14,9 +16,10 @@ from swell.cluster.control.engine_handle import EngineHandle
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.placement import Placement
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.contact import CoordinatorContact
-from swell.coordinator.service import CoordinatorEndpoint, CoordinatorService
+from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.finder import FindCoordinator
+from swell.coordinator.roster import Roster
+from swell.coordinator.service import CoordinatorService
 from swell.engine.core import EngineCore
 from swell.engine.ready import EngineReady
 from swell.engine.server import EngineServer
@@ -36,6 +39,8 @@ Done = Callable[[Any], None]
 class SimCoordinator(CoordinatorService):
     """As `coordinator/coordinator.py`. Its calls return what a caller awaits."""
 
+    ground_class: type[SimGround] = SimGround
+
     def __init__(
         self,
         plane: ControlPlane,
@@ -46,18 +51,40 @@ class SimCoordinator(CoordinatorService):
         endpoint: CoordinatorEndpoint,
         inherited: bool,
     ) -> None:
-        self._pid = plane.ray.pid_of(process)
+        self._plane, self._pid = plane, plane.ray.pid_of(process)
         super().__init__(
             config,
-            SimGround(process, plane.net),
+            self.ground_class(process, plane.net),
             lockstep=lockstep,
-            endpoint=endpoint,
+            endpoint=endpoint.on_host(process.host),
             recover=inherited or restarted,
         )
         plane.coordinators.append((process, self))
 
+    def detach(self, ranks: list[int], timeout_s: float, owner: str = "") -> Roster:
+        for call in self._plane.on_detach:
+            call(ranks)
+        return super().detach(ranks, timeout_s, owner)
+
     def contact(self) -> CoordinatorContact:
-        return CoordinatorContact(self.address, self.keys, self._pid)
+        name = f"coordinator-{IDENTITY}"
+        return CoordinatorContact(self.address, self.keys, self._pid, name, NAMESPACE)
+
+
+def finder(plane: ControlPlane, process: Process, known: CoordinatorContact) -> FindCoordinator:
+    """As `find` in `coordinator/coordinator.py`."""
+    ray = SimRay(plane.ray, process)
+
+    async def find() -> CoordinatorContact | None:
+        with contextlib.suppress(TimeoutError, ActorError):
+            async with asyncio.timeout(plane.config.cluster.stall_timeout_s):
+                actor = await ray.find_actor(known.name, known.namespace)
+                if actor is not None:
+                    contact: CoordinatorContact = await ray.call(actor, "contact")
+                    return contact
+        return None
+
+    return find
 
 
 class SimEngine:
@@ -70,17 +97,23 @@ class SimEngine:
         _restarted: bool,
         config: Config,
         rank: int,
-        keys: ChannelKeys,
-        coordinator: ChannelAddress,
+        coordinator: CoordinatorContact,
     ) -> None:
         self._plane, self.process, self.rank = plane, process, rank
-        self._config, self._keys, self._coordinator = config, keys, coordinator
+        self._config, self._coordinator = config, coordinator
         self._load_s = 0.2 + plane.load_times.random()
         self._loading = asyncio.Lock()
         self._ended = asyncio.Event()
-        self.executor = SimExecutor(process)
+        self.executor = SimExecutor(
+            process, plane.scenario.step_s, plane.groups if config.parallel.expert else None
+        )
+        self.executor.on_poison = partial(self._call_all, plane.on_poison)
         self.server: EngineServer | None = None
         plane.engines.append(self)
+
+    def _call_all(self, calls: list[Callable[[Process], None]]) -> None:
+        for call in calls:
+            call(self.process)
 
     async def start(self, _group: Any) -> EngineReady:
         async with self._loading:
@@ -93,7 +126,13 @@ class SimEngine:
         ground = SimGround(self.process, self._plane.net)
         core = EngineCore(self._config, self.executor, self.executor.start(), ground.now)
         self.server = EngineServer(
-            self._config, self.rank, core, self._keys, self._coordinator, ground
+            self._config,
+            self.rank,
+            core,
+            self._coordinator.keys,
+            self._coordinator.address,
+            ground,
+            finder(self._plane, self.process, self._coordinator),
         )
         task = self.process.loop.create_task(self.server.serve(), name="engine")
         task.add_done_callback(self._on_end)
@@ -104,9 +143,9 @@ class SimEngine:
             self.process.fail("engine", task.exception())  # type: ignore[arg-type]
 
     @property
-    def is_stuck(self) -> bool:
-        """It is inside a step that never ends."""
-        return self.executor.hangs and self.server is not None and self.server.core.has_work
+    def has_work(self) -> bool:
+        """Be it requests that nobody awaits any more, or a step for its peers."""
+        return self.server is not None and self.server.core.has_work
 
     def ready(self) -> EngineReady:
         if self.server is None:
@@ -123,7 +162,7 @@ class SimEngine:
             server.member.store,
         )
 
-    def doing(self) -> str:
+    def status(self) -> str:
         return "loading" if self.server is None else "serving"
 
     async def ended(self, timeout_s: float) -> str | None:
@@ -187,8 +226,10 @@ class SimManager:
         async def run() -> None:
             try:
                 result = getattr(self.manager, call)(*args)
+                if call == "scale":  # it begins when it is known that there is room
+                    await result
                 on_begun(self.manager.target)
-                if asyncio.iscoroutine(result):
+                if call in ("pause", "resume"):
                     await result
                 await self.manager.save()
             except Exception as error:
@@ -196,6 +237,5 @@ class SimManager:
             else:
                 on_end(self.manager.target)
 
-        self.process.kernel.soon(
-            self.process, partial(self.process.loop.create_task, run(), name=call)
-        )
+        loop = self.process.loop
+        self.process.kernel.soon(self.process, lambda: loop.create_task(run(), name=call))

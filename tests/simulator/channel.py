@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -138,9 +138,14 @@ class SimInbox(SimEnd):
         net.bind(self)
 
     def send(self, peer: bytes, message: Any) -> None:
-        side = self._peers.get(peer)
-        if side is not None and self.process.alive:
-            side.send(self._encode(message), type(message).__name__)
+        self.send_to_all((peer,), message)
+
+    def send_to_all(self, peers: Iterable[bytes], message: Any) -> None:
+        frame, kind = self._encode(message), type(message).__name__
+        for peer in peers:
+            side = self._peers.get(peer)
+            if side is not None and self.process.alive:
+                side.send(frame, kind)
 
     def receive(
         self, timeout_s: float = 0.0, waker: SimWaker | None = None

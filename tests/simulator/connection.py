@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from tests.simulator.network import Network
 
 UNLIMITED = 1 << 62
+LOSS = 0.3
+"""Share of packets that a lossy link loses."""
+RETRANSMISSION_S = 0.2
+"""Until TCP sends a packet again; twice as long each further time."""
+_MAX_LOSSES = 3
 
 
 class _Marker:
@@ -101,6 +106,8 @@ class Side:
         delay_s = net.options.delay_s * (0.5 + self._random.random())
         if net.slow_hosts:
             delay_s += net.extra_delay_s(self.process.host, self.peer.process.host)
+        if net.lossy_hosts:
+            delay_s += self._retransmission_s()
         at = kernel.now + delay_s
         if at < self._arrives_at:
             at = self._arrives_at
@@ -109,6 +116,17 @@ class Side:
         kernel.at(at, self.peer.process, self.arrive, frame)
         if net.aims:
             net.on_sent(kind, self, at)
+
+    def _retransmission_s(self) -> float:
+        """How much later it arrives because packets with it were lost: all behind it wait."""
+        net, delay_s = self._net, 0.0
+        if not net.is_lossy(self.process.host, self.peer.process.host):
+            return delay_s
+        for attempt in range(_MAX_LOSSES):
+            if self._random.random() >= LOSS:
+                break
+            delay_s += RETRANSMISSION_S * 2**attempt
+        return delay_s
 
     def mark(self, marker: _Marker) -> None:
         """Send READY or FINISHED, behind all frames."""

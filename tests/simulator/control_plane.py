@@ -12,15 +12,16 @@ from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient, OnView
 from swell.cluster.client.merged_outputs import MergedOutputs
-from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.client.outputs import CompletionOutput, RequestOutputKind
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.configs.schema import Config, load
 from swell.coordinator.contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
-from tests.simulator.actors import SimCoordinator, SimEngine, SimManager
+from tests.simulator.actors import SimCoordinator, SimEngine, SimManager, finder
 from tests.simulator.ground import SimGround
+from tests.simulator.groups import SimGroups
 from tests.simulator.kernel import WORLD, Kernel
 from tests.simulator.model import NumberDetokenizer
 from tests.simulator.network import Network, NetworkOptions
@@ -31,6 +32,7 @@ from tests.simulator.scenario import HOSTS, Request, Scenario
 
 STALL_TIMEOUT_S = 10.0
 HEARTBEAT_S = 1.0
+DRAIN_TIMEOUT_S = 5.0
 
 RESOURCES = {HOSTS[0]: {"CPU": 1.0}, HOSTS[1]: {"CPU": 2.0}, HOSTS[2]: {"CPU": 3.0}}
 
@@ -41,18 +43,18 @@ _RESTART_S = 1.0
 _POLL_S = 0.1
 
 
-def make_config(engines: int) -> Config:
+def make_config(engines: int, expert: bool) -> Config:
     return load(
         {
             "model": {"path": "none", "device": "cpu"},
-            "parallel": {"data": engines},
+            "parallel": {"data": engines, "expert": expert},
             "cache": {"block_tokens": 4},
             "scheduler": {"max_rows": 8},
             "cluster": {
                 "stall_timeout_s": STALL_TIMEOUT_S,
                 "heartbeat_s": HEARTBEAT_S,
                 "cpus_per_worker": 1.0,
-                "drain_timeout_s": 5.0,
+                "drain_timeout_s": DRAIN_TIMEOUT_S,
                 "max_engines": 4,
             },
         }
@@ -107,7 +109,7 @@ class SimRequest:
                     self.token_ids += completion.token_ids
                     self.text += completion.text
                     if output.finished:
-                        self.finish(str(completion.finish_reason))
+                        self.finish(_reason_of(completion))
                     elif self.gives_up:
                         llm.abort([f"r{self.number}"])
         except Exception as error:
@@ -121,6 +123,11 @@ class SimRequest:
     def finish(self, reason: str) -> None:
         assert self.end is None, f"r{self.number} has ended twice: {self.end}, {reason}"
         self.end = reason
+
+
+def _reason_of(completion: CompletionOutput) -> str:
+    reason = str(completion.finish_reason)
+    return reason if reason != "error" else f"error: {completion.stop_reason}"
 
 
 class SimIngress:
@@ -156,8 +163,9 @@ class SimIngress:
                 on_view(view, lost)
 
             address, keys = contact.address, contact.keys
+            find = finder(self._plane, self.process, contact)
             return AsyncEngineCoreClient(
-                address, keys, client_index, on_view=observed, **others, ground=ground
+                address, keys, client_index, on_view=observed, **others, ground=ground, find=find
             )
 
         self.llm = AsyncLLM(
@@ -187,8 +195,9 @@ class ControlPlane:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.kernel = Kernel(scenario.seed)
-        self.config = make_config(scenario.engines)
+        self.config = make_config(scenario.engines, scenario.expert)
         self.net = Network(self.kernel, NetworkOptions.with_silence(STALL_TIMEOUT_S))
+        self.groups = SimGroups(self.kernel, self.net)
         self.load_times = self.kernel.random("load")
         self.engines: list[SimEngine] = []
         """Of all starts, living or not."""
@@ -203,6 +212,10 @@ class ControlPlane:
         self.contact: CoordinatorContact | None = None
         self.on_view: list[Callable[[SimIngress, ClusterView], None]] = []
         """Called with each view that an ingress applies."""
+        self.on_poison: list[Callable[[Process], None]] = []
+        """Called when an engine computes a request that ends it."""
+        self.on_detach: list[Callable[[list[int]], None]] = []
+        """Called when a coordinator is to take out engines that leave."""
         self.operator = Operator(self)
         self.manager = self._new_manager()
         self.past_ingresses: list[SimIngress] = []
@@ -216,7 +229,8 @@ class ControlPlane:
         return self.ray.new_process(name, host)
 
     def _new_manager(self) -> SimManager:
-        manager = SimManager(self, self.new_process("manager", self.ray.living_host(HOSTS[0])))
+        host = self.ray.living_host(self.scenario.control_host)
+        manager = SimManager(self, self.new_process("manager", host))
         manager.process.on_exit.append(self._on_manager_exit)
         self.kernel.at(self.kernel.now + _POLL_S, WORLD, self._look_for_contact)
         return manager
@@ -225,6 +239,10 @@ class ControlPlane:
         self.kernel.at(self.kernel.now + _RESTART_S, WORLD, self._restart_manager)
 
     def _restart_manager(self) -> None:
+        """Serve has another host for it when Ray has noticed that the host was lost."""
+        if self.ray.living_host(self.scenario.control_host) in self.ray.lost_hosts:
+            self.kernel.at(self.kernel.now + _RESTART_S, WORLD, self._restart_manager)
+            return
         self.manager = self._new_manager()
 
     def _look_for_contact(self) -> None:
@@ -258,11 +276,17 @@ class ControlPlane:
     def _look_at_hosts(self) -> None:
         """A host that Ray has given up is a new node some seconds after it can be reached."""
         for host in HOSTS:
+            if host in self.ray.lost_hosts:
+                continue
             if host not in self.ray.nodes and not self.net.is_blocked(host, HOSTS[0]):
                 self.kernel.at(self.kernel.now + _NODE_RESTART_S, WORLD, self._restore, host)
 
     def _restore(self, host: str) -> None:
-        if host in self.ray.nodes or self.net.is_blocked(host, HOSTS[0]):
+        if (
+            host in self.ray.nodes
+            or host in self.ray.lost_hosts
+            or self.net.is_blocked(host, HOSTS[0])
+        ):
             return
         if self.ray.away:
             self.kernel.at(self.kernel.now + _NODE_RESTART_S, WORLD, self._restore, host)

@@ -13,6 +13,7 @@ from tests.simulator.process import Process
 from tests.simulator.scenario import HOSTS, Fault
 
 _SLOW_WAY_S, _SLOW_EVENT_S = 0.02, 0.001
+_POISON_S = 0.003
 _POWER_S = 3.0
 """A host without power is away for at least so much longer than Ray takes to notice it."""
 
@@ -30,10 +31,14 @@ class FaultInjector:
         self.begun_at = 0.0
         """When the latest one began."""
         self.num_hangs = 0
+        self.num_poisoned = 0
+        """Engines that a request has ended."""
         self.slowest_clock = 1.0
         """The least rate of a clock so far."""
+        self.fastest_clock = 1.0
         self.kinds: set[str] = set()
         """Of those that have happened."""
+        plane.on_poison.append(self._poison)
         for fault in plane.scenario.faults:
             self._kernel.at(fault.at, WORLD, self._arm, fault)
 
@@ -106,9 +111,7 @@ class FaultInjector:
         others = [other for other in HOSTS if other != host]
         self._note(fault, host, fault.time_s)
         self._plane.net.isolate(host, others)
-        for other in others:
-            self._later(fault, self._heal, host, other)
-            self._later(fault, self._heal, other, host)
+        self._later(fault, self._heal, [(host, o) for o in others] + [(o, host) for o in others])
 
     def half_cut(self, fault: Fault, side: Side | None) -> None:
         """Nothing arrives that comes from a host."""
@@ -116,18 +119,30 @@ class FaultInjector:
         self._note(fault, host, fault.time_s)
         for other in HOSTS:
             self._plane.net.cut(host, other)
-            self._later(fault, self._heal, host, other)
+        self._later(fault, self._heal, [(host, other) for other in HOSTS])
 
-    def _heal(self, source: str, target: str) -> None:
-        """A host without power stays unreachable."""
-        lost = self._plane.ray.lost_hosts
-        if source not in lost and target not in lost:
-            self._plane.net.heal(source, target)
+    def _heal(self, ways: list[tuple[str, str]]) -> None:
+        """Ways from one host to another; a host that was lost stays so."""
+        for one, other in ways:
+            if not {one, other} & set(self._plane.ray.lost_hosts):
+                self._plane.net.heal(one, other)
 
     def gcs_away(self, fault: Fault, side: Side | None) -> None:
         self._note(fault, "", fault.time_s)
         self._plane.ray.set_away(True)
         self._later(fault, self._plane.ray.set_away, False)
+
+    def lose_host_for_good(self, fault: Fault, side: Side | None) -> None:
+        """A host loses its power, and does not return: the first one that is hit, and never the one
+        with Ray's GCS. With it go the coordinator and the manager, if they are there."""
+        ray = self._plane.ray
+        if ray.lost_hosts:
+            return
+        host = self._pick(fault, HOSTS[1:])
+        self._note(fault, host)
+        self.last_at += ray.options.node_timeout_s
+        processes = [process for process in ray.processes.values() if process.alive]
+        ray.lose_host(host, processes)
 
     def hang(self, fault: Fault, side: Side | None) -> None:
         """An engine sends heartbeats, and its steps do not end."""
@@ -135,6 +150,25 @@ class FaultInjector:
         if engine is not None:
             self._note(fault, engine.process.name)
             engine.executor.hangs = True
+
+    def lose_worker(self, fault: Fault, side: Side | None) -> None:
+        """A worker of an engine dies, and is replaced."""
+        process = self._process(fault, side, ("sim-engine",))
+        serving = [each for each in self._plane.living_engines if each.server is not None]
+        engine = next((each for each in serving if each.process is process), None)
+        if engine is not None and not engine.executor.worker_lost:
+            self._note(fault, engine.process.name)
+            self._kernel.soon(engine.process, engine.executor.lose_worker)
+
+    def _poison(self, process: Process) -> None:
+        """In the middle of the step: what was sent before it has left."""
+        self._kernel.at(self._kernel.now + _POISON_S, WORLD, self._end_poisoned, process)
+
+    def _end_poisoned(self, process: Process) -> None:
+        if process.alive:
+            self._note(Fault("poison", self._kernel.now), process.name)
+            self.num_poisoned += 1
+            process.kill()
 
     def slow(self, fault: Fault, side: Side | None) -> None:
         """All ways to and from a host take longer, and each event there takes its time."""
@@ -151,6 +185,14 @@ class FaultInjector:
         if host in self._plane.net.slow_hosts:
             self._plane.net.slow(host, 0.0)
 
+    def loss(self, fault: Fault, side: Side | None) -> None:
+        """Some packets to and from a host are lost: TCP sends them again, and what is behind them
+        on their connection waits."""
+        host = self._pick(fault, HOSTS)
+        self._note(fault, host, fault.time_s)
+        self._plane.net.lose_packets(host, 1)
+        self._later(fault, self._plane.net.lose_packets, host, -1)
+
     def clock(self, fault: Fault, side: Side | None) -> None:
         """From now on the clock of a process runs at half to twice the world's rate."""
         process = self._process(fault, side, ("sim-engine", "coordinator", "manager", "ingress"))
@@ -158,6 +200,7 @@ class FaultInjector:
             rate = 2.0 ** (fault.target % 12 / 5.5 - 1.0)
             self._note(fault, f"{process.name} {rate:.2f}")
             self.slowest_clock = min(self.slowest_clock, rate)
+            self.fastest_clock = max(self.fastest_clock, rate)
             process.set_clock_rate(rate)
 
     def lose_host(self, fault: Fault, side: Side | None) -> None:
@@ -195,9 +238,12 @@ FAULTS: dict[str, Callable[[FaultInjector, Fault, Side | None], None]] = {
     "half-cut": FaultInjector.half_cut,
     "gcs-away": FaultInjector.gcs_away,
     "hang": FaultInjector.hang,
+    "lose-worker": FaultInjector.lose_worker,
     "slow": FaultInjector.slow,
+    "loss": FaultInjector.loss,
     "clock": FaultInjector.clock,
     "lose-host": FaultInjector.lose_host,
     "kill-ingress": FaultInjector.kill_ingress,
     "kill-control": FaultInjector.kill_control,
+    "lose-host-for-good": FaultInjector.lose_host_for_good,
 }

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from swell.engine.request import MAX_FAILED_ATTEMPTS
 from tests.simulator.actors import SimEngine
 from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
 from tests.simulator.faults import FaultInjector
 from tests.simulator.model import expected_tokens, text_of
 from tests.simulator.probe import Prober
 from tests.simulator.process import simulated_exits
-from tests.simulator.scenario import Scenario
+from tests.simulator.scenario import Request, Scenario
 from tests.simulator.watch import LOOK_S, Watch
 
 PATIENCE_S = 120.0
 """After the last fault and the last arrival all must be as before."""
-_GIVEN_UP = "engines in a row were lost while they computed it"
+CHANGES_S = 1200.0
+"""How long after these an operator may repeat a request; one that is forgotten is so for ever."""
+_GIVEN_UP = re.compile("engines in a row were lost (while they computed it|in its steps)")
+_POISON = "poison"
 _SETTLE_S = 2 * HEARTBEAT_S
 MAX_EVENTS = 200_000
 
@@ -40,7 +45,8 @@ class Run:
         self._planned_s = max(
             [request.at for request in scenario.requests]
             + [fault.at + fault.time_s for fault in scenario.faults]
-            + [operation.at for operation in scenario.operations]
+            + [operation.at for operation in scenario.operations],
+            default=0.0,
         )
 
     def judge(self) -> Verdict:
@@ -49,7 +55,7 @@ class Run:
             with simulated_exits():
                 self._run_until_rest()
             during = [*kernel.failures, *self.watch.broken, *self.prober.broken]
-            broken = [*during, *self._check_requests(), *self._check_rest()]
+            broken = [*during, *self._check_requests(), *self._check_poison(), *self._check_rest()]
         except (AssertionError, RuntimeError) as error:
             broken = [*kernel.failures, f"{type(error).__name__}: {error}"]
         verdict = Verdict(broken, kernel.events, kernel.checksum, kernel.now, self.faults.happened)
@@ -63,7 +69,8 @@ class Run:
             kernel.run(kernel.now + LOOK_S, MAX_EVENTS)
             self.watch.look()
             self.prober.look()
-            over = max(self._planned_s, self.faults.last_at, self.plane.operator.changed_at)
+            over = max(self._planned_s, self.faults.last_at)
+            over = max(over, min(self.plane.operator.changed_at, over + CHANGES_S))
             if kernel.now <= over:
                 continue
             if not self._is_at_rest():
@@ -79,10 +86,16 @@ class Run:
         plane = self.plane
         if any(request.end is None for request in plane.requests):
             return False
-        if any(engine.is_stuck for engine in plane.living_engines):
+        if any(engine.has_work for engine in plane.living_engines):
             return False
-        if plane.operator.unanswered or self.prober.is_under_way:
+        if plane.operator.unanswered or self.prober.is_under_way or not plane.manager.has_started:
             return False
+        states = [ingress.llm.view.state for ingress in plane.ingresses if ingress.llm]
+        if "forming" in states or ("paused" in states and not plane.operator.paused):
+            return False  # what a cut held back may come late
+        fleet = plane.manager.manager._fleet
+        if fleet.starting or fleet.ending or not fleet._placement.strays.is_done:
+            return False  # as the state says
         views = [ingress.llm.active_ranks for ingress in plane.ingresses if ingress.llm]
         return len(views) == len(plane.ingresses) and all(
             len(view) == plane.manager.manager.target == len(plane.living_engines) for view in views
@@ -103,13 +116,25 @@ class Run:
                     broken.append(f"{name} has a wrong text")
             elif each.end is None:
                 broken.append(f"{name} never ended, {len(each.token_ids)} tokens came")
-            elif _GIVEN_UP in each.end and self.faults.num_engines_lost >= 2:
+            elif _GIVEN_UP.search(each.end) and self._may_be_given_up(request):
                 """Two engines were lost in a row while they computed it: it may be the reason."""
             elif each.end != "length":
                 broken.append(f"{name} failed: {each.end}")
             elif each.token_ids != expected or each.text != text_of(expected):
                 broken.append(f"{name} has a wrong text")
         return broken
+
+    def _may_be_given_up(self, request: Request) -> bool:
+        """Nobody else is, if each engine that was lost was so by the one that is to blame."""
+        if self.faults.kinds == {_POISON}:
+            return request.is_poison
+        return self.faults.num_engines_lost >= 2
+
+    def _check_poison(self) -> list[str]:
+        """A request that ends engines is given up after as many as it takes to be sure."""
+        if self.faults.kinds == {_POISON} and self.faults.num_poisoned > MAX_FAILED_ATTEMPTS:
+            return [f"a request has ended {self.faults.num_poisoned} engines"]
+        return []
 
     def _check_rest(self) -> list[str]:
         """Everything is there again, and empty."""
@@ -138,7 +163,7 @@ class Run:
             broken.append(f"{name} routes to {llm.active_ranks}, not {target} engines")
         if llm._processor.request_states or len(llm._placer._queue):
             broken.append(f"{name} keeps requests")
-        if not llm.check_ready().ranks:
+        if not llm.check_ready().ranks and not self.plane.operator.paused:
             broken.append(f"{name} is not ready: {llm.check_ready().reason}")
         tokens = sum(len(request.token_ids) for request in ingress.requests)
         if usage.output_tokens != tokens:
@@ -157,7 +182,8 @@ class Run:
         except AssertionError as leak:
             broken.append(f"{name}: {leak}")
         known = len(engine.server._client_tracker._clients)
-        if known > clients and self.plane.kernel.now - self.faults.last_at > 2 * STALL_TIMEOUT_S:
+        bound_s = (2 * STALL_TIMEOUT_S + self.watch.hang_s) / self.faults.slowest_clock
+        if known > clients and self.plane.kernel.now - self.faults.last_at > bound_s:
             broken.append(f"{name} knows {known} clients, not {clients}")
         return broken
 

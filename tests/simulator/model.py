@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from swell.engine.executor import Executor, ExecutorLimits, Progress, WorkerInfo
+from swell.engine.executor import (
+    Executor,
+    ExecutorLimits,
+    GroupBroken,
+    Progress,
+    WorkerInfo,
+    WorkerLost,
+)
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
@@ -14,14 +21,18 @@ from swell.worker.wire import (
     Regrouped,
     SchedulerOutput,
 )
+from tests.simulator.groups import SimGroups, SimMember
 from tests.simulator.process import Process
 
 VOCAB_SIZE = 50
 NUM_BLOCKS = 256
 MAX_MODEL_LEN = 512
+POISON_SEED = 99
+"""A request with it ends each engine that computes it."""
 
-_STEP_S = 0.004
 _TOKEN_S = 0.0001
+_REPAIR_S = 3.0
+"""A lost worker is replaced in less."""
 
 
 def next_token(last: int, position: int, seed: int) -> int:
@@ -44,30 +55,94 @@ class SimStep(AsyncModelRunnerOutput):
 
     async def computed(self) -> None:
         await asyncio.sleep(max(0.0, self._at - self._executor.process.time()))
-        while self._executor.hangs:
-            await asyncio.sleep(1.0)
+        await self._executor.wait_while_hanging()
 
     def get_output(self) -> ModelRunnerOutput:
+        self._executor.check()
         self._executor.progress += 1
         return self._output
+
+
+class SimGroupStep(AsyncModelRunnerOutput):
+    """A step of an engine that shares experts: it follows the one before it, and begins with an
+    all-reduce over its group."""
+
+    def __init__(
+        self, executor: SimExecutor, plan: SchedulerOutput, sampled: list[int], time_s: float
+    ) -> None:
+        self._executor, self._plan, self._sampled = executor, plan, sampled
+        self._time_s = time_s
+        self._before = executor.last_step
+        member = executor.member
+        assert member is not None, "a step without a group"
+        self._member = member
+        self._result: ModelRunnerOutput | None = None
+        self._error: GroupBroken | None = None
+        self._task = executor.process.loop.create_task(self._compute(), name="step")
+
+    async def _compute(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            await before.computed()
+        try:
+            sums = await self._member.all_reduce(self._plan.work, self._plan.pause)
+            await asyncio.sleep(self._time_s)
+            await self._executor.wait_while_hanging()
+            if self._member.broken is not None:
+                raise GroupBroken(self._member.broken)
+        except GroupBroken as error:
+            self._error = error
+        else:
+            self._result = ModelRunnerOutput(self._plan.step, self._sampled, *sums)
+
+    async def computed(self) -> None:
+        await asyncio.wait([self._task])
+
+    def get_output(self) -> ModelRunnerOutput:
+        self._executor.check()
+        if self._error is not None:
+            self._member.leave(str(self._error))
+            raise self._error
+        assert self._result is not None
+        self._executor.progress += 1
+        return self._result
 
 
 class SimExecutor(Executor):
     """Reads the tokens of its own slots only: what a slot lost is missing in its answers."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(
+        self, process: Process, step_s: float = 0.004, groups: SimGroups | None = None
+    ) -> None:
+        """`step_s`: of a step, its tokens aside. `groups`: where engines that share experts
+        meet."""
         self.process = process
+        self._step_s = step_s
+        self.member: SimMember | None = None
+        self.last_step: SimGroupStep | None = None
+        self._groups = groups
+        self._store: tuple[str, int] | None = None
+        self._aborts = 0
         self.hangs = False
         """Steps do not end, though the process lives."""
+        self.worker_lost = False
+        """Until it is repaired, steps and groups fail."""
+        self.on_poison: Callable[[], None] = lambda: None
+        """Called in the step of a request that ends its engine."""
         self.progress = 0
         self._rows: dict[int, tuple[dict[int, int], int]] = {}
+        self._repair_times = process.kernel.random(f"repair:{process.name}")
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
+        if self._groups is not None:
+            self._store = self._groups.open_store(self.process)
         return ExecutorLimits(NUM_BLOCKS, MAX_MODEL_LEN, VOCAB_SIZE)
 
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         for row in plan.new_rows:
             self._rows[row.slot] = (dict(enumerate(row.token_ids)), row.sampler.seed)
+            if row.sampler.seed == POISON_SEED:
+                self.on_poison()
         sampled = []
         rows = zip(plan.slots, plan.starts, plan.num_tokens, plan.samples, strict=True)
         for slot, start, count, samples in rows:
@@ -76,15 +151,64 @@ class SimExecutor(Executor):
                 end = start + count
                 tokens[end] = next_token(tokens[end - 1], end, seed)
                 sampled.append(tokens[end])
-        at = self.process.time() + _STEP_S + _TOKEN_S * sum(plan.num_tokens)
+        time_s = self._step_s + _TOKEN_S * sum(plan.num_tokens)
+        if self._groups is not None:
+            self.last_step = SimGroupStep(self, plan, sampled, time_s)
+            return self.last_step
+        at = self.process.time() + time_s
         return SimStep(self, ModelRunnerOutput(plan.step, sampled), at)
 
-    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
-        self._rows.clear()
+    def regroup(self, groups: GroupPlan) -> Any:
+        if not groups.keep_states:
+            self._rows.clear()
+        return [] if self._groups is None else self._form(self._groups, groups)
+
+    async def _form(self, groups: SimGroups, plan: GroupPlan) -> list[Regrouped]:
+        if self.member is not None:
+            self.member.leave("it formed another group")
+        self.member, self.last_step = None, None
+        aborts = self._aborts
+        self.check()
+        self.member = await groups.form(
+            self.process, plan, lambda: self._aborts > aborts or self.worker_lost
+        )
+        await self.wait_while_hanging()
+        self.check()
+        if self._aborts > aborts:
+            self.member.leave("aborted")
+        if self.member.broken is not None:
+            raise GroupBroken(self.member.broken)
         return []
 
+    async def wait_while_hanging(self) -> None:
+        while self.hangs and not self.worker_lost:
+            await asyncio.sleep(1.0)
+
+    def lose_worker(self) -> None:
+        """A worker dies: the others hear of it, and so do the peers of its group."""
+        self.worker_lost = True
+        if self.member is not None:
+            self.member.leave("a worker died")
+
+    def check(self) -> None:
+        if self.worker_lost:
+            raise WorkerLost("a worker died")
+
+    def repair(self) -> Any:
+        return self._repair()
+
+    async def _repair(self) -> None:
+        await asyncio.sleep(_REPAIR_S * self._repair_times.random())
+        self.worker_lost = False
+
     def abort(self) -> None:
-        """No collective of other engines is under way."""
+        self._aborts += 1
+        if self.member is not None:
+            self.member.leave("aborted")
+
+    @property
+    def store(self) -> tuple[str, int] | None:
+        return self._store
 
     @property
     def progress_counter(self) -> int:

@@ -71,6 +71,8 @@ class Network:
         """Directions in which nothing arrives, and since when."""
         self.slow_hosts: dict[str, float] = {}
         """Seconds that are added to each way to or from a host."""
+        self.lossy_hosts: dict[str, int] = {}
+        """Hosts of whose packets, both ways, some are lost; for how many reasons."""
         self.aims: dict[str, list[_Aim]] = {}
         self._sides: dict[Side, None] = {}
         """Of each connection that of its outlet."""
@@ -255,6 +257,12 @@ class Network:
         if not extra_s:
             del self.slow_hosts[host]
 
+    def lose_packets(self, host: str, reasons: int) -> None:
+        """Some packets to and from a host are lost, and sent again; `reasons`: -1 ends one."""
+        self.lossy_hosts[host] = self.lossy_hosts.get(host, 0) + reasons
+        if not self.lossy_hosts[host]:
+            del self.lossy_hosts[host]
+
     def aim(self, kind: str, count: int, action: Callable[[Side], None]) -> None:
         """While the `count`-th message of a kind from now on is on its way, call `action` with the
         side that has sent it. `kind`: the name of the message's type."""
@@ -286,6 +294,9 @@ class Network:
         if source == target:
             return 0.0
         return self.slow_hosts.get(source, 0.0) + self.slow_hosts.get(target, 0.0)
+
+    def is_lossy(self, source: str, target: str) -> bool:
+        return source != target and (source in self.lossy_hosts or target in self.lossy_hosts)
 
     def _directed(self, source: str, target: str) -> list[Side]:
         both = [each for side in self._sides for each in (side, side.peer)]

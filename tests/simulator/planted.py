@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,21 +13,34 @@ import msgspec
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_connection import EngineConnection
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.request_placer import RequestPlacer
 from swell.cluster.client.request_state import RequestState
+from swell.cluster.client.router import Router
 from swell.cluster.control import actor_names, control_state
+from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.fleet import Fleet
 from swell.cluster.control.manager import ClusterManager
+from swell.cluster.control.strays import StrayCollector
 from swell.coordinator.engine_monitor import EngineMonitor
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.state_machine import CoordinatorStateMachine
 from swell.engine.client_tracker import ClientTracker
 from swell.engine.coordinator_client import CoordinatorClient
 from swell.engine.core import EngineCore
+from swell.engine.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, KeepAliveReply
 from tests.simulator.faults import FAULTS
 from tests.simulator.laws import judge
-from tests.simulator.scenario import draw
+from tests.simulator.scenario import (
+    HOSTS,
+    SLOW_STEP_S,
+    AtMessage,
+    Fault,
+    Request,
+    Scenario,
+    draw,
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,8 @@ class Bug:
     wrong: Callable[..., Any]
     kinds: tuple[str, ...] = ()
     """Faults among which it is found soonest; none: all."""
+    shape: Callable[[Scenario], Scenario] = lambda scenario: scenario
+    """Of the scenarios that can show it."""
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -107,7 +123,46 @@ def _load_forgotten(right: Any, self: Any) -> None:
     right(self)
 
 
+def _pause_forgotten(right: Any, *args: Any, **others: Any) -> Any:
+    return replace(right(*args, **others), pause_requested=False)
+
+
+def _no_time_to_leave(
+    right: Any, self: Any, rank: int, timeout_s: float, *, is_drain: bool = False
+) -> None:
+    right(self, rank, 0.0, is_drain=is_drain)
+
+
+async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
+
+
 async def _unsaved(right: Any, self: Any) -> None: ...
+
+
+async def _never(right: Any, self: Any) -> None:
+    await asyncio.sleep(1e9)
+
+
+def _crowd(scenario: Scenario) -> Scenario:
+    """Workers die in the steps of long requests, whose outputs are late: packets are lost."""
+    requests = [Request(3.1 + 0.05 * index, 0, (index,), 250, index) for index in range(12)]
+    losses = [Fault("loss", 3.0, target, 20.0) for target in range(len(HOSTS))]
+    hits = [
+        Fault(
+            "lose-worker", 3.2, scenario.seed, trigger=AtMessage("EngineCoreOutputs", 4 + 6 * index)
+        )
+        for index in range(6)
+    ]
+    return replace(
+        scenario,
+        engines=3,
+        ingresses=1,
+        expert=False,
+        requests=tuple(requests),
+        faults=(*losses, *hits),
+        operations=(),
+        step_s=SLOW_STEP_S,
+    )
 
 
 LOSSES = ("drop",)
@@ -124,6 +179,19 @@ BUGS = {
         AsyncLLM, "_on_unreachable", _nothing, ("cut", "half-cut")
     ),
     "ingress: lost engines keep requests": Bug(RequestPlacer, "migrate_all", _nothing, PROCESSES),
+    "ingress: outputs of an earlier attempt count": Bug(
+        OutputProcessor,
+        "find",
+        lambda right, self, request_id, attempt: self.request_states.get(request_id),
+        shape=_crowd,
+    ),
+    "ingress: engines that are not reached get requests": Bug(
+        Router, "set_unreachable", _nothing, ("cut", "half-cut")
+    ),
+    "engine: lost clients keep requests": Bug(
+        EngineCore, "abort_client", lambda right, self, client: [], LOSSES
+    ),
+    "engine: it does not say what it computes": Bug(EngineServer, "_send_started", _nothing),
     "engine: aborts are ignored": Bug(EngineCore, "abort_requests", _nothing, LOSSES),
     "engine: silent clients are kept": Bug(
         ClientTracker, "drop_silent", lambda right, self: [], ("kill-ingress",)
@@ -140,12 +208,25 @@ BUGS = {
     "coordinator: a new ingress gets no view": Bug(
         CoordinatorService, "_on_subscribe", _nothing, PROCESSES
     ),
+    "coordinator: an engine that is kept goes on leaving": Bug(
+        CoordinatorStateMachine, "cancel_leave", lambda right, self, ranks, now: []
+    ),
+    "manager: a drain is over at once": Bug(Fleet, "leave", _no_time_to_leave),
     "manager: what it placed is a stray": Bug(actor_names, "find_strays", _all_strays, PROCESSES),
     "manager: what is left is the target": Bug(
         control_state, "take_over", _what_is_left, PROCESSES
     ),
     "manager: the dead are not replaced": Bug(control_state, "plan", _not_replaced, PROCESSES),
-    "manager: a death is not noticed": Bug(Fleet, "_watch", _nothing, PROCESSES),
+    "manager: a death is not noticed": Bug(Fleet, "_watch", _nothing, ("kill",)),
+    "manager: what could not be ended is left": Bug(
+        StrayCollector, "collect_forever", _never, ("gcs-away",)
+    ),
+    "manager: a pause is forgotten": Bug(
+        control_state, "take_over", _pause_forgotten, ("kill", "kill-control")
+    ),
+    "manager: an engine that is kept goes on leaving": Bug(
+        CoordinatorHandle, "cancel_leave", _not_sent, LOSSES
+    ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, PROCESSES),
 }
 
@@ -153,7 +234,7 @@ BUGS = {
 def find(bug: Bug, seeds: range) -> int | None:
     """The first seed that breaks a law with this bug; None: none does."""
     for seed in seeds:
-        scenario = draw(seed, bug.kinds or tuple(FAULTS))
+        scenario = bug.shape(draw(seed, bug.kinds or tuple(FAULTS)))
         with bug.planted():
             if judge(scenario).broken:
                 return seed

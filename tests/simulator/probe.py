@@ -62,18 +62,25 @@ class Prober:
             len(self._faults.happened),
             sorted(plane.net.cuts),
             sorted(plane.net.slow_hosts),
+            sorted(plane.net.lossy_hosts),
             plane.operator.changed_at,
             [(p.name, p.alive, p.stopped) for p in plane.ray.processes.values()],
             views,
         )
 
     def _is_comparable(self) -> bool:
-        """An idle engine that would not compute is known to nobody, and slow ones answer late."""
+        """An idle engine that would not compute is known to nobody, and slow ones answer late.
+        Engines that share experts may have been about to change their group when the coordinator
+        stopped, and no ingress knows it."""
         plane = self._plane
+        is_led = bool(plane.coordinator and plane.coordinators[-1][0].runs)
+        if plane.scenario.expert and not is_led:
+            return False
         return not (
             any(engine.executor.hangs for engine in plane.living_engines)
             or plane.operator.paused is None
             or plane.net.slow_hosts
+            or plane.net.lossy_hosts
             or any(ingress.process.stopped for ingress in plane.ingresses)
         )
 

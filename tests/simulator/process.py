@@ -37,7 +37,6 @@ class Process(Owner):
         """`rate`: seconds of its clock for each second of the world."""
         self.kernel, self.name, self.host, self.rate = kernel, name, host, rate
         self.alive, self.stopped, self.slow_s = True, False, 0.0
-        self.blocked = False
         """A call that it made has not returned: nothing else of it runs."""
         self.runs = True
         self.stops = 0
@@ -89,15 +88,6 @@ class Process(Owner):
         self.stopped = False
         self._resume_at(self.kernel.now)
 
-    def block(self) -> None:
-        """The present event goes on, as if it had waited; nothing runs after it until
-        `unblock`."""
-        self.blocked, self.runs = True, False
-
-    def unblock(self) -> None:
-        self.blocked = False
-        self._resume_at(self.kernel.now)
-
     def slow(self, seconds: float) -> None:
         """Each event takes so long from now on, by the world's clock; 0 ends it."""
         self.slow_s = seconds
@@ -134,10 +124,10 @@ class Process(Owner):
     def close(self) -> None:
         """Free its tasks, after the run: they are not told."""
         self.alive = self.runs = False
-        for task in asyncio.all_tasks(self.loop):  # type: ignore[arg-type]
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        for task in [task for task in self.loop.tasks if not task.done()]:
+            task._log_destroy_pending = False
             try:
-                task.get_coro().close()  # type: ignore[union-attr]
+                task.get_coro().close()
             except (Exception, ProcessExited):  # the run is judged already
                 pass
 
@@ -170,7 +160,7 @@ class Process(Owner):
             self.runs = True
 
     def _can_run(self) -> bool:
-        return self.alive and not self.stopped and not self.blocked
+        return self.alive and not self.stopped
 
     def enter(self, call: Call, *args: Any) -> None:
         """Run something of this process, from an event of the world."""
@@ -231,6 +221,8 @@ class SimLoop:
         self.process = process
         self._kernel = process.kernel
         self._handler: Callable[[Any, dict[str, Any]], Any] | None = None
+        self.tasks: list[Any] = []
+        """All that were ever made."""
 
     def time(self) -> float:
         return self.process.time()
@@ -255,7 +247,10 @@ class SimLoop:
 
     def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> Any:
         name = name or self.process.name
-        return asyncio.Task(coro, loop=self, name=name, context=context)  # type: ignore[arg-type]
+        loop: Any = self
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, name=name, context=context)
+        self.tasks.append(task)
+        return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
         """In another thread: it runs whole, at some time soon."""

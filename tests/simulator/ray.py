@@ -35,6 +35,8 @@ class RayOptions:
     """How long a process that was stopped lasts after its actor was killed."""
     gcs_timeout_s: float = 10.0
     """After which a request to the GCS fails."""
+    helper_s: float = 20.0
+    """After which a helper on another host counts as lost."""
 
 
 @dataclass(eq=False)

@@ -1,8 +1,8 @@
 """An actor of the simulated Ray: its processes, one after the other, and the calls under way.
 
 Law: a call is under way from its sending to its answer. When the process dies, Ray notices a while
-later: an actor that is started again then runs all of them anew, from their beginning; of any other
-one they fail with `ActorDied`.
+later: an actor that is started again then runs all of them anew, from their beginning, as far as
+their callers live, who send them again; of any other one they fail with `ActorDied`.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class SimActor:
         self._impl = self._make(self.process, again)
         self._running = 0
         self._waiting.clear()
+        self._calls = {call: None for call in self._calls if call.caller.alive}
         for call in self._calls:
             self._execute(call, self._life)
 

@@ -1,7 +1,6 @@
 """`swell.cluster.control.ray_port.RayPort`, as one process of the simulation sees it.
 
-A coroutine waits for the GCS, and fails after some seconds. A plain method blocks: what it asks for
-is done when the GCS is there, and until then nothing else of the process runs.
+A coroutine waits for the GCS, and fails after some seconds: what it asks for may be done yet.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
+from swell.cluster.control.actor_errors import ActorUnavailable, GcsUnavailable
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.service import CoordinatorEndpoint
+from swell.coordinator.channel import ChannelKeys
+from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
 from tests.simulator.process import Process
 from tests.simulator.ray import SimGroup, SimRayCluster
 from tests.simulator.ray_actor import SimActor
@@ -42,13 +42,22 @@ class SimRay:
     def new_endpoint(self) -> CoordinatorEndpoint:
         bits = self._process.bits
         public, secret, name = (bits.randbytes(_KEY_BYTES) for _ in range(3))
-        port = self._cluster.net.free_port(self._process.host)
-        return CoordinatorEndpoint(ChannelKeys(public, secret), name.hex(), port)
+        host = self._process.host
+        port = self._cluster.net.free_port(host)
+        return CoordinatorEndpoint(ChannelKeys(public, secret), name.hex(), port, host)
 
-    def kill_process(self, pid: int) -> None:
-        process = self._cluster.processes.get(pid)
-        if process is not None and process.host == self._process.host:
-            self._cluster.end_asked(process)
+    async def kill_process(self, pid: int, node: str) -> None:
+        process, cluster = self._cluster.processes.get(pid), self._cluster
+        if process is not None and process.host == node:
+            cluster.end_asked(process)
+        if node != self._process.host:
+            if not await self._request(lambda: node in cluster.nodes):
+                raise ActorUnavailable(f"there is no node {node}")
+            if cluster.net.is_blocked(node, self._process.host):
+                await asyncio.sleep(cluster.options.helper_s)
+                raise ActorUnavailable(f"no helper came up on {node}")
+            await asyncio.sleep(cluster.options.start_s * cluster.chance.random())
+        if process is not None and process.host == node:
             process.kill()
 
     # ---------------------------------------------------------------- resources
@@ -56,17 +65,21 @@ class SimRay:
     def total_resources(self) -> dict[str, float]:
         return _sum(list(self._cluster.nodes.values()))
 
+    async def node_resources(self) -> list[dict[str, float]]:
+        nodes = self._cluster.nodes
+        return await self._request(lambda: [dict(resources) for resources in nodes.values()])
+
     async def free_resources(self) -> dict[str, float]:
         cluster = self._cluster
         return await self._request(lambda: _sum([cluster.free(host) for host in cluster.nodes]))
 
     # ---------------------------------------------------------------- placement groups
 
-    def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> SimGroup:
+    async def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> SimGroup:
         if name in self._cluster.groups:
             raise RuntimeError(f"a placement group of the name {name} is there already")
         group = SimGroup(name, dict(bundle), count)
-        self._block(lambda: self._cluster.add_group(group))
+        await self._request(lambda: self._cluster.add_group(group))
         return group
 
     async def wait_for_group(self, group: SimGroup, timeout_s: float) -> bool:
@@ -81,10 +94,10 @@ class SimRay:
             return False
         return True
 
-    def remove_group(self, group: SimGroup) -> None:
+    async def remove_group(self, group: SimGroup) -> None:
         for actor in group.actors:
             self._cluster.end_asked(actor.process)
-        self._block(lambda: self._cluster.remove_group(group))
+        await self._request(lambda: self._cluster.remove_group(group))
 
     async def groups(self) -> dict[str, SimGroup]:
         groups = self._cluster.groups
@@ -101,7 +114,7 @@ class SimRay:
     async def find_actor(self, name: str, namespace: str) -> SimActor | None:
         return await self._request(lambda: self._cluster.actors.get((namespace, name)))
 
-    def create_engine(
+    async def create_engine(
         self,
         name: str,
         namespace: str,
@@ -109,18 +122,17 @@ class SimRay:
         num_gpus: float,
         config: Config,
         rank: int,
-        keys: ChannelKeys,
-        coordinator: ChannelAddress,
+        coordinator: CoordinatorContact,
     ) -> SimActor:
         if (namespace, name) in self._cluster.actors:
             raise ValueError(f"an actor of the name {name} is there already")
 
         def make(process: Process, again: bool) -> Any:
-            return self._cluster.make_engine(process, again, config, rank, keys, coordinator)
+            return self._cluster.make_engine(process, again, config, rank, coordinator)
 
-        return self._create(name, namespace, make, concurrency=_ENGINE_CALLS, group=group)
+        return await self._create(name, namespace, make, concurrency=_ENGINE_CALLS, group=group)
 
-    def get_or_create_coordinator(
+    async def get_or_create_coordinator(
         self,
         name: str,
         namespace: str,
@@ -129,17 +141,15 @@ class SimRay:
         endpoint: CoordinatorEndpoint,
         inherited: bool,
     ) -> SimActor:
-        found = self._cluster.actors.get((namespace, name))
-        if found is not None:
-            return found
-
         def make(process: Process, again: bool) -> Any:
             arguments = config, lockstep, endpoint, inherited
             return self._cluster.make_coordinator(process, again, *arguments)
 
-        return self._create(name, namespace, make, concurrency=_COORDINATOR_CALLS, restarts=True)
+        return await self._create(
+            name, namespace, make, concurrency=_COORDINATOR_CALLS, restarts=True
+        )
 
-    def _create(
+    async def _create(
         self,
         name: str,
         namespace: str,
@@ -149,25 +159,34 @@ class SimRay:
         group: SimGroup | None = None,
         restarts: bool = False,
     ) -> SimActor:
-        actor = SimActor(
-            self._cluster,
-            name,
-            namespace,
-            make,
-            host=self._process.host,
-            concurrency=concurrency,
-            group=group,
-            restarts=restarts,
-        )
-        self._block(lambda: self._cluster.add_actor(actor))
-        return actor
+        """One that has come meanwhile is left as it is."""
+        cluster = self._cluster
+
+        def add() -> SimActor:
+            found = cluster.actors.get((namespace, name))
+            if found is not None:
+                return found
+            actor = SimActor(
+                cluster,
+                name,
+                namespace,
+                make,
+                host=self._process.host,
+                concurrency=concurrency,
+                group=group,
+                restarts=restarts,
+            )
+            cluster.add_actor(actor)
+            return actor
+
+        return await self._request(add)
 
     def call(self, actor: SimActor, method: str, *args: Any) -> Awaitable[Any]:
         return actor.call(self._process, method, args)
 
-    def kill(self, actor: SimActor, *, restart: bool = False) -> None:
+    async def kill(self, actor: SimActor, *, restart: bool = False) -> None:
         self._cluster.end_asked(actor.process)
-        self._block(lambda: actor.kill(restart))
+        await self._request(lambda: actor.kill(restart))
 
     # ---------------------------------------------------------------- keys and values
 
@@ -205,20 +224,6 @@ class SimRay:
         """In this process."""
         self._process.kernel.soon(self._process, call)
 
-    def _block(self, request: Callable[[], None]) -> None:
-        process, cluster = self._process, self._cluster
-        if cluster.is_reachable(process.host):
-            request()
-            return
-        process.block()
-
-        def done() -> None:
-            if process.alive:
-                request()
-                process.unblock()
-
-        cluster.when_there(done, process.host)
-
     async def _request(self, request: Callable[[], T]) -> T:
         """Its result. It may be done although it has failed by its time."""
         cluster, kernel = self._cluster, self._process.kernel
@@ -232,8 +237,11 @@ class SimRay:
         self._arrives_at = max(self._arrives_at, kernel.now + way_s)
         host = self._process.host
         kernel.at(self._arrives_at, self._process, cluster.when_there, done, host)
-        async with asyncio.timeout(cluster.options.gcs_timeout_s):
-            return await answer
+        try:
+            async with asyncio.timeout(cluster.options.gcs_timeout_s):
+                return await answer
+        except TimeoutError:
+            raise GcsUnavailable("the GCS does not answer") from None
 
 
 def _set(future: asyncio.Future[Any], result: Any) -> None:

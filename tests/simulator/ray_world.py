@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from tests.cluster.control.contract_cluster import OTHER_HOST
 from tests.simulator.kernel import Kernel
 from tests.simulator.network import Network
 from tests.simulator.process import Process
@@ -56,6 +57,10 @@ class SimRayWorld:
 
     def process_lives(self, pid: int) -> bool:
         return self._cluster.processes[pid].alive
+
+    def add_host(self) -> str:
+        self._cluster.restore_host("host1", {OTHER_HOST: 1.0})
+        return "host1"
 
     def close(self) -> None:
         self._process.close()

@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.simulator.model import VOCAB_SIZE
+from tests.simulator.model import POISON_SEED, VOCAB_SIZE
 
 HOSTS = ("host0", "host1", "host2")
-"""The first one has Ray's GCS, the coordinator and the manager."""
+"""The first one has Ray's GCS."""
 
 _BEGIN_S = 3.0
 """The engines serve by then."""
 _SPAN_S = 3.0
 """Of the arrivals and the faults."""
+FAST_STEP_S, SLOW_STEP_S = 0.004, 0.03
+"""With the latter more happens during a request."""
+_BURST_S = 1.0
+_LONG_S = 10.0
+"""A fault of this length is noticed while it lasts."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,11 @@ class Request:
     seed: int
     gives_up_after: int | None = None
     """Tokens after which its client gives it up; None: it waits for the end."""
+
+    @property
+    def is_poison(self) -> bool:
+        """Each engine that computes it dies."""
+        return self.seed == POISON_SEED
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,15 @@ class Scenario:
     seed: int
     engines: int
     ingresses: int
+    expert: bool
+    """The engines share experts."""
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
     operations: tuple[Operation, ...] = ()
+    control_host: str = HOSTS[0]
+    """Of the manager, and of the coordinator beside it."""
+    step_s: float = FAST_STEP_S
+    """How long a step takes, its tokens aside."""
 
 
 TRIGGERS = (
@@ -81,10 +97,29 @@ TRIGGERS = (
     "EngineHello",
     "EngineReport",
 )
+GROUP_TRIGGERS = (
+    "ReconfigureDistributedRequest",
+    "Joined",
+    "Broken",
+    "Pause",
+    "Paused",
+    "Resume",
+    "StartWave",
+    "StartDPWave",
+    "WaveComplete",
+)
+"""Of engines that share experts."""
 
 
-def draw(seed: int, kinds: tuple[str, ...], num_faults: int = 4) -> Scenario:
-    """A standard run."""
+def draw(
+    seed: int,
+    kinds: tuple[str, ...],
+    num_faults: int = 4,
+    expert: bool | None = None,
+    num_operations: int = 2,
+) -> Scenario:
+    """A standard run, or one with more faults or changes by an operator at most. `expert`: None for
+    either."""
     random = Random(f"scenario:{seed}")
     engines, ingresses = random.randint(1, 3), random.randint(1, 2)
     requests = [_draw_request(random, ingresses) for _ in range(random.randint(1, 12))]
@@ -94,14 +129,31 @@ def draw(seed: int, kinds: tuple[str, ...], num_faults: int = 4) -> Scenario:
             at = faults[index - 1].at + 0.001 * random.random()
             faults[index - 1] = replace(faults[index - 1], trigger=None)
             faults[index] = replace(faults[index], at=at, trigger=None)
-    operations = [op for _ in range(2) if random.random() < 0.3 for op in _draw_operation(random)]
+    operations = [
+        op for _ in range(num_operations) if random.random() < 0.3 for op in _draw_operation(random)
+    ]
+    if expert is None:
+        expert = Random(f"expert:{seed}").random() < 0.5
+    if expert:
+        faults = _aim_at_groups(Random(f"groups:{seed}"), faults)
+    operations += _draw_reversals(Random(f"reversals:{seed}"), operations)
+    if (burst := Random(f"burst:{seed}")).random() < 0.2:
+        requests = _draw_burst(burst, requests, faults[0])
+    requests = _draw_late(Random(f"late:{seed}"), requests, faults)
+    if (aborts := Random(f"aborts:{seed}")).random() < 0.1:
+        requests, faults = _draw_lost_abort(aborts, kinds, requests, faults)
+    if Random(f"poison:{seed}").random() < 0.05:
+        requests[0] = replace(requests[0], seed=POISON_SEED, gives_up_after=None)
     return Scenario(
         seed,
         engines,
         ingresses,
+        expert,
         tuple(sorted(requests, key=lambda request: request.at)),
         tuple(faults),
         tuple(sorted(operations, key=lambda operation: operation.at)),
+        Random(f"control:{seed}").choice(HOSTS),
+        Random(f"step:{seed}").choice((FAST_STEP_S, FAST_STEP_S, SLOW_STEP_S)),
     )
 
 
@@ -114,6 +166,54 @@ def _draw_request(random: Random, ingresses: int) -> Request:
         max_tokens = random.randint(100, 300)
         gives_up_after = random.choice((None, random.randint(1, 20)))
     return Request(at, ingress, prompt, max_tokens, random.randrange(9), gives_up_after)
+
+
+def _aim_at_groups(random: Random, faults: list[Fault]) -> list[Fault]:
+    """Every second message that a fault waits for is one about groups."""
+    return [
+        replace(fault, trigger=AtMessage(random.choice(GROUP_TRIGGERS), random.randint(1, 6)))
+        if fault.trigger is not None and random.random() < 0.5
+        else fault
+        for fault in faults
+    ]
+
+
+def _draw_burst(random: Random, requests: list[Request], fault: Fault) -> list[Request]:
+    """All come about the time of a fault."""
+    return [replace(request, at=fault.at + _BURST_S * random.random()) for request in requests]
+
+
+def _draw_late(random: Random, requests: list[Request], faults: list[Fault]) -> list[Request]:
+    """Some come while a long fault lasts."""
+    long = [fault for fault in faults if fault.time_s > _LONG_S and fault.trigger is None]
+    if not long:
+        return requests
+    fault = random.choice(long)
+    return [
+        replace(request, at=fault.at + fault.time_s * random.random())
+        if random.random() < 0.3
+        else request
+        for request in requests
+    ]
+
+
+def _draw_lost_abort(
+    random: Random, kinds: tuple[str, ...], requests: list[Request], faults: list[Fault]
+) -> tuple[list[Request], list[Fault]]:
+    """A client gives up, and something happens to the message that says so."""
+    index = random.randrange(len(requests))
+    request = replace(requests[index], max_tokens=300, gives_up_after=random.randint(1, 20))
+    fault = replace(faults[0], trigger=AtMessage("AbortRequests", 1), kind=random.choice(kinds))
+    return [*requests[:index], request, *requests[index + 1 :]], [fault, *faults[1:]]
+
+
+def _draw_reversals(random: Random, operations: list[Operation]) -> list[Operation]:
+    """An operator who wants another number before the one asked for is there."""
+    return [
+        replace(operation, at=operation.at + random.choice((0.05, 0.5, 2.0)), argument=number)
+        for operation in operations
+        if operation.kind == "scale" and (number := random.randint(0, 3))
+    ]
 
 
 def _draw_operation(random: Random) -> list[Operation]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,12 @@ from tests.simulator.scenario import Scenario
 
 _PARTS = ("requests", "faults", "operations")
 _SHORTEST_S = 0.05
+
+
+def kind_of(broken: str) -> str:
+    """Which law, whoever broke it when: words without a digit. A smaller scenario may break another
+    one, such as that of a cluster that is paused and not resumed."""
+    return " ".join(word for word in broken.split() if not re.search(r"\d", word))
 
 
 def shrink(scenario: Scenario, is_broken: Callable[[Scenario], bool]) -> Scenario:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.simulator.echo import EchoWorld
+from tests.simulator.hash_seeds import outputs
 from tests.simulator.network import NetworkOptions
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(seed: int) -> tuple[int, int, float, list[list[int]]]:
@@ -46,19 +40,8 @@ def test_a_run_is_the_same_again() -> None:
 @pytest.mark.slow
 def test_a_run_is_the_same_for_every_hash_seed() -> None:
     code = "from tests.simulator.test_determinism import run; print([run(s) for s in range(10)])"
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stdout
-        for hash_seed in ("0", "1", "4711")
-    }
-    assert len(outputs) == 1 and outputs != {""}
+    printed = outputs(code, ("0", "1", "4711"))
+    assert len(printed) == 1 and printed != {""}
 
 
 def test_one_fault_less_moves_nothing_elsewhere() -> None:

@@ -10,13 +10,22 @@ NUM_SEEDS = 200
 
 FOUND_SOON = {
     "ingress: a gap is not noticed": 9,
-    "ingress: outputs are forgotten": 9,
+    "ingress: outputs are forgotten": 8,
     "ingress: lost engines keep requests": 1,
-    "engine: aborts are ignored": 125,
-    "engine: silent clients are kept": 2,
-    "coordinator: nobody stalls": 2,
+    "ingress: outputs of an earlier attempt count": 0,
+    "ingress: engines that are not reached get requests": 32,
+    "engine: aborts are ignored": 16,
+    "engine: silent clients are kept": 3,
+    "engine: lost clients keep requests": 39,
+    "engine: it does not say what it computes": 2,
+    "coordinator: nobody stalls": 0,
+    "coordinator: an engine that is kept goes on leaving": 91,
     "manager: what is left is the target": 1,
-    "manager: the dead are not replaced": 4,
+    "manager: the dead are not replaced": 2,
+    "manager: a death is not noticed": 7,
+    "manager: a drain is over at once": 188,
+    "manager: a pause is forgotten": 49,
+    "manager: an engine that is kept goes on leaving": 91,
 }
 """Seeds of some that find them."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from swell.cluster.control.actor_errors import ActorDied
+from swell.cluster.control.actor_errors import ActorDied, GcsUnavailable
 from swell.configs.schema import ClusterConfig, load
 from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.contact import CoordinatorContact
 from tests.simulator.kernel import WORLD, Kernel
 from tests.simulator.network import Network
 from tests.simulator.process import Process
@@ -20,7 +21,7 @@ from tests.simulator.ray_port import SimRay
 
 CONFIG = load({"model": {"path": "m"}})
 KEYS = ChannelKeys(b"public", b"secret")
-ADDRESS = ChannelAddress("m", "i", "t")
+CONTACT = CoordinatorContact(ChannelAddress("m", "i", "t"), KEYS, 1)
 OPTIONS = RayOptions()
 
 
@@ -62,16 +63,28 @@ class RayHosts:
         tasks[0].result()
         assert self.kernel.failures == []
 
+    async def at(self, host: str, work: Callable[[SimRay], Awaitable[Any]]) -> Any:
+        """Let a process of this host do it; returns its result."""
+        process = Process(self.kernel, "other", host)
+        done = asyncio.get_running_loop().create_future()
+
+        async def run() -> None:
+            result = await work(SimRay(self.cluster, process))
+            self.kernel.soon(self.manager, done.set_result, result)
+
+        self.kernel.soon(process, lambda: process.loop.create_task(run()))
+        return await done
+
     def later(self, seconds: float, call: Callable[..., Any], *args: Any) -> None:
         self.kernel.at(self.kernel.now + seconds, WORLD, call, *args)
 
-    def engine(self, name: str, cpus: float = 2.0) -> SimActor:
-        group = self.ray.create_group(name, {"CPU": cpus}, 1)
-        return self.ray.create_engine(name, "ns", group, 0, CONFIG, 0, KEYS, ADDRESS)
+    async def engine(self, name: str, cpus: float = 2.0) -> SimActor:
+        group = await self.ray.create_group(name, {"CPU": cpus}, 1)
+        return await self.ray.create_engine(name, "ns", group, 0, CONFIG, 0, CONTACT)
 
-    def coordinator(self) -> SimActor:
+    async def coordinator(self) -> SimActor:
         endpoint = self.ray.new_endpoint()
-        return self.ray.get_or_create_coordinator(
+        return await self.ray.get_or_create_coordinator(
             "coordinator", "ns", ClusterConfig(), False, endpoint, False
         )
 
@@ -102,28 +115,48 @@ def test_a_request_fails_while_the_gcs_is_away_and_a_write_may_be_done_later() -
     hosts.run(work)
 
 
-def test_a_plain_method_blocks_its_process_while_the_gcs_is_away() -> None:
+def test_a_change_fails_while_the_gcs_is_away_and_is_done_before_later_ones() -> None:
     hosts = RayHosts()
-    times: list[float] = []
 
     async def work() -> None:
+        group = await hosts.ray.create_group("engine", {"CPU": 1.0}, 1)
         hosts.cluster.set_away(True)
-        hosts.later(5.0, hosts.cluster.set_away, False)
-        begun = hosts.kernel.now
-        hosts.engine("engine")
-        await asyncio.sleep(0.0)
-        times.append(hosts.kernel.now - begun)
+        with pytest.raises(GcsUnavailable):
+            await hosts.ray.create_engine("engine", "ns", group, 0, CONFIG, 0, CONTACT)
+        hosts.later(1.0, hosts.cluster.set_away, False)
         assert await hosts.ray.actor_names("ns") == ["engine"]
 
     hosts.run(work)
-    assert times == [5.0]
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_helper_ends_a_stopped_process_of_another_host(isolated: bool) -> None:
+    hosts = RayHosts()
+
+    async def work() -> None:
+        ray = hosts.ray
+        engine = await hosts.engine("engine")
+        await ray.call(engine, "where")
+        process = engine.process
+        assert process is not None and process.host == "host0" != ray.node_id
+        process.stop()
+        pid = hosts.cluster.pid_of(process)
+        if isolated:
+            hosts.isolate(ray.node_id)
+            with pytest.raises(GcsUnavailable):
+                await ray.kill_process(pid, process.host)
+        else:
+            await ray.kill_process(pid, process.host)
+        assert process.alive == isolated
+
+    hosts.run(work)
 
 
 def test_calls_of_actors_need_no_gcs() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
-        engine = hosts.engine("engine")
+        engine = await hosts.engine("engine")
         assert await hosts.ray.call(engine, "where")
         hosts.cluster.set_away(True)
         assert await asyncio.wait_for(hosts.ray.call(engine, "where"), 0.1)
@@ -135,7 +168,7 @@ def test_a_death_is_noticed_late_and_later_without_the_gcs() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
-        ray, engine = hosts.ray, hosts.engine("engine")
+        ray, engine = hosts.ray, await hosts.engine("engine")
         await ray.call(engine, "where")
         hosts.cluster.set_away(True)
         hosts.later(5.0, hosts.cluster.set_away, False)
@@ -155,13 +188,13 @@ def test_engines_fill_the_hosts_and_wait_for_room() -> None:
 
     async def work() -> None:
         ray = hosts.ray
-        engines = [hosts.engine(f"engine{i}") for i in range(4)]
+        engines = [await hosts.engine(f"engine{i}") for i in range(4)]
         where = [await ray.call(engine, "where") for engine in engines[:3]]
         assert [host for _, host, _ in where] == ["host0", "host1", "host2"]
         assert await ray.free_resources() == {}
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(ray.call(engines[3], "where"), 5.0)
-        ray.remove_group((await ray.groups())["engine1"])
+        await ray.remove_group((await ray.groups())["engine1"])
         assert (await ray.call(engines[3], "where"))[1] == "host1"
         with pytest.raises(ActorDied):
             await ray.call(engines[1], "where")
@@ -173,10 +206,11 @@ def test_an_actor_runs_so_many_calls_at_a_time() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
-        ray, engine = hosts.ray, hosts.engine("engine")
+        ray, engine = hosts.ray, await hosts.engine("engine")
         await ray.call(engine, "where")
         waits = [ray.call(engine, "wait", 2.0) for _ in range(4)]
         begun = hosts.kernel.now
+        await asyncio.sleep(0.01)
         await ray.call(engine, "where")
         assert hosts.kernel.now - begun == pytest.approx(2.0, abs=0.1)
         await asyncio.gather(*waits)
@@ -188,7 +222,7 @@ def test_a_cut_holds_calls_and_answers_back() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
-        ray, engine = hosts.ray, hosts.engine("engine")
+        ray, engine = hosts.ray, await hosts.engine("engine")
         assert (await ray.call(engine, "where"))[1] == "host0"
         hosts.net.cut("host0", "host1")
         hosts.later(3.0, hosts.net.heal, "host0", "host1")
@@ -204,11 +238,13 @@ def test_actors_of_a_lost_host_die_and_the_coordinator_moves() -> None:
 
     async def work() -> None:
         ray, cluster = hosts.ray, hosts.cluster
-        engines = [hosts.engine(f"engine{i}", 1.0) for i in range(6)]
-        coordinator = SimRay(cluster, Process(hosts.kernel, "other", "host2"))
+        engines = [await hosts.engine(f"engine{i}", 1.0) for i in range(6)]
         endpoint = ray.new_endpoint()
-        actor = coordinator.get_or_create_coordinator(
-            "coordinator", "ns", ClusterConfig(), False, endpoint, False
+        actor = await hosts.at(
+            "host2",
+            lambda ray: ray.get_or_create_coordinator(
+                "coordinator", "ns", ClusterConfig(), False, endpoint, False
+            ),
         )
         assert await ray.call(actor, "where") == ("coordinator.1", "host2", False)
         assert (await ray.call(engines[5], "where"))[1] == "host2"
@@ -220,9 +256,9 @@ def test_actors_of_a_lost_host_die_and_the_coordinator_moves() -> None:
             await ray.call(engines[5], "where")
         assert ray.total_resources() == {"CPU": 4.0}
         for name in ("engine4", "engine5"):  # they would have their places again
-            ray.remove_group((await ray.groups())[name])
+            await ray.remove_group((await ray.groups())[name])
         cluster.restore_host("host2", {"CPU": 2.0})
-        assert (await ray.call(hosts.engine("engine6", 2.0), "where"))[1] == "host2"
+        assert (await ray.call(await hosts.engine("engine6", 2.0), "where"))[1] == "host2"
 
     hosts.run(work)
 
@@ -233,7 +269,7 @@ def test_a_host_that_is_cut_off_for_long_is_given_up_and_ends_its_processes_when
     hosts = RayHosts()
 
     async def work() -> None:
-        engines = [hosts.engine(f"engine{i}") for i in range(3)]
+        engines = [await hosts.engine(f"engine{i}") for i in range(3)]
         ray = SimRay(hosts.cluster, Process(hosts.kernel, "client", "host0"))
         for engine in engines:
             await hosts.ray.call(engine, "where")
@@ -257,7 +293,7 @@ def test_a_short_cut_ends_nothing() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
-        engines = [hosts.engine(f"engine{i}") for i in range(3)]
+        engines = [await hosts.engine(f"engine{i}") for i in range(3)]
         await asyncio.sleep(5.0)
         for _ in range(3):
             hosts.isolate("host2")

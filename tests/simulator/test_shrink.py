@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.simulator.faults import FAULTS
 from tests.simulator.scenario import Scenario, draw
-from tests.simulator.shrink import shrink
+from tests.simulator.shrink import kind_of, shrink
 
 
 def test_what_has_no_part_in_it_is_left_out() -> None:
@@ -28,3 +28,10 @@ def test_what_has_no_part_in_it_is_left_out() -> None:
     assert len(small.requests[0].prompt) == small.requests[0].max_tokens == 1
     assert small.faults[0].trigger is None and small.faults[0].time_s <= 0.1
     assert not small.operations and runs < 200
+
+
+def test_what_is_broken_is_known_by_its_law() -> None:
+    """Not by the engine, the request or the time of it."""
+    first, again = "sim-engine-0-ab12.1 was ended at 3.50 s", "sim-engine-2-ff00.1 was ended at 9 s"
+    assert kind_of(first) == kind_of(again) == "was ended at s"
+    assert kind_of("r3 is late") != kind_of("r3 never ended, 2 tokens came")

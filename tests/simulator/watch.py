@@ -6,9 +6,12 @@ since which an ingress reaches an engine that could serve. A clock at half the r
 
 from __future__ import annotations
 
+from swell.cluster.client.engine_connection import EngineId
+from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView
 from tests.simulator.actors import SimEngine
 from tests.simulator.control_plane import (
+    DRAIN_TIMEOUT_S,
     HEARTBEAT_S,
     STALL_TIMEOUT_S,
     ControlPlane,
@@ -22,13 +25,17 @@ LOOK_S = 0.25
 """Between two looks."""
 SILENCE_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """Until what was lost with a host, or with a path to it, continues elsewhere."""
+_DEATH_S = 3.0
+"""Until what was lost with an engine alone continues elsewhere."""
 STUCK_S = 2 * STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """Longer by this for each engine that hangs: it is heard of and does not compute, and it is known
 twice the time after it got work (`engine_monitor.py`). A request may get from one to another."""
-_COMPUTE_S = 2.0
-"""Of the longest request."""
+_COMPUTE_S, _COMPUTE_STEPS = 1.5, 1.5
+"""Of a request, in all and for each of its tokens."""
 _LOSS_S = 2 * HEARTBEAT_S
 """Until the loss of a connection's messages is noticed, and the engine knows."""
+_RETRANSMISSIONS_S = 2.5
+"""Of two messages in a row, or more of them."""
 _BRIEF_S = 0.4 * STALL_TIMEOUT_S
 """A disturbance of less is no reason to end an engine."""
 _EXCUSED_S = 2 * STALL_TIMEOUT_S
@@ -49,17 +56,38 @@ class Watch:
         self._served_since: dict[SimIngress, float] = {}
         self._unended: dict[SimRequest, None] = dict.fromkeys(plane.requests)
         self._unawaited: dict[tuple[Process, bytes, str, int], tuple[float, int]] = {}
-        """Requests that an engine has, and nobody awaits: since when, and its steps then."""
+        """Requests that an engine has, and nobody awaits: for how long it has computed since, and
+        its steps at the last look."""
         self._disturbed: dict[Process, tuple[float, float]] = {}
         """Engines that did not reach the coordinator, or did not run: from, until."""
+        self._leaving: dict[Process, float] = {}
+        """Engines that an operator wants no more, as the coordinator knew last, and since when."""
         self._epochs: dict[SimIngress, int] = {}
         plane.ray.on_end.append(self._on_end)
         plane.on_view.append(self._on_view)
+        plane.on_detach.append(self._on_detach)
 
     def look(self) -> None:
         self._look_at_paths()
         self._look_at_requests()
         self._look_at_engines()
+        self._look_at_roster()
+        self._look_at_pause()
+        self._look_at_placements()
+
+    @property
+    def _only_engines_died(self) -> bool:
+        """Ray tells the manager, which tells the coordinator, which tells the ingresses."""
+        were_killed = {line.split()[2] for line in self._faults.happened}
+        return self._faults.kinds <= {"kill", "poison"} and all(
+            name.startswith("sim-engine") for name in were_killed
+        )
+
+    @property
+    def hang_s(self) -> float:
+        """How long what hangs may hold up the others. A group that does not form is formed once
+        more before it is said who hangs."""
+        return self._faults.num_hangs * STUCK_S * (2 if self._plane.scenario.expert else 1)
 
     def _break(self, law: str) -> None:
         self.broken.setdefault(law)
@@ -75,8 +103,23 @@ class Watch:
             return False
         if net.is_blocked(ingress.process.host, engine.process.host):
             return False
+        if self._plane.scenario.expert and not self._is_led(engine):
+            return False
         member = ingress.llm.view.roster.find(engine.rank, server.incarnation)
         return member is not None and engine.rank in ingress.llm.active_ranks
+
+    def _is_led(self, engine: SimEngine) -> bool:
+        """Engines that share experts need the coordinator to go on without one that was lost. It
+        is made again when Ray has noticed its end, and found where it has moved to, not while
+        Ray's GCS is away."""
+        coordinator, plane = self._plane.coordinator, self._plane
+        if coordinator is None or engine.server is None:
+            return False
+        process = plane.coordinators[-1][0]
+        is_known = engine.server._coordinator_client._address == coordinator.address
+        if plane.ray.away and not is_known:
+            return False
+        return process.runs and not plane.net.is_blocked(engine.process.host, process.host)
 
     def _look_at_paths(self) -> None:
         engines = self._plane.living_engines
@@ -91,7 +134,7 @@ class Watch:
             return
         now, faults = self._kernel.now, self._faults
         over = max(faults.begun_at, self._plane.operator.changed_at)
-        bound_s = SILENCE_S + faults.num_hangs * STUCK_S
+        bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s
         for each in list(self._unended):
             since = self._served_since.get(self._plane.ingresses[each.request.ingress])
             if since is None:
@@ -99,15 +142,37 @@ class Watch:
             taken_s = now - max(over, since, each.request.at)
             if each.end is not None:
                 del self._unended[each]
-            elif taken_s > bound_s / faults.slowest_clock + _COMPUTE_S:
+            elif taken_s > bound_s / faults.slowest_clock + self._compute_s(each):
                 self._break(f"r{each.number} is late")
             self.slowest_s = max(self.slowest_s, taken_s)
+
+    def _look_at_placements(self) -> None:
+        """No request stays where its ingress does not reach, if that has another engine."""
+        for ingress in self._plane.ingresses:
+            llm = ingress.llm
+            if llm is None or not llm._placer._unreachable or not ingress.process.runs:
+                continue
+            unreachable = llm._placer._unreachable
+            reached = [
+                member
+                for member in llm.view.roster.members
+                if member.state is MemberState.ACTIVE and EngineId.of(member) not in unreachable
+            ]
+            stay = [s for s in llm._processor.request_states.values() if s.engine in unreachable]
+            if reached and stay:
+                self._break(f"{stay[0].request_id} stays at an engine that is not reached")
+
+    def _compute_s(self, request: SimRequest) -> float:
+        steps = _COMPUTE_STEPS * request.request.max_tokens
+        return _COMPUTE_S + steps * self._plane.scenario.step_s
 
     # ---------------------------------------------------------------- nothing is computed in vain
 
     def _look_at_engines(self) -> None:
-        now, faults, awaited = self._kernel.now, self._faults, self._awaited()
-        bound_s = SILENCE_S if faults.kinds - {"drop"} else _LOSS_S if faults.kinds else LOOK_S
+        faults, awaited = self._faults, self._awaited()
+        bound_s = SILENCE_S if faults.kinds - {"drop", "loss"} else LOOK_S
+        if faults.kinds and bound_s == LOOK_S:
+            bound_s = _LOSS_S + ("loss" in faults.kinds) * _RETRANSMISSIONS_S
         seen, before = {}, self._unawaited
         for engine in self._plane.living_engines:
             self._note_disturbance(engine)
@@ -119,8 +184,10 @@ class Watch:
                 if attempt in awaited:
                     continue
                 key = (engine.process, request.client, *attempt)
-                since, first = seen[key] = before.get(key, (now, steps))
-                if now - since > bound_s / faults.slowest_clock and steps > first:
+                computed_s, last = before.get(key, (0.0, steps))
+                computed_s += LOOK_S if steps > last else 0.0
+                seen[key] = computed_s, steps
+                if computed_s > bound_s / faults.slowest_clock:
                     self._break(f"{engine.process.name} computes {attempt}, which nobody awaits")
         self._unawaited = seen
 
@@ -143,7 +210,9 @@ class Watch:
         return any(plane.net.is_blocked(process.host, host) for host in hosts)
 
     def _note_disturbance(self, engine: SimEngine) -> None:
-        if not self._is_disturbed(engine):
+        """What was decided about it then cannot be done while Ray's GCS is away, but after it."""
+        is_pending = self._plane.ray.away and self._is_excused(engine)
+        if not self._is_disturbed(engine) and not is_pending:
             return
         now = self._kernel.now
         begun, until = self._disturbed.get(engine.process, (now, now))
@@ -157,10 +226,44 @@ class Watch:
         was_long = until - begun > _BRIEF_S and self._kernel.now - until < _EXCUSED_S
         return was_long or engine.executor.hangs
 
+    def _look_at_roster(self) -> None:
+        if (coordinator := self._plane.coordinator) is None:
+            return
+        roster = coordinator._state_machine.roster
+        for engine in self._plane.living_engines:
+            member = engine.server and roster.find(engine.rank, engine.server.incarnation)
+            if member and member.state is MemberState.LEAVING:
+                self._leaving.setdefault(engine.process, self._kernel.now)
+            elif member:
+                self._leaving.pop(engine.process, None)
+
+    def _on_detach(self, ranks: list[int]) -> None:
+        """An engine that leaves, and can finish what it has, has the time to. One that is not
+        heard of, or to which a request is still on its way, seems to be idle."""
+        net = self._plane.net
+        if self._plane.operator.paused is not False or net.slow_hosts or net.lossy_hosts:
+            return
+        for engine in self._plane.living_engines:
+            if engine.rank not in ranks or engine.server is None or self._is_disturbed(engine):
+                continue
+            since = self._leaving.get(engine.process, self._kernel.now)
+            left_s = DRAIN_TIMEOUT_S / self._faults.fastest_clock - (self._kernel.now - since)
+            if engine.server.core.scheduler.requests and left_s > LOOK_S:
+                self._break(f"{engine.process.name} had {left_s:.1f} s left to finish what it has")
+
+    def _look_at_pause(self) -> None:
+        """What an operator wants outlives the manager that was asked."""
+        operator, manager = self._plane.operator, self._plane.manager
+        leads = manager.has_started and manager.process.alive and operator.paused is not None
+        if leads and manager.manager.pause_requested != operator.paused:
+            self._break("the manager forgets " + ("a pause" if operator.paused else "its end"))
+
     def _on_end(self, process: Process) -> None:
         """A manager ends an actor. More than are wanted may be ended; which ones, while an operator
         has just asked for fewer, it decides by what it knows."""
         if self._kernel.now - self._plane.operator.shrunk_at < _SHRINK_S:
+            return
+        if process in self._leaving:
             return
         staying = [each for each in self._plane.living_engines if not self._is_excused(each)]
         ended = [each for each in staying if each.process is process]

@@ -55,13 +55,13 @@ class Engine:
                 for member in self.members
             ]
         )
-        self.store = self.members[0].call("open_store", "127.0.0.1").result()
+        self.store = self.members[0].call("open_store").result()
         self.generation = 0
         self.tokens: list[list[int]] = []
-        """For each row: its prompt, then the sampled tokens."""
+        """Of each row: its prompt, then the sampled tokens."""
         self.computed: list[int] = []
         self.hidden: list[torch.Tensor] = []
-        """What the last stage's model gave in each step with rows."""
+        """Outputs of the last stage's model, one for each step with rows."""
         last = self.members[self.output_rank].worker
         last.model.register_forward_hook(lambda _m, _a, out: self.hidden.append(out.clone()))
 
@@ -88,7 +88,7 @@ class Engine:
         return [member.call("regroup", plan) for member in self.members]
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Have these rows computed from the next step on, and no others."""
+        """Compute these rows, and no others, from the next step on."""
         assert len(prompts) <= MAX_ROWS
         self.tokens, self.computed = [list(prompt) for prompt in prompts], []
 
@@ -164,7 +164,7 @@ class EngineGroup:
         return self.engines[-1]
 
     def regroup(self, *members: Engine, keep_states: bool = False) -> list[list[Regrouped]]:
-        """Let these engines share experts; what each of their workers answers."""
+        """Let these engines share experts; return the answer of each worker."""
         return [collect(futures) for futures in self.submit_regroup(*members, keep=keep_states)]
 
     def submit_regroup(self, *members: Engine, keep: bool = False) -> list[list[Future[Any]]]:
@@ -184,7 +184,7 @@ class EngineGroup:
 
 
 def collect(futures: list[Future[Any]]) -> list[Any]:
-    """All results, in order; what was raised first is raised when all have ended."""
+    """All results, in order; the first exception is raised when all have ended."""
     wait(futures, timeout=120)
     return [future.result(timeout=0) for future in futures]
 

@@ -33,7 +33,7 @@ class ReferenceRow:
         return self.prompt + self.outputs
 
     def new_row(self, slot: int) -> NewRow:
-        """The message by which it takes a slot, with the outputs that it has."""
+        """The message that puts the request into a slot, with its outputs so far."""
         return NewRow(
             slot,
             self.known,
@@ -85,7 +85,7 @@ class ReferenceRow:
         return self.ends if len(self.outputs) < self.min_tokens else []
 
     def _completions(self) -> list[int]:
-        """Last tokens of the bad words whose other tokens are what was said last."""
+        """Last tokens of the bad words whose other tokens are the most recent ones."""
         known = self.known
         return [
             word[-1]

@@ -92,7 +92,7 @@ def test_replayed_answers_are_the_same_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatch, replayed, dtype):
-    """Rows that take the most likely token, alone and beside one that asks for more; both kinds of
+    """Rows that take the most likely token, alone and beside one that needs logits; both kinds of
     steps are replayed."""
     make(tmp_path, "llama")
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -118,8 +118,8 @@ def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_neox"])
-def test_models_that_compute_otherwise_run_as_ever(tmp_path, monkeypatch, replayed, family):
-    """Experts are chosen on the way; a model of transformers' calls torch."""
+def test_models_that_cannot_be_captured_run_eagerly(tmp_path, monkeypatch, replayed, family):
+    """Experts are chosen during the forward pass; a transformers model calls torch itself."""
     make(tmp_path, family)
     tried = answers(tmp_path)
     assert not replayed

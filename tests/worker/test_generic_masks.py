@@ -1,4 +1,5 @@
-"""What a mask of transformers means, and that a layer of ours is the layer that it replaces."""
+"""Masks of transformers and the windows that they mean; our layers compute what the replaced layers
+compute."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ BLOCKS = torch.tensor([[0, 0, 1, 1]])
         lambda b, h, q, k: k < q,
     ],
 )
-def test_what_is_no_window(function: Any) -> None:
+def test_masks_without_a_window(function: Any) -> None:
     with pytest.raises(UnsupportedMaskError, match="does not see"):
         sliding_window_of(function, 64)
 
@@ -110,7 +111,9 @@ def test_a_window_that_only_the_mask_has(tmp_path: Path) -> None:
         ("lfm2", ["layer_types", "'conv'"]),
     ],
 )
-def test_what_no_layer_of_ours_computes(tmp_path: Path, family: str, words: list[str]) -> None:
+def test_masks_that_no_layer_of_ours_computes(
+    tmp_path: Path, family: str, words: list[str]
+) -> None:
     tiny_models.make(tmp_path, family)
     text = refusal(tmp_path, backend="transformers", max_model_len=MAX_TOKENS)
     for word in words:
@@ -118,7 +121,7 @@ def test_what_no_layer_of_ours_computes(tmp_path: Path, family: str, words: list
 
 
 def test_tokens_that_mix_outside_of_attention() -> None:
-    """lfm2's convolutions carry earlier tokens on; no mask and no position says so."""
+    """lfm2's convolutions carry earlier tokens on; neither a mask nor a position shows it."""
     kind = {"num_hidden_layers": 2, "layer_types": ["conv"] * 2, "hidden_size": 32}
     config = transformers.Lfm2Config(**kind, vocab_size=16, intermediate_size=32)
     model: Any = transformers.Lfm2Model(config).eval()
@@ -140,8 +143,8 @@ def test_tokens_that_mix_outside_of_attention() -> None:
 
 
 def test_tracing_allocates_no_tables_or_experts() -> None:
-    """A model is asked when its weights have their memory already: a vocabulary, or all experts of
-    a layer, would be gigabytes beside them."""
+    """A model is traced when its weights are already in memory: a vocabulary, or all experts of a
+    layer, would need gigabytes more."""
     model = torch.nn.Module()
     model.table, model.linear = torch.nn.Embedding(5000, 16), torch.nn.Linear(16, 32)
     model.experts = torch.nn.Parameter(torch.zeros(64, 16, 16))

@@ -1,4 +1,4 @@
-"""Whatever logits say, an answer with a grammar is a sentence of it."""
+"""An answer with a grammar is a sentence of it, whatever the logits are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CLOSING[[END, *b'"@]},']] = torch.tensor([1.0, 1.0, 0.95, 0.9, 0.9, 0.5])
 
 
 class Answers:
-    """A sampler whose logits are noise; what is sampled is appended to the row's tokens."""
+    """A sampler whose logits are noise; sampled tokens are appended to the row's tokens."""
 
     def __init__(self, model_path: str = str(NANO), vocab: int = VOCAB, eager: float = 15) -> None:
         """`eager`: after how many tokens what closes a string or an object becomes likely."""
@@ -110,7 +110,7 @@ class Answers:
 
 
 def text(outputs: list[int]) -> str:
-    """Of an answer and its end; a special token inside is seen."""
+    """The text of an answer and its end; a special token inside is shown."""
     assert outputs[-1] == END
     return TOKENIZER.decode(outputs[:-1], skip_special_tokens=False)
 
@@ -129,7 +129,7 @@ def answer(source: str, first_seed: int = 0, **overrides) -> list[str]:
 
 @pytest.fixture
 def logged_errors(monkeypatch) -> list[str]:
-    """What the log says."""
+    """Errors in the log."""
     lines: list[str] = []
     monkeypatch.setattr(
         module.StructuredLogger, "error", lambda _, line, **fields: lines.append(line)
@@ -266,7 +266,7 @@ def test_without_grammars_nothing_is_computed(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["invoice", "tree", "any of with a common prefix", "string"])
-def test_a_resumed_answer_goes_on_as_if_nothing_had_happened(name):
+def test_a_resumed_answer_equals_an_undisturbed_one(name):
     source = lark(json=SCHEMAS[name][0])
     whole = Answers()
     whole.take(2, source)
@@ -378,7 +378,7 @@ def test_a_grammar_that_does_not_compile_fails_its_row_alone(source, logged_erro
 
 @pytest.mark.parametrize("vocab", [97, 98, 258, 260, 261, 288, 289])
 @pytest.mark.parametrize("choice", ["a", "b", "\x00"])
-def test_what_only_the_tokenizer_has_does_not_continue_a_grammar(vocab, choice, logged_errors):
+def test_tokens_that_only_the_tokenizer_has_do_not_continue_a_grammar(vocab, choice, logged_errors):
     """A token is a byte and 260 the end: the model may be cut before either, also within the last
     word of a mask."""
     answers = Answers(vocab=vocab)
@@ -401,7 +401,7 @@ def test_what_only_the_tokenizer_has_does_not_continue_a_grammar(vocab, choice, 
         assert len(sampled) == 1 + can
 
 
-def test_following_may_fail_midway(monkeypatch, logged_errors):
+def test_a_mask_may_fail_midway(monkeypatch, logged_errors):
     """One that needs more than its limits: the first mask is cheap, a later one is not."""
     limits = {**module.GRAMMAR_LIMITS, "step_max_items": 8}
     monkeypatch.setattr(module, "GRAMMAR_LIMITS", limits)
@@ -417,7 +417,8 @@ def test_following_may_fail_midway(monkeypatch, logged_errors):
 
 
 def test_a_mask_that_costs_too_much_is_no_end_of_the_answer(monkeypatch, logged_errors):
-    """The library lets an end pass where it has given up: that would be a `stop` like any other."""
+    """The library allows an end where it has given up: the answer would seem to have finished with
+    `stop`."""
     monkeypatch.setattr(module, "GRAMMAR_LIMITS", {**module.GRAMMAR_LIMITS, "max_lexer_states": 8})
     answers = Answers()
     answers.take(0, lark(regex="a{3,5000}b|(a|ab|abc)*x"))
@@ -429,7 +430,7 @@ def test_a_mask_that_costs_too_much_is_no_end_of_the_answer(monkeypatch, logged_
     assert "too many states" in answers.failed.among([0])[0]
 
 
-def test_outputs_of_another_language_are_no_beginning(logged_errors):
+def test_outputs_that_the_grammar_forbids_fail_the_row(logged_errors):
     answers = Answers()
     answers.take(0, lark(choice=["abc"]), [120])
     answers.step([0])

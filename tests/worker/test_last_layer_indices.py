@@ -1,4 +1,4 @@
-"""The last layer goes on with the tokens whose hidden states somebody reads."""
+"""The last layer computes only the tokens whose hidden states are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = [[5, 6, 7], list(range(10, 40)), [11, 12, 13, 14]]
 
 
 @pytest.mark.parametrize(("prompt_logprobs", "wanted"), [(None, [0, 3, 3]), (1, [27, 10, 3])])
-def test_a_layer_computes_what_is_read(tmp_path, monkeypatch, prompt_logprobs, wanted):
+def test_the_last_layer_computes_only_read_tokens(tmp_path, monkeypatch, prompt_logprobs, wanted):
     """27 tokens a step: the last 3 of the long prompt go with the others' 7."""
     monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
     tiny_models.make(tmp_path, "llama")

@@ -1,4 +1,4 @@
-"""A vocabulary in parts: what ranks find together is what one finds alone."""
+"""A vocabulary in shards: all ranks together find the same tokens as one rank alone."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def filled(weight: torch.Tensor, group: Group) -> ParallelLMHead:
 @pytest.mark.parametrize("vocab", [1, 3, 4, 7, 100])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_argmax_over_ranks(ranks, vocab, dtype):
-    """Words that do not divide, ranks without any, equal logits on several, and none above zero,
-    which is what the rows of padding would give."""
+    """Vocabularies that do not divide, ranks without a row, equal logits on several ranks, and no
+    logit above zero, the value that padding rows would give."""
     torch.manual_seed(vocab)
     weight = -torch.randint(1, 4, (vocab, HIDDEN)).to(dtype)
     hidden = torch.randint(1, 3, (ROWS, HIDDEN)).to(dtype)

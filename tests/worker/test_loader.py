@@ -1,4 +1,4 @@
-"""The loader reads its own shard and no more, and says in one line what is wrong with a folder."""
+"""The loader reads only its own shard, and reports a defect of a folder in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def lone(rank: int, size: int, stage: int = 0, stages: int = 1) -> Mesh:
-    """A place in a mesh whose other workers never come: loading needs none."""
+    """A mesh whose other workers do not exist: loading needs none of them."""
     return Mesh.build(ParallelConfig(tensor=size, pipeline=stages), stage * size + rank)
 
 

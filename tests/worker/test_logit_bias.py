@@ -42,7 +42,7 @@ def test_bad_words_as_transformers_bans_them():
 
 @pytest.mark.parametrize("prompt", [[9], [9, 1], [9, 1, 2], [9, 1, 2, 3]])
 def test_a_bad_word_may_begin_in_the_prompt(prompt):
-    """[1, 2, 3] is what the model wants to say; where the prompt ends makes no difference."""
+    """The model would continue with [1, 2, 3]; the end of the prompt makes no difference."""
     word = [1, 2, 3]
     row = ReferenceRow(SamplerParams(bad_words=[word]), list(prompt))
     harness = SamplerHarness()
@@ -67,7 +67,7 @@ def test_a_word_longer_than_all_that_is_known_is_not_begun_before_the_prompt():
 
 
 IMPOSSIBLE = [
-    # Whatever is ruled out, and by whom: (params, ends, token that the grammar leaves, tokens that
+    # Combinations of bans: (params, ends, token that the grammar leaves, tokens that
     # may be sampled)
     (SamplerParams(bad_words=[[t] for t in range(VOCAB)]), [], None, set(range(VOCAB))),
     (SamplerParams(bad_words=[[5]], allowed_token_ids=[5]), [], None, {5}),
@@ -100,7 +100,7 @@ def test_the_last_one_left_is_sampled(backend, params, ends, left, possible, tem
 
 
 def test_many_bans_of_one_token_weigh_less_than_not_being_allowed():
-    """As many as a request may send at all."""
+    """As many bans as a request may have."""
     harness = SamplerHarness()
     words = [[5]] * 512
     harness.take({0: ReferenceRow(SamplerParams(bad_words=words, allowed_token_ids=[5]), [1])})
@@ -118,7 +118,7 @@ def test_packed_bits(vocab):
 
 
 def test_logits_may_be_a_part_of_a_wider_tensor():
-    """As a vocabulary that was padded for tensor parallelism leaves them."""
+    """Logits like those of a vocabulary that was padded for tensor parallelism."""
     harness = SamplerHarness()
     harness.take({0: ReferenceRow(EVERYTHING, [1, 2]), 1: ReferenceRow(EVERYTHING, [4])})
     wide = torch.randn(2, VOCAB + 3)
@@ -138,7 +138,7 @@ def test_a_ban_outweighs_any_bias_and_touches_no_other_token():
 
 
 def successor(row: ReferenceRow) -> list[float]:
-    """The logits of `runner_parts.SumModel` behind what is known."""
+    """The logits of `runner_parts.SumModel` after the known tokens."""
     logits = [0.0] * runner_parts.VOCAB
     logits[runner_parts.expected(row.known, 1)[0]] = 1.0
     return logits
@@ -197,7 +197,7 @@ def test_words_and_counts_across_chunks_and_steps(cut):
         for _ in range(count):
             row.outputs.append(int(np.argmax(row.logits(successor(row)))))
         assert [step[column] for step in tokens if column < len(step)] == row.outputs[-count:]
-    # The parameters have an effect, or the test would say nothing.
+    # The parameters must have an effect, or the test would check nothing.
     for row, prompt, given in zip(rows, prompts, outputs, strict=True):
         free = runner_parts.expected(prompt + given, len(row.outputs) - len(given))
         assert row.outputs != given + free

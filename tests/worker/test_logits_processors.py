@@ -1,4 +1,5 @@
-"""Penalties, bias, bans and allowed tokens: the stages against `plain_sampler.py`, bit for bit."""
+"""Penalties, bias, bans and allowed tokens: the processors against `reference_sampler.py`, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ token_lists = st.lists(token_ids, min_size=1, max_size=4)
 
 @st.composite
 def sampling_params(draw):
-    """What a row asks for; most of it is left out most of the time."""
+    """The parameters of a row; each one is absent in most examples."""
 
     def maybe(strategy, otherwise):
         return draw(strategy) if draw(st.booleans()) else otherwise
@@ -118,7 +119,7 @@ def test_resumption_equals_having_drawn(request, count, moved_after, seed):
 
 
 def test_a_row_does_not_depend_on_the_others():
-    """A row's logits and tokens are the same alone, and beside rows that ask for everything."""
+    """A row's logits and tokens are the same alone, and beside rows that use every parameter."""
     torch.manual_seed(0)
     logits = torch.randn(4, 3, VOCAB) * 3
     for params in (NOTHING, EVERYTHING):
@@ -182,7 +183,7 @@ def test_distribution(params):
 
 
 def never(*args, **options):
-    raise AssertionError("no row of this batch asks for it")
+    raise AssertionError("no row of this batch uses it")
 
 
 def test_unused_parameters_cost_nothing(monkeypatch):
@@ -227,8 +228,8 @@ def test_kernels_get_only_rows_with_the_parameter(monkeypatch, kernel):
 
 
 class NoHostSync(TorchDispatchMode):
-    """Refuses what would make the host wait for a CUDA device: values and sizes that depend on
-    data."""
+    """Refuses operations that would make the host wait for a CUDA device: values and sizes that
+    depend on data."""
 
     LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero")
 
@@ -238,7 +239,7 @@ class NoHostSync(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        assert name not in self.LOOKS, f"{name} looks at the device"
+        assert name not in self.LOOKS, f"{name} reads from the device"
         if name in ("index", "index_put", "index_put_"):
             assert not any(i is not None and i.dtype == torch.bool for i in args[1]), name
         self.operations += 1

@@ -45,11 +45,11 @@ def extras(sampled: SamplerOutput) -> dict[int, list[Extra]]:
     return sampled.fill(ModelRunnerOutput(0), sampled.tensors()).extras
 
 
-def params(asked: int | None, prompt: int | None) -> SamplerParams:
-    return SamplerParams(logprobs=asked, prompt_logprobs=prompt)
+def params(sampled: int | None, prompt: int | None) -> SamplerParams:
+    return SamplerParams(logprobs=sampled, prompt_logprobs=prompt)
 
 
-ASKED = st.one_of(st.none(), st.integers(0, 30))
+NUM_LOGPROBS = st.one_of(st.none(), st.integers(0, 30))
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,7 +68,7 @@ def test_ranks_and_logprobs(rows: int, top: int, rng) -> None:
         check(logits[row], int(token_ids[row]), top, reported)
 
 
-def test_what_is_impossible_has_no_logarithm() -> None:
+def test_impossible_tokens_have_minus_infinity() -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0]])
     indices, values = rank_tokens(logits, torch.tensor([1]), 2)
     assert indices[0, 0] == 3
@@ -96,7 +96,7 @@ def steps(draw: st.DrawFn) -> tuple[list[NewRow], SchedulerOutput]:
         starts.append(start)
         samples.append(start + counts[-1] == length)
         ids = [rng.randrange(VOCAB) for _ in range(length)]
-        sampling = params(draw(ASKED), draw(ASKED))
+        sampling = params(draw(NUM_LOGPROBS), draw(NUM_LOGPROBS))
         rows.append(NewRow(slot, ids, draw(st.integers(1, length)), [], sampling))
     return rows, SchedulerOutput(0, slots=slots, starts=starts, num_tokens=counts, samples=samples)
 
@@ -112,14 +112,13 @@ def begin(rows: list[NewRow], plan: SchedulerOutput) -> tuple[RequestStates, Inp
 
 
 class Head:
-    """A model whose hidden states are its logits, and which knows how many rows it was asked for
-    at once."""
+    """A model whose hidden states are its logits, and which records how many rows each call has."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.num_rows: list[int] = []
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.asked.append(len(hidden))
+        self.num_rows.append(len(hidden))
         return hidden
 
 
@@ -131,7 +130,7 @@ def test_prompt_logprobs_of_each_position(step, at_once: int) -> None:
     head, hidden = Head(), torch.randn(batch.num_tokens, VOCAB)
     reader = PromptLogprobsReader(head, states)
     for row in rows:
-        # Whoever had the slot before asked for everything.
+        # The previous request of the slot used every parameter.
         reader.add_request(NewRow(row.slot, [1] * LENGTH, LENGTH, [], params(None, 20)))
         reader.add_request(row)
     with pytest.MonkeyPatch.context() as patch:
@@ -160,9 +159,9 @@ def test_prompt_logprobs_of_each_position(step, at_once: int) -> None:
             total += len(behind)
         first += count
     assert reads == (total > 0)
-    assert sum(head.asked) == total
-    assert max(head.asked, default=0) <= at_once
-    assert len(head.asked) == -(-total // at_once)
+    assert sum(head.num_rows) == total
+    assert max(head.num_rows, default=0) <= at_once
+    assert len(head.num_rows) == -(-total // at_once)
 
 
 @settings(max_examples=60, deadline=None)
@@ -179,18 +178,18 @@ def test_sampled_logprobs_use_unmodified_logits(step) -> None:
     kept = of_drawn.keep(logits, batch, will_change=True)
     logits.fill_(-1e30)  # as stages do
     given_out = extras(SamplerOutput(batch, tokens, tokens, [some.rank(tokens) for some in kept]))
-    asking = 0
+    num_requested = 0
     for sample, place in enumerate(batch.sample_rows_np.tolist()):
         top = rows[place].sampler.logprobs
         if top is None:
             assert place not in given_out
             continue
-        asking += 1
+        num_requested += 1
         (reported,) = given_out[place]
         assert isinstance(reported, TokenLogprobs)
         check(own[sample], int(tokens[sample]), top, reported)
-    assert len(given_out) == asking
-    assert sum(len(some.logits) for some in kept) == asking, "only these rows are copied"
+    assert len(given_out) == num_requested
+    assert sum(len(some.logits) for some in kept) == num_requested, "only these rows are copied"
 
 
 def test_nothing_is_computed_without_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +199,7 @@ def test_nothing_is_computed_without_logprobs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "rank_tokens", never)
     monkeypatch.setattr(module, "to_device", never)
     prompt = list(range(10))
-    # The second asks of its prompt, which was computed before this step.
+    # The second one requests logprobs of its prompt, which was computed before this step.
     rows = [
         NewRow(2, prompt, 10, [], params(None, None)),
         NewRow(0, prompt, 8, [], params(None, 3)),
@@ -214,7 +213,7 @@ def test_nothing_is_computed_without_logprobs(monkeypatch: pytest.MonkeyPatch) -
         of_drawn.add_request(row)
     assert not reader.reads(plan)
     assert of_drawn.keep(torch.randn(2, VOCAB), batch, will_change=False) == []
-    assert not head.asked
+    assert not head.num_rows
 
 
 def test_both_kinds_of_one_row_leave_together() -> None:

@@ -124,7 +124,7 @@ def test_next_epoch_forms_beside_the_first() -> None:
     in_threads(2, work)
 
 
-def test_leaving_wakes_the_peer() -> None:
+def test_leaving_a_group_wakes_the_peer() -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> None:
@@ -182,7 +182,7 @@ BLOCKING: dict[str, Callable[[Group], Any]] = {
 
 @pytest.mark.parametrize("operation", BLOCKING)
 def test_another_thread_aborts_a_blocked_operation(operation: str) -> None:
-    """The peer is alive and does not come: it has something else to do."""
+    """The peer is alive, but computes something else and does not join."""
     store, alone = dist.HashStore(), threading.Event()
     meshes: list[Any] = [None, None]
 
@@ -321,7 +321,8 @@ def test_two_processes_over_tcp() -> None:
 
 
 def test_a_dry_run_needs_no_peers_and_gives_no_garbage() -> None:
-    """What is learned from a model's first tokens must not depend on what lay in the memory."""
+    """Properties that are found with a model's first tokens must not depend on old memory
+    contents."""
     group = Mesh.build(ParallelConfig(tensor=2), 0).tensor
     own = torch.arange(4.0).view(2, 2)
     with group.dry_run():

@@ -78,7 +78,7 @@ def test_a_row_brings_its_tokens_and_columns():
     assert not any(slots.any for slots in slot_sets)
 
 
-def test_what_limits_chance_is_nothing_to_a_greedy_row():
+def test_sampling_filters_are_neutral_for_a_greedy_row():
     states = RequestStates(ROWS, LENGTH, CPU)
     states.stage(NewRow(1, [5], 1, [], SamplerParams(temperature=0, top_k=7, min_p=0.5)))
     assert not (states.random_sampling.any or states.with_top_k_or_p.any)
@@ -124,7 +124,7 @@ def plans(draw):
 
 @settings(max_examples=80, deadline=None)
 @given(plans())
-def test_a_batch_is_what_the_plan_says(plan):
+def test_a_batch_agrees_with_its_plan(plan):
     states, blocks = RequestStates(ROWS, LENGTH, CPU), BlockTables(ROWS, LENGTH, BLOCK, CPU)
     for row in plan.new_rows:
         states.stage(row)
@@ -222,7 +222,7 @@ LIFE = [
         num_tokens=[1, 3, 2],
         samples=[True, True, False],
     ),
-    # The host has read nothing, yet rows continue behind tokens that only the device knows.
+    # The host has read nothing, but rows continue after tokens that only the device has.
     SchedulerOutput(1, slots=[0, 3, 1], starts=[3, 1, 2], num_tokens=[1, 1, 3], samples=[True] * 3),
     SchedulerOutput(2, slots=[0, 1], starts=[4, 5], num_tokens=[1, 1], samples=[True] * 2),
     SchedulerOutput(3),
@@ -289,12 +289,12 @@ def test_a_pipeline_gives_the_same_tokens(tensor, pipeline):
     for thread in threads:
         thread.join()
     assert not errors
-    speakers = [rank for rank, (speaks, _) in results.items() if speaks]
-    assert speakers == [tensor * (pipeline - 1)]
-    for rank, (speaks, outputs) in results.items():
-        if not speaks:
+    output_ranks = [rank for rank, (returns_outputs, _) in results.items() if returns_outputs]
+    assert output_ranks == [tensor * (pipeline - 1)]
+    for rank, (returns_outputs, outputs) in results.items():
+        if not returns_outputs:
             assert outputs == [None] * len(LIFE), rank
-    outputs = results[speakers[0]][1]
+    outputs = results[output_ranks[0]][1]
     assert [output.get_output().sampled_token_ids for output in outputs] == expected_outputs()
 
 
@@ -353,8 +353,8 @@ def test_the_first_stage_receives_what_it_needs_and_no_more(plan, wanted):
     assert group.received == 3
 
 
-def test_a_message_that_is_late_goes_where_its_own_step_drew():
-    """The next batch is built where the last one lay."""
+def test_a_late_message_is_written_where_its_own_step_sampled():
+    """The next batch uses the same buffers as the last one."""
     group, states = ScriptedGroup(), RequestStates(ROWS, LENGTH, CPU)
     builder = BatchBuilder(states, BlockTables(ROWS, LENGTH, BLOCK, CPU), 256)
     feedback = FirstStageFeedback(group, states)
@@ -365,7 +365,7 @@ def test_a_message_that_is_late_goes_where_its_own_step_drew():
     assert int(states.token_ids[0, 5]) == 100 and int(states.token_ids[1, 8]) == 101
 
 
-def test_messages_that_nobody_needs_do_not_pile_up():
+def test_unneeded_messages_do_not_accumulate():
     group = ScriptedGroup()
     feedback = FirstStageFeedback(group, RequestStates(ROWS, LENGTH, CPU))
     for step in range(MAX_OUTSTANDING + 10):

@@ -36,7 +36,7 @@ SPLITS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 @dataclass
 class Part:
-    """What one row computes in a step: positions start .. start + count - 1."""
+    """The work of one row in a step: positions start .. start + count - 1."""
 
     row: int
     start: int
@@ -124,7 +124,7 @@ def run_rank(
 def run_split(
     folder: Path, tensor: int, pipeline: int, backend: str = "auto", chunk: int = MAX_TOKENS
 ) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
-    """The prompts, and what each rank of the last stage made of them. Ranks are threads."""
+    """The prompts, and the logits of each rank of the last stage. Ranks are threads."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
         torch.randint(3, tiny_models.VOCAB, (n,), generator=generator).tolist() for n in LENGTHS
@@ -267,7 +267,7 @@ def test_few_kv_heads_are_replicated(tmp_path: Path, kv_heads: int, tensor: int)
     check(tmp_path, oracle, tensor)
 
 
-def test_last_rank_may_have_no_words(tmp_path: Path) -> None:
+def test_the_last_rank_may_have_no_vocabulary(tmp_path: Path) -> None:
     """Five words on four ranks: two each, and none for the last."""
     oracle = tiny_models.make(tmp_path, "llama", vocab_size=5)
     prompts = [[3, 4, 1, 2, 0, 3, 3, 1]]

@@ -1,4 +1,4 @@
-"""Engines come, go and die; the experts follow, and answers stay what they were."""
+"""Engines join, leave and die; experts move with them, and answers do not change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def holdings(draw: Any) -> tuple[list[set[int]], int]:
 
 
 def most_kept(have: list[set[int]], count: int) -> int:
-    """By trying every balanced placement: the most experts that can stay."""
+    """The most experts that can stay, found by trying every balanced placement."""
     share, extras = divmod(count, len(have))
     best = {(0,) * len(have): 0}
     for expert in range(count):
@@ -100,7 +100,7 @@ def test_live_states_of_a_pipeline_survive_new_groups(tiny_moe: Any) -> None:
         assert first.tokens[0][len(PROMPTS[1]) :] == truth[1]
 
 
-def test_survivors_go_on_after_a_death(tiny_moe: Any) -> None:
+def test_remaining_engines_continue_after_a_death(tiny_moe: Any) -> None:
     """The death of one engine breaks the step of all; those who are left read its experts."""
     folder, truth = tiny_moe("mixtral")
     with EngineGroup(folder) as engine_group:
@@ -123,12 +123,12 @@ def test_survivors_go_on_after_a_death(tiny_moe: Any) -> None:
 
 
 def broken(futures: list[Any]) -> None:
-    """The call fails by its groups, and soon."""
+    """The call fails soon, with GroupBroken."""
     wait(futures, timeout=60)
     assert all(isinstance(future.exception(timeout=0), GroupError) for future in futures)
 
 
-def test_abort_frees_who_waits_for_a_peer(tiny_moe: Any) -> None:
+def test_an_abort_wakes_workers_that_wait_for_a_peer(tiny_moe: Any) -> None:
     """In a regrouping that no peer joins, and in a step that no peer computes."""
     folder, truth = tiny_moe("mixtral")
     with EngineGroup(folder) as engine_group:
@@ -153,14 +153,15 @@ def test_abort_frees_who_waits_for_a_peer(tiny_moe: Any) -> None:
 def test_a_worker_that_cannot_read_its_experts(
     tiny_moe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says so; its peer hears of it in the next operation; the next plan mends both."""
+    """The worker reports the failure; its peer detects it in the next operation; both recover with
+    the next plan."""
     folder, truth = tiny_moe("mixtral")
     real = experts.load_weight_shards
 
-    def fails(wanted: Any, config: Any) -> int:
+    def fails(wanted: Any, config: Any, progress: Any) -> int:
         if any(".experts.3." in piece.name for piece in wanted([])):
             raise ValueError("cannot be read")
-        return real(wanted, config)
+        return real(wanted, config, progress)
 
     with EngineGroup(folder) as engine_group:
         first, second = engine_group.add(), engine_group.add()

@@ -33,7 +33,7 @@ def test_partial_rotation_is_not_native(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "native", "transformers"])
-def test_names_that_contradict_each_other(tmp_path: Path, backend: str) -> None:
+def test_architectures_that_contradict_each_other(tmp_path: Path, backend: str) -> None:
     tiny_models.make(tmp_path, "qwen2")
     tiny_models.change_config(tmp_path, architectures=["LlamaForCausalLM"])
     text = refusal(tmp_path, backend=backend)
@@ -41,8 +41,8 @@ def test_names_that_contradict_each_other(tmp_path: Path, backend: str) -> None:
         assert word in text
 
 
-def test_a_name_of_more_than_a_language_model(tmp_path: Path) -> None:
-    """As published: nothing contradicts there, and the refusal does not say so."""
+def test_an_architecture_of_more_than_a_language_model(tmp_path: Path) -> None:
+    """As published: the names do not contradict each other, and the refusal does not claim it."""
     config = tiny_models.config_of("llama")
     config.save_pretrained(tmp_path)
     tiny_models.change_config(
@@ -53,7 +53,7 @@ def test_a_name_of_more_than_a_language_model(tmp_path: Path) -> None:
     assert "contradict" not in text
 
 
-def test_an_unknown_name_is_left_to_the_model_type(tmp_path: Path) -> None:
+def test_an_unknown_architecture_falls_back_to_the_model_type(tmp_path: Path) -> None:
     oracle = tiny_models.make(tmp_path, "qwen2")
     tiny_models.change_config(tmp_path, architectures=["InternQwenForCausalLM"])
     check(tmp_path, oracle)

@@ -1,4 +1,4 @@
-"""What is quantized is refused by name, with its value and the way out."""
+"""A quantized checkpoint is refused: the error has the key, its value and the way out."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def change_config(folder: Path, **values: Any) -> None:
         ("quantization", {"bits": 4, "group_size": 64}, "4 bits"),
     ],
 )
-def test_configs_that_say_so(
+def test_configs_with_quantization(
     folder: Path, backend: str, key: str, value: dict[str, Any], method: str
 ) -> None:
     change_config(folder, **{key: value})
@@ -95,7 +95,7 @@ def test_files_beside_the_config(
     assert name in text
 
 
-def test_what_says_nothing_is_no_quantization(folder: Path) -> None:
+def test_neutral_values_are_no_quantization(folder: Path) -> None:
     change_config(folder, quantization_config=None, compression_config={})
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
     config = ModelConfig(path=str(folder))

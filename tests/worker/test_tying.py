@@ -20,7 +20,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def store(folder: Path, **changes: torch.Tensor | None) -> Any:
-    """Change what is stored, and return what transformers makes of it."""
+    """Change the stored tensors, and return the model that transformers loads from them."""
     tensors = {**load_file(folder / WEIGHTS), **changes}
     save_file({k: t for k, t in tensors.items() if t is not None}, folder / WEIGHTS)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,4 +1,4 @@
-"""Functions whose first call must not be shared by threads: torch's own source says which."""
+"""Functions whose first call must not be shared by threads: torch's headers list them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OF_MKL = re.compile(r"^IMPLEMENT_VML_MKL\((\w+),", re.MULTILINE)
 
 
 def test_the_functions_are_those_that_torch_leaves_to_mkl() -> None:
-    assert SOURCE.exists(), "torch has moved its header: look there what MKL computes now"
+    assert SOURCE.exists(), "torch has moved its header: which functions does MKL compute now?"
     names = OF_MKL.findall(SOURCE.read_text())
     assert sorted(function.__name__ for function in vector_math.FUNCTIONS) == sorted(names)
 
@@ -38,7 +38,7 @@ def test_each_is_called_by_one_thread_alone(dtype: torch.dtype) -> None:
     watching = tuple(watched(function) for function in vector_math.FUNCTIONS)
     with patch.object(vector_math, "FUNCTIONS", watching):
         vector_math.initialize_vector_math()
-    # One number is no work to divide.
+    # One number is not divided among threads.
     assert [(function, dtype, 1) for function in vector_math.FUNCTIONS] == [
         call for call in called if call[1] == dtype
     ]

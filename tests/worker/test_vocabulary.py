@@ -1,4 +1,4 @@
-"""A model's tokens as texts, and its ends, as the edge of the cluster knows them."""
+"""A model's tokens as texts, and its end tokens, equal those that an ingress uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.worker.test_grammar import END, NANO, TOKENIZER, Answers, lark
 pytestmark = pytest.mark.slow
 
 
-def test_every_token_spells_what_the_tokenizer_says():
+def test_every_token_spells_what_the_tokenizer_decodes():
     vocabulary = load_vocabulary(str(NANO))
     for token in range(255):  # 255 is no byte of UTF-8, and the library's mark of special tokens
         assert vocabulary.decode_bytes([token]) == bytes([token])
@@ -134,7 +134,7 @@ PATTERN = "a?<think>[bc]{2}</think>|<.im_end.>y"
 
 @pytest.mark.parametrize("name", KINDS)
 def test_names_of_added_tokens_are_texts_like_others(name):
-    """In a choice, an expression and a schema; forced, and one of several ways to go on."""
+    """In a choice, an expression and a schema; as the only continuation, and as one of several."""
     tokenizer = kind(name).tokenizer
     names = [str(token) for token in tokenizer.added_tokens_decoder.values()] + ["<think>"]
     forced = compile_grammar(StructuredOutputs(choice=["".join(f"x{text}" for text in names)]))

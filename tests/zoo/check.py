@@ -19,7 +19,7 @@ PROMPT_TOKENS = (45, 1, 21, 9, 30)
 NEW_TOKENS = 6
 MAX_MODEL_LEN = 64
 TOLERANCE = 1e-4
-"""Of log probabilities, in nats; times the spread of the logits where it is above 1."""
+"""Tolerance of log probabilities, in nats; times the spread of the logits if that is above 1."""
 ENGINE: dict[str, Any] = {
     "model.dtype": "float32",
     "model.device": "cpu",
@@ -62,7 +62,7 @@ def prompts_of(vocab: int, pad: int | None) -> list[list[int]]:
 
 
 def answers(folder: Path, vocab: int, pad: int | None, **overrides: Any) -> list[Any]:
-    """What a new engine answers to the prompts. Raises `RefusedError` for a refusal at load."""
+    """The answers of a new engine to the prompts. Raises `RefusedError` for a refusal at load."""
     try:
         llm = LLM(str(folder), **{**ENGINE, **overrides})
     except ValueError as error:

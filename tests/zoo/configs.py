@@ -72,7 +72,7 @@ KV_HEADS = {
     "swa_num_key_value_heads": "swa_num_attention_heads",
 }
 DERIVED = {"transformers_version", "model_type", "architectures", "per_layer_config", "qk_head_dim"}
-"""Not taken over: the class finds them again."""
+"""Keys that are not copied: the class derives them again."""
 RUN_ALL_PARTS = {"blt"}
 """Model types whose parts are all run."""
 DEPTHS = ("num_hidden_layers", "num_layers", "depth", "num_blocks", "encoder_layers")
@@ -91,7 +91,7 @@ def architecture(kind: str) -> str:
 
 
 def variants(kind: str) -> list[str]:
-    """What is worth a model of its own beside the defaults."""
+    """Changes to the defaults that need a model of their own."""
     values = default_of(kind).get_text_config(decoder=True).to_dict()
     found = [""]
     if any(k in values and not values[k] for k in WINDOWS) or "use_sliding_window" in values:
@@ -119,7 +119,7 @@ def shrunk(kind: str, variant: str = "") -> Any:
 
 
 def _one_layer(part: Any) -> dict[str, Any] | None:
-    """The config of a tower that sees or hears: nothing of it is run."""
+    """The config of a vision or audio tower, which is never run."""
     return None if part is None else _shallow(part.to_dict())
 
 
@@ -129,7 +129,7 @@ def _shallow(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_of(kind: str) -> Any:
-    """With the changes of `exceptions` where the defaults alone are no valid config."""
+    """The default config, with the changes of `exceptions` if it is not valid by itself."""
     try:
         return CONFIG_MAPPING[kind]()
     except Exception:
@@ -159,7 +159,7 @@ def shrink(values: Mapping[str, Any], layers: int, kind: str = "") -> dict[str, 
 
 
 def few(values: list[Any]) -> list[Any]:
-    """As many as there are layers, every value that occurs among them, in the order of first use.
+    """Every value that occurs, in the order of first use, as many values as there are layers.
 
     [a, a, a, b, a, a, a, b] -> [a, b, a, b]
     """

@@ -1,4 +1,4 @@
-"""What a model type needs beside the rules of `configs`, so that its small config is valid."""
+"""Changes that a model type needs beside the rules of `configs`, so that its config is valid."""
 
 from __future__ import annotations
 

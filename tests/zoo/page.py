@@ -1,4 +1,4 @@
-"""docs/models.md: what was seen of every architecture."""
+"""docs/models.md: the result of every architecture."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.zoo import check, configs
 from tests.zoo import tiny_checkpoint as specimen
 
 DEADLINE_S = 120.0
-"""Of one specimen with one backend; most take a fifth of a second."""
+"""Time limit of one model with one backend; most take a fifth of a second."""
 MEMORY_BYTES = 12 << 30
 """Address space of one process."""
 IMPORTED = ("swell.worker.worker", "swell.worker.models.moe", "swell.worker.models.generic")
@@ -53,13 +53,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case."""
+    """The result of one case."""
 
     case: Case
     status: str
-    """equal, refused, or failed: the third one that there must not be."""
+    """equal, refused, or failed; no model may fail."""
     note: str
-    """Of a refusal its reason; of a failure what happened; else how near the answers are."""
+    """The reason of a refusal, the error of a failure, else the distance of the answers."""
     architecture: str
     seconds: float
 
@@ -79,13 +79,13 @@ def cases(kinds: Sequence[str], splits: Sequence[str] = ("",)) -> list[Case]:
 
 
 def run(case: Case) -> Outcome:
-    """In this process."""
+    """Run a case in this process."""
     with tempfile.TemporaryDirectory() as folder:
         return _run(case, Path(folder))
 
 
 def _run(case: Case, folder: Path) -> Outcome:
-    """With its files in `folder`."""
+    """Run a case with its files in `folder`."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -137,8 +137,8 @@ def _place(error: BaseException) -> str:
 
 
 def run_in_subprocess(case: Case, deadline_s: float = DEADLINE_S) -> Outcome:
-    """In a child of this process, which is ended when its time is over. Its files are ours: a child
-    that is ended leaves them behind."""
+    """Run a case in a child process, which is killed when its time is over. This process removes
+    its files: a killed child leaves them behind."""
     with tempfile.TemporaryDirectory() as folder:
         return _run_in_subprocess(case, Path(folder), deadline_s)
 

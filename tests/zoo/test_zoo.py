@@ -1,4 +1,4 @@
-"""Of each kind of mechanism a model: equal to eager transformers, or refused at load.
+"""One model for each kind of mechanism: equal to eager transformers, or refused at load.
 
 All of them: `python -m tests.zoo`.
 """
@@ -58,7 +58,7 @@ def test_equal_or_refused(case: Case) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_page_says_what_is_seen(kind: str) -> None:
+def test_the_page_agrees_with_the_results(kind: str) -> None:
     text = page.PAGE.read_text()
     if page.version_of(text) != transformers.__version__:
         pytest.skip(f"docs/models.md is of transformers {page.version_of(text)}")

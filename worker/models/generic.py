@@ -299,7 +299,7 @@ def _on_meta(config: Any) -> tuple[Any, Any]:
     parts = [] if text is base.config else sorted(set(base.config.sub_configs) - {"text_config"})
     why = None
     if base is causal:
-        why = "its body cannot be told from its head"
+        why = "its body cannot be separated from its head"
     elif getattr(causal, "_is_stateful", False):
         why = "its layers have a recurrent state"
     elif "position_ids" not in inspect.signature(base.forward).parameters:

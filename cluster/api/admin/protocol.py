@@ -39,16 +39,16 @@ class DrainRequest(RequestBody, kw_only=True):
 
 
 class SwitchRequest(RequestBody, kw_only=True):
-    """Of pause and resume: there is nothing to say, but it is said as JSON."""
+    """The body of pause and resume: it has no fields, but must be JSON."""
 
 
 class ChangeResult(msgspec.Struct, frozen=True):
-    """What the manager answers to a requested change."""
+    """The manager's answer to a requested change."""
 
     target: int
     """The number of engines that is wanted now."""
     refusal: str | None = None
-    """None: accepted."""
+    """The reason of a refusal; None: accepted."""
 
 
 class Accepted(Body, kw_only=True):
@@ -78,7 +78,7 @@ class EngineState(Body, kw_only=True):
     """Share of the KV blocks in use, 0 .. 1."""
     steps: int = 0
     epoch: int = 0
-    """Of the engine's group."""
+    """The epoch of the engine's group."""
     wave: int = 0
     repairs: int = 0
     """Workers replaced since the start."""
@@ -87,18 +87,33 @@ class EngineState(Body, kw_only=True):
 
 class CoordinatorState(Body, kw_only=True):
     pid: int | None = None
+    error: str | None = None
+    """Why the engine does not answer; the other fields then have their last known values."""
 
 
 class RescaleState(Body, kw_only=True):
-    """`phase` is idle, prepare, commit, drain or failed; `error` says why it failed. What fails
-    without being asked for is tried again, ever more slowly."""
+    """`phase` is idle, prepare, commit, drain or failed; `error` says why it failed. A start that
+    fails without a requested change is retried, ever more slowly."""
 
     phase: str
     error: str | None = None
     failures: int = 0
-    """Attempts in a row that came to nothing, for the engine that is missing."""
+    """Consecutive failed starts of the missing engine."""
     next_try_s: float | None = None
-    """Seconds until it is tried again; 0: it is being tried."""
+    """Seconds until the next attempt; 0: one is running."""
+
+
+class LeftoverState(Body, kw_only=True):
+    """Resources that ended engines may still hold in Ray: ending them is retried, ever more
+    slowly."""
+
+    names: list[str] = []
+    """Names of the actors and placement groups that are known."""
+    reason: str
+    failures: int = 0
+    """Consecutive failed attempts."""
+    next_try_s: float = 0.0
+    """Seconds until the next attempt; 0: one is running."""
 
 
 class ClusterState(Body, kw_only=True):
@@ -113,6 +128,8 @@ class ClusterState(Body, kw_only=True):
     engines: list[EngineState]
     coordinator: CoordinatorState
     rescale: RescaleState
+    leftovers: LeftoverState | None = None
+    """None: there are none."""
 
 
 class Health(Body, kw_only=True):
@@ -145,7 +162,7 @@ class ModelCard(Body, kw_only=True):
     created: int
     owned_by: str = "swell"
     root: str | None = None
-    """Its own name: there are no adapters, and the folder is the operator's business."""
+    """The model's own name: there are no adapters, and the folder is not shown to users."""
     parent: str | None = None
     max_model_len: int
 
@@ -174,7 +191,7 @@ class EngineLoad(Body, kw_only=True):
 
 
 class ServerInfo(Body, kw_only=True):
-    """What a user may know of the server: no path, no host, no key. Operators have
+    """What a user may see of the server: no path, no host, no key. Operators use
     `/admin/cluster`."""
 
     version: str
@@ -186,5 +203,5 @@ class ServerInfo(Body, kw_only=True):
     tp_size: int
     pp_size: int
     max_running_requests: int
-    """Of each engine."""
+    """The limit of each engine."""
     internal_states: list[EngineLoad]

@@ -38,7 +38,8 @@ _CHANGES: dict[str, type[RequestBody]] = {
 
 
 class AdminRoutes:
-    """What operators may change and see. `services.manager` answers with a `ChangeResult`."""
+    """The routes by which operators change and inspect the cluster. `services.manager` answers with
+    a `ChangeResult`."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -88,17 +89,18 @@ class AdminRoutes:
         raise HTTPError(400, change.refusal, "refused")
 
     async def _call_manager(self, method: str, *args: object) -> Any:
-        """Raises HTTPError 503 where it gives no answer: Serve may be replacing it."""
+        """Call the manager. Raises HTTPError 503 if it does not answer: Serve may be replacing
+        it."""
         try:
             async with asyncio.timeout(_MANAGER_TIMEOUT_S):
                 return await getattr(self._services.manager, method).remote(*args)
-        except Exception as error:  # whatever keeps it from answering
+        except Exception as error:  # any error of the call
             late = isinstance(error, TimeoutError)
             reason = f"within {_MANAGER_TIMEOUT_S:g} s" if late else repr(error)
             raise HTTPError(
                 503,
-                f"the manager did not answer: {reason}; it may be restarting. What was asked may "
-                "have been taken all the same: see GET /admin/cluster, and try again",
+                f"the manager did not answer: {reason}; it may be restarting. The request may "
+                "have been accepted all the same: see GET /admin/cluster, and try again",
                 "no_manager",
                 RETRY_AFTER,
             ) from None

@@ -13,8 +13,8 @@ from swell.cluster.text.generation_request import Conversation, GenerationReques
 def to_generation_request(
     body: ChatCompletionRequest, defaults: Mapping[str, Any]
 ) -> GenerationRequest:
-    """Of a checked body. `defaults`: the model's, for fields of `SamplingParams` that the body
-    leaves out. Raises `BadRequest`."""
+    """The common form of a checked body. `defaults`: the model's, for fields of `SamplingParams`
+    that the body leaves out. Raises `BadRequest`."""
     return body.generation_request(
         conversation(body), defaults, add_special_tokens=False, prompt_field="messages"
     )

@@ -54,7 +54,7 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
     reasoning_effort: str | None = None
-    """Handed to the chat template; what it means is the model's. `none`: no reasoning."""
+    """Passed to the chat template; its meaning depends on the model. `none`: no reasoning."""
     thinking_token_budget: int | None = None
     """The most tokens of reasoning; then its end is forced. -1: no limit."""
 
@@ -128,7 +128,7 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
 
     def template_variables(self) -> dict[str, Any]:
         """The variables that the chat template gets beside the messages. Raises `BadRequest` where
-        two fields say different things."""
+        two fields contradict each other."""
         chosen: dict[str, tuple[str, Any]] = {}
         if _SWITCHES(self) == _NO_SWITCH:
             return {}
@@ -165,7 +165,7 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
 
     @property
     def answer_role(self) -> str:
-        """Of the message that the answer is, or goes on with."""
+        """The role of the message that the answer is or continues."""
         begins = self.add_generation_prompt
         begins = not self.continue_final_message if begins is None else begins
         return "assistant" if begins else self.messages[-1].role
@@ -204,7 +204,7 @@ class ChatResponseMessage(Body, kw_only=True):
     """The same, under vLLM's newer name; a stream has `reasoning_content` alone, for there are
     clients that take both for two texts."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
-    """Absent without calls, as OpenAI has it."""
+    """Absent without calls, as in OpenAI's API."""
 
 
 class ChatChoice(Body, kw_only=True):
@@ -262,7 +262,7 @@ class ChatChunkChoice(Body, kw_only=True):
 
 class ChatChunk(Body, kw_only=True):
     """One event of a chat stream; `usage` as in `CompletionChunk`. The first one has the prompt's
-    ids where `return_token_ids` asks for them."""
+    ids if `return_token_ids` is set."""
 
     id: str
     object: str = "chat.completion.chunk"

@@ -124,9 +124,9 @@ class ChatResponseWriter(ResponseWriter):
     def _event(
         self, choice: int, part: parts.AnswerDelta, fields: ChunkFields, usage: Usage | None
     ) -> bytes:
+        if isinstance(part, parts.Content):  # nearly always
+            return self._stream.chunk(part.text, choice, fields, usage)
         match part:
-            case parts.Content(text):
-                return self._stream.chunk(text, choice, fields, usage)
             case parts.Reasoning(text):
                 delta = ChatDelta(reasoning_content=text)
             case parts.ToolCall(index, id, name):

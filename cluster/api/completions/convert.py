@@ -12,7 +12,7 @@ from swell.cluster.text.generation_request import GenerationRequest, split_promp
 def to_generation_request(
     body: CompletionRequest, defaults: Mapping[str, Any]
 ) -> GenerationRequest:
-    """Of a checked body. `defaults`: the model's, for fields of `SamplingParams` that the body
-    leaves out. Raises `BadRequest`."""
+    """The common form of a checked body. `defaults`: the model's, for fields of `SamplingParams`
+    that the body leaves out. Raises `BadRequest`."""
     prompts = split_prompts(body.prompt)
     return body.generation_request(prompts, defaults, add_special_tokens=True, echo=bool(body.echo))

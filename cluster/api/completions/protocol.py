@@ -78,12 +78,13 @@ class CompletionChunkChoice(Body, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """Of a choice's first chunk, where `return_token_ids` asks for them."""
+    """In a choice's first chunk, if `return_token_ids` is set."""
 
 
 class CompletionChunk(Body, kw_only=True):
-    """One event of a completion stream. `usage` is absent from a stream that did not ask for it;
-    else it is null in all but the last event, unless `continuous_usage_stats` asked for more."""
+    """One event of a completion stream. `usage` is absent from a stream whose request did not set
+    `include_usage`; else it is null in all but the last event, unless `continuous_usage_stats` is
+    set."""
 
     id: str
     object: str = "text_completion"

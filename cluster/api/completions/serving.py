@@ -29,7 +29,7 @@ class CompletionResponseWriter(ResponseWriter):
             self.id, self.created, model, include_usage=body.include_usage
         )
         self._echoed_chars: dict[int, int] = {}
-        """Of each choice of a stream that has begun."""
+        """Characters of the echo, for each choice of a stream that has begun."""
         self._extra_fields_per_chunk = (
             body.return_token_ids or body.logprobs is not None or body.continuous_usage
         )
@@ -95,7 +95,8 @@ class CompletionResponseWriter(ResponseWriter):
     def _logprobs(
         self, output: RequestOutput, part: CompletionOutput, echoed_chars: int
     ) -> CompletionLogprobs | None:
-        """Of a stream's outputs the first alone has those of the prompt."""
+        """The log probabilities of an output; only a stream's first output has those of the
+        prompt."""
         if self._body.logprobs is None or part.logprobs is None:
             return None
         return completion_logprobs(

@@ -28,14 +28,15 @@ class TextBlock(Block, kw_only=True, tag="text"):
 
 
 class ThinkingBlock(Block, kw_only=True, tag="thinking"):
-    """What an earlier answer thought; handed to the chat template. Signatures are not checked."""
+    """The reasoning of an earlier answer; passed to the chat template. Signatures are not
+    checked."""
 
     thinking: str
     signature: str | None = None
 
 
 class RedactedThinkingBlock(Block, kw_only=True, tag="redacted_thinking"):
-    """Accepted and left out: only its maker can read it."""
+    """Accepted and left out: only the server that encrypted it can read it."""
 
     data: str
 
@@ -89,12 +90,12 @@ ResultBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
 
 
 class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
-    """What a tool gave for the call `tool_use_id`."""
+    """The result of a tool for the call `tool_use_id`."""
 
     tool_use_id: str
     content: str | list[ResultBlock] | None = None
     is_error: bool | None = None
-    """The word "Error" in front marks a failure: chat templates have no other way."""
+    """"Error" in front marks a failure: chat templates have no field for it."""
     toolset_name: Annotated[str | None, neutral()] = None
 
     def check_at(self, path: str) -> None:

@@ -19,7 +19,7 @@ def tool_use_id(call_id: str) -> str:
 
 
 def call_id(tool_use_id: str) -> str:
-    """Ids of other makers, without the prefix, are taken as they are."""
+    """Ids without the prefix, from other servers, are not changed."""
     if tool_use_id.startswith(_CODED):
         try:
             return bytes.fromhex(tool_use_id.removeprefix(_CODED)).decode()

@@ -35,8 +35,9 @@ _SCHEMA_FIELD = "output_config.format.schema"
 
 
 def to_generation_request(body: MessagesRequest, defaults: Mapping[str, Any]) -> GenerationRequest:
-    """Of a checked body. `defaults`: the model's, for fields of `SamplingParams` that the body
-    leaves out. An answer may run into the end of the context, which is no error to this API."""
+    """The common form of a checked body. `defaults`: the model's, for fields of `SamplingParams`
+    that the body leaves out. An answer may run into the end of the context, which is no error to
+    this API."""
     form = None if body.output_config is None else body.output_config.format
     given = {
         "temperature": body.temperature,

@@ -11,7 +11,8 @@ StopReason = Literal[
 ]
 
 SIGNATURE = "unsigned"
-"""Of thinking blocks. The API wants one, and clients send no block back that has none."""
+"""The signature of thinking blocks. The API requires a signature, and clients send no block back
+without one."""
 
 
 class TextOutput(Body, kw_only=True, tag_field="type", tag="text"):
@@ -146,8 +147,8 @@ class MessagesError(Event, kw_only=True, tag="error"):
 StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
 
 OVERLOADED = 529
-"""Of this API alone: no engine can answer, try again. Its clients do so, as with other 5xx, and
-call it by its name."""
+"""A status of this API alone: no engine can answer, try again. Its clients do so, as with other
+5xx, and call it by its name."""
 
 _KINDS = {
     401: "authentication_error",

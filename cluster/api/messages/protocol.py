@@ -77,7 +77,7 @@ class Tool(HistoryPart, kw_only=True):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    """Hold the schema also where the model itself chooses to call."""
+    """Enforce the schema also where the model itself chooses to call."""
     cache_control: Any = None
     eager_input_streaming: bool | None = None
     """Accepted: inputs stream while they are written."""
@@ -117,12 +117,12 @@ class Tool(HistoryPart, kw_only=True):
 class ToolChoice(RequestBody, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """Of the tool to call, with type `tool`."""
+    """The tool to call, with type `tool`."""
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(RequestBody, kw_only=True):
-    """Told to the chat template as `enable_thinking` and `thinking_budget`."""
+    """Passed to the chat template as `enable_thinking` and `thinking_budget`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -142,9 +142,9 @@ class OutputFormat(RequestBody, kw_only=True):
 
 class OutputConfig(RequestBody, kw_only=True):
     effort: str | None = None
-    """Told to the chat template as `reasoning_effort`."""
+    """Passed to the chat template as `reasoning_effort`."""
     format: OutputFormat | None = None
-    """The answer holds the schema."""
+    """The answer follows the schema."""
 
 
 class CountTokensRequest(RequestBody, kw_only=True):

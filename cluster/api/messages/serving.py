@@ -49,7 +49,7 @@ class MessagesResponseWriter(ResponseWriter):
         self._parser = make_parser()
         self._content = ContentEvents(hides_thinking=self._hides_thinking)
         self._ending: Ending | None = None
-        """Of a stream that has begun."""
+        """How the stream ends, as far as known; None before it has begun."""
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs

@@ -244,9 +244,9 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
             "description": _ERRORS[status],
             "content": {_JSON: {"schema": schema_of[operation.error]}},
         }
-    words = re.findall(r"\w+", operation.path)
+    parts = re.findall(r"\w+", operation.path)
     described: dict[str, Any] = {
-        "operationId": "_".join([operation.method, *words]),
+        "operationId": "_".join([operation.method, *parts]),
         "summary": operation.summary,
         "responses": responses,
     }

@@ -1,4 +1,4 @@
-"""What the document says of fields beside their types: which are those of other servers, where
+"""Properties of fields that their types do not express: which are those of other servers, where
 unknown ones are allowed, and the ranges of numbers.
 
 The ranges of sampling are those that requests are checked against."""
@@ -39,9 +39,9 @@ def _kinds(base: type[RequestBody]) -> Iterable[type[RequestBody]]:
         yield from _kinds(kind)
 
 
-def _open(schema: dict[str, Any], words: str) -> None:
+def _open(schema: dict[str, Any], note: str) -> None:
     schema["additionalProperties"] = True
-    schema["description"] = " ".join(filter(None, (schema.get("description"), words)))
+    schema["description"] = " ".join(filter(None, (schema.get("description"), note)))
 
 
 def _annotate_ecosystem(kind: type[RequestBody], schema: dict[str, Any]) -> None:
@@ -68,8 +68,8 @@ def annotate_limits(schema: dict[str, Any]) -> None:
     """Write limits into the schema of a body, at those of its fields that hold numbers."""
     for name, allowed in _LIMITS.items():
         field = schema["properties"].get(name, {})
-        words = {"minimum": allowed.low, "maximum": allowed.high}
-        words = {word: limit for word, limit in words.items() if limit is not None}
+        limits = {"minimum": allowed.low, "maximum": allowed.high}
+        limits = {key: limit for key, limit in limits.items() if limit is not None}
         for form in field.get("anyOf", [field]):
             if form.get("type") in ("integer", "number"):
-                form.update(words)
+                form.update(limits)

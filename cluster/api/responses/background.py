@@ -46,10 +46,10 @@ _MAX_TAKEOVERS = 8
 
 
 class BackgroundRunner:
-    """Reports to the store what runs here, and stops what it answers (`response_store.py`): one
-    call a heartbeat, however many run, and seldom one while nothing does. If this ingress ends,
-    another one computes what ran here, to the same answer: `resume` makes the work of what is taken
-    over, by an ingress that `is_ready` for it."""
+    """Reports running responses to the store, and stops those that its reply names
+    (`response_store.py`): one call a heartbeat, however many run, and seldom one while none does.
+    If this ingress ends, another one that `is_ready` takes its responses over and computes the same
+    answers; `resume` makes the work of one."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class BackgroundRunner:
         self._run(begin, work())
 
     async def store(self, key: str, kept: StoredResponse) -> bool:
-        """Store the end of a response, however long the store is away: it can be had nowhere else.
+        """Store the end of a response, however long the store is away: no other copy exists.
         False: there is no room, or it was cancelled or deleted while it ran, or taken over."""
         while True:
             try:
@@ -139,7 +139,7 @@ class BackgroundRunner:
             if key in self._tasks:
                 self._tasks[key].cancel()
         for begin in orders.taken:
-            if begin.id not in self._tasks:  # else it is just being stopped, and is given again
+            if begin.id not in self._tasks:  # else it is being stopped, and will be given again
                 id = response_id_of(begin.id)  # the log holds no API keys
                 self._log.warning("taken over", id=id, lost_runners=begin.lost_runners)
                 self._run(begin, self._resume(begin))
@@ -158,7 +158,7 @@ def make_job(request: Request, body: ResponsesRequest) -> Job:
 
 
 def restore_job(begun: Begin) -> tuple[ResponsesRequest, ResponseBody, ChatCompletionRequest]:
-    """What another ingress had begun, as typed bodies."""
+    """A response that another ingress had begun, as typed bodies."""
     body = decode(begun.job.body, ResponsesRequest)
     response = msgspec.json.decode(begun.kept.body, type=ResponseBody)
     return body, response, chat_request(body, (), items_of(begun.kept))

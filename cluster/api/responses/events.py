@@ -64,7 +64,7 @@ class ItemDone(_OfItem, kw_only=True, tag="response.output_item.done"):
 
 
 class _Within(Event, kw_only=True):
-    """Of something in an item."""
+    """Base of events about a part of an item."""
 
     item_id: str
     output_index: int

@@ -60,7 +60,7 @@ def _texts(parts: Sequence[InputPart], field: str, type: str) -> list[str]:
 
 
 class InputItem(HistoryPart, kw_only=True):
-    """Base of every form; `status` is what an answer said and changes nothing."""
+    """Base of every form; `status` is that of an earlier answer and has no effect."""
 
     id: str | None = None
     status: Any = None
@@ -93,7 +93,7 @@ class InputMessage(InputItem, kw_only=True):
 
 
 class _OfCall(InputItem, kw_only=True):
-    """A call, or what it gave."""
+    """A call, or its result."""
 
     call_id: str
     namespace: NotServed = None
@@ -129,7 +129,7 @@ class InputFunctionCall(_OfCall, kw_only=True):
 
 
 class InputFunctionCallOutput(_OfCall, kw_only=True):
-    """What a call gave."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     output: str | list[InputPart]
@@ -146,8 +146,8 @@ class InputFunctionCallOutput(_OfCall, kw_only=True):
 
 
 class InputReasoning(InputItem, kw_only=True):
-    """What an earlier answer thought. `encrypted_content` is ignored as what is unknown: it can be
-    read by its maker alone."""
+    """The reasoning of an earlier answer. `encrypted_content` is ignored like an unknown field:
+    only the server that encrypted it can read it."""
 
     type: Literal["reasoning"]
     summary: list[InputPart] = []
@@ -179,7 +179,7 @@ class _Kind(msgspec.Struct):
 
 
 def read_input(value: str | Sequence[msgspec.Raw]) -> list[Item]:
-    """The items of a request's `input`; a text is what the user says. Raises `BadRequest`."""
+    """The items of a request's `input`; a text is a message of the user. Raises `BadRequest`."""
     if isinstance(value, str):
         return [InputMessage(role="user", content=value).item()]
     if not value:

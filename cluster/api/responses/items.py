@@ -28,7 +28,7 @@ class OutputText(Body, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
     logprobs: list[ChatTokenLogprob] = []
-    """Of the tokens that wrote the text, if `include` asks for them."""
+    """Log probabilities of the tokens of the text, if `include` requests them."""
 
 
 class Refusal(Body, kw_only=True, tag_field="type", tag="refusal"):
@@ -53,7 +53,7 @@ class MessageItem(Body, kw_only=True, tag_field="type", tag="message"):
 class FunctionCallItem(Body, kw_only=True, tag_field="type", tag="function_call"):
     id: str
     call_id: str
-    """What the call's output names it by."""
+    """The id by which the call's output refers to it."""
     name: str
     arguments: str
     """JSON, as text; the model may have written something else, or not finished."""

@@ -32,10 +32,10 @@ class OutputItemWriter:
         self._items = items
         self._open: OutputItem | None = None
         self._texts: list[str] = []
-        """Of the open item, as the next two."""
+        """Texts of the open item; the next two attributes belong to it, too."""
         self._logprobs: list[ChatTokenLogprob] = []
         self._place: dict[str, Any] = {}
-        """What every event within it has."""
+        """Fields that every event of the open item has."""
 
     def write(self, part: parts.AnswerDelta, logprobs: list[ChatTokenLogprob]) -> Iterator[Event]:
         """`logprobs` are those of a content's tokens."""

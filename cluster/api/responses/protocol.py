@@ -19,8 +19,8 @@ from swell.cluster.text.validate_params import check_length
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
-"""What `include` may ask for. Reasoning comes in the clear, as `content`, and may be sent back so:
-there is nothing to encrypt."""
+"""Allowed values of `include`. Reasoning is sent as plain text, as `content`, and may be sent back
+so: nothing is encrypted."""
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
@@ -28,7 +28,7 @@ MAX_METADATA_VALUE_CHARS = 512
 
 class ReasoningOptions(RequestBody, kw_only=True):
     effort: str | None = None
-    """Handed to the chat template; what it means is the model's."""
+    """Passed to the chat template; its meaning depends on the model."""
     summary: Annotated[str | None, neutral("auto")] = None
     """No summaries are made: reasoning comes whole."""
     generate_summary: Annotated[str | None, neutral("auto")] = None
@@ -77,7 +77,7 @@ class FunctionChoice(RequestBody, kw_only=True):
 
 
 class AllowedToolsChoice(RequestBody, kw_only=True):
-    """Of all tools that the model is shown, those that it may call."""
+    """A subset of the tools of the request, which the model may call."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -90,7 +90,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     input: str | list[msgspec.Raw]
     """A text, or items: messages, function_call, function_call_output, reasoning."""
     instructions: str | None = None
-    """What the system says first; not taken over from `previous_response_id`."""
+    """The system message; not taken over from `previous_response_id`."""
     previous_response_id: str | None = None
     """A stored response: its input and output come before this input."""
     max_output_tokens: int | None = None
@@ -106,7 +106,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
-    """Keep the response for later requests; true unless the server keeps none."""
+    """Store the response for later requests; true unless the server stores none."""
     background: bool | None = None
     """Answer at once, compute meanwhile; the response is to be retrieved."""
     metadata: dict[str, str] | None = None
@@ -193,8 +193,8 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
             return
         if self.stream:
             raise BadRequest(
-                "background=true with stream=true is not supported; leave out stream, and ask "
-                "GET /v1/responses/{id} how far it is",
+                "background=true with stream=true is not supported; leave out stream, and "
+                "poll GET /v1/responses/{id} for its status",
                 "stream",
                 "unsupported_value",
             )

@@ -23,7 +23,7 @@ class InputTokensDetails(Body, kw_only=True):
 
 class OutputTokensDetails(Body, kw_only=True):
     reasoning_tokens: int = 0
-    """Of the reasoning's text, tokenized anew: markers do not count."""
+    """Tokens of the reasoning's text, tokenized again: markers do not count."""
 
 
 class ResponseUsage(Body, kw_only=True):
@@ -64,7 +64,7 @@ class ResponseBody(Body, kw_only=True):
     safety_identifier: str | None
     service_tier: str = "default"
     store: bool
-    """Whether the response is kept. What was to be kept and could not be says false."""
+    """Whether the response is stored; false too if it should have been but could not be."""
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]

@@ -71,12 +71,12 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Store(msgspec.Struct, frozen=True, tag=True):
-    """Keep a finished response. Answered by whether it is kept: not if another runner has it."""
+    """Store a finished response. Answered by whether it is stored: not if another runner has it."""
 
     id: str
     kept: StoredResponse
     runner: str = ""
-    """Who computed it; empty: not in the background."""
+    """The runner that computed it; empty: not in the background."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -119,13 +119,13 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Compute it no longer. Changes nothing of what is not running."""
+    """Stop computing it. No effect on a response that is not running."""
 
     id: str
 
 
 class Delete(msgspec.Struct, frozen=True, tag=True):
-    """Forget it, and compute it no longer."""
+    """Delete it, and stop computing it."""
 
     id: str
 
@@ -142,17 +142,17 @@ class StoredStatus(enum.StrEnum):
 
 class StoredLookup(msgspec.Struct, frozen=True):
     kept: StoredResponse
-    """Of what was cancelled or lost: as it was begun."""
+    """The response; for a cancelled or lost one, as it was begun."""
     status: StoredStatus
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
     stop: list[str]
-    """These are not wanted any more."""
+    """Responses to stop: they were cancelled, deleted or taken over."""
     unknown: list[str]
-    """To be begun again."""
+    """Responses that the store does not know; the ingress begins them again."""
     taken: list[Begin] = []
-    """Computed by this runner from now on."""
+    """Responses that this runner takes over."""
 
 
 StoreReply = bool | StoredLookup | HeartbeatReply | None

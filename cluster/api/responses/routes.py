@@ -68,7 +68,7 @@ class _Answer(msgspec.Struct):
 
     @property
     def stored(self) -> StoredResponse:
-        """What the store keeps of it now."""
+        """Its present form in the store."""
         return StoredResponse(_encode(self.response), self.items)
 
 
@@ -242,7 +242,7 @@ class ResponseRoutes:
         return json_response(found.kept.body if is_current else _current_response(found))
 
     async def _cancel(self, request: Request) -> Response:
-        """Also of one that has ended: the answer says how."""
+        """Also of one that has ended: the answer has its status."""
         self._query(request)
         response = _current_response(await self._find(request, Cancel))
         if not response.background:

@@ -61,7 +61,7 @@ class ResponsesWriter(ResponseWriter):
         return self.response
 
     def fail(self, message: str) -> None:
-        """Nothing more comes: what there is stays, cut off."""
+        """The answer ends early: the output so far is kept, as incomplete."""
         for _ in self._writer.close("incomplete"):
             pass
         self.response.fail(message)

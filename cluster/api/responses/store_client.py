@@ -26,8 +26,9 @@ _UNAVAILABLE_S = 10.0
 
 
 def store_key(owner: str, id: str) -> str:
-    """The name under which the store has the response `id` of `owner` (`Access.check_user`): who
-    shows another key finds nothing under it. Where there are no keys, all share one namespace."""
+    """The name under which the store has the response `id` of `owner` (`Access.check_user`): a
+    client with another key finds nothing under it. Where there are no keys, all share one
+    namespace."""
     return f"{owner}/{id}" if owner else id
 
 
@@ -48,8 +49,7 @@ class StoreUnavailable(HTTPError):
 
 
 class ResponseStoreClient:
-    """Every call is one call of the store; whatever keeps it from answering is
-    `StoreUnavailable`."""
+    """Every method is one call of the store; any failure of the call raises `StoreUnavailable`."""
 
     def __init__(self, store: Any) -> None:
         """`store`: the handle of `ResponseStoreService`; None: nothing is kept."""
@@ -58,8 +58,8 @@ class ResponseStoreClient:
         self._log = StructuredLogger("cluster.ingress")
 
     async def keep(self, id: str, kept: StoredResponse) -> bool:
-        """Whether it is kept. Never raises, and waits for the store only if it answered lately:
-        an answer is given whatever becomes of the store."""
+        """Store a response; returns whether it is stored. Never raises, and waits for the store
+        only if it answered lately: the answer does not depend on the store."""
         if time.monotonic() < self._unavailable_until_s:
             return False
         try:
@@ -70,7 +70,7 @@ class ResponseStoreClient:
             return False
 
     async def found(self, request: Read | Cancel | Delete) -> StoredLookup:
-        """HTTPError 404 where there is nothing."""
+        """Raises HTTPError 404 if there is no such response."""
         found = await self.call(request)
         if not isinstance(found, StoredLookup):
             raise HTTPError(
@@ -82,12 +82,12 @@ class ResponseStoreClient:
         return found
 
     async def call(self, request: StoreRequest) -> StoreReply:
-        """None also where nothing is kept."""
+        """None also if nothing is stored."""
         if self._store is None:
             return None
         try:
             async with asyncio.timeout(_STORE_TIMEOUT_S):
                 reply: StoreReply = await self._store.handle.remote(request)
-        except Exception as error:  # whatever keeps the store from answering
+        except Exception as error:  # any error of the call
             raise StoreUnavailable(error) from None
         return reply

@@ -1,4 +1,5 @@
-"""Who may send requests: the names by which a server is reached, and the pages that may use it.
+"""Access rules: the host names under which a server is reached, and the origins whose pages may use
+it.
 
 A browser sends requests for any page that is open in it. What protects a server that a browser can
 reach, one on a loopback address above all:
@@ -28,7 +29,7 @@ from swell.configs.schema import ServeConfig
 
 
 class Access:
-    """Of one server, for users of the model and for operators. Raises HTTPError 401 and 403."""
+    """Access rules of one server, for users and operators. Raises HTTPError 401 and 403."""
 
     def __init__(self, config: ServeConfig) -> None:
         own = {"localhost", socket.gethostname().lower(), config.host.lower()}
@@ -40,16 +41,16 @@ class Access:
         self._admin_closed = config.admin_keys_file is None and config.api_keys_file is not None
 
     def check_user(self, request: Request) -> str:
-        """Of somebody who wants an answer of the model. A server that the network reaches has
-        names that it does not know, unless they were listed. Returns the name of the user's key:
-        what is stored for it, no other key finds."""
+        """Check a request for the model. A server that the network reaches cannot know all of its
+        names, unless they are listed. Returns the name of the user's key: responses stored under it
+        are found with no other key."""
         if self._checks_host:
             self._check_host(request)
         return self._user_keys.check(request)
 
     def check_admin(self, request: Request) -> None:
-        """Of an operator, who shows a key of `serve.admin_keys_file`. Where only
-        `serve.api_keys_file` is set, a user's key opens nothing."""
+        """Check a request of an operator, which needs a key of `serve.admin_keys_file`. If only
+        `serve.api_keys_file` is set, no key is accepted: a user's key is not an operator's."""
         self._check_host(request)
         self._check_origin(request)
         if self._admin_closed:
@@ -96,7 +97,7 @@ def host_name(host: str) -> str:
 
 
 def _site(origin: str) -> tuple[str, str]:
-    """Name, and name with port; empty for what is none, as `null`."""
+    """Host name, and host name with port; empty for an origin without one, as `null`."""
     try:
         parts = urlsplit(origin)
         return parts.hostname or "", parts.netloc

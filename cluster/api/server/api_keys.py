@@ -1,4 +1,4 @@
-"""API keys: who may send requests, and whose stored responses are whose."""
+"""API keys: they authorize requests, and separate the stored responses of users."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swell.configs.schema import ConfigError
 
 
 class ApiKeys:
-    """Keys of a file, one a line, `#` starts a comment. No file: everybody may enter."""
+    """Keys of a file, one a line, `#` starts a comment. Without a file no key is needed."""
 
     def __init__(self, path: str | None, setting: str) -> None:
         self._hashes: list[bytes] | None = None
@@ -30,14 +30,14 @@ class ApiKeys:
             raise ConfigError(f"{setting}={path!r} holds no key")
 
     def check(self, request: Request) -> str:
-        """Names the key that the request shows, without telling it; empty where there are no keys.
-        Raises HTTPError 401 unless it is one of them."""
+        """A name for the key of the request, which does not reveal it; empty without configured
+        keys. Raises HTTPError 401 unless it is one of them."""
         if self._hashes is None:
             return ""
         for key in _presented_keys(request):
             shown = hashlib.sha256(key.encode())
             known = [hmac.compare_digest(shown.digest(), one) for one in self._hashes]
-            if any(known):  # all are compared, so that the time says nothing of them
+            if any(known):  # all are compared, so that the time reveals nothing of them
                 return shown.hexdigest()
         raise HTTPError(
             401,
@@ -47,7 +47,7 @@ class ApiKeys:
 
 
 def _presented_keys(request: Request) -> Iterator[str]:
-    """OpenAI's clients send the one, Anthropic's the other or both."""
+    """OpenAI's clients send `authorization`, Anthropic's `x-api-key` or both."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield key.strip()

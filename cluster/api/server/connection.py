@@ -60,14 +60,14 @@ class LimitedConnection(HttpToolsProtocol):
 
     limits: ServeConfig
     cors: CorsRules
-    """Which pages may read why they were refused."""
+    """Which origins may read the reason of a refusal."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.url, self.headers = b"", []
         self._read_state = _ReadState.HEAD
         self._head_bytes = 0
-        """Of the stage HEAD, or since the last part of a body."""
+        """Bytes in the stage HEAD, or since the last part of a body."""
         self._chunks = 0
         """Parts of a body in this piece of the network's."""
         self._refusal: HTTPError | None = None
@@ -149,8 +149,8 @@ class LimitedConnection(HttpToolsProtocol):
             self._arm_read_timer(self.limits.head_timeout_s)
 
     def _feed(self, part: bytes) -> None:
-        """As uvicorn's `data_received`, but who offers another protocol is answered in this one,
-        with the body that the parser leaves out."""
+        """As uvicorn's `data_received`, but a request that offers a protocol upgrade is answered as
+        HTTP/1.1, with the body that the parser leaves out."""
         self._unset_keepalive_if_required()
         try:
             while part:
@@ -186,7 +186,7 @@ class LimitedConnection(HttpToolsProtocol):
         return [(name, value) for name, value in self.headers if name in names]
 
     def pause_writing(self) -> None:
-        """The client takes nothing of its answer for now."""
+        """The client does not read its answer for now."""
         super().pause_writing()
         self._write_timer = self.loop.call_later(
             self.limits.transfer_timeout_s, self.transport.abort

@@ -18,8 +18,8 @@ from swell.cluster.text.sampling_params import BadRequest, shown
 DECODED_CHUNK_BYTES = 64 * 1024
 """Unpacked in some 0.1 ms; the event loop has its turn between two of them."""
 MAX_MEMBERS = 1024
-"""Of a body of gzip: one of 20 bytes unpacks to nothing, and takes a microsecond at least. Those of
-`bgzip` have 64 KiB each."""
+"""Members of a gzip body: one of 20 bytes decompresses to nothing, and takes a microsecond at
+least. Those of `bgzip` have 64 KiB each."""
 _ACCEPTED = "gzip, deflate"
 _NAMES = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
 _GZIP, _ZLIB, _RAW = 31, 15, -15

@@ -1,8 +1,8 @@
-"""Which pages may read what the server answers: `serve.cors_origins`.
+"""Which pages may read answers of the server: `serve.cors_origins`.
 
 A browser shows a page of another site an answer only if the answer names the page's origin, and
 sends a *preflight* before it sends JSON or a key. Every answer that is not the admin API's
-carries the leave: also errors, streams, and what a connection refuses before its request is whole
+carries the headers: also errors, streams, and what a connection refuses before its request is whole
 (`connection.py`). The rules of `access.py` hold all the same: a page changes neither the name under
 which the server is known nor the content type that it wants.
 """
@@ -66,7 +66,7 @@ class CorsRules(msgspec.Struct, frozen=True):
 
 
 def is_closed(path: str) -> bool:
-    """Operators use the server's own pages, or none."""
+    """The admin API has no CORS headers: operators use pages of the server itself, or none."""
     return f"{path}/".startswith("/admin/")
 
 

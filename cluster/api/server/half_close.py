@@ -5,11 +5,11 @@ no answer is wanted; nearly always it is the second, whose engines are wanted el
 difference is that a client that has left answers what is written to it with a reset. The connection
 stays open, and the client is written to:
 
-- A stream is: the next token tells. If none comes for `PROBE_S`, a comment does, which every reader
-  of events skips.
-- Who waits as long for the first byte gets the interim answer `100 Continue`, which every client of
-  HTTP/1.1 must skip (RFC 9110, 15.2).
-- HTTP/1.0 has none, and a client may leave later: the kernel asks with keep-alive segments. The
+- A stream: by the next token. If none comes for `PROBE_S`, by a comment, which every reader of
+  events skips.
+- A client that waits that long for the first byte gets the interim response `100 Continue`, which
+  every client of HTTP/1.1 must skip (RFC 9110, 15.2).
+- HTTP/1.0 has none, and a client may leave later: the kernel probes with keep-alive segments. The
   other kernel answers for a process that is gone until it forgets the connection, after a minute.
 
 The event loop does not look at a socket that has nothing more to read, so it is looked at here.
@@ -40,7 +40,7 @@ _CHUNK = b"%x\r\n%b\r\n"
 
 
 class HalfCloseWatcher:
-    """Looks after one such connection, and aborts it once its client has left. `answering`
+    """Probes one such connection, and aborts it once its client has left. `answering`
     gives the request that the application has."""
 
     def __init__(
@@ -82,7 +82,7 @@ class HalfCloseWatcher:
 
 
 def _probe(answering: RequestResponseCycle | None) -> bytes:
-    """What may be written now and says nothing; empty: there is nothing."""
+    """Bytes that may be written now and have no meaning; empty: there are none."""
     if answering is None:
         return b""
     if answering.response_started:

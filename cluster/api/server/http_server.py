@@ -28,7 +28,7 @@ _BACKLOG = 4096
 beyond them try again after a second."""
 
 _RESERVED_FDS = 512
-"""What else a process has open, and connections that are being refused."""
+"""File descriptors for other purposes, and for connections that are being refused."""
 
 
 def capped_by_fd_limit(config: ServeConfig) -> ServeConfig:

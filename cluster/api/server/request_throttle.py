@@ -24,7 +24,7 @@ UNTHROTTLED_PATHS = ("/health", "/ping", "/ready", "/metrics", "/load", "/admin/
 
 
 class RequestThrottle:
-    """ASGI middleware. Who waits is bounded by the connections that the server takes."""
+    """ASGI middleware. The limit of connections bounds the requests that wait."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -51,7 +51,7 @@ class RequestThrottle:
         await place
 
     def _refill(self) -> None:
-        """Those who wait come before those who come now."""
+        """Requests that wait start before new ones."""
         self._left = PER_TURN
         while self._waiting and self._left:
             place = self._waiting.popleft()

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -37,7 +38,7 @@ def with_framing(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         keeps, early, unframed = cycle.keep_alive, False, False
 
-        async def send_framed(message: Message) -> None:
+        def send_framed(message: Message) -> Awaitable[None]:
             nonlocal early, unframed
             starts = message["type"] == "http.response.start"
             if starts:
@@ -49,7 +50,7 @@ def with_framing(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
                 cycle.expected_content_length = len(message.get("body", b""))
             if early:
                 cycle.keep_alive = keeps and not starts and cycle.more_body
-            await send(message)
+            return send(message)
 
         await app(scope, receive, send_framed)
 

@@ -41,7 +41,8 @@ class ReasoningGrammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a format that writes an answer as messages, each behind a header. Calls end an answer."""
+    """The grammar of a format that writes an answer as messages, each after a header. Calls end an
+    answer."""
 
     content: str
     """The header of what is neither reasoning nor a call; empty: the prompt has written it."""

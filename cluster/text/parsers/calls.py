@@ -8,7 +8,7 @@ from swell.cluster.text.parsers.matching import end_of
 from swell.cluster.text.parsers.reading import NotRead, Reading, TextReader
 
 MAX_NAME_CHARS = 256
-"""Of a tool or an argument; what is longer is no name. OpenAI's API allows 64."""
+"""Longest name of a tool or an argument; a longer text is no name. OpenAI's API allows 64."""
 
 
 class Call(TextReader):

@@ -1,4 +1,4 @@
-"""What an answer is made of once its markers are read."""
+"""The parts of an answer after its markers are parsed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Content(msgspec.Struct, frozen=True, tag=True):
-    """More of what the model says to its reader."""
+    """More content of the answer."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True, tag=True):
-    """More of what the model says to itself."""
+    """More reasoning."""
 
     text: str
 

@@ -39,15 +39,15 @@ class EscapedString(TextReader):
     """Character behind the backslash -> number of hexadecimal digits that follow it."""
 
     _escape = ""
-    """What was read of one."""
+    """The part of an escape that was read."""
 
     @abstractmethod
     def _show(self, text: str) -> None:
-        """Of the string."""
+        """Put out this text of the string."""
 
     @abstractmethod
     def _show_code(self, code: int, escape: str) -> None:
-        """What `escape` means, which has this number."""
+        """Put out the character that `escape` means, which has this code."""
 
     def _read_escape(self) -> Reading[None]:
         self._escape = escape = "\\"

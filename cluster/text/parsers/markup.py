@@ -46,7 +46,7 @@ class Markup(msgspec.Struct, frozen=True, kw_only=True):
     padding: str = ""
     """At both ends of a value, but not in it."""
     other_value_ends: tuple[str, ...] = ()
-    """Of models that forget `value_end`: what comes next ends a value too."""
+    """For models that forget `value_end`: texts after it that end a value, too."""
 
     def value_ends(self) -> tuple[str, ...]:
         """What ends a value wherever it occurs."""
@@ -108,8 +108,8 @@ class MarkupCall(Call):
             self._pieces.append("{")
 
     def _read_key(self) -> Reading[frozenset[str]]:
-        """Of an element, whose beginning was read, up to its value; the types of that. Where it is
-        no element, all of it is unread."""
+        """Read the key of an element, whose beginning was read, up to its value; returns the
+        value's types. If it is no element, all of it is unread."""
         markup, read = self._markup, self._markup.key_begin
         try:
             key = yield from self._run(_KEY)
@@ -150,7 +150,7 @@ class MarkupCall(Call):
 
 
 def _marked_types(types: frozenset[str], *, is_string: bool) -> frozenset[str]:
-    """Of a value of which the model says whether it is a string."""
+    """The types of a value that the model marks as a string or as no string."""
     if is_string:
         return STRING if types >= STRING else types
     return types if types == JSON_TYPES else types - STRING or STRING

@@ -61,7 +61,7 @@ def markup_calls(kind: type[MarkupParser], builder: GrammarBuilder) -> CallGramm
         rules += added
         size += sum(map(len, added))
         if size > MAX_BYTES:
-            raise ValueError(f"need a grammar of over {MAX_BYTES} bytes; ask for fewer at once")
+            raise ValueError(f"need a grammar of over {MAX_BYTES} bytes; allow fewer tools at once")
     more = "" if kind.calls_share_section else f"nl {builder.marker(kind.section)} {body}"
     return CallGrammar(
         marker=kind.section,

@@ -25,7 +25,7 @@ from swell.cluster.text.parsers.values import resolve
 from swell.cluster.text.structured_output import inline_json
 
 MAX_DEPTH = 32
-"""Of the values in a schema, one inside the other."""
+"""Deepest nesting of values in a schema."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _KNOWN_KEYS = {

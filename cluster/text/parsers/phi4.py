@@ -10,7 +10,7 @@ PHI_OPEN, PHI_CLOSE, FUNCTOOLS = "<|tool_call|>", "<|/tool_call|>", "functools"
 
 
 class Phi4Parser(ListParser):
-    """Of Phi-4-mini, and Granite 3, which writes no end marker.
+    """Parser for Phi-4-mini, and for Granite 3, which writes no end marker.
 
         <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>
         functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]

@@ -1,4 +1,4 @@
-"""What reads a text that comes in pieces, character for character in one pass."""
+"""Readers of a text that comes in pieces: each character is read once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TextReader(ABC):
         self._reading = self._read()
         self._pieces: list[str] = []
         self._literals = LiteralMatcher()
-        """Of `_one_of`."""
+        """The matcher of `_one_of`."""
 
     def read(self, text: str, at: int = 0) -> int:
         """Go on at `text[at:]` until it has `ended`, or the text has; where reading stopped."""

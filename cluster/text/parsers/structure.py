@@ -17,7 +17,7 @@ class StructureReader(TextReader):
     def __init__(self) -> None:
         super().__init__()
         self._open: list[tuple[str, str]] = []
-        """Of each array and object that is open: what closes it, and what separates key and value;
+        """For each open array and object: what closes it, and what separates key and value;
         empty for arrays."""
 
     # ---------------------------------------------------------------------------- a subclass

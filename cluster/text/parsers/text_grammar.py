@@ -25,7 +25,7 @@ DEFINITIONS = frozenset(("$defs", "definitions"))
 OBJECT_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties"))
 """Those that the grammars of arguments follow themselves."""
 MAX_LENGTH = 100_000
-"""Of a string that has a `maxLength`; a longer one is not enforced."""
+"""Largest `maxLength` of a string that is enforced."""
 
 _LOOKALIKES = {
     "null": "null|None",
@@ -151,7 +151,7 @@ class TextGrammar:
         self._bare = f"~/(?s:.*){grammar.any_of(forbidden)}(?s:.*)/"
 
     def rules(self, name: str, schema: dict[str, Any], others: frozenset[str]) -> list[str]:
-        """Of the string and its end. `others`: the types that the parser reads in the text.
+        """Rules of the string and its end. `others`: the types that the parser reads in the text.
         ValueError for what no rule can enforce."""
         if "enum" in schema:
             return self._choice(name, schema["enum"], others)

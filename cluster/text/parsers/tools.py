@@ -77,9 +77,9 @@ class ToolParser(AnswerReader):
     @classmethod
     @abstractmethod
     def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
-        """Of what this parser reads as calls of the builder's tools, each with arguments that are
-        valid under the tool's schema. ValueError for a tool whose parameters are not those of an
-        object, and without tools."""
+        """The grammar of the texts that this parser reads as calls of the builder's tools, each
+        with arguments that are valid under the tool's schema. ValueError for a tool whose
+        parameters are not those of an object, and without tools."""
 
     def _marked_call(self, marker: str) -> Call:
         """Reads a call from behind its start marker on."""

@@ -58,10 +58,10 @@ class ChatMessage(HistoryPart, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    """Of a message of role `tool`: the call that it answers."""
+    """The call that a message of role `tool` answers."""
     tool_calls: list[MessageToolCall] | None = None
     reasoning_content: str | None = None
-    """What an earlier answer thought; handed to the chat template."""
+    """The reasoning of an earlier answer; passed to the chat template."""
     reasoning: Any = None
     """The same under vLLM's newer name, where it is a text."""
     function_call: FunctionCall | None = None
@@ -117,7 +117,7 @@ class ChatMessage(HistoryPart, kw_only=True):
 
     @property
     def thoughts(self) -> str | None:
-        """What an earlier answer thought, under either name."""
+        """The reasoning of an earlier answer, under either name."""
         if self.reasoning_content is None and isinstance(self.reasoning, str):
             return self.reasoning
         return self.reasoning_content
@@ -191,7 +191,7 @@ class FunctionDefinition(HistoryPart, kw_only=True):
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments, an object; None: no arguments."""
     strict: bool | None = None
-    """Hold the schema also where the model itself chooses to call."""
+    """Enforce the schema also where the model itself chooses to call."""
 
 
 class ToolDefinition(HistoryPart, kw_only=True, dict=True):
@@ -284,7 +284,7 @@ class CallRules(msgspec.Struct, frozen=True):
 
 
 def call_rules(choice: ToolChoice | None) -> CallRules:
-    """Of a checked choice that is not `none`."""
+    """The rules of a checked choice that is not `none`."""
     if not isinstance(choice, NamedToolChoice):
         return CallRules(required=choice == "required")
     if choice.allowed_tools is not None:

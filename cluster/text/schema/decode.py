@@ -20,11 +20,11 @@ from swell.cluster.text.schema.unknown_fields import StrippedFields, UnknownFiel
 Request = TypeVar("Request", bound=RequestBody)
 
 MAX_EXPLAINED_BYTES = 256 * 1024
-"""Of a longer body that is not JSON only the position is reported: to find more would take long."""
+"""The error of a longer body that is not JSON has only the position: more would take long."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Windows' tools write it in front of UTF-8."""
 _MAX_ERROR_CHARS = 1000
-"""Of msgspec's messages, which repeat the names of unknown fields."""
+"""Longest message of msgspec: it may repeat the names of unknown fields."""
 
 
 @cache
@@ -149,14 +149,14 @@ def _json_types(quoted: re.Match[str]) -> str:
 
 
 class _Rejection(NamedTuple):
-    """What msgspec's message says; it gives text alone."""
+    """The parts of msgspec's message, which is only a text."""
 
     rule: str
     """Types have their JSON names: `expected integer or null, got string`."""
     path: str
-    """Of the value; empty: of the body."""
+    """The path of the value; empty: the body."""
     name: str
-    """What the message quotes: the field that is missing or unknown."""
+    """The name that the message quotes: the field that is missing or unknown."""
 
     @classmethod
     def parse(cls, message: str) -> _Rejection:

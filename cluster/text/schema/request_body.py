@@ -13,7 +13,7 @@ from swell.cluster.text.schema.known_fields import Ecosystem
 
 
 def neutral(*values: Any) -> msgspec.Meta:
-    """Of a field that is known but not served: these values, and null, change nothing."""
+    """Marks a field that is known but not served: these values, and null, have no effect."""
     return msgspec.Meta(description=describe_neutral(values), extra={"neutral": values})
 
 
@@ -34,7 +34,7 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ECOSYSTEM: ClassVar[Ecosystem] = Ecosystem()
     """Fields of other servers, beside those of the struct."""
     PARTS: ClassVar[Mapping[str, Mapping[str | None, type[msgspec.Struct]]]] = {}
-    """Of fields that are typed after the body: the structs of their objects, by `type`."""
+    """Fields that are typed after the body -> the structs of their objects, by `type`."""
 
     def check(self) -> None:
         """The rules between fields; raises `BadRequest`."""

@@ -56,7 +56,7 @@ class StrippedFields(msgspec.Struct):
 
     def strip(self, body: bytes, kind: type[RequestBody]) -> bytes:
         """The body without what may be left out. Raises `BadRequest` for a field of another server
-        that asks for what is not here, and what the JSON reader raises."""
+        that needs an unsupported feature, and the errors of the JSON reader."""
         fields, info = _OBJECT.decode(body), _struct_info(kind)
         changed = False
         for name in [name for name in fields if name not in info.names]:

@@ -1,4 +1,4 @@
-"""A function of ours that gives figures: `MODULE FUNCTION`, called for each line."""
+"""A function of ours that returns figures: `MODULE FUNCTION`, called for each line."""
 
 import importlib
 import sys

@@ -10,7 +10,7 @@ import sys
 import time
 
 TURN_S = 2.0
-"""At least."""
+"""The least duration of a turn."""
 
 
 class Lines:

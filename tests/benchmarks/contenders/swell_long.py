@@ -31,7 +31,8 @@ class LongContexts:
         return 1000 * (time.perf_counter() - started)
 
     def decode_ms(self, context):
-        """Of one token; all others are in the cache, so that the prompt takes next to nothing."""
+        """Time of one token; all others are in the cache, so that the prompt takes almost no
+        time."""
         prompt = self.tokens(context - OUTPUTS // 2)
         self.ms(prompt, 1)
         pairs = [(self.ms(prompt, 1), self.ms(prompt, 1 + OUTPUTS)) for _ in range(3)]

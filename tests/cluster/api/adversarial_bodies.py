@@ -1,4 +1,4 @@
-"""Requests of somebody who wants to keep others waiting: within the limits, or just beyond."""
+"""Requests that are made to keep others waiting: within the limits, or just beyond."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cluster.api.loop_stall import post
 
 MIB = 1 << 20
 BODY = 16 * MIB - 4096
-"""As much as a body may have."""
+"""The largest text of a body."""
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -43,11 +43,11 @@ FIELD = {
     TOKENIZE: "prompt",
     DETOKENIZE: "tokens",
 }
-"""What makes a body of each route large."""
+"""The part by which a body of each route becomes large."""
 
 
 def fill(part: bytes, size: int = BODY, by: bytes = b",") -> bytes:
-    """As many of a part as `size` bytes hold."""
+    """Repeat a part as often as `size` bytes allow."""
     return by.join([part] * (size // (len(part) + len(by))))
 
 
@@ -88,7 +88,7 @@ def at_every_route() -> Iterator[tuple[str, bytes]]:
 
 
 def just_within() -> Iterator[tuple[str, bytes]]:
-    """As much of each kind as a body may hold, where anything may stand."""
+    """Each kind of JSON value, as large as a body may be, where any value is allowed."""
     nodes = MAX_NODES - 64
 
     def some(part: bytes, count: int) -> bytes:
@@ -230,8 +230,8 @@ def forms() -> Iterator[tuple[str, bytes]]:
     )
 
 
-def wishes() -> Iterator[tuple[str, bytes]]:
-    """Fields that say how an answer is drawn."""
+def sampling_fields() -> Iterator[tuple[str, bytes]]:
+    """Fields that control sampling."""
 
     def made(name: str, value: Any, **extra: Any) -> bytes:
         return with_field(TEXT, name, json.dumps(value).encode(), **extra)
@@ -262,7 +262,7 @@ def wishes() -> Iterator[tuple[str, bytes]]:
 
 
 def accepted() -> Iterator[tuple[str, bytes]]:
-    """What an engine gets."""
+    """Requests that reach an engine."""
 
     def made(name: str, value: Any, **extra: Any) -> bytes:
         return with_field(TEXT, name, json.dumps(value).encode(), **extra)
@@ -308,7 +308,7 @@ def histories() -> Iterator[tuple[str, bytes]]:
 
 
 def packed() -> Iterator[tuple[str, bytes]]:
-    """Little to send, and much to unpack."""
+    """Small bodies that decompress to large ones."""
     bodies = {
         "a bomb": b" " * 64 * MIB,
         "spaces": json.dumps(BASE[TEXT]).encode() + b" " * (BODY - 100),
@@ -333,7 +333,7 @@ def packed() -> Iterator[tuple[str, bytes]]:
 
 
 def long_answers() -> Iterator[tuple[str, bytes]]:
-    """Little text to draw, and much to tell."""
+    """Answers of few tokens, with much to report."""
 
     def made(**payload: Any) -> bytes:
         return post(TEXT, {**BASE[TEXT], "echo": True, "return_token_ids": True, **payload})
@@ -346,7 +346,7 @@ def long_answers() -> Iterator[tuple[str, bytes]]:
 
 
 def heads() -> Iterator[tuple[str, bytes]]:
-    """Before any body."""
+    """Request heads."""
     line = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
     yield "a long header", line + b"X-Long: " + b"a" * 64 * MIB
     yield "many headers", line + b"a: b\r\n" * 4_000_000
@@ -371,7 +371,7 @@ def everything() -> Iterator[tuple[str, bytes]]:
     yield from conversations()
     yield from tools()
     yield from forms()
-    yield from wishes()
+    yield from sampling_fields()
     yield from accepted()
     yield from histories()
     yield from packed()

@@ -35,14 +35,15 @@ Every field at the top of the request bodies of OpenAI, vLLM and SGLang, and wha
 it. This page is made from the code by `python -m tests.cluster.api.field_page`, and
 `tests/cluster/api/test_field_page.py` tries each row.
 
-- *served*: it does what its name says ([requests.md](requests.md)).
+- *served*: it has the effect that its name means ([requests.md](requests.md)).
 - *means*: another name of a field of ours; both together are a 400.
 - *taken*: any value; it changes nothing in the answer.
-- *refused*: a 400 that names it, unless its value asks for nothing: those that are shown, or null.
+- *refused*: a 400 that names it, unless its value is neutral: null, or one of those that are
+  listed.
 
-`null` is taken for every field that is not required, and says nothing. A name that is in no list is
-a 400, or ignored with a warning (`serve.unknown_fields`). In messages, content parts, calls, items
-and tools unknown fields are ignored.
+`null` is accepted for every field that is not required, and means that the field is absent. A name
+that is in no list is a 400, or ignored with a warning (`serve.unknown_fields`). In messages,
+content parts, calls, items and tools unknown fields are ignored.
 """
 
 
@@ -51,8 +52,8 @@ def names(route: str) -> list[str]:
 
 
 def does(route: str, name: str) -> tuple[str, Any]:
-    """What becomes of a field: served, means, taken or refused; with the field that it means, or
-    the values that are not refused. Raises KeyError for what is not known."""
+    """How a field is handled: served, means, taken or refused; with the field that it means, or the
+    values that are not refused. Raises KeyError for an unknown field."""
     kind = KINDS[route]
     table, own = kind.ECOSYSTEM, name in kind.__struct_fields__
     if name in table.means:

@@ -29,7 +29,7 @@ ANSWER_S = 60.0
 
 
 class LoopStallMonitor:
-    """Ticks in the loop that it watches; `longest_s` is the longest gap since `reset`.
+    """A task in the loop that it measures; `longest_s` is the longest gap since `reset`.
 
     A gap counts as far as this process computed in it: where others have the machine's cores, a
     loop is late through no fault of its own.
@@ -85,7 +85,7 @@ class StallHarness:
                 if not ready.poll(50):
                     if self.engine.credit_steps or len(self.engine.arrived) == arrived:
                         continue
-                    time.sleep(0.1)  # the rest of its answers, where it asks for several
+                    time.sleep(0.1)  # the rest of its answers, where it requests several
                     return 0, b""
                 try:
                     part = connection.recv(1 << 16)
@@ -103,7 +103,7 @@ class StallHarness:
 async def stall_harness(
     folder: Path, script: list[int] | None = None, **settings: object
 ) -> AsyncIterator[StallHarness]:
-    """With a `script` the engine answers everything with it."""
+    """With a `script` the engine gives every request this answer."""
     settings.setdefault("cache.block_tokens", 16)
     async with FakeCluster(folder, script, **settings).serving() as cluster:
         engine = cluster.start(0, UNLIMITED_STEPS if script else 0)

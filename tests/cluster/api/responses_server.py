@@ -1,5 +1,5 @@
-"""A cluster whose `/v1/responses` OpenAI's client asks: over HTTP, through an ingress, to an engine
-that writes what the test says. The store is in this process, with a clock that the test
+"""A cluster whose `/v1/responses` OpenAI's client calls: over HTTP, through an ingress, to an
+engine whose answers the test scripts. The store is in this process, with a clock that the test
 moves."""
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class FakeResponseStore:
         self.forget()
 
     def store_handle(self) -> StoreHandle:
-        """Another ingress's way here, which may be away by itself."""
+        """The handle of another ingress, which may be away by itself."""
         return StoreHandle(self)
 
     def forget(self) -> None:
-        """A successor has nothing of what was stored."""
+        """Lose everything that was stored, as a successor has."""
         self.store = ResponseStore(self.limit, self.limit_bytes, 1000.0)
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -82,7 +82,8 @@ class StoreHandle:
 
 
 class ResponsesServer:
-    """A cluster whose engine answers everything with `text`; None: by what it was asked."""
+    """A cluster whose engine answers everything with `text`; None: with a text that depends on the
+    prompt."""
 
     def __init__(self, folder: Path, text: str | None, **settings: object) -> None:
         TOKENIZER.save_pretrained(folder)
@@ -113,24 +114,24 @@ class ResponsesServer:
             async with client:
                 yield store_handle, client, ingress
 
-    async def ask(self, **request: Any) -> Any:
+    async def create(self, **request: Any) -> Any:
         return await self.client.responses.create(**{"model": "fake", "input": "hello", **request})
 
     @property
     def prompts(self) -> list[str]:
-        """What the engine read, request by request."""
+        """The prompts that the engine received, one for each request."""
         return [TOKENIZER.decode(one.prompt_token_ids) for one in self.engine.arrived]
 
 
 def checked(response: Any) -> Any:
-    """As OpenAI's types have it, to the letter."""
+    """Check that the response is exactly as OpenAI's types have it, and return it."""
     plain = json.loads(response.model_dump_json(by_alias=True, exclude_unset=True))
     return Response.model_validate(plain, strict=True)
 
 
-async def wait_until(look: Callable[[], Any], condition: Callable[[Any], bool]) -> Any:
-    """What `look` finds once it is as it must become."""
+async def wait_until(read: Callable[[], Any], condition: Callable[[Any], bool]) -> Any:
+    """Return what `look` returns as soon as `condition` holds for it."""
     async with asyncio.timeout(30):
-        while not condition(found := await look()):
+        while not condition(found := await read()):
             await asyncio.sleep(0.005)
     return found

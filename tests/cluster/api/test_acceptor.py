@@ -1,4 +1,5 @@
-"""Connections that came at once are taken many in a turn of the loop, on every kind of loop."""
+"""Of connections that come at once, many are accepted in one iteration of the loop, on every kind
+of loop."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ DEADLINE_S = 30.0
 
 
 class Listener(socket.socket):
-    """Fails as often as it is told."""
+    """Fails with the given errors first."""
 
     failures: list[OSError]
 
@@ -30,23 +31,23 @@ class Listener(socket.socket):
 
 
 class Taken(asyncio.Protocol):
-    """Notes the turn of the loop in which it was made."""
+    """Records the loop iteration in which it was made."""
 
-    def __init__(self, scene: Scene) -> None:
-        self._scene = scene
+    def __init__(self, harness: AcceptorHarness) -> None:
+        self._harness = harness
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._scene.turns.append(self._scene.turn)
-        self._scene.transports.append(transport)
+        self._harness.turns.append(self._harness.turn)
+        self._harness.transports.append(transport)
 
 
-class Scene:
+class AcceptorHarness:
     def __init__(self, clients: int, *failures: int) -> None:
         self.turn = 0
         self.turns: list[int] = []
         self.transports: list[asyncio.BaseTransport] = []
         self.listener = Listener()
-        self.listener.failures = [OSError(number, "as told") for number in failures]
+        self.listener.failures = [OSError(number, "injected") for number in failures]
         self.listener.bind(("127.0.0.1", 0))
         self.listener.listen(clients)
         self.listener.setblocking(False)
@@ -79,48 +80,48 @@ def run(make_loop: Callable[[], Any], work: Callable[[], Coroutine[Any, Any, Non
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_turn_takes_many(loop, monkeypatch):
+def test_one_iteration_accepts_many_connections(loop, monkeypatch):
     monkeypatch.setattr(acceptor, "PER_TURN", 10)
-    scene = Scene(100)
+    harness = AcceptorHarness(100)
 
     async def work() -> None:
-        await scene.take()
-        scene.close()
+        await harness.take()
+        harness.close()
         await asyncio.sleep(0)
 
     run(LOOPS[loop], work)
-    assert len(scene.turns) == 100
-    # A turn or two pass until the loop looks, and until what was taken is made.
-    assert scene.turns[-1] - scene.turns[0] <= 12
+    assert len(harness.turns) == 100
+    # An iteration or two pass until the loop polls, and until the connection is made.
+    assert harness.turns[-1] - harness.turns[0] <= 12
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_where_none_can_be_taken_it_is_tried_again(loop, monkeypatch):
+def test_a_failed_accept_is_retried(loop, monkeypatch):
     monkeypatch.setattr(acceptor, "PAUSE_S", 0.001)
-    scene = Scene(5, errno.EMFILE, errno.ECONNABORTED, errno.ENFILE)
+    harness = AcceptorHarness(5, errno.EMFILE, errno.ECONNABORTED, errno.ENFILE)
 
     async def work() -> None:
-        await scene.take()
-        scene.close()
+        await harness.take()
+        harness.close()
         await asyncio.sleep(0)
 
     run(LOOPS[loop], work)
-    assert len(scene.turns) == 5
-    assert not scene.listener.failures
+    assert len(harness.turns) == 5
+    assert not harness.listener.failures
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_nothing_is_taken_after_the_end(loop):
-    scene = Scene(0)
+def test_no_connection_is_accepted_after_the_end(loop):
+    harness = AcceptorHarness(0)
 
     async def work() -> None:
-        server = Acceptor(scene.listener, lambda: Taken(scene))
+        server = Acceptor(harness.listener, lambda: Taken(harness))
         server.close()
-        scene.clients.append(socket.create_connection(scene.listener.getsockname()))
+        harness.clients.append(socket.create_connection(harness.listener.getsockname()))
         for _ in range(20):
             await asyncio.sleep(0)
         await server.wait_closed()
-        assert not scene.turns
-        scene.close()
+        assert not harness.turns
+        harness.close()
 
     run(LOOPS[loop], work)

@@ -1,4 +1,4 @@
-"""Whose page, under which name, with which key: what the admin API and the others let in."""
+"""Which origins, host names and keys the admin API and the other routes accept."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def asked(folder: Path, *requests: tuple[str, str, dict[str, str]], **settings: Any) -> list[Any]:
-    """The answers' statuses and errors, and what the manager was asked."""
+def responses(
+    folder: Path, *requests: tuple[str, str, dict[str, str]], **settings: Any
+) -> list[Any]:
+    """The answers' statuses and errors, then the calls that the manager received."""
 
-    async def ask() -> list[Any]:
+    async def scenario() -> list[Any]:
         async with FakeCluster(folder, **settings).serving() as cluster:
-            told: list[Any] = []
+            answers: list[Any] = []
             for method, path, headers in requests:
                 content = b"{}" if method == "POST" else None
                 answer = await cluster.client.request(
                     method, path, headers=headers, content=content
                 )
                 error = (answer.json() or {}).get("error") or {}
-                told.append((answer.status_code, error.get("code"), error.get("message", "")))
-            return [*told, cluster.manager.asked]
+                answers.append((answer.status_code, error.get("code"), error.get("message", "")))
+            return [*answers, cluster.manager.calls]
 
-    return asyncio.run(ask())
+    return asyncio.run(scenario())
 
 
-def test_pages_of_other_sites_operate_nothing(folder: Path) -> None:
-    *told, reached = asked(
+def test_pages_of_other_sites_reach_no_admin_route(folder: Path) -> None:
+    *answers, reached = responses(
         folder,
         ("POST", "/admin/pause", {"origin": EVIL, "content-type": "text/plain"}),
         ("POST", "/admin/pause", {"origin": EVIL, **JSON}),
@@ -55,17 +57,17 @@ def test_pages_of_other_sites_operate_nothing(folder: Path) -> None:
         ("GET", "/admin/cluster", {"origin": EVIL}),
         ("GET", "/admin/cluster", {"host": "evil.example"}),
     )
-    assert [status for status, _, _ in told] == [403, 403, 403, 415, 415, 403, 403, 403, 403]
-    assert "serve.allowed_origins" in told[0][2] and "serve.allowed_hosts" in told[5][2]
+    assert [status for status, _, _ in answers] == [403, 403, 403, 415, 415, 403, 403, 403, 403]
+    assert "serve.allowed_origins" in answers[0][2] and "serve.allowed_hosts" in answers[5][2]
     assert reached == []
 
 
-def test_the_server_itself_and_what_is_listed_may(folder: Path) -> None:
+def test_the_server_itself_and_listed_origins_are_allowed(folder: Path) -> None:
     settings = {
         "serve.allowed_origins": ["https://ops.example"],
         "serve.allowed_hosts": ["ops.example"],
     }
-    *told, reached = asked(
+    *answers, reached = responses(
         folder,
         ("POST", "/admin/pause", JSON),
         ("POST", "/admin/pause", {**JSON, "origin": "http://localhost:3000"}),
@@ -76,54 +78,55 @@ def test_the_server_itself_and_what_is_listed_may(folder: Path) -> None:
         ("POST", "/admin/pause", {**JSON, "host": "10.1.2.3", "origin": "http://10.1.2.3"}),
         **settings,
     )
-    assert [status for status, _, _ in told] == [202] * 7, told
+    assert [status for status, _, _ in answers] == [202] * 7, answers
     assert reached == ["pause"] * 7
 
 
 def test_a_loopback_server_answers_under_its_own_names_alone(folder: Path) -> None:
-    """A page may give its own name the server's address, and would be of the same site."""
+    """DNS rebinding: a page's name may resolve to the server's address, so that both are one
+    site."""
     evil = {"host": "evil.example:8000"}
-    *told, _ = asked(
+    *answers, _ = responses(
         folder, ("GET", "/v1/models", evil), ("POST", "/v1/chat/completions", {**evil, **JSON})
     )
-    assert [told_[:2] for told_ in told] == [(403, "host_not_allowed")] * 2
-    *told, _ = asked(folder, ("GET", "/v1/models", {}), ("GET", "/health", evil))
-    assert [status for status, _, _ in told] == [200, 200]
-    *told, _ = asked(folder, ("GET", "/v1/models", {"host": ""}))
-    assert told[0][0] == 200, "HTTP allows it, and no browser sends it"
-    *told, _ = asked(folder, ("GET", "/v1/models", evil), **{"serve.host": "0.0.0.0"})
-    assert told[0][0] == 200, "what the network reaches has names that it does not know"
-    *told, _ = asked(folder, ("GET", "/v1/models", evil), **{"serve.allowed_hosts": ["*"]})
-    assert told[0][0] == 200
+    assert [answer_[:2] for answer_ in answers] == [(403, "host_not_allowed")] * 2
+    *answers, _ = responses(folder, ("GET", "/v1/models", {}), ("GET", "/health", evil))
+    assert [status for status, _, _ in answers] == [200, 200]
+    *answers, _ = responses(folder, ("GET", "/v1/models", {"host": ""}))
+    assert answers[0][0] == 200, "HTTP allows it, and no browser sends it"
+    *answers, _ = responses(folder, ("GET", "/v1/models", evil), **{"serve.host": "0.0.0.0"})
+    assert answers[0][0] == 200, "a server that the network reaches does not know all of its names"
+    *answers, _ = responses(folder, ("GET", "/v1/models", evil), **{"serve.allowed_hosts": ["*"]})
+    assert answers[0][0] == 200
 
 
 def test_only_json_is_read(folder: Path) -> None:
     kinds = ("text/plain", "application/x-www-form-urlencoded", "", "application/json5")
-    *told, _ = asked(
+    *answers, _ = responses(
         folder, *(("POST", "/v1/completions", {"content-type": kind}) for kind in kinds)
     )
-    assert [status for status, _, _ in told] == [415] * len(kinds)
+    assert [status for status, _, _ in answers] == [415] * len(kinds)
 
 
-def test_a_users_key_is_no_operators(folder: Path, tmp_path: Path) -> None:
+def test_a_users_key_is_no_admin_key(folder: Path, tmp_path: Path) -> None:
     users, admins = tmp_path / "users", tmp_path / "admins"
     users.write_text("alpha\n")
     admins.write_text("root\n")
     alpha, root = {"authorization": "Bearer alpha"}, {"authorization": "Bearer root"}
 
     def statuses(**settings: Any) -> list[int]:
-        *told, _ = asked(
+        *answers, _ = responses(
             folder,
             *(("POST", "/admin/pause", {**JSON, **key}) for key in ({}, alpha, root)),
             *(("GET", "/admin/cluster", key) for key in ({}, alpha, root)),
             **settings,
         )
-        return [status for status, _, _ in told]
+        return [status for status, _, _ in answers]
 
     only_users = {"serve.api_keys_file": str(users)}
     assert statuses(**only_users) == [403] * 6
-    *told, _ = asked(folder, ("GET", "/admin/cluster", alpha), **only_users)
-    assert told[0][1] == "no_admin_keys" and "serve.admin_keys_file" in told[0][2]
+    *answers, _ = responses(folder, ("GET", "/admin/cluster", alpha), **only_users)
+    assert answers[0][1] == "no_admin_keys" and "serve.admin_keys_file" in answers[0][2]
     both = {**only_users, "serve.admin_keys_file": str(admins)}
     assert statuses(**both) == [401, 401, 202, 401, 401, 200]
     assert statuses(**{"serve.admin_keys_file": str(admins)}) == [401, 401, 202, 401, 401, 200]

@@ -62,7 +62,7 @@ def commas_of(value: Any) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(JSON, st.booleans())
-def test_what_a_text_holds_is_counted_without_reading_it(value: Any, ascii: bool) -> None:
+def test_values_of_a_text_are_counted_without_decoding_it(value: Any, ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii).encode()
     parts = counted(text)
     assert parts.nodes == nodes_of(value)
@@ -100,7 +100,7 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("name", TOO_MUCH)
-def test_what_would_take_long_to_read_is_refused_by_its_count(name: str) -> None:
+def test_bodies_that_take_long_to_decode_are_refused_by_their_count(name: str) -> None:
     metadata, limit = TOO_MUCH[name]
     with pytest.raises(BadRequest) as refused:
         decode(request_of(metadata), CompletionRequest)
@@ -108,7 +108,7 @@ def test_what_would_take_long_to_read_is_refused_by_its_count(name: str) -> None
     assert f" {limit} " in refused.value.message
 
 
-def test_what_people_send_is_not() -> None:
+def test_ordinary_bodies_are_not_refused() -> None:
     ids = list(range(100_000, 231_072))
     decode(json.dumps({"model": "m", "prompt": [ids, ids]}).encode(), CompletionRequest)
     text = '\u4e2d\u6587, {["e1e300"]}\n' * 40_000
@@ -119,7 +119,7 @@ def test_what_people_send_is_not() -> None:
 def test_all_bodies_together_are_bounded_and_room_comes_back(tmp_path: Path) -> None:
     tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
 
-    async def ask() -> None:
+    async def scenario() -> None:
         settings = {"serve.max_body_bytes": 10_000}
         async with FakeCluster(tmp_path, **settings).serving() as cluster:
             await cluster.join(0)
@@ -144,21 +144,23 @@ def test_all_bodies_together_are_bounded_and_room_comes_back(tmp_path: Path) -> 
             less = await cluster.client.post(
                 "/v1/completions", json={**body([1], 2), "user": "x" * 7500}
             )
-            assert less.status_code == 200, "who holds less than a share is not refused for others"
+            assert less.status_code == 200, (
+                "a request below its share is not refused because of others"
+            )
             for writer in held:
                 writer.close()
             await until(lambda: reader.held_bytes == 0)
             answer = await cluster.client.post("/v1/completions", json=body([1], 2))
             assert answer.json()["choices"][0]["token_ids"] == truth([1], 2)
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
-def test_a_key_is_asked_for_before_the_body(tmp_path: Path) -> None:
+def test_the_key_is_checked_before_the_body(tmp_path: Path) -> None:
     tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "users").write_text("alpha\n")
 
-    async def ask() -> None:
+    async def scenario() -> None:
         settings = {"serve.api_keys_file": str(tmp_path / "users")}
         async with FakeCluster(tmp_path, **settings).serving() as cluster:
             url = cluster.client.base_url
@@ -171,4 +173,4 @@ def test_a_key_is_asked_for_before_the_body(tmp_path: Path) -> None:
             assert cluster.ingress.services.reader.held_bytes == 0
             writer.close()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""What a connection may cost: clients that send too much, too slowly, or too many."""
+"""Limits of a connection: clients that send too much, too slowly, or too many requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def _echo(request: Request) -> JSONResponse:
 
 
 async def _refused(request: Request) -> JSONResponse:
-    """Without a look at its body."""
+    """Answer without reading the body."""
     return JSONResponse("who are you?", 401)
 
 
@@ -62,14 +62,14 @@ APP = Starlette(
 
 
 class Wire:
-    """A client that sends what it likes."""
+    """A client that sends raw bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     async def send(self, data: bytes) -> None:
-        """A server may close meanwhile: what it said is read all the same."""
+        """The server may close meanwhile: its answer is read all the same."""
         with contextlib.suppress(ConnectionError):
             for start in range(0, len(data), 1 << 16):
                 self._writer.write(data[start : start + (1 << 16)])
@@ -143,23 +143,23 @@ HEADS = {
 def test_more_than_a_head_may_have_is_refused_while_it_comes(name: str) -> None:
     data, status = HEADS[name]
 
-    async def ask() -> None:
+    async def scenario() -> None:
         async with served(PATIENT) as server:
             wire = await server.connect()
             sending = asyncio.create_task(wire.send(data))
-            told, body = await wire.answer()
-            assert told == status and body["error"]["message"]
+            answered, body = await wire.answer()
+            assert answered == status and body["error"]["message"]
             assert await wire.is_closed()
             await sending
             other = await server.connect()
             await other.send(GET + b"\r\n")
             assert await other.answer() == (200, "ok")
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_heads_below_the_limits_pass() -> None:
-    async def ask() -> None:
+    async def scenario() -> None:
         async with served(PATIENT) as server:
             wire = await server.connect()
             await wire.send(b"GET /?" + b"a" * (MAX_URL_BYTES - 10) + b" HTTP/1.1\r\nHost: x\r\n")
@@ -172,7 +172,7 @@ def test_heads_below_the_limits_pass() -> None:
             await wire.send(POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
             assert await wire.answer() == (200, 1_000_000)
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 HALVES = {
@@ -186,7 +186,7 @@ HALVES = {
 
 @pytest.mark.parametrize("name", HALVES)
 def test_half_a_request_is_closed_at_its_deadline(name: str) -> None:
-    async def ask() -> None:
+    async def scenario() -> None:
         async with served(QUICK) as server:
             wire = await server.connect()
             await wire.send(HALVES[name])
@@ -194,11 +194,11 @@ def test_half_a_request_is_closed_at_its_deadline(name: str) -> None:
             assert (status, body["error"]["code"]) == (408, "request_timeout")
             assert await wire.is_closed()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
-def test_a_body_that_drips_is_closed_though_it_never_stops() -> None:
-    async def ask() -> None:
+def test_a_body_that_comes_byte_by_byte_is_closed_at_its_deadline() -> None:
+    async def scenario() -> None:
         async with served(QUICK) as server:
             wire = await server.connect()
             await wire.send(POST + b"Content-Length: 100000\r\n\r\n")
@@ -213,25 +213,25 @@ def test_a_body_that_drips_is_closed_though_it_never_stops() -> None:
             dripping.cancel()
             assert status == 408
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_an_answer_that_takes_long_is_not_cut_off() -> None:
-    """Nor by blank lines behind the request, nor by the next request's beginning."""
+    """Neither blank lines after the request nor the beginning of the next one end it."""
 
-    async def ask(behind: bytes) -> None:
+    async def scenario(behind: bytes) -> None:
         async with served(QUICK) as server:
             wire = await server.connect()
             head = b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
             await wire.send(head + behind)
             assert await wire.answer() == (200, "done")
 
-    asyncio.run(ask(b""))
-    asyncio.run(ask(b"\r\n\r\n"))
+    asyncio.run(scenario(b""))
+    asyncio.run(scenario(b"\r\n\r\n"))
 
 
-def test_a_kept_connection_has_time_between_requests_and_none_within() -> None:
-    async def ask() -> None:
+def test_an_idle_connection_has_time_between_requests_and_none_within() -> None:
+    async def scenario() -> None:
         async with served(QUICK) as server:
             wire = await server.connect()
             await wire.send(GET + b"\r\n")
@@ -242,11 +242,11 @@ def test_a_kept_connection_has_time_between_requests_and_none_within() -> None:
             await wire.send(GET)
             assert (await wire.answer())[0] == 408
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_connections_beyond_the_limit_are_refused_and_room_comes_back() -> None:
-    async def ask() -> None:
+    async def scenario() -> None:
         async with served(PATIENT) as server:
             held = [await server.connect() for _ in range(PATIENT.max_connections)]
             for wire in held:
@@ -266,24 +266,24 @@ def test_connections_beyond_the_limit_are_refused_and_room_comes_back() -> None:
                 if status == 200:
                     break
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
-def test_who_is_refused_before_the_body_reads_why_though_more_comes() -> None:
-    async def ask() -> None:
+def test_a_client_refused_before_its_body_reads_the_error_while_it_sends() -> None:
+    async def scenario() -> None:
         async with served(PATIENT) as server:
             wire = await server.connect()
             head = b"POST /refused HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
             sending = asyncio.create_task(wire.send(head % (64 * MIB) + b"a" * (8 * MIB)))
             assert await wire.answer() == (401, "who are you?")
-            assert await wire.is_closed(), "what is still to come is nobody's"
+            assert await wire.is_closed(), "the rest of the body is no next request"
             await sending
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_many_requests_at_once_on_one_connection_are_not_parsed_to_their_end() -> None:
-    async def ask() -> None:
+    async def scenario() -> None:
         async with served(PATIENT) as server:
             wire = await server.connect()
             await wire.send((GET + b"\r\n") * 10)
@@ -292,7 +292,7 @@ def test_many_requests_at_once_on_one_connection_are_not_parsed_to_their_end() -
             await wire.send((GET + b"\r\n") * 100_000)
             assert await wire.is_closed()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
@@ -306,11 +306,11 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("apart", [False, True])
-def test_who_offers_another_protocol_is_answered_in_this_one(name: str, apart: bool) -> None:
-    """As Java's client does. Its body is a body: never the next request."""
+def test_an_offered_protocol_upgrade_is_ignored(name: str, apart: bool) -> None:
+    """As Java's client does. Its body is never parsed as the next request."""
     framing, body, size = BODIES[name]
 
-    async def ask() -> None:
+    async def scenario() -> None:
         async with served(PATIENT) as server:
             wire = await server.connect()
             for _ in range(2):
@@ -322,11 +322,11 @@ def test_who_offers_another_protocol_is_answered_in_this_one(name: str, apart: b
             await wire.send(GET + UPGRADE + b"\r\n" + GET + b"\r\n")
             assert [await wire.answer(), await wire.answer()] == [(200, "ok")] * 2
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
-def test_who_takes_nothing_of_an_answer_is_cut_off() -> None:
-    async def ask() -> None:
+def test_a_client_that_reads_nothing_is_disconnected() -> None:
+    async def scenario() -> None:
         async with served(QUICK) as server:
             gone = asyncio.Event()
 
@@ -349,7 +349,7 @@ def test_who_takes_nothing_of_an_answer_is_cut_off() -> None:
             await wire.send(GET + b"\r\n")
             await gone.wait()
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_no_more_connections_than_there_are_file_descriptors() -> None:

@@ -1,4 +1,5 @@
-"""Which pages may read answers: with `serve.cors_origins` every answer says so, also a refusal."""
+"""Which pages may read answers: with `serve.cors_origins` every answer has the headers, also a
+refusal."""
 
 from __future__ import annotations
 
@@ -36,12 +37,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def preflight(path: str, origin: str, method: str = "POST", **headers: str) -> Any:
-    asked = {"origin": origin, "access-control-request-method": method, **headers}
-    return ("OPTIONS", path, asked, b"")
+    response = {"origin": origin, "access-control-request-method": method, **headers}
+    return ("OPTIONS", path, response, b"")
 
 
 def call(path: str, origin: str, **headers: str) -> Any:
-    """A good request of a page."""
+    """A valid request of a page."""
     if path not in BODIES:
         return ("GET", path, {"origin": origin, **headers}, b"")
     body = json.dumps(BODIES[path]).encode()
@@ -51,7 +52,7 @@ def call(path: str, origin: str, **headers: str) -> Any:
 def answers(folder: Path, *requests: Any, **settings: Any) -> list[httpx.Response]:
     settings.setdefault("serve.stored_responses", 0)
 
-    async def ask() -> list[httpx.Response]:
+    async def scenario() -> list[httpx.Response]:
         async with FakeCluster(folder, **settings).serving() as cluster:
             await cluster.join(0)
             return [
@@ -59,7 +60,7 @@ def answers(folder: Path, *requests: Any, **settings: Any) -> list[httpx.Respons
                 for method, path, headers, body in requests
             ]
 
-    return asyncio.run(ask())
+    return asyncio.run(scenario())
 
 
 def cors_headers(answer: httpx.Response) -> dict[str, str]:
@@ -69,10 +70,10 @@ def cors_headers(answer: httpx.Response) -> dict[str, str]:
 ROUTES = [*GETS, *(path for path in BODIES if path not in ADMIN)]
 
 
-def test_nothing_of_it_is_there_by_default(folder: Path) -> None:
-    asked = [call(path, PAGE) for path in ROUTES]
-    asked += [preflight(path, PAGE) for path in [*ROUTES, *ADMIN]]
-    got = answers(folder, *asked)
+def test_no_cors_headers_by_default(folder: Path) -> None:
+    response = [call(path, PAGE) for path in ROUTES]
+    response += [preflight(path, PAGE) for path in [*ROUTES, *ADMIN]]
+    got = answers(folder, *response)
     assert not any(cors_headers(one) or "vary" in one.headers for one in got)
     assert all(one.status_code == 405 for one in got[len(ROUTES) :])
 
@@ -86,8 +87,8 @@ def test_every_route_but_the_admins_may_be_called(folder: Path, settings: Any) -
         assert one.headers[ALLOWED] == origin
         assert {"x-swell-engine", "x-swell-warning"} <= set(one.headers[EXPOSED].split(", "))
         assert one.headers.get("vary") == (None if origin == "*" else "Origin")
-    asked = {"access-control-request-headers": "x-stainless-os, authorization"}
-    for one in answers(folder, *(preflight(path, PAGE, **asked) for path in ROUTES), **settings):
+    response = {"access-control-request-headers": "x-stainless-os, authorization"}
+    for one in answers(folder, *(preflight(path, PAGE, **response) for path in ROUTES), **settings):
         assert one.status_code == 204 and not one.content
         assert one.headers[ALLOWED] == origin
         taken = set(one.headers["access-control-allow-headers"].split(", "))
@@ -98,18 +99,20 @@ def test_every_route_but_the_admins_may_be_called(folder: Path, settings: Any) -
 
 
 @pytest.mark.parametrize("settings", [ON, {"serve.cors_origins": ["*"]}], ids=["listed", "all"])
-def test_the_admin_api_never(folder: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the path is written like, and for whom its own list is."""
+def test_the_admin_api_has_no_cors_headers(
+    folder: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the path is written, and whatever its own list of origins is."""
     monkeypatch.setattr(admin, "_ENGINE_CALL_TIMEOUT_S", 0.05)  # the engine here answers no calls
     paths = [*ADMIN, *(f"{path}/" for path in ADMIN), "/admin", "/%61dmin/cluster"]
-    asked = [preflight(path, PAGE) for path in paths]
-    asked += [call(path, PAGE) for path in ADMIN]
-    got = answers(folder, *asked, **settings, **{"serve.allowed_origins": [PAGE]})
+    response = [preflight(path, PAGE) for path in paths]
+    response += [call(path, PAGE) for path in ADMIN]
+    got = answers(folder, *response, **settings, **{"serve.allowed_origins": [PAGE]})
     assert not any(cors_headers(one) for one in got)
     assert {one.status_code for one in got[: len(paths)]} == {404, 405}
 
 
-def test_other_pages_get_no_leave(folder: Path) -> None:
+def test_other_origins_are_not_allowed(folder: Path) -> None:
     got = answers(
         folder,
         preflight("/v1/chat/completions", OTHER),
@@ -162,7 +165,7 @@ def test_a_full_cluster_and_event_streams(folder: Path) -> None:
     payload = {**BODIES["/v1/chat/completions"], "stream": True}
     settings = {**ON, "serve.max_waiting_requests": 1, "scheduler.max_rows": 1}
 
-    async def ask() -> list[httpx.Response]:
+    async def scenario() -> list[httpx.Response]:
         async with FakeCluster(folder, **settings).serving() as cluster:
             engine = await cluster.join(0)
             post = {"headers": {"origin": PAGE}, "json": payload}
@@ -177,7 +180,7 @@ def test_a_full_cluster_and_event_streams(folder: Path) -> None:
             await asyncio.gather(*held)
             return [streamed, *(task.result() for task in done)]
 
-    streamed, refused, *_ = asyncio.run(ask())
+    streamed, refused, *_ = asyncio.run(scenario())
     assert streamed.headers["content-type"].startswith("text/event-stream")
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert refused.status_code == 429
@@ -208,14 +211,14 @@ async def raw_answer(port: int, data: bytes) -> tuple[int, dict[bytes, bytes]]:
 
 @pytest.mark.parametrize("name", WIRES)
 @pytest.mark.parametrize("origins", [[PAGE, OTHER], ["*"], []], ids=["listed", "all", "off"])
-def test_what_the_connection_refuses_is_readable_too(
+def test_refusals_of_the_connection_are_readable_too(
     folder: Path, name: str, origins: list[str]
 ) -> None:
     data, status = WIRES[name]
     filled = data.replace(b"%b", b"x" * 10_000 if status == 414 else PAGE.encode())
     knows_origin = origins == ["*"] or (origins and status != 414)
 
-    async def ask() -> tuple[int, dict[bytes, bytes]]:
+    async def scenario() -> tuple[int, dict[bytes, bytes]]:
         settings = {
             "serve.cors_origins": origins,
             "serve.head_timeout_s": 0.2,
@@ -224,7 +227,7 @@ def test_what_the_connection_refuses_is_readable_too(
         async with FakeCluster(folder, **settings).serving() as cluster:
             return await raw_answer(cluster.edge.port, filled)
 
-    got, fields = asyncio.run(ask())
+    got, fields = asyncio.run(scenario())
     assert got == status
     expected = None if not knows_origin else b"*" if origins == ["*"] else PAGE.encode()
     assert fields.get(ALLOWED.encode()) == expected
@@ -233,7 +236,7 @@ def test_what_the_connection_refuses_is_readable_too(
 @pytest.mark.parametrize(
     "wrong", ["app.example", "https://app.example/path", "null", "https://", "", "*.example"]
 )
-def test_what_is_no_origin_is_refused_at_the_start(wrong: str) -> None:
+def test_an_invalid_origin_is_refused_at_the_start(wrong: str) -> None:
     with pytest.raises(ConfigError, match=r"serve\.cors_origins"):
         load({"model": {"path": "."}}, {"serve.cors_origins": [wrong]})
 
@@ -246,10 +249,10 @@ def test_origins_are_compared_as_browsers_write_them(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/admin/cluster", "/admin/cluster/"])
-def test_the_admin_api_never_below_a_prefix_of_serves_proxy(path: str) -> None:
-    """There the path has the prefix in front, and the routes are looked for behind it."""
+def test_the_admin_api_has_no_cors_headers_below_a_prefix_of_serves_proxy(path: str) -> None:
+    """There the path begins with the prefix, and routes are matched behind it."""
 
-    async def asked() -> list[Any]:
+    async def response() -> list[Any]:
         sent: list[Any] = []
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -264,5 +267,5 @@ def test_the_admin_api_never_below_a_prefix_of_serves_proxy(path: str) -> None:
         await Cors(app, rules)(scope, None, send)  # type: ignore[arg-type]
         return sent
 
-    (start,) = asyncio.run(asked())
+    (start,) = asyncio.run(response())
     assert start["headers"] == []

@@ -1,4 +1,4 @@
-"""Fields of other servers do what their name says: over HTTP, to a scripted engine."""
+"""Fields of other servers have the effect that they have there: over HTTP, to a scripted engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 TOKENIZER = tokenizers_for_tests.chat_tokenizer()
 USER = {"role": "user", "content": "the quick"}
-ASKED = {"messages": [USER], "max_tokens": 3, "seed": 3}
+CHAT_BODY = {"messages": [USER], "max_tokens": 3, "seed": 3}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -94,7 +94,7 @@ def test_two_forms_are_refused_by_name(name: str, value: Any, own: str) -> None:
         ),
     ],
 )
-def test_thinking_is_told_to_the_template(fields: dict[str, Any], variables: Any) -> None:
+def test_thinking_fields_become_template_variables(fields: dict[str, Any], variables: Any) -> None:
     assert chat(**fields).template_variables() == variables
 
 
@@ -113,7 +113,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
 # -------------------------------------------------------------------------- sampling
 
 
-def test_a_nucleus_of_nothing_is_the_likeliest_token_alone() -> None:
+def test_top_p_zero_is_greedy() -> None:
     params = CompletionRequest(prompt="x", top_p=0, top_k=40).sampling_params()
     core = to_core_request(
         params, external_req_id="r", prompt_token_ids=[1], max_tokens=1, eos_token_ids=[]
@@ -134,7 +134,7 @@ def test_a_longer_prompt_is_cut(tmp_path: Path) -> None:
 
     async def work(cluster: FakeCluster, engine: FakeEngine) -> None:
         async def prompt(path: str = COMPLETIONS, **fields: Any) -> list[int]:
-            payload = {"prompt": text, "max_tokens": 2} if path == COMPLETIONS else ASKED
+            payload = {"prompt": text, "max_tokens": 2} if path == COMPLETIONS else CHAT_BODY
             reply = await cluster.client.post(path, json={**payload, **fields})
             assert reply.status_code == 200, reply.text
             usage = reply.json()["usage"]["prompt_tokens"]
@@ -152,8 +152,8 @@ def test_a_longer_prompt_is_cut(tmp_path: Path) -> None:
         assert len(ids(long)) > 4000
         window = await prompt(prompt=long, truncate_prompt_tokens=-1, max_tokens=10)
         assert window == ids(long)[-1990:]
-        talk = await prompt(CHAT)
-        assert await prompt(CHAT, truncate_prompt_tokens=4) == talk[-4:]
+        chat_ids = await prompt(CHAT)
+        assert await prompt(CHAT, truncate_prompt_tokens=4) == chat_ids[-4:]
         for bad in (0, -2, 2000):
             payload = {"prompt": text, "truncate_prompt_tokens": bad}
             reply = await cluster.client.post(COMPLETIONS, json=payload)
@@ -166,7 +166,7 @@ def test_a_longer_prompt_is_cut(tmp_path: Path) -> None:
     run(tmp_path, work)
 
 
-def test_special_tokens_are_added_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_special_tokens_are_added_on_request(tmp_path: Path) -> None:
     bos = TOKENIZER.convert_tokens_to_ids("<s>")
     made = tokenizers_for_tests.chat_tokenizer()
     backend = made.backend_tokenizer
@@ -183,22 +183,25 @@ def test_special_tokens_are_added_where_it_is_asked_for(tmp_path: Path) -> None:
             backend.post_processor = before
 
     async def serve() -> list[tuple[bool, str, Any]]:
-        told = []
+        results = []
         async with FakeCluster(tmp_path).serving() as cluster:
             engine = await cluster.join(0)
-            for path, payload in ((COMPLETIONS, {"prompt": "the", "max_tokens": 2}), (CHAT, ASKED)):
+            for path, payload in (
+                (COMPLETIONS, {"prompt": "the", "max_tokens": 2}),
+                (CHAT, CHAT_BODY),
+            ):
                 for add in (None, True, False):
-                    asked = {**payload, "add_special_tokens": add}
-                    reply = await cluster.client.post(path, json=asked)
+                    body = {**payload, "add_special_tokens": add}
+                    reply = await cluster.client.post(path, json=body)
                     assert reply.status_code == 200, reply.text
-                    told.append((engine.arrived[-1].prompt_token_ids[0] == bos, path, add))
+                    results.append((engine.arrived[-1].prompt_token_ids[0] == bos, path, add))
             for payload in ({"prompt": "the"}, {"messages": [USER]}):
                 for add in (None, True, False):
                     reply = await cluster.client.post(
                         "/tokenize", json={**payload, "add_special_tokens": add}
                     )
-                    told.append((reply.json()["tokens"][0] == bos, str(*payload), add))
-        return told
+                    results.append((reply.json()["tokens"][0] == bos, str(*payload), add))
+        return results
 
     assert asyncio.run(serve()) == [
         (True, COMPLETIONS, None),
@@ -225,7 +228,7 @@ DOCUMENTS = (
 def test_documents_are_written_by_the_template_or_refused(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(DOCUMENTS)
-    payload = {**ASKED, "documents": [{"title": "T", "text": "brown fox"}]}
+    payload = {**CHAT_BODY, "documents": [{"title": "T", "text": "brown fox"}]}
 
     async def work(cluster: FakeCluster, engine: FakeEngine) -> Any:
         reply = await cluster.client.post(CHAT, json=payload)
@@ -239,7 +242,7 @@ def test_documents_are_written_by_the_template_or_refused(tmp_path: Path) -> Non
     assert prompts == []
 
 
-# -------------------------------------------------------------------------- what an answer says
+# -------------------------------------------------------------------------- answers
 
 
 def test_an_answer_of_chat_may_begin_with_the_last_message(tmp_path: Path) -> None:
@@ -262,38 +265,36 @@ def test_an_answer_of_chat_may_begin_with_the_last_message(tmp_path: Path) -> No
                     for choice in json.loads(line[6:])["choices"]:
                         streamed += choice["delta"].get("content") or ""
         assert streamed == "brown fox" + plain
-        user_last = {**ASKED, "echo": True}
+        user_last = {**CHAT_BODY, "echo": True}
         reply = await cluster.client.post(CHAT, json=user_last)
         assert not reply.json()["choices"][0]["message"]["content"].startswith("the quick")
 
     run(tmp_path, work)
 
 
-# -------------------------------------------------------------------------- what is told of a body
+# -------------------------------------------------------------------------- ignored fields
 
 
-def test_what_is_ignored_is_counted_and_what_is_left_out_is_told(tmp_path: Path) -> None:
+def test_ignored_fields_are_counted_and_named_in_the_answer(tmp_path: Path) -> None:
     message = {**USER, "parsed": {}, "mine": 1, "yours": 2}
 
     async def work(cluster: FakeCluster, _: FakeEngine) -> None:
-        reply = await cluster.client.post(CHAT, json={**ASKED, "messages": [message]})
+        reply = await cluster.client.post(CHAT, json={**CHAT_BODY, "messages": [message]})
         assert reply.status_code == 200, reply.text
         assert "x-swell-warning" not in reply.headers
         name = "swell_ignored_fields_total"
         assert await cluster.metric(name + '{field="parsed"}') == 1
         assert await cluster.metric(name + '{field="other"}') == 2
-        refused = await cluster.client.post(CHAT, json={**ASKED, "mine": 1})
+        refused = await cluster.client.post(CHAT, json={**CHAT_BODY, "mine": 1})
         assert refused.json()["error"]["param"] == "mine"
 
     run(tmp_path, work)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_unknown_names_are_told_in_a_header_where_they_are_ignored(
-    tmp_path: Path, stream: bool
-) -> None:
+def test_ignored_unknown_fields_are_named_in_a_header(tmp_path: Path, stream: bool) -> None:
     strange = {"naïve\r\nname": 1, "mine": {"a": 1}, **{f"n{n}": n for n in range(20)}}
-    payload = {**ASKED, **strange, "stream": stream}
+    payload = {**CHAT_BODY, **strange, "stream": stream}
 
     async def work(cluster: FakeCluster, _: FakeEngine) -> None:
         reply = await cluster.client.post(CHAT, json=payload)
@@ -301,7 +302,7 @@ def test_unknown_names_are_told_in_a_header_where_they_are_ignored(
         warning = reply.headers["x-swell-warning"]
         assert warning.startswith("unknown fields were ignored: na\\xefve\\r\\nname, mine, n0, n1,")
         assert warning.endswith(" and 6 more")
-        plain = await cluster.client.post(CHAT, json=ASKED)
+        plain = await cluster.client.post(CHAT, json=CHAT_BODY)
         assert "x-swell-warning" not in plain.headers
         misspelt = await cluster.client.post(
             "/admin/scale", json={"engines": 1, "drain_timeout": 5}
@@ -316,7 +317,7 @@ def test_unknown_names_are_told_in_a_header_where_they_are_ignored(
 
 def test_a_request_without_a_model_is_answered_by_the_one_that_is_served(tmp_path: Path) -> None:
     payloads = {
-        CHAT: ASKED,
+        CHAT: CHAT_BODY,
         COMPLETIONS: {"prompt": "the", "max_tokens": 2},
         "/v1/responses": {"input": "the", "max_output_tokens": 2},
         "/v1/messages": {"messages": [USER], "max_tokens": 2},
@@ -335,7 +336,7 @@ def test_a_request_without_a_model_is_answered_by_the_one_that_is_served(tmp_pat
 
 
 def test_a_refusal_of_a_value_names_the_field_that_was_sent(tmp_path: Path) -> None:
-    """Also where the value is looked at long after the body was read."""
+    """Also where the value is checked long after the body was read."""
 
     async def work(cluster: FakeCluster, _: FakeEngine) -> None:
         for name, value in (("n_predict", -1), ("repeat_penalty", -1.0), ("routed_dp_rank", 7)):

@@ -1,5 +1,5 @@
-"""A refusal names the fields of the API that the request came to; what it says otherwise, and every
-value in it, stays as it is."""
+"""A refusal names fields as the API of the request does; the rest of the message, and every value
+in it, stays unchanged."""
 
 from __future__ import annotations
 

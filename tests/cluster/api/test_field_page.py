@@ -1,4 +1,4 @@
-"""`docs/fields.md` is what the code does, and each of its rows is tried."""
+"""`docs/fields.md` agrees with the code, and each of its rows is tested."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST: dict[str, dict[str, Any]] = {
     "responses": {"input": "hi"},
 }
 ODD: list[Any] = ["something", 12345, {"a": [1]}, [1.5]]
-"""Values of which no field takes all."""
+"""Values of several types; no field accepts all of them."""
 
 
 def rows() -> list[tuple[str, str, str, str]]:
@@ -44,21 +44,21 @@ def test_the_page_is_made_from_the_code() -> None:
 
 def test_every_field_of_every_server_has_its_row() -> None:
     for route in ROUTES:
-        told = {field: servers for r, field, servers, _ in ROWS if r == route}
-        assert set(told) == set(names(route))
+        listed = {field: servers for r, field, servers, _ in ROWS if r == route}
+        assert set(listed) == set(names(route))
         for server, fields in SERVERS.items():
-            assert {name for name, of in told.items() if server in of} == fields[route]
+            assert {name for name, of in listed.items() if server in of} == fields[route]
             assert len(fields[route]) > 15
 
 
-def ask(route: str, **fields: Any) -> Any:
+def send(route: str, **fields: Any) -> Any:
     return decode(json.dumps({**LEAST[route], **fields}).encode(), KINDS[route])
 
 
 def outcome(route: str, **fields: Any) -> str | None:
     """The field that a refusal names; None: taken."""
     try:
-        ask(route, **fields)
+        send(route, **fields)
     except BadRequest as error:
         return str(error.param)
     return None
@@ -94,11 +94,11 @@ def _check_meaning(route: str, name: str, target: str) -> None:
     own, _, form = target.partition(".")
     if form:
         value: Any = {"json_object": True, "choice": ["a"]}.get(form, "a")
-        assert getattr(ask(route, **{name: value}).forms()[name], form) == value
+        assert getattr(send(route, **{name: value}).forms()[name], form) == value
         assert STRUCTURED_OUTPUT_ALIASES[name] == form
         return
     value = {"include_stop_str_in_output": True, "cache_salt": "a"}.get(own, 1)
-    request = ask(route, **{name: value})
+    request = send(route, **{name: value})
     assert getattr(request, own) == value or request.answer_max_tokens() == value
 
 

@@ -1,4 +1,4 @@
-"""A client that has stopped sending may wait for its answer; one that has left is noticed."""
+"""A client that has stopped sending may wait for its answer; one that has left is detected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
 }
 LONG = 500
-"""Tokens: more than are allowed meanwhile."""
+"""Tokens: more than the engine may sample meanwhile."""
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ class Peer:
             self.writer.write_eof()
 
     async def rest(self) -> bytes:
-        """All that comes until the server closes."""
+        """All bytes until the server closes."""
         async with asyncio.timeout(30):
             return await self.reader.read()
 
@@ -118,21 +118,23 @@ def parsed(data: bytes) -> tuple[int, bytes]:
 def test_a_client_that_stops_sending_gets_its_answer(
     folder: Path, run: Any, version: str, stream: bool
 ) -> None:
-    """It comes some time after the end of what was sent."""
+    """The answer comes some time after the client stopped sending."""
     payload = body([5, 6], 8, stream=stream)
 
-    async def ask() -> bytes:
+    async def scenario() -> bytes:
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
             await peer.send(post(payload, version))
             await until(lambda: engine.requests)
-            await asyncio.sleep(0.1)  # an end that was taken for leaving would be acted on by now
+            await asyncio.sleep(
+                0.1
+            )  # a half close that was taken for a disconnect would be handled by now
             engine.allow()
             data: bytes = await peer.rest()
             assert engine.aborted == []
             return data
 
-    data = run(ask())
+    data = run(scenario())
     assert data.startswith(b"HTTP/1.1 200 OK\r\n")
     status, text = parsed(data)
     assert status == 200
@@ -146,13 +148,13 @@ def test_a_client_that_stops_sending_gets_its_answer(
 
 
 def test_short_routes_too(folder: Path, run: Any) -> None:
-    async def ask() -> bytes:
+    async def scenario() -> bytes:
         async with connected(folder, 0) as (_, _, connect):
             peer = await connect()
             await peer.send(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
             return await peer.rest()  # type: ignore[no-any-return]
 
-    status, text = parsed(run(ask()))
+    status, text = parsed(run(scenario()))
     assert (status, json.loads(text)["data"][0]["id"]) == (200, "fake")
 
 
@@ -161,7 +163,7 @@ def test_all_requests_on_the_connection_are_answered_but_one_that_is_cut_off(
 ) -> None:
     payload = body([5, 6], 4)
 
-    async def ask() -> tuple[bytes, int]:
+    async def scenario() -> tuple[bytes, int]:
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
             await peer.send(post(payload) * 2 + post(payload)[:-3])
@@ -170,16 +172,16 @@ def test_all_requests_on_the_connection_are_answered_but_one_that_is_cut_off(
             data = await peer.rest()
             return data, len(engine.arrived)
 
-    data, arrived = run(ask())
+    data, arrived = run(scenario())
     assert data.count(b"HTTP/1.1 200 OK\r\n") == arrived == 2
     assert data.count(b'"finish_reason":"length"') == 2
 
 
-def test_who_waits_long_is_asked_whether_it_is_there(folder: Path, run: Any) -> None:
-    """By an interim answer, which says nothing and is skipped."""
+def test_a_client_that_waits_long_is_probed(folder: Path, run: Any) -> None:
+    """By an interim response, which clients skip."""
     payload = body([5, 6], 4)
 
-    async def ask() -> bytes:
+    async def scenario() -> bytes:
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
             await peer.send(post(payload))
@@ -188,17 +190,17 @@ def test_who_waits_long_is_asked_whether_it_is_there(folder: Path, run: Any) -> 
             engine.allow()
             return interim + await peer.rest()
 
-    data = run(ask())
+    data = run(scenario())
     assert data.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
     status, text = parsed(data)
     assert (status, json.loads(text)["choices"][0]["token_ids"]) == (200, truth([5, 6], 4))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_who_has_left_is_noticed_before_there_is_an_answer(
+def test_a_disconnect_is_detected_before_there_is_an_answer(
     folder: Path, run: Any, stream: bool
 ) -> None:
-    async def ask() -> None:
+    async def scenario() -> None:
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
             await peer.send(post(body([5, 6], LONG, stream=stream)), stops=False)
@@ -207,11 +209,11 @@ def test_who_has_left_is_noticed_before_there_is_an_answer(
             await until(lambda: engine.aborted)
             await until(lambda: not engine.requests)
 
-    run(ask())
+    run(scenario())
 
 
-def test_who_leaves_in_a_stream_is_noticed_by_what_is_written(folder: Path, run: Any) -> None:
-    async def ask() -> None:
+def test_a_disconnect_in_a_stream_is_detected_by_writes(folder: Path, run: Any) -> None:
+    async def scenario() -> None:
         async with connected(folder, 2) as (_, engine, connect):
             peer = await connect()
             await peer.send(post(body([5, 6], LONG, stream=True)))
@@ -221,32 +223,33 @@ def test_who_leaves_in_a_stream_is_noticed_by_what_is_written(folder: Path, run:
             await until(lambda: engine.aborted)
             assert len(engine.arrived) == 1
 
-    run(ask())
+    run(scenario())
 
 
-def test_who_leaves_a_stream_that_has_stopped_is_noticed(folder: Path, run: Any) -> None:
-    """Nothing would be written to it; who stays reads past the comment."""
+def test_a_disconnect_in_a_stalled_stream_is_detected(folder: Path, run: Any) -> None:
+    """No token would be written to it; a client that stays skips the comment."""
 
-    async def ask() -> bytes:
-        async with connected(folder, 1) as (_, engine, connect):
+    async def scenario() -> bytes:
+        async with connected(folder, 0) as (_, engine, connect):
             gone, stays = await connect(), await connect()
             await gone.send(post(body([5, 6], LONG, stream=True)))
+            await stays.send(post(body([5, 6], 2, stream=True)))
+            await until(lambda: len(engine.requests) == 2)
+            engine.allow(1)  # one step, in which both begin
             await gone.until(b"data: ")
             await gone.leave()
-            engine.allow(1)
-            await stays.send(post(body([5, 6], 2, stream=True)))
-            await stays.until(b":\n\n")
+            await stays.until(b"\n:\n\n")
             await until(lambda: engine.aborted)
             engine.allow()
             return await stays.rest()  # type: ignore[no-any-return]
 
-    assert run(ask()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert run(scenario()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-def test_who_leaves_with_several_requests_ends_them_all(folder: Path, run: Any) -> None:
-    """Also the one that is being answered, behind which others wait."""
+def test_a_disconnect_aborts_all_requests_of_the_connection(folder: Path, run: Any) -> None:
+    """Also the one that is being answered, for which the others wait."""
 
-    async def ask() -> None:
+    async def scenario() -> None:
         async with connected(folder, 0) as (cluster, engine, connect):
             peer = await connect()
             await peer.send(post(body([5, 6], 2)) + post(body([5, 6], LONG)) * 2, stops=False)
@@ -257,16 +260,16 @@ def test_who_leaves_with_several_requests_ends_them_all(folder: Path, run: Any) 
             await until(lambda: engine.aborted)
             await until(lambda: not cluster.edge._server.server_state.tasks)
 
-    run(ask())
+    run(scenario())
 
 
-def test_an_http10_client_that_has_left_is_noticed(
+def test_a_disconnect_of_an_http10_client_is_detected(
     folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HTTP/1.0 has no interim answers: the kernel asks the other one."""
+    """HTTP/1.0 has no interim responses: the kernel probes the client."""
     monkeypatch.setattr(half_close, "KEEPALIVE_S", 1)
 
-    async def ask() -> None:
+    async def scenario() -> None:
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
             # The client's kernel forgets the connection after a second, not after a minute.
@@ -277,12 +280,12 @@ def test_an_http10_client_that_has_left_is_noticed(
             await peer.leave()
             await until(lambda: engine.aborted)
 
-    run(ask())
+    run(scenario())
 
 
 @pytest.mark.parametrize("cut", [-1, 40], ids=["in the body", "in the head"])
 def test_a_request_that_is_cut_off_reaches_no_engine(folder: Path, run: Any, cut: int) -> None:
-    async def ask() -> None:
+    async def scenario() -> None:
         async with connected(folder, 0) as (cluster, engine, connect):
             peer = await connect()
             await peer.send(post(body([5, 6], 4))[:cut])
@@ -290,21 +293,21 @@ def test_a_request_that_is_cut_off_reaches_no_engine(folder: Path, run: Any, cut
             assert (await cluster.client.get("/health")).status_code == 200
             assert engine.arrived == []
 
-    run(ask())
+    run(scenario())
 
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_stream_to_an_http10_client_has_no_chunks(
     folder: Path, run: Any, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends with the connection; what is written to a client that has stopped sending, too."""
+    """The stream ends with the connection, also for a client that has stopped sending."""
     monkeypatch.setattr(half_close, "PROBE_S", 0.3)
 
-    async def ask() -> bytes:
+    async def scenario() -> bytes:
         async with connected(folder, 2) as (_, engine, connect):
             peer = await connect()
-            wish = post(body([5, 6], 4, stream=True), "1.0", Expect="100-continue")
-            await peer.send(wish, stops=stops)
+            expecting = post(body([5, 6], 4, stream=True), "1.0", Expect="100-continue")
+            await peer.send(expecting, stops=stops)
             start = await peer.until(b"data: ")
             if stops:
                 start += await peer.until(b":\n\n")
@@ -312,7 +315,7 @@ def test_a_stream_to_an_http10_client_has_no_chunks(
             data: bytes = start + await peer.rest()
             return data
 
-    head, _, text = run(ask()).partition(b"\r\n\r\n")
+    head, _, text = run(scenario()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"transfer-encoding" not in head
     lines = {line.partition(b":")[0] for line in text.split(b"\n")}
     assert lines == {b"data", b""}
@@ -322,10 +325,10 @@ def test_a_stream_to_an_http10_client_has_no_chunks(
 def test_a_stream_to_an_http10_client_is_probed_once_it_has_begun(
     folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is nothing to write to it before, and its first token may come late."""
+    """Nothing can be written to it before its first token, which may come late."""
     monkeypatch.setattr(half_close, "PROBE_S", 0.1)
 
-    async def ask() -> None:
+    async def scenario() -> None:
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
             await peer.send(post(body([5, 6], LONG, stream=True), "1.0"))
@@ -336,20 +339,20 @@ def test_a_stream_to_an_http10_client_is_probed_once_it_has_begun(
             await peer.leave()
             await until(lambda: engine.aborted)
 
-    run(ask())
+    run(scenario())
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_only_http11_clients_get_100_continue(folder: Path, run: Any, version: str) -> None:
     """`Expect: 100-continue` of HTTP/1.0 means nothing (RFC 9110, 10.1.1)."""
 
-    async def ask() -> bytes:
+    async def scenario() -> bytes:
         async with connected(folder, UNLIMITED_STEPS) as (_, _, connect):
             peer = await connect()
             await peer.send(post(body([5, 6], 2), version, Expect="100-continue"))
             data: bytes = await peer.rest()
             return data
 
-    data = run(ask())
+    data = run(scenario())
     assert data.startswith(b"HTTP/1.1 100 ") == (version == "1.1")
     assert parsed(data)[0] == 200

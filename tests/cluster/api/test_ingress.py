@@ -1,4 +1,4 @@
-"""The whole route without Ray and without a model: HTTP, ingress, channel, engines, and back.
+"""The whole path without Ray and without a model: HTTP, ingress, channel, engines, and back.
 
 Engines compute with the fake worker, whose every token is a hash of the whole context before it,
 so that an answer which was continued wrongly by another engine cannot look right.
@@ -25,8 +25,9 @@ from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import load
 from swell.coordinator.channel import make_keys
+from swell.coordinator.contact import CoordinatorEndpoint
 from swell.coordinator.ports import free_port
-from swell.coordinator.service import CoordinatorEndpoint, CoordinatorService
+from swell.coordinator.service import CoordinatorService
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
 from swell.engine.server import EngineServer
@@ -40,7 +41,7 @@ MAX_MODEL_LEN = 600
 
 
 class SlowExecutor(FakeExecutor):
-    """Takes a moment for each step, so that something can happen meanwhile."""
+    """Takes some time for each step, so that a test can act during an answer."""
 
     def run_until(self, step: int):
         threading.Event().wait(0.002)
@@ -84,7 +85,7 @@ class ThreadedCluster:
         self.engines[rank].stop()
 
     def replace_coordinator(self) -> None:
-        """The next one is at the same place and knows nothing."""
+        """The next one has the same address and an empty state."""
         self.coordinator.stop()
         self.coordinator = CoordinatorService(
             self.config.cluster, endpoint=self.endpoint, recover=True
@@ -155,10 +156,10 @@ async def read_stream(client: httpx.AsyncClient, payload: dict) -> list[int]:
     return ids
 
 
-def test_answers_go_on_when_their_engine_leaves(folder):
+def test_answers_continue_when_their_engine_leaves(folder):
     prompts = [[n, 2, 3, n] for n in range(6)]
 
-    async def ask(house: ThreadedCluster) -> tuple[list[list[int]], list[httpx.Response]]:
+    async def scenario(house: ThreadedCluster) -> tuple[list[list[int]], list[httpx.Response]]:
         async with house.serving() as client:
             streams = [asyncio.create_task(read_stream(client, body(p, 300))) for p in prompts]
             wholes = [
@@ -173,7 +174,7 @@ def test_answers_go_on_when_their_engine_leaves(folder):
             return await asyncio.gather(*streams), await asyncio.gather(*wholes)
 
     with threaded_cluster(folder, 2) as house:
-        streams, wholes = asyncio.run(ask(house))
+        streams, wholes = asyncio.run(scenario(house))
     expected = [truth(prompt, 300, seed=3) for prompt in prompts]
     assert streams == expected
     assert [w.json()["choices"][0]["token_ids"] for w in wholes] == expected
@@ -183,7 +184,7 @@ def test_answers_go_on_when_their_engine_leaves(folder):
 
 
 def test_answers_wait_for_an_engine_when_the_last_one_leaves(folder):
-    async def ask(house: ThreadedCluster) -> list[list[int]]:
+    async def scenario(house: ThreadedCluster) -> list[list[int]]:
         async with house.serving() as client:
             early = asyncio.create_task(read_stream(client, body([1, 2], 200)))
             await asyncio.sleep(0.1)
@@ -196,13 +197,13 @@ def test_answers_wait_for_an_engine_when_the_last_one_leaves(folder):
             return await asyncio.gather(early, late)
 
     with threaded_cluster(folder, 1) as house:
-        early, late = asyncio.run(ask(house))
+        early, late = asyncio.run(scenario(house))
     assert early == truth([1, 2], 200, seed=3)
     assert late == truth([1], 5, seed=3)
 
 
-def test_a_coordinator_that_knows_nothing_learns_it_from_all_others(folder):
-    async def ask(house: ThreadedCluster) -> tuple[list[list[int]], list[int]]:
+def test_a_restarted_coordinator_rebuilds_its_state_from_all_others(folder):
+    async def scenario(house: ThreadedCluster) -> tuple[list[list[int]], list[int]]:
         async with house.serving() as client:
             before = house.coordinator.view().roster
             streams = [asyncio.create_task(read_stream(client, body([n], 300))) for n in range(4)]
@@ -217,7 +218,7 @@ def test_a_coordinator_that_knows_nothing_learns_it_from_all_others(folder):
             return await asyncio.gather(*streams), whole.json()["choices"][0]["token_ids"]
 
     with threaded_cluster(folder, 2) as house:
-        streams, late = asyncio.run(ask(house))
+        streams, late = asyncio.run(scenario(house))
     assert streams == [truth([n], 300, seed=3) for n in range(4)]
     assert late == truth([9], 20, seed=3)
 
@@ -225,18 +226,19 @@ def test_a_coordinator_that_knows_nothing_learns_it_from_all_others(folder):
 def test_two_ingresses_share_the_engines_without_crossing(folder):
     prompts = [[n] for n in range(8)]
 
-    async def ask(house: ThreadedCluster) -> list[list[int]]:
+    async def scenario(house: ThreadedCluster) -> list[list[int]]:
         async with house.serving() as one, house.serving() as two:
             return await asyncio.gather(
                 *(read_stream((one, two)[n % 2], body(p, 60)) for n, p in enumerate(prompts))
             )
 
     with threaded_cluster(folder, 2) as house:
-        assert asyncio.run(ask(house)) == [truth(p, 60, seed=3) for p in prompts]
+        assert asyncio.run(scenario(house)) == [truth(p, 60, seed=3) for p in prompts]
 
 
-def test_any_ingress_tells_what_all_have_counted(folder):
-    """Also of those that are gone, and of those that a restarted coordinator hears again."""
+def test_any_ingress_reports_the_counts_of_all(folder):
+    """Also the counts of ingresses that have left, and of those that report again to a restarted
+    coordinator."""
 
     async def ended(client: httpx.AsyncClient) -> float:
         text = (await client.get("/metrics")).text
@@ -244,29 +246,29 @@ def test_any_ingress_tells_what_all_have_counted(folder):
         (count,) = re.findall(line, text, re.MULTILINE)
         return float(count)
 
-    async def all_tell(count: int, *clients: httpx.AsyncClient) -> None:
+    async def all_report(count: int, *clients: httpx.AsyncClient) -> None:
         async with asyncio.timeout(30):
             while {await ended(client) for client in clients} != {count}:
                 await asyncio.sleep(0.02)
 
-    async def ask(house: ThreadedCluster) -> float:
+    async def scenario(house: ThreadedCluster) -> float:
         async with house.serving() as one:
             async with house.serving() as two:
                 for client in (one, two, two):
                     await read_stream(client, body([1], 3))
-                await all_tell(3, one, two)
+                await all_report(3, one, two)
                 await asyncio.to_thread(house.replace_coordinator)
                 await read_stream(one, body([2], 3))
-                await all_tell(4, one, two)
+                await all_report(4, one, two)
             async with house.serving() as three:
                 return await ended(three)
 
     with threaded_cluster(folder, 1) as house:
-        assert asyncio.run(ask(house)) == 4
+        assert asyncio.run(scenario(house)) == 4
 
 
 def test_everything_is_free_after_clients_left(folder):
-    async def ask(house: ThreadedCluster) -> dict:
+    async def scenario(house: ThreadedCluster) -> dict:
         async with house.serving() as client:
             for stream in (True, False):
                 with contextlib.suppress(httpx.ReadTimeout):
@@ -281,7 +283,7 @@ def test_everything_is_free_after_clients_left(folder):
             return report
 
     with threaded_cluster(folder, 2) as house:
-        report = asyncio.run(ask(house))
+        report = asyncio.run(scenario(house))
     assert report["engines"] == [
         {"rank": 0, "idle": True, "reason": None},
         {"rank": 1, "idle": True, "reason": None},
@@ -292,7 +294,7 @@ def test_keys(folder, tmp_path):
     (tmp_path / "users").write_text("# keys\nalpha  # of somebody\nbeta\n")
     (tmp_path / "admins").write_text("root\n")
 
-    async def ask(house: ThreadedCluster) -> list[int]:
+    async def scenario(house: ThreadedCluster) -> list[int]:
         async with house.serving() as client:
             statuses = []
             for key in (None, "alpha", "beta", "gamma", "root"):
@@ -308,17 +310,17 @@ def test_keys(folder, tmp_path):
         "admin_keys_file": str(tmp_path / "admins"),
     }
     with threaded_cluster(folder, 1, **files) as house:
-        statuses = asyncio.run(ask(house))
+        statuses = asyncio.run(scenario(house))
     assert statuses == [(401, 401), (200, 401), (200, 401), (401, 401), (401, 200)]
 
 
-def test_what_a_request_says_of_itself_reaches_its_engine(folder):
-    told = {"x-request-id": "mine", "traceparent": "00-ab-cd-01", "tracestate": "k=v"}
+def test_headers_of_a_request_reach_its_engine(folder):
+    sent = {"x-request-id": "mine", "traceparent": "00-ab-cd-01", "tracestate": "k=v"}
     payload = body([1, 2], 400, stream=True, priority=7, cache_salt="salt", n=2)
 
-    async def ask(house: ThreadedCluster) -> list[EngineCoreRequest]:
+    async def scenario(house: ThreadedCluster) -> list[EngineCoreRequest]:
         async with house.serving() as client:
-            stream = client.stream("POST", "/v1/completions", json=payload, headers=told)
+            stream = client.stream("POST", "/v1/completions", json=payload, headers=sent)
             async with stream as answer:
                 assert answer.headers["x-request-id"] == "mine"
                 requests = house.engines[0].core.scheduler.requests
@@ -328,9 +330,9 @@ def test_what_a_request_says_of_itself_reaches_its_engine(folder):
                 return [r.core for r in list(requests.values())]
 
     with threaded_cluster(folder, 1) as house:
-        asked = asyncio.run(ask(house))
-    assert sorted(core.sampler.seed for core in asked) == [3, 4]
-    for core in asked:
+        requested = asyncio.run(scenario(house))
+    assert sorted(core.sampler.seed for core in requested) == [3, 4]
+    for core in requested:
         assert core.external_req_id == "mine"
         assert core.trace_headers == {"traceparent": "00-ab-cd-01", "tracestate": "k=v"}
         assert (core.priority, core.cache_salt) == (7, "salt")

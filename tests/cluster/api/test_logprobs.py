@@ -1,4 +1,4 @@
-"""Log probabilities as the API tells them: exact bytes, true offsets, finite numbers."""
+"""Log probabilities as the API reports them: exact bytes, true offsets, finite numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOCAB = BYTE_LEVEL.get_vocab_size()
 EMOJI = "emoji 😀😃🎉 family 👨‍👩‍👧 flag 🇩🇪"
 
 
-# ---------------------------------------------------------------- what a token stands for
+# ---------------------------------------------------------------- texts of tokens
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,22 +106,22 @@ def test_a_table_is_cut_and_joined_like_a_list(rows: Any, first: int, second: in
     assert [next(iter(position or {})) for position in table] == [row[0] for row in rows]
 
 
-def test_the_token_that_stands_there_comes_first_with_its_own_rank() -> None:
-    """Also where another one is as likely and was found before it."""
+def test_the_actual_token_comes_first_with_its_own_rank() -> None:
+    """Also where another token is as likely and was listed before it."""
     table = LogprobTable(TEXTS["byte_level"], [[5, 6, 5]], [[-1.0, -1.0, -1.0]], [1], [0])
     (position,) = table
     assert position is not None
-    assert [(i, told.rank) for i, told in position.items()] == [(5, 1), (6, 1)]
+    assert [(i, entry.rank) for i, entry in position.items()] == [(5, 1), (6, 1)]
 
 
 # ---------------------------------------------------------------- the API's shapes
 
 
 def answered(
-    prompt: list[int], answer: list[int], kind: RequestOutputKind, **wishes: Any
+    prompt: list[int], answer: list[int], kind: RequestOutputKind, **fields: Any
 ) -> list[RequestOutput]:
-    """An engine tells of `prompt` and `answer`, token for token; the last ends the answer."""
-    params = SamplingParams(logprobs=2, prompt_logprobs=2, **wishes)
+    """Outputs of an engine for `prompt` and `answer`, token by token; the last ends the answer."""
+    params = SamplingParams(logprobs=2, prompt_logprobs=2, **fields)
     out = OutputProcessor(DETOKENIZERS["byte_level"])
     request = to_core_request(
         params, external_req_id="r", prompt_token_ids=prompt, max_tokens=99, eos_token_ids=[]
@@ -143,14 +143,14 @@ def answered(
     return given_out
 
 
-def told_of(output: RequestOutput) -> LogprobTable:
+def logprobs_of(output: RequestOutput) -> LogprobTable:
     table = output.outputs[0].logprobs
     assert table is not None
     return table
 
 
 def places(text: str, ids: list[int]) -> list[int]:
-    """For each token the characters that end before its first byte."""
+    """For each token the number of characters that end before its first byte."""
     sizes = [len(TEXTS["byte_level"][i]) for i in ids]
     ends = list(accumulate(len(char.encode()) for char in text))
     assert sum(sizes) == ends[-1]
@@ -169,7 +169,7 @@ def test_a_completions_offsets_point_into_its_text(
     for output in answered(prompt_ids, ids, kind):
         first = echo and output.prompt_logprobs is not None
         part = completion_logprobs(
-            told_of(output),
+            logprobs_of(output),
             2,
             echo=output.prompt_logprobs if first else None,
             echoed_chars=len(prompt) if echo else 0,
@@ -192,7 +192,7 @@ def test_special_tokens_have_a_place_but_no_length() -> None:
     end = BYTE_LEVEL.token_to_id("<|im_end|>")
     ids = [end, *BYTE_LEVEL.encode("fox").ids, end]
     (output,) = answered(ids, ids, RequestOutputKind.FINAL_ONLY)
-    part = completion_logprobs(told_of(output), 0, echo=output.prompt_logprobs, echoed_chars=3)
+    part = completion_logprobs(logprobs_of(output), 0, echo=output.prompt_logprobs, echoed_chars=3)
     assert output.outputs[0].text == "fox"
     half = len(ids)
     assert part.tokens == [*part.tokens[:half]] * 2
@@ -234,7 +234,7 @@ def test_json_holds_finite_numbers(logprob: float) -> None:
         assert "null" not in text.replace('"refusal":null', "") and "inf" not in text.lower()
 
 
-def test_of_equal_texts_the_sampled_token_is_listed() -> None:
+def test_the_sampled_token_is_listed_among_equal_texts() -> None:
     first, second = BYTE_LEVEL.encode("👩").ids[:2]
     part = completion_logprobs(table_of([(first, -3.0, [(second, -0.1)])]), 1)
     assert part.tokens == ["\ufffd"]
@@ -259,7 +259,7 @@ def test_a_prompt_under_its_ids() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama2", "gemma"])
-def test_places_never_go_back(name: str) -> None:
+def test_offsets_never_decrease(name: str) -> None:
     """Bytes that turn out to be no character stand for one replacement character each."""
     tokenizer, texts, draw = KINDS[name](), TEXTS[name], random.Random(0)
     run = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in (0x51, 0x87, 0xE4)]
@@ -276,8 +276,8 @@ def test_places_never_go_back(name: str) -> None:
 def test_a_token_that_the_tokenizer_has_added_has_no_text_in_what_was_sent(skip: bool) -> None:
     for sent in ("the</s>on", "<s>the", "the on"):
         ids = made.llama2().encode(sent).ids
-        told = TEXTS["llama2"].offsets(ids, skip, sent).offsets
+        offsets = TEXTS["llama2"].offsets(ids, skip, sent).offsets
         tokens = [TEXTS["llama2"].text(token_id).strip() for token_id in ids]
         last = max(place for place, token in enumerate(tokens) if token in ("on", "the", "he", "n"))
-        assert sent[told[last] :].strip().startswith(tokens[last])
-        assert told[:2] == [0, len("<s>") if sent.startswith("<s>") else 0]
+        assert sent[offsets[last] :].strip().startswith(tokens[last])
+        assert offsets[:2] == [0, len("<s>") if sent.startswith("<s>") else 0]

@@ -1,7 +1,7 @@
-"""No request keeps others waiting: the ingress's loop is watched while it gets hostile ones.
+"""No request keeps others waiting: the ingress's loop is measured while it gets hostile ones.
 
-A gap of 50 ms is the law; the bound here is wide, since the machine has other things to do. What
-each request costs is shown by `pytest -s`.
+The requirement is 50 ms; the bound here is wider, since the machine has other load. `pytest -s`
+prints what each request costs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KINDS = (
     hostile.conversations,
     hostile.tools,
     hostile.forms,
-    hostile.wishes,
+    hostile.sampling_fields,
     hostile.accepted,
     hostile.histories,
     hostile.packed,

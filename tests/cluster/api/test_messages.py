@@ -1,5 +1,5 @@
-"""Anthropic's API, judged by Anthropic's own client: its types, its errors, and the way in which it
-folds a stream into a message."""
+"""Anthropic's API, checked with Anthropic's own client: its types, its errors, and how it joins a
+stream into a message."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _adapter = functools.cache(TypeAdapter)
 
 
 def strictly(kind: Any, body: Any) -> Any:
-    """The client's own type of a body, which has no field that it does not know."""
+    """The client's own type of a body, which has no unknown fields."""
     value = _adapter(kind).validate_python(body, strict=True)
     stack = [value]
     while stack:
@@ -173,7 +173,7 @@ def test_the_input_of_each_of_several_calls_is_one_object() -> None:
         ('<tool_call>{"name": "add", "arguments": {', 9, ("length", None), "max_tokens"),
     ],
 )
-def test_why_an_answer_ends(text: str, tokens: int, end: Any, reason: str) -> None:
+def test_stop_reasons(text: str, tokens: int, end: Any, reason: str) -> None:
     last = output(text, tokens, *end)
     whole = MessagesResponseWriter("r", "fake", payload(), parser).full_response(
         [last], usage_of([last], tokens)
@@ -206,7 +206,7 @@ TEMPLATE = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CALL = 'Wait.\n<tool_call>\n{"name": "add", "arguments": {"a": [2, "x"]}}\n</tool_call>'
-Scene = Callable[[FakeCluster, anthropic.AsyncAnthropic], Awaitable[None]]
+Scenario = Callable[[FakeCluster, anthropic.AsyncAnthropic], Awaitable[None]]
 
 
 @pytest.fixture
@@ -214,11 +214,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def play(folder: Path, scene: Scene, says: str = "It is 4.", **options: object) -> None:
-    """The scene, with one engine that always says the same, and the client."""
+def run_scenario(
+    folder: Path, scenario: Scenario, reply: str = "It is 4.", **options: object
+) -> None:
+    """Run the scenario with the client and one engine that always gives the same answer."""
     tokenizer = tokenizers_for_tests.chat_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(folder)
-    script = [*tokenizer.encode(says), tokenizer.eos_token_id]
+    script = [*tokenizer.encode(reply), tokenizer.eos_token_id]
 
     async def run() -> None:
         async with FakeCluster(folder, script, **options).serving() as cluster:
@@ -226,24 +228,24 @@ def play(folder: Path, scene: Scene, says: str = "It is 4.", **options: object) 
             async with anthropic.AsyncAnthropic(
                 base_url=url, api_key="alpha", max_retries=0
             ) as client:
-                await scene(cluster, client)
+                await scenario(cluster, client)
 
     asyncio.run(run())
 
 
-ASK: dict[str, Any] = {"model": "fake", "max_tokens": 90, "messages": QUESTION}
+REQUEST: dict[str, Any] = {"model": "fake", "max_tokens": 90, "messages": QUESTION}
 
 
 def test_answers_whole_and_streamed(folder: Path) -> None:
-    async def scene(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
+    async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         await cluster.join(0)
-        raw = await client.messages.with_raw_response.create(**ASK)
+        raw = await client.messages.with_raw_response.create(**REQUEST)
         whole = strictly(Message, raw.http_response.json())
         assert [block.type for block in whole.content] == ["thinking", "text"]
         assert (whole.content[0].thinking, whole.content[1].text) == ("hm", "It is 4.")
         assert whole.stop_reason == "end_turn" and whole.model == "fake"
         assert raw.headers["request-id"] == raw.headers["x-request-id"] == whole.id[4:]
-        async with client.messages.stream(**ASK) as stream:
+        async with client.messages.stream(**REQUEST) as stream:
             texts = [text async for text in stream.text_stream]
             final = await stream.get_final_message()
         assert len(texts) > 1 and "".join(texts) == "It is 4."
@@ -251,17 +253,17 @@ def test_answers_whole_and_streamed(folder: Path) -> None:
         assert final.stop_reason == whole.stop_reason
         assert final.usage == whole.usage
 
-    play(folder, scene, says="<think>\nhm\n</think>\n\nIt is 4.")
+    run_scenario(folder, scenario, reply="<think>\nhm\n</think>\n\nIt is 4.")
 
 
 def test_calls_of_tools_and_their_results(folder: Path) -> None:
-    async def scene(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
+    async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         engine = await cluster.join(0)
-        whole = await client.messages.create(**ASK, tools=[ADD])
+        whole = await client.messages.create(**REQUEST, tools=[ADD])
         text, call = whole.content
         assert (text.type, call.type, whole.stop_reason) == ("text", "tool_use", "tool_use")
         assert call.type == "tool_use" and call.input == {"a": [2, "x"]}
-        async with client.messages.stream(**ASK, tools=[ADD]) as stream:
+        async with client.messages.stream(**REQUEST, tools=[ADD]) as stream:
             final = await stream.get_final_message()
         assert final.content[1].type == "tool_use" and final.content[1].input == call.input
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "4"}
@@ -270,7 +272,7 @@ def test_calls_of_tools_and_their_results(folder: Path) -> None:
             {"role": "assistant", "content": whole.content},
             {"role": "user", "content": [result]},
         ]
-        await client.messages.create(**{**ASK, "messages": answered}, tools=[ADD])
+        await client.messages.create(**{**REQUEST, "messages": answered}, tools=[ADD])
         tokenizer = tokenizers_for_tests.chat_tokenizer()
         called = '<tool_call>{"name": "add", "arguments": {"a": [2, "x"]}}</tool_call>'
         assert tokenizer.decode(engine.arrived[-1].prompt_token_ids) == (
@@ -279,39 +281,44 @@ def test_calls_of_tools_and_their_results(folder: Path) -> None:
             "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
         )
 
-    play(folder, scene, says=CALL)
+    run_scenario(folder, scenario, reply=CALL)
 
 
-def test_where_answers_end(folder: Path) -> None:
-    async def scene(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
+def test_stop_sequences_and_limits(folder: Path) -> None:
+    async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         await cluster.join(0)
-        stopped = await client.messages.create(**ASK, stop_sequences=["x", "is"])
+        stopped = await client.messages.create(**REQUEST, stop_sequences=["x", "is"])
         assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "is")
         assert stopped.content[0].type == "text" and stopped.content[0].text == "It "
-        short = await client.messages.create(**{**ASK, "max_tokens": 2})
+        short = await client.messages.create(**{**REQUEST, "max_tokens": 2})
         assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 2)
         long = {"messages": [{"role": "user", "content": "q" * 1980}], "max_tokens": 5000}
         count = (
             await client.messages.count_tokens(model="fake", messages=long["messages"])
         ).input_tokens
-        full = await client.messages.create(**{**ASK, **long})
+        full = await client.messages.create(**{**REQUEST, **long})
         assert full.stop_reason == "model_context_window_exceeded"
         assert (full.usage.input_tokens, full.usage.output_tokens) == (count, 2000 - count)
 
-    play(folder, scene)
+    run_scenario(folder, scenario)
 
 
 def test_tokens_are_counted_as_they_are_read(folder: Path) -> None:
-    asked: dict[str, Any] = {"model": "fake", "messages": QUESTION, "tools": [ADD], "system": "Hi."}
+    question: dict[str, Any] = {
+        "model": "fake",
+        "messages": QUESTION,
+        "tools": [ADD],
+        "system": "Hi.",
+    }
 
-    async def scene(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
+    async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         engine = await cluster.join(0)
-        raw = await client.messages.with_raw_response.count_tokens(**asked)
+        raw = await client.messages.with_raw_response.count_tokens(**question)
         count = strictly(MessageTokensCount, raw.http_response.json())
-        await client.messages.create(**asked, max_tokens=3)
+        await client.messages.create(**question, max_tokens=3)
         assert count.input_tokens == len(engine.arrived[0].prompt_token_ids)
 
-    play(folder, scene)
+    run_scenario(folder, scenario)
 
 
 @pytest.mark.parametrize(
@@ -325,69 +332,71 @@ def test_tokens_are_counted_as_they_are_read(folder: Path) -> None:
 def test_errors_are_those_of_the_client(
     folder: Path, fields: dict[str, Any], kind: type[anthropic.APIStatusError], type: str
 ) -> None:
-    async def scene(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
+    async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         await cluster.join(0)
         for stream in (False, True):
             with pytest.raises(kind) as caught:
-                await client.messages.create(**{**ASK, **fields}, stream=stream)
+                await client.messages.create(**{**REQUEST, **fields}, stream=stream)
             if type != "request_too_large":  # which the client's own types lack
                 strictly(ErrorResponse, caught.value.body)
             assert caught.value.type == type
             assert caught.value.request_id == caught.value.body["request_id"]
 
-    play(folder, scene, **{"serve.max_body_bytes": 4000})
+    run_scenario(folder, scenario, **{"serve.max_body_bytes": 4000})
 
 
 def test_no_engine_is_an_overloaded_error(folder: Path) -> None:
-    async def scene(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
+    async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         with pytest.raises(anthropic.OverloadedError) as caught:
-            await client.messages.create(**ASK)
+            await client.messages.create(**REQUEST)
         assert caught.value.type == "overloaded_error"
         assert caught.value.response.headers["retry-after"] == "1"
 
-    play(folder, scene)
+    run_scenario(folder, scenario)
 
 
 def test_a_stream_that_breaks_off_raises(folder: Path) -> None:
-    async def scene(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
+    async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         engine = await cluster.join(0, steps=3)
-        async with client.messages.stream(**ASK) as stream:
+        async with client.messages.stream(**REQUEST) as stream:
             assert (await anext(stream)).type == "message_start"
             await cluster.kill(engine)
             with pytest.raises(anthropic.APIStatusError) as caught:
                 await stream.get_final_message()
         assert caught.value.type == "overloaded_error"
 
-    play(folder, scene, **{"serve.no_engine_timeout_s": 0.1, "cluster.start_timeout_s": 0.3})
+    run_scenario(
+        folder, scenario, **{"serve.no_engine_timeout_s": 0.1, "cluster.start_timeout_s": 0.3}
+    )
 
 
 def test_keys_come_in_either_header(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "users"
     keys.write_text("alpha\n")
 
-    async def scene(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
+    async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         await cluster.join(0)
-        assert (await client.messages.create(**ASK)).stop_reason == "end_turn"
+        assert (await client.messages.create(**REQUEST)).stop_reason == "end_turn"
         with pytest.raises(anthropic.AuthenticationError) as caught:
-            await client.with_options(api_key="beta").messages.create(**ASK)
+            await client.with_options(api_key="beta").messages.create(**REQUEST)
         assert caught.value.type == "authentication_error"
         for header, status in (
             ({"x-api-key": "alpha"}, 200),
             ({"x-api-key": "beta"}, 401),
             ({}, 401),
         ):
-            answer = await cluster.client.post("/v1/messages", json=ASK, headers=header)
+            answer = await cluster.client.post("/v1/messages", json=REQUEST, headers=header)
             assert answer.status_code == status
 
-    play(folder, scene, **{"serve.api_keys_file": str(keys)})
+    run_scenario(folder, scenario, **{"serve.api_keys_file": str(keys)})
 
 
 def test_routes_that_do_not_exist_answer_in_the_same_shape(folder: Path) -> None:
-    async def scene(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
+    async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         for path, status in (("/v1/messages/batches", 404), ("/v1/messages", 405)):
             answer = await cluster.client.get(path)
             assert answer.status_code == status
             strictly(ErrorResponse, answer.json())
         assert "type" not in (await cluster.client.get("/v1/messagesx")).json()
 
-    play(folder, scene)
+    run_scenario(folder, scenario)

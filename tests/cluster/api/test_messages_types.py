@@ -1,5 +1,4 @@
-"""What a client of Anthropic's API may send, what becomes of it in our terms, and the inputs of
-tool calls that it gets."""
+"""Requests of Anthropic's API, their common form, and the inputs of tool calls in answers."""
 
 from __future__ import annotations
 
@@ -73,7 +72,9 @@ def test_an_object_is_read_as_it_was_written(value: dict[str, Any], ascii: bool)
         ('{"a": "two\nlines and \\d"} tail', {"a": "two\nlines and \\d"}),
     ],
 )
-def test_what_is_no_object_is_the_beginning_of_one(text: str, value: object) -> None:
+def test_arguments_that_are_no_object_become_the_longest_valid_beginning(
+    text: str, value: object
+) -> None:
     assert read_partial_object(text) == value
 
 
@@ -88,7 +89,7 @@ _CALL = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": [1, "é"]
 _RESULT = {"type": "tool_result", "tool_use_id": "t1"}
 
 
-def test_a_conversation_with_tools_in_our_terms() -> None:
+def test_a_conversation_with_tools_in_the_common_form() -> None:
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     hidden = {"type": "redacted_thinking", "data": "?"}
     text = {"type": "text", "text": "Look.", "cache_control": {"type": "ephemeral"}}
@@ -172,14 +173,14 @@ def test_request_fields_reach_sampling_and_template() -> None:
     assert params.stop == ["a", "b"] and params.max_tokens is None
     assert request.max_tokens_in_context == 5000
     assert params.structured_outputs is not None and params.structured_outputs.json == schema
-    told = {"enable_thinking": True, "thinking_budget": 2000, "reasoning_effort": "low"}
+    expected = {"enable_thinking": True, "thinking_budget": 2000, "reasoning_effort": "low"}
     assert isinstance(request.prompt, Conversation)
-    assert request.prompt.template.variables == told == conversation(body).template.variables
+    assert request.prompt.template.variables == expected == conversation(body).template.variables
     off = conversation(payload(thinking={"type": "disabled"}, chat_template_kwargs={"x": 1}))
     assert off.template.variables == {"enable_thinking": False, "x": 1}
 
 
-def test_an_answer_goes_on_with_the_last_word_of_the_assistant() -> None:
+def test_an_answer_continues_the_last_message_of_the_assistant() -> None:
     prefill = [*QUESTION, {"role": "assistant", "content": "It is"}]
     for kind in (MessagesRequest, CountTokensRequest):
         assert conversation(payload(kind, messages=prefill)).template.continue_final_message is True
@@ -224,7 +225,7 @@ def _content(*blocks: object, role: str = "user") -> dict[str, object]:
         ({"max_completion_tokens": 3}, "max_completion_tokens"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_content_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         payload(**fields)
     assert caught.value.param == param

@@ -1,4 +1,4 @@
-"""Bodies: what passes, what is refused by name, and that nothing but a refusal ever escapes."""
+"""Bodies: which pass, which are refused by name, and that no other error is raised."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("make", "field", "value"), UNSUPPORTED)
-def test_what_is_not_served_is_refused_by_name(make: Any, field: str, value: Any) -> None:
+def test_unsupported_fields_are_refused_by_name(make: Any, field: str, value: Any) -> None:
     error = refusal(make, **{field: value})
     assert error.param == field
     assert error.message.startswith(f"{field}=")
@@ -127,7 +127,7 @@ def test_every_unsupported_field_of_chat_exists(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "text"),
     [
         ({"max_token": 3}, "max_token", "did you mean 'max_tokens'"),
         ({"temperature": "hot"}, "temperature", "temperature='hot': expected number or null"),
@@ -160,15 +160,15 @@ def test_every_unsupported_field_of_chat_exists(name: str) -> None:
         ),
     ],
 )
-def test_refusal_names_field_and_value(fields: dict[str, Any], param: str, said: str) -> None:
+def test_refusal_names_field_and_value(fields: dict[str, Any], param: str, text: str) -> None:
     error = refusal(completion, **fields)
     assert error.param == param
-    assert said in error.message
+    assert text in error.message
     assert len(error.message) < 300
 
 
 @pytest.mark.parametrize(
-    ("messages", "param", "said"),
+    ("messages", "param", "text"),
     [
         ([], "messages", "at least one"),
         ([{"role": "a bot", "content": "x"}], "messages[0].role", "developer, user"),
@@ -188,10 +188,10 @@ def test_refusal_names_field_and_value(fields: dict[str, Any], param: str, said:
         ),
     ],
 )
-def test_refusal_of_messages(messages: list[Any], param: str, said: str) -> None:
+def test_refusal_of_messages(messages: list[Any], param: str, text: str) -> None:
     error = refusal(chat, messages=messages)
     assert error.param == param
-    assert said in error.message
+    assert text in error.message
 
 
 def test_text_parts_become_lines() -> None:
@@ -200,15 +200,15 @@ def test_text_parts_become_lines() -> None:
     assert request.messages[0].text == "a\nb"
 
 
-def test_what_our_own_answer_says_can_be_sent_back() -> None:
+def test_an_answer_of_ours_can_be_sent_back() -> None:
     """Clients append the answer's message, with all its nulls, to the conversation."""
-    said = json.loads(msgspec.json.encode(ChatResponseMessage(content="hello")))
-    said |= {"audio": None, "function_call": None, "tool_calls": None, "annotations": None}
-    assert chat(messages=[USER, said]).messages[1].text == "hello"
+    message = json.loads(msgspec.json.encode(ChatResponseMessage(content="hello")))
+    message |= {"audio": None, "function_call": None, "tool_calls": None, "annotations": None}
+    assert chat(messages=[USER, message]).messages[1].text == "hello"
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "text"),
     [
         (b"", "empty"),
         (b"   ", "empty"),
@@ -232,10 +232,10 @@ def test_what_our_own_answer_says_can_be_sent_back() -> None:
         (b'{"model":"m","metadata":' + b"[" * 100_000, "JSON"),
     ],
 )
-def test_broken_bodies(body: bytes, said: str) -> None:
+def test_broken_bodies(body: bytes, text: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(body, CompletionRequest)
-    assert said in caught.value.message
+    assert text in caught.value.message
     json.loads(msgspec.json.encode(error_body(error_info(caught.value))))
 
 
@@ -251,7 +251,7 @@ FIELDS = st.sampled_from(
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(KINDS), st.dictionaries(FIELDS, JSON, max_size=6))
-def test_nothing_but_a_refusal_escapes_from_any_json(kind: type[Any], body: Any) -> None:
+def test_any_json_is_accepted_or_refused(kind: type[Any], body: Any) -> None:
     base = {"model": "m", "prompt": "x"} if kind is CompletionRequest else {"model": "m"}
     with contextlib.suppress(BadRequest):
         decode(json.dumps({**base, **body}).encode(), kind)
@@ -259,9 +259,7 @@ def test_nothing_but_a_refusal_escapes_from_any_json(kind: type[Any], body: Any)
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(KINDS), st.data())
-def test_nothing_but_a_refusal_escapes_from_damaged_bytes(
-    kind: type[Any], data: st.DataObject
-) -> None:
+def test_damaged_bytes_are_accepted_or_refused(kind: type[Any], data: st.DataObject) -> None:
     whole = b'{"model":"m","messages":[{"role":"user","content":"h\\ud83d\\ude00i"}],"top_p":0.5}'
     start = data.draw(st.integers(0, len(whole)))
     end = data.draw(st.integers(start, len(whole)))
@@ -304,7 +302,7 @@ def test_tokenize_takes_a_prompt_or_messages() -> None:
             decode(body, TokenizeRequest)
 
 
-def test_responses_are_openais() -> None:
+def test_responses_match_openais_types() -> None:
     """The client's own types accept them strictly."""
     answer = Completion(
         id="1",
@@ -317,14 +315,14 @@ def test_responses_are_openais() -> None:
     assert parsed.usage is not None
     assert (parsed.choices[0].text, parsed.usage.total_tokens) == ("t", 7)
     message = ChatResponseMessage(content="t")
-    talk = ChatCompletion(
+    chat_answer = ChatCompletion(
         id="1",
         created=2,
         model="m",
         choices=[ChatChoice(index=0, message=message, finish_reason="length")],
         usage=usage(3, 4, 1),
     )
-    chatted = OpenAIChatCompletion.model_validate_json(msgspec.json.encode(talk))
+    chatted = OpenAIChatCompletion.model_validate_json(msgspec.json.encode(chat_answer))
     assert chatted.usage is not None
     assert chatted.usage.prompt_tokens_details is not None
     assert chatted.usage.prompt_tokens_details.cached_tokens == 1

@@ -1,4 +1,4 @@
-"""The document describes exactly the routes that exist, and everything it points at is in it."""
+"""The document describes exactly the routes that exist, and every reference in it resolves."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def validator(name: str) -> Draft202012Validator:
     return Draft202012Validator(schema)
 
 
-def test_schemas_say_what_the_types_accept() -> None:
+def test_schemas_describe_what_the_types_accept() -> None:
     requests = validator("ChatCompletionRequest")
     messages = [{"role": "user", "content": "hi"}]
     assert requests.is_valid({"model": "m", "messages": messages, "top_k": 3})
@@ -122,7 +122,7 @@ def test_schemas_say_what_the_types_accept() -> None:
     )
 
 
-def test_histories_are_open_and_fields_of_other_servers_are_told() -> None:
+def test_histories_are_open_and_fields_of_other_servers_are_listed() -> None:
     requests = validator("ChatCompletionRequest")
     message = {"role": "user", "content": "hi"}
     assert requests.is_valid({"messages": [{**message, "parsed": {}, "mine": 1}]})
@@ -141,7 +141,7 @@ def test_histories_are_open_and_fields_of_other_servers_are_told() -> None:
     assert requests.is_valid({"messages": [message], "request_id": ["any", "thing"]})
 
 
-def test_a_server_that_ignores_unknown_fields_says_so() -> None:
+def test_a_server_that_ignores_unknown_fields_documents_it() -> None:
     schemas = openapi_document("ignore")["components"]["schemas"]
     for name in ("ChatCompletionRequest", "StreamOptions", "MessagesRequest"):
         assert schemas[name]["additionalProperties"] is True
@@ -149,7 +149,7 @@ def test_a_server_that_ignores_unknown_fields_says_so() -> None:
     assert schemas["ScaleRequest"]["additionalProperties"] is False
 
 
-def test_fields_that_are_not_served_say_so() -> None:
+def test_fields_that_are_not_served_are_documented() -> None:
     fields = DOCUMENT["components"]["schemas"]["CompletionRequest"]["properties"]
     assert "Not served" in fields["suffix"]["description"]
     assert "description" not in fields["temperature"]

@@ -1,7 +1,8 @@
-"""No field of a request is accepted and changes nothing in silence: each one of every typed body is
-effective, is refused unless its value asks for nothing, or stands in the table of
-`docs/requests.md` that says what is accepted without effect, and why. So does each field of another
-server (`openai/ecosystem.py`). What no body has is refused in a request, and ignored in a history.
+"""No field of a request is silently ignored: each field of every typed body is effective, is
+refused unless its value is neutral, or stands in the table of `docs/requests.md` that lists what is
+accepted without effect, and why. So does each field of another server
+(`cluster/text/schema/known_fields.py`). A field that no body has is refused in a request, and
+ignored in a history.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ CONVERSATION = (
     "model messages system tools tool_choice thinking output_config chat_template_kwargs "
 )
 UNSERVED_BLOCK = "source title context citations content"
-"""Of blocks that are refused by their type."""
+"""Fields of blocks that are refused by their type."""
 
 EFFECTIVE: dict[str, str] = {
     "CompletionRequest": ANSWER + "prompt",
@@ -177,7 +178,7 @@ SOMETIMES = {
     "reasoning.enabled",
     "truncation",
 }
-"""What the table says of fields that have an effect elsewhere, or with another model."""
+"""Fields of the table that have an effect elsewhere, or with another model."""
 
 
 def kind_name(kind: type[Any]) -> str:
@@ -212,7 +213,7 @@ def ecosystem(kind: type[Any]) -> Ecosystem:
 
 
 def fields(kind: type[Any]) -> list[str]:
-    """As a client writes them."""
+    """Field names as a client writes them."""
     return [field.encode_name for field in msgspec.structs.fields(kind)]
 
 
@@ -251,10 +252,10 @@ def documented() -> Iterator[str]:
 
 
 def test_the_table_of_the_docs_is_this_list():
-    told = list(documented())
-    assert len(told) == len(set(told))
+    listed = list(documented())
+    assert len(listed) == len(set(listed))
     taken = {name for kind in KINDS.values() for name in ecosystem(kind).taken}
-    assert set(told) == set(WITHOUT_EFFECT) | SOMETIMES | taken
+    assert set(listed) == set(WITHOUT_EFFECT) | SOMETIMES | taken
 
 
 # -------------------------------------------------------------------------------- what is refused
@@ -277,16 +278,16 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "least", "name", "values"), REFUSED)
-def test_what_is_not_served_is_refused_unless_it_asks_for_nothing(kind, least, name, values):
+def test_unsupported_fields_are_refused_unless_their_value_is_neutral(kind, least, name, values):
     for neutral in (None, *values):
         decode(json.dumps({**least, name: neutral}).encode(), kind)
     types = {field.name: str(field.type) for field in msgspec.structs.fields(kind)}
     type_ = types.get(name, "Any")
-    asking: Any = ["x"] if "list" in type_ else 3 if "int" in type_ else "something"
+    requesting: Any = ["x"] if "list" in type_ else 3 if "int" in type_ else "something"
     if "bool" in type_:
-        asking = True
+        requesting = True
     with pytest.raises(BadRequest) as refusal:
-        decode(json.dumps({**least, name: asking}).encode(), kind)
+        decode(json.dumps({**least, name: requesting}).encode(), kind)
     assert (refusal.value.param, refusal.value.code) == (name, "unsupported_value")
 
 
@@ -303,7 +304,7 @@ def test_a_part_of_text_may_not_bring_an_image_with_it(name):
 
 
 @pytest.mark.parametrize("name", not_served(InputPart))
-def test_nor_may_a_part_of_an_item(name):
+def test_a_part_of_an_item_may_not_bring_an_image_with_it(name):
     part = {"type": "input_text", "text": "what is this?", name: "x"}
     payload = {"model": "m", "input": [{"role": "user", "content": [part]}]}
     request = decode(json.dumps(payload).encode(), ResponsesRequest)
@@ -323,7 +324,7 @@ def test_a_function_may_not_be_a_custom_tool_too():
     assert refusal.value.param == "tools[0].custom"
 
 
-def test_a_response_tells_no_usage_with_every_event():
+def test_a_response_has_no_usage_with_every_event():
     payload = {"model": "m", "input": "hi", "stream": True}
     options = {"include_usage": True, "continuous_usage_stats": True}
     with pytest.raises(BadRequest) as refusal:
@@ -337,8 +338,9 @@ HISTORY = (
 )
 
 
-def test_what_no_body_has_is_ignored_in_a_history_and_refused_elsewhere():
-    """The decoder refuses everywhere; of a history it gets what it knows (`openai/sift.py`)."""
+def test_unknown_fields_are_ignored_in_a_history_and_refused_elsewhere():
+    """The decoder refuses unknown fields everywhere; they are removed from a history before
+    (`cluster/text/schema/unknown_fields.py`)."""
     assert all(
         issubclass(k, RequestBody) or k.__name__ == "StructuredOutputs" for k in KINDS.values()
     )
@@ -360,30 +362,30 @@ ROUTES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_priority_is_refused_where_none_is_held(tmp_path, policy):
+def test_a_priority_is_refused_without_the_priority_policy(tmp_path, policy):
     tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
 
-    async def ask() -> list[tuple[int, int, str, int]]:
-        told = []
+    async def scenario() -> list[tuple[int, int, str, int]]:
+        results = []
         settings = {"scheduler.policy": policy}
         async with FakeCluster(tmp_path, **settings).serving() as cluster:
             engine = await cluster.join(0)
             for path, payload in ROUTES.items():
                 neutral = await cluster.client.post(path, json={**payload, "priority": 0})
-                asking = await cluster.client.post(path, json={**payload, "priority": 3})
-                told.append(
+                requesting = await cluster.client.post(path, json={**payload, "priority": 3})
+                results.append(
                     (
                         neutral.status_code,
-                        asking.status_code,
-                        (asking.json().get("error") or {}).get("message", ""),
+                        requesting.status_code,
+                        (requesting.json().get("error") or {}).get("message", ""),
                         engine.arrived[-1].priority,
                     )
                 )
-        return told
+        return results
 
-    for neutral, asking, message, priority in asyncio.run(ask()):
+    for neutral, requesting, message, priority in asyncio.run(scenario()):
         if policy == "priority":
-            assert (neutral, asking, priority) == (200, 200, 3)
+            assert (neutral, requesting, priority) == (200, 200, 3)
         else:
-            assert (neutral, asking, priority) == (200, 400, 0)
+            assert (neutral, requesting, priority) == (200, 400, 0)
             assert "priority=3" in message and "scheduler.policy" in message

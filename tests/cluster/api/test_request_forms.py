@@ -1,5 +1,5 @@
-"""How a request may be written: packed, behind a byte order mark, to a path with a slash at its
-end. Each is a law of all routes, so each is tried with all of them."""
+"""How a request may be written: compressed, behind a byte order mark, to a path with a trailing
+slash. Each form holds for all routes, so it is tested with all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/admin/pause": {},
     "/admin/resume": {},
 }
-"""What each route that takes a body accepts."""
+"""A body that each route accepts."""
 GETS = [
     one.path.replace("{model}", "fake")
     for one in OPERATIONS
@@ -70,7 +70,7 @@ def answers(
 ) -> list[httpx.Response]:
     settings.setdefault("serve.stored_responses", 0)
 
-    async def ask() -> list[httpx.Response]:
+    async def scenario() -> list[httpx.Response]:
         async with FakeCluster(folder, **settings).serving() as cluster:
             await cluster.join(0)
             return [
@@ -80,11 +80,11 @@ def answers(
                 for method, path, headers, body in requests
             ]
 
-    return asyncio.run(ask())
+    return asyncio.run(scenario())
 
 
 def posts(change: Callable[[bytes], bytes] = bytes, **headers: str) -> list[Any]:
-    """A good request to each route that takes a body."""
+    """A valid request to each route that takes a body."""
     return [
         ("POST", path, {**JSON, **headers}, change(json.dumps(body).encode()))
         for path, body in BODIES.items()
@@ -108,8 +108,8 @@ def test_every_route_skips_a_byte_order_mark(folder: Path) -> None:
 
 
 def test_every_route_is_served_with_a_slash_at_its_end(folder: Path) -> None:
-    asked = [(method, f"{path}/", headers, body) for method, path, headers, body in posts()]
-    got = answers(folder, *asked, *(("GET", f"{path}/", {}, b"") for path in GETS))
+    sent = [(method, f"{path}/", headers, body) for method, path, headers, body in posts()]
+    got = answers(folder, *sent, *(("GET", f"{path}/", {}, b"") for path in GETS))
     assert [one.status_code // 100 for one in got] == [2] * len(got), [one.text for one in got]
 
 
@@ -161,8 +161,8 @@ def test_a_bomb_is_refused(folder: Path, pack: Callable[[bytes], bytes]) -> None
     bomb = pack(bytes(10_000_000))
     assert len(bomb) < 11_000
     coding = "gzip" if pack is gzip.compress else "deflate"
-    asked = posts(lambda _: bomb, **{"content-encoding": coding})
-    for one in answers(folder, *asked, **{"serve.max_body_bytes": 100_000}):
+    sent = posts(lambda _: bomb, **{"content-encoding": coding})
+    for one in answers(folder, *sent, **{"serve.max_body_bytes": 100_000}):
         assert one.status_code == 413, one.text
 
 
@@ -172,6 +172,6 @@ def test_a_body_of_just_the_limit_is_read_and_one_byte_more_is_not(folder: Path)
         return gzip.compress(body + b" " * (size - len(body)))
 
     headers = {**JSON, "content-encoding": "gzip"}
-    asked = [("POST", "/tokenize", headers, padded(size)) for size in (100_000, 100_001)]
-    got = answers(folder, *asked, **{"serve.max_body_bytes": 100_000})
+    sent = [("POST", "/tokenize", headers, padded(size)) for size in (100_000, 100_001)]
+    got = answers(folder, *sent, **{"serve.max_body_bytes": 100_000})
     assert [one.status_code for one in got] == [200, 413]

@@ -1,5 +1,5 @@
-"""Of requests that come at once few begin in a turn of the loop, and probes do not queue: without
-a clock, by the order in which things happen."""
+"""Of requests that come at once few start in one iteration of the loop, and probes do not queue.
+The tests use no clock, only the order of events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S, PER_TURN, 
 
 
 class Handlers:
-    """Notes who begins, in which turn of the loop."""
+    """Records which request starts in which iteration of the loop."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
@@ -29,8 +29,8 @@ class Handlers:
             asyncio.get_running_loop().call_soon(self.tick)
 
     async def run(self, *paths: str, later: tuple[str, ...] = (), to: Any = None) -> None:
-        """`later`: they come when the first half of the others has begun. `to`: who handles them,
-        if not this."""
+        """`later`: requests that come when the first half of the others has started. `to`: the
+        handler, if not this object."""
         app = RequestThrottle(to or self)
         self.left = len(paths)
         self.tick()
@@ -57,7 +57,7 @@ def test_few_start_per_loop_iteration_in_arrival_order():
     assert handlers.order() == ANSWERS
     turns = [turn for _, turn in handlers.begun]
     assert max(map(turns.count, turns)) <= PER_TURN
-    assert turns[-1] - turns[0] <= len(ANSWERS) // PER_TURN + 2, "no turn is left out"
+    assert turns[-1] - turns[0] <= len(ANSWERS) // PER_TURN + 2, "no iteration is left out"
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/admin/cluster"])
@@ -67,13 +67,13 @@ def test_health_probes_are_not_throttled(path):
     assert handlers.order().index(path) <= 2 * PER_TURN
 
 
-def test_who_comes_later_queues_behind():
+def test_later_requests_queue_behind_earlier_ones():
     handlers = Handlers()
     asyncio.run(handlers.run(*ANSWERS, later=("/v1/late",)))
     assert handlers.order() == [*ANSWERS, "/v1/late"]
 
 
-def test_one_that_leaves_while_it_waits_takes_no_place(monkeypatch):
+def test_a_request_that_leaves_while_it_waits_takes_no_place(monkeypatch):
     monkeypatch.setattr(request_throttle, "PER_TURN", 1)
     handlers = Handlers()
 
@@ -89,7 +89,7 @@ def test_one_that_leaves_while_it_waits_takes_no_place(monkeypatch):
     assert handlers.order() == ["/v1/0", "/v1/4"]
 
 
-def test_alone_nobody_waits():
+def test_a_single_request_does_not_wait():
     handlers = Handlers()
 
     async def run() -> None:
@@ -101,8 +101,8 @@ def test_alone_nobody_waits():
     asyncio.run(run())
 
 
-def test_a_request_came_before_it_waited_for_its_turn() -> None:
-    """So that its time limit runs meanwhile. The clock is the number of the turn."""
+def test_the_arrival_time_precedes_the_wait() -> None:
+    """Its time limit includes the wait. The clock is the number of the iteration."""
     handlers = Handlers()
     came: list[float] = []
     begin = handlers.__call__

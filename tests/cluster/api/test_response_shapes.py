@@ -1,4 +1,4 @@
-"""What clients read of an answer by name is there, under the names that the field has."""
+"""Fields that clients read from an answer exist, under the names that other servers use."""
 
 from __future__ import annotations
 
@@ -74,21 +74,21 @@ def test_each_completion_begins_with_the_ids_of_its_prompt() -> None:
         for one in outputs(["a", "b"], prompt, index)
     ]
     answer = completion_answer(n=2, stream=True, return_token_ids=True)
-    told: dict[int, list[Any]] = {}
+    ids: dict[int, list[Any]] = {}
     for event in stream(answer, deltas, 4):
         for choice in event["choices"]:
-            told.setdefault(choice["index"], []).append(choice.get("prompt_token_ids"))
-    assert told == {choice: [PROMPTS[choice // 2], None] for choice in range(4)}
+            ids.setdefault(choice["index"], []).append(choice.get("prompt_token_ids"))
+    assert ids == {choice: [PROMPTS[choice // 2], None] for choice in range(4)}
 
 
-def test_who_did_not_ask_for_ids_gets_none() -> None:
+def test_token_ids_are_absent_by_default() -> None:
     for answer in (chat_answer(stream=True), completion_answer(stream=True)):
         text = json.dumps(stream(answer, [(0, one) for one in outputs(["a", "b"])], 1))
         assert "token_ids" not in text
 
 
 def test_every_chunk_has_usage_under_continuous_usage_stats() -> None:
-    """That of the role has no token of the answer yet."""
+    """The chunk of the role counts no output token yet."""
     deltas = [(choice, one) for choice in range(2) for one in outputs(["a", "b"], index=choice)]
     events = stream(chat_answer(n=2, stream=True, stream_options=OPTIONS), deltas, 2)
     assert [one["usage"]["completion_tokens"] for one in events] == [0, 0, 1, 2, 1, 2, 4]
@@ -110,7 +110,7 @@ def read(thing: Any, names: str) -> list[Any]:
     return [getattr(thing, name) for name in names.split()]
 
 
-def test_what_an_answer_does_not_have_reads_as_none() -> None:
+def test_absent_parts_of_an_answer_read_as_none() -> None:
     (output,) = outputs(["a"])
     chat = ChatCompletion.model_validate(whole(chat_answer(), output))
     assert set(read(chat, ABSENT_CHAT)) == {None}
@@ -121,7 +121,7 @@ def test_what_an_answer_does_not_have_reads_as_none() -> None:
     assert set(read(completion.choices[0], ABSENT_COMPLETION_CHOICE)) == {None}
 
 
-def test_what_an_answer_has_stands_there() -> None:
+def test_present_parts_of_an_answer_are_readable() -> None:
     (output,) = outputs(["<think>why</think>so"])
     chat = ChatCompletion.model_validate(whole(chat_answer(return_token_ids=True), output))
     assert read(chat, "prompt_token_ids") == [PROMPTS[0]]
@@ -175,11 +175,11 @@ def test_anthropic_calls_have_ids_of_their_kind_and_come_back_as_the_formats(
         ],
     }
     request = decode(json.dumps(back).encode(), MessagesRequest)
-    _, called, told = chat_messages(request)
+    _, called, result = chat_messages(request)
     assert called.tool_calls is not None
-    assert called.tool_calls[0].id == told.tool_call_id
+    assert called.tool_calls[0].id == result.tool_call_id
     wanted = "[a-zA-Z0-9]{9}" if name == "mistral" else "call_[0-9a-f]+"
-    assert re.fullmatch(wanted, told.tool_call_id or "")
+    assert re.fullmatch(wanted, result.tool_call_id or "")
 
 
 @given(st.text(min_size=1) | st.sampled_from(["functions.f:0", "x_61", "toolu_1", "a1B2c3D4e"]))
@@ -190,23 +190,23 @@ def test_an_id_comes_back_as_it_was(id: str) -> None:
 
 
 @pytest.mark.parametrize("id", ["toolu_01A09q90qw90lq917835lq9", "toolu_", "x", "toolu_x_nothex"])
-def test_ids_of_other_makers_are_taken(id: str) -> None:
+def test_ids_of_other_servers_are_accepted(id: str) -> None:
     assert ids.call_id(id) == (id.removeprefix("toolu_") or id)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_reasoning_is_left_out_where_it_is_not_asked_for(told: bool) -> None:
+@pytest.mark.parametrize("included", [True, False])
+def test_reasoning_is_left_out_on_request(included: bool) -> None:
     texts = ["<think>mm", "m</think>", "yes", ""]
     (_, *before), text = outputs(texts), "".join(texts)
     output = before[-1]
     output.outputs[0] = msgspec.structs.replace(output.outputs[0], text=text)
-    (choice,) = whole(chat_answer(include_reasoning=told), output)["choices"]
+    (choice,) = whole(chat_answer(include_reasoning=included), output)["choices"]
     assert choice["message"]["content"] == "yes"
-    assert choice["message"]["reasoning_content"] == ("mmm" if told else None)
+    assert choice["message"]["reasoning_content"] == ("mmm" if included else None)
     deltas = [(0, one) for one in outputs(texts)]
-    events = stream(chat_answer(include_reasoning=told, return_token_ids=True), deltas, 1)
+    events = stream(chat_answer(include_reasoning=included, return_token_ids=True), deltas, 1)
     said = [event["choices"][0] for event in events]
     assert "".join(one["delta"].get("content") or "" for one in said) == "yes"
     reasoning = "".join(one["delta"].get("reasoning_content") or "" for one in said)
-    assert reasoning == ("mmm" if told else "")
+    assert reasoning == ("mmm" if included else "")
     assert [token for one in said for token in one.get("token_ids", [])] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""The store of responses answers as a plain list does that is searched anew for every wish."""
+"""The response store answers like a plain list that is searched for every request."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ class Row:
 
 
 class PlainStore:
-    """The rules once more: a list, least recently used first, in which nothing is counted."""
+    """The same rules again: a list, least recently used first, without any running counts."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self.seen_s: float | None = None
         self.listened_s = 0.0
 
-    def handle(self, wish: StoreRequest, now_s: float) -> StoreReply:
+    def handle(self, request: StoreRequest, now_s: float) -> StoreReply:
         gap_s = 0.0 if self.seen_s is None else now_s - self.seen_s
         self.listened_s += min(gap_s, LEASE_S / 4)
         self.seen_s = now_s
         orders = HeartbeatReply([], [], [])
-        if isinstance(wish, Heartbeat):
-            self.heartbeat(wish.runner, wish.ids, orders)
+        if isinstance(request, Heartbeat):
+            self.heartbeat(request.runner, request.ids, orders)
         for row in list(self.rows):
             if row.fate is not StoredStatus.RUNNING or row.deleted:
                 continue
@@ -76,7 +76,7 @@ class PlainStore:
             elif not row.runner and now_s - row.stored_at_s > LIMIT_S:
                 self.end(row, StoredStatus.LOST, now_s)
         self.rows = [row for row in self.rows if not self.is_over(row, now_s)]
-        match wish:
+        match request:
             case Store(id, kept, runner):
                 return self.store(Row(id, kept, StoredStatus.DONE, now_s, runner))
             case Begin(id, kept, runner, job, losses):
@@ -86,7 +86,7 @@ class PlainStore:
                 row.losses = losses
                 return self.named(id) is None and self.put(row)
             case Heartbeat(runner):
-                self.take(runner, wish.takes, orders)
+                self.take(runner, request.takes, orders)
                 return orders
             case RunnerExit(runner):
                 for row in self.rows:
@@ -111,7 +111,7 @@ class PlainStore:
                 return found
 
     def end(self, row: Row, fate: StoredStatus, now_s: float) -> None:
-        """What ends was used just now."""
+        """A response that ends counts as used now."""
         row.fate, row.stored_at_s = fate, now_s
         self.rows.remove(row)
         self.rows.append(row)
@@ -163,7 +163,7 @@ class PlainStore:
         return True
 
     def take(self, runner: str, takes: int, orders: HeartbeatReply) -> None:
-        """In the order in which they were begun, which is that of the rows that run."""
+        """In the order in which the responses were begun, which is that of the running rows."""
         for row in self.rows:
             waits = row.fate is StoredStatus.RUNNING and not row.runner and not row.deleted
             if row.losses == MAX_LOST_RUNNERS - 1:
@@ -199,7 +199,7 @@ def kept(size: int) -> StoredResponse:
 ids = st.sampled_from(IDS)
 bodies = st.builds(kept, st.integers(0, 60))
 jobs = st.builds(Job, st.binary(max_size=9))
-wishes = st.one_of(
+requests = st.one_of(
     st.builds(Store, ids, bodies, st.sampled_from(["", *RUNNERS])),
     st.builds(Begin, ids, bodies, st.sampled_from(RUNNERS), jobs, st.integers(0, 2)),
     st.builds(
@@ -216,28 +216,28 @@ wishes = st.one_of(
 steps = st.sampled_from([0.0, 1.0, 2.0, LEASE_S / 4, LEASE_S, LIMIT_S + 1])
 
 
-@given(st.lists(st.tuples(wishes, steps), max_size=60))
+@given(st.lists(st.tuples(requests, steps), max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_it_answers_as_a_plain_list(story: list[tuple[StoreRequest, float]]) -> None:
-    """And what was told as final stays as it was told."""
+def test_the_store_answers_like_a_plain_list(history: list[tuple[StoreRequest, float]]) -> None:
+    """And a final response never changes."""
     store, plain, now_s = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S), PlainStore(), 0.0
     final: dict[str, StoredLookup] = {}
-    for wish, step_s in story:
+    for request, step_s in history:
         now_s += step_s
-        reply = store.handle(wish, now_s)
-        assert reply == plain.handle(wish, now_s)
+        reply = store.handle(request, now_s)
+        assert reply == plain.handle(request, now_s)
         assert len(store) <= LIMIT and store.size_bytes <= LIMIT_BYTES
-        if isinstance(reply, StoredLookup) and not isinstance(wish, Delete):
-            told = final.get(wish.id, reply)  # type: ignore[union-attr]
-            assert told == reply
+        if isinstance(reply, StoredLookup) and not isinstance(request, Delete):
+            known = final.get(request.id, reply)  # type: ignore[union-attr]
+            assert known == reply
             if reply.status is not StoredStatus.RUNNING:
-                final[wish.id] = reply  # type: ignore[union-attr]
-        if reply is True or isinstance(wish, Delete):
-            final.pop(getattr(wish, "id", ""), None)
+                final[request.id] = reply  # type: ignore[union-attr]
+        if reply is True or isinstance(request, Delete):
+            final.pop(getattr(request, "id", ""), None)
 
 
 def running(store: ResponseStore, id: str = "a", runner: str = "one") -> None:
-    """For the last time."""
+    """Begin a response in its last attempt."""
     begin = Begin(id, kept(10), runner, JOB, MAX_LOST_RUNNERS - 1)
     assert store.handle(begin, 0.0) is True
 
@@ -249,7 +249,7 @@ def fate(store: ResponseStore, now_s: float, id: str = "a") -> StoredStatus:
 
 
 def pass_by(store: ResponseStore, from_s: float, until_s: float) -> float:
-    """Another ingress beats all the time, and takes nothing."""
+    """Another ingress sends heartbeats all the time, and takes over nothing."""
     now_s = from_s
     while now_s < until_s:
         now_s = min(until_s, now_s + 1)
@@ -257,7 +257,7 @@ def pass_by(store: ResponseStore, from_s: float, until_s: float) -> float:
     return now_s
 
 
-def test_what_its_runner_speaks_of_is_not_lost() -> None:
+def test_a_response_that_its_runner_reports_is_not_lost() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     running(store)
     for heartbeat in range(1, 10):
@@ -272,8 +272,8 @@ def test_what_its_runner_speaks_of_is_not_lost() -> None:
     assert fate(store, now_s) is StoredStatus.LOST
 
 
-def test_a_store_that_was_away_itself_calls_nothing_lost() -> None:
-    """Any request may come first when it is back: the runners' beats wait behind it."""
+def test_a_store_that_was_suspended_declares_nothing_lost() -> None:
+    """Any request may come first when it runs again: the runners' heartbeats wait behind it."""
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     running(store)
     assert fate(store, 100 * LEASE_S) is StoredStatus.RUNNING
@@ -283,7 +283,7 @@ def test_a_store_that_was_away_itself_calls_nothing_lost() -> None:
 JOB = Job(b"j" * 10, [(b"n", b"v")])
 
 
-def test_what_a_lost_runner_left_is_taken_once() -> None:
+def test_responses_of_a_lost_runner_are_taken_over_once() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     assert store.handle(Begin("a", kept(10), "one", JOB), 0.0) is True
     now_s = pass_by(store, 0.0, LEASE_S + 1)
@@ -292,7 +292,7 @@ def test_what_a_lost_runner_left_is_taken_once() -> None:
     taken = Begin("a", kept(10), "two", JOB, lost_runners=1)
     assert store.handle(Heartbeat("two", [], takes=1), now_s) == HeartbeatReply([], [], [taken])
     assert store.handle(Heartbeat("three", [], takes=1), now_s) == HeartbeatReply([], [], [])
-    # The first one was only stopped: it goes on, hears that it is to stop, and stores nothing.
+    # The first one was only suspended: it continues, is ordered to stop, and stores nothing.
     assert store.handle(Store("a", kept(20), "one"), now_s) is False
     assert store.handle(Heartbeat("one", ["a"], takes=1), now_s) == HeartbeatReply(["a"], [], [])
     assert store.handle(Store("a", kept(20), "two"), now_s) is True
@@ -301,7 +301,7 @@ def test_what_a_lost_runner_left_is_taken_once() -> None:
     assert found == StoredLookup(kept(20), StoredStatus.DONE)
 
 
-def test_a_runner_that_speaks_again_before_another_takes_it_keeps_it() -> None:
+def test_a_runner_that_reports_again_before_a_takeover_keeps_its_response() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     store.handle(Begin("a", kept(10), "one", JOB), 0.0)
     now_s = pass_by(store, 0.0, LEASE_S + 1)
@@ -309,7 +309,7 @@ def test_a_runner_that_speaks_again_before_another_takes_it_keeps_it() -> None:
     assert store.handle(Heartbeat("two", [], takes=1), now_s) == HeartbeatReply([], [], [])
 
 
-def test_what_a_runner_leaves_is_taken_at_once_and_costs_no_try() -> None:
+def test_a_response_that_a_runner_hands_over_is_taken_at_once_and_counts_no_attempt() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     store.handle(Begin("a", kept(10), "one", JOB), 0.0)
     for runner, successor in (("one", "two"), ("two", "one")) * MAX_LOST_RUNNERS:
@@ -318,7 +318,7 @@ def test_what_a_runner_leaves_is_taken_at_once_and_costs_no_try() -> None:
         assert orders == HeartbeatReply([], [], [Begin("a", kept(10), successor, JOB)])
 
 
-def test_what_has_cost_many_runners_is_given_up() -> None:
+def test_a_response_that_lost_many_runners_fails() -> None:
     store, now_s = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S), 0.0
     store.handle(Begin("a", kept(10), "r0", JOB), now_s)
     for runner in range(1, MAX_LOST_RUNNERS):
@@ -327,12 +327,12 @@ def test_what_has_cost_many_runners_is_given_up() -> None:
         assert isinstance(orders, HeartbeatReply) and len(orders.taken) == 1
     now_s = pass_by(store, now_s, now_s + LEASE_S + 1)
     assert fate(store, now_s) is StoredStatus.LOST
-    assert store.size_bytes == 10, "what was needed to compute it is gone"
+    assert store.size_bytes == 10, "the data needed to compute it is deleted"
 
 
-def test_what_is_lost_with_what_ends_its_runners_is_computed_after_all() -> None:
-    """One of these ends every ingress that computes it. The last time, each is alone with its
-    runner, so the others do not go with it."""
+def test_responses_lost_beside_a_fatal_one_are_computed() -> None:
+    """One of these responses ends every ingress that computes it. In its last attempt each response
+    is alone on its runner, so the others are not lost with it."""
     store, now_s = ResponseStore(9, LIMIT_BYTES, LIMIT_S * 99), 0.0
     for id in ("a", "poison", "b"):
         assert store.handle(Begin(id, kept(2), "r0", JOB), now_s) is True
@@ -352,8 +352,8 @@ def test_what_is_lost_with_what_ends_its_runners_is_computed_after_all() -> None
     assert isinstance(orders, HeartbeatReply) and [begin.id for begin in orders.taken] == ["b"]
 
 
-def test_what_was_deleted_stays_so_whichever_runner_stores_it() -> None:
-    """The first one was stopped, and another one has taken it over."""
+def test_a_deleted_response_stays_deleted_whichever_runner_stores_it() -> None:
+    """The first runner was suspended, and another one has taken the response over."""
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     store.handle(Begin("a", kept(10), "one", JOB), 0.0)
     now_s = pass_by(store, 0.0, LEASE_S + 1)
@@ -364,7 +364,7 @@ def test_what_was_deleted_stays_so_whichever_runner_stores_it() -> None:
     assert store.handle(Read("a"), now_s) is None
 
 
-def test_what_nobody_takes_is_given_up_in_the_end() -> None:
+def test_a_response_that_no_runner_takes_over_fails_in_the_end() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     store.handle(Begin("a", kept(10), "one", JOB), 0.0)
     store.handle(RunnerExit("one"), 0.0)
@@ -372,7 +372,7 @@ def test_what_nobody_takes_is_given_up_in_the_end() -> None:
     assert fate(store, LIMIT_S + 1) is StoredStatus.LOST
 
 
-def test_what_is_needed_to_take_over_counts_as_kept() -> None:
+def test_the_data_for_a_takeover_counts_as_stored() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     big = Job(b"j" * LIMIT_BYTES)
     assert store.handle(Begin("a", kept(1), "one", big), 0.0) is False
@@ -382,24 +382,24 @@ def test_what_is_needed_to_take_over_counts_as_kept() -> None:
     assert store.size_bytes == 10
 
 
-@pytest.mark.parametrize("wish", [Cancel("a"), Delete("a")])
-def test_a_runner_stops_deleted_work_at_its_next_heartbeat(wish: StoreRequest) -> None:
+@pytest.mark.parametrize("ending", [Cancel("a"), Delete("a")])
+def test_a_runner_stops_deleted_work_at_its_next_heartbeat(ending: StoreRequest) -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     running(store)
     running(store, "b")
-    assert isinstance(store.handle(wish, 1.0), StoredLookup)
+    assert isinstance(store.handle(ending, 1.0), StoredLookup)
     assert store.handle(Heartbeat("one", ["a", "b"]), 2.0) == HeartbeatReply(["a"], [])
     assert store.handle(Store("a", kept(1)), 3.0) is False
 
 
-def test_a_store_that_knows_nothing_asks_for_what_runs() -> None:
+def test_an_empty_store_requests_the_running_responses() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     assert store.handle(Heartbeat("one", ["a"]), 0.0) == HeartbeatReply([], ["a"])
     running(store)
     assert store.handle(Heartbeat("one", ["a"]), 1.0) == HeartbeatReply([], [])
 
 
-def test_what_runs_makes_no_room_for_anybody() -> None:
+def test_running_responses_are_not_evicted() -> None:
     store = ResponseStore(2, LIMIT_BYTES, LIMIT_S)
     running(store, "a")
     running(store, "b")
@@ -412,7 +412,7 @@ def test_what_runs_makes_no_room_for_anybody() -> None:
     assert store.handle(Read("a"), 1.0) is None
 
 
-def test_nothing_is_kept_where_nothing_may_be() -> None:
+def test_a_store_of_size_zero_keeps_nothing() -> None:
     store = ResponseStore(0, LIMIT_BYTES, LIMIT_S)
     assert store.handle(Store("a", kept(1)), 0.0) is False
     assert store.handle(Begin("a", kept(1), "one", JOB), 0.0) is False

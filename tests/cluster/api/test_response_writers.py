@@ -1,4 +1,4 @@
-"""A stream, folded as clients fold it, is the answer that is not streamed: for every split."""
+"""A stream, joined as clients join it, equals the answer without streaming, for every split."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ def test_chat(both: tuple[list[RequestOutput], list[Any]], named: bool) -> None:
 def test_completions(both: tuple[list[RequestOutput], list[Any]], echo: bool, ids: bool) -> None:
     whole, deltas = both
     fields = {"n": 2, "echo": echo, "return_token_ids": ids}
-    told = usage_of(whole, drawn(whole))
-    body = msgspec.to_builtins(completion_answer(**fields).full_response(whole, told))
+    usage = usage_of(whole, drawn(whole))
+    body = msgspec.to_builtins(completion_answer(**fields).full_response(whole, usage))
     chunks = stream(
         completion_answer(**fields, stream=True, stream_options={"include_usage": True}), deltas, 4
     )
@@ -194,24 +194,24 @@ def test_completions(both: tuple[list[RequestOutput], list[Any]], echo: bool, id
 
 def test_usage_counts_a_prompt_once() -> None:
     one = output(4, CompletionOutput(index=0, text="", token_ids=[], num_output_tokens=7))
-    told = usage_of([one], 21)
-    assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (5, 21, 26)
+    usage = usage_of([one], 21)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 21, 26)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_echo_alone_shows_no_token(streamed: bool) -> None:
+def test_an_echo_alone_has_no_output_token(streamed: bool) -> None:
     part = CompletionOutput(
         index=0, text="x", token_ids=[5], num_output_tokens=1, finish_reason="length"
     )
-    told = output(2, part)
+    one = output(2, part)
     fields: dict[str, Any] = {"echo": True, "max_tokens": 0, "return_token_ids": True}
     if not streamed:
         body = msgspec.to_builtins(
-            completion_answer(**fields).full_response([told], usage_of([told], 1))
+            completion_answer(**fields).full_response([one], usage_of([one], 1))
         )
     else:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
-        first, last = stream(completion_answer(**fields), [(0, told)], 1)
+        first, last = stream(completion_answer(**fields), [(0, one)], 1)
         body = first | {"usage": last["usage"]}
     (choice,) = body["choices"]
     assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("<3>", [], "length")

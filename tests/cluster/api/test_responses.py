@@ -1,4 +1,4 @@
-"""`/v1/responses` as OpenAI's client uses it: answers, streams, conversations, what is kept."""
+"""`/v1/responses` as OpenAI's client uses it: answers, streams, conversations, stored responses."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_response_is_created_stored_and_deleted(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, f"Hello. {CALL}").open() as server:
             responses = server.client.responses
-            answer = checked(await server.ask(tools=[LOOK], metadata={"a": "b"}))
+            answer = checked(await server.create(tools=[LOOK], metadata={"a": "b"}))
             assert answer.status == "completed" and answer.output_text == "Hello. "
             assert json.loads(answer.output[1].arguments) == {"at": 3}
             assert answer.usage.total_tokens == answer.usage.input_tokens + len(
@@ -44,12 +44,12 @@ def test_a_response_is_created_stored_and_deleted(tmp_path: Path) -> None:
                 await responses.retrieve(answer.id)
             assert caught.value.code == "response_not_found"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("store", [True, False])
-def test_a_stream_ends_with_what_is_kept(tmp_path: Path, store: bool) -> None:
-    async def story() -> None:
+def test_a_stream_ends_with_the_stored_response(tmp_path: Path, store: bool) -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the quick brown fox").open() as server:
             stream = server.client.responses.stream
             async with stream(model="fake", input="hello", store=store) as events:
@@ -63,34 +63,34 @@ def test_a_stream_ends_with_what_is_kept(tmp_path: Path, store: bool) -> None:
                 again = await server.client.responses.retrieve(answer.id)
                 assert again.output_text == answer.output_text
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_disconnected_stream_leaks_nothing(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the quick brown fox").open(steps=1) as server:
-            async with await server.ask(stream=True) as events:
+            async with await server.create(stream=True) as events:
                 async for event in events:
                     if event.type == "response.output_text.delta":
                         break
             await until(lambda: server.engine.aborted)
             assert not server.engine.requests and server.response_store.requests == []
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_conversation_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Through what is stored, and word for word as if the client had sent all of it itself."""
+def test_a_conversation_continues(tmp_path: Path) -> None:
+    """From the stored responses, with the same prompt as if the client had sent all of it."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, f"I look. {CALL}").open() as server:
-            first = await server.ask(tools=[LOOK], instructions="be kind")
+            first = await server.create(tools=[LOOK], instructions="be kind")
             result = {
                 "type": "function_call_output",
                 "call_id": first.output[1].call_id,
                 "output": "a fox",
             }
-            second = await server.ask(
+            second = await server.create(
                 tools=[LOOK], input=[result], previous_response_id=first.id, temperature=0
             )
             by_hand = [
@@ -98,7 +98,7 @@ def test_a_conversation_goes_on_where_it_was(tmp_path: Path) -> None:
                 *[item.model_dump(mode="json") for item in first.output],
                 result,
             ]
-            await server.ask(tools=[LOOK], input=by_hand, store=False)
+            await server.create(tools=[LOOK], input=by_hand, store=False)
             assert "be kind" in server.prompts[0] and "be kind" not in server.prompts[1]
             assert server.prompts[1] == server.prompts[2]
             assert server.prompts[1].endswith("a fox<|im_end|>\n<|im_start|>assistant\n")
@@ -113,41 +113,41 @@ def test_a_conversation_goes_on_where_it_was(tmp_path: Path) -> None:
             assert newest.data[0].type == "function_call_output"
 
             await server.client.responses.delete(first.id)
-            third = await server.ask(previous_response_id=second.id)
+            third = await server.create(previous_response_id=second.id)
             assert third.previous_response_id == second.id
             assert server.prompts[3].startswith(server.prompts[1].removesuffix("assistant\n"))
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_reasoning_is_an_item_and_counted(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         settings = {"serve.reasoning_parser": "think"}
         async with ResponsesServer(
             tmp_path, "<think>the fox</think>yes", **settings
         ).open() as server:
-            answer = checked(await server.ask())
+            answer = checked(await server.create())
             assert [item.type for item in answer.output] == ["reasoning", "message"]
             assert answer.output[0].content[0].text == "the fox"
             count = len(TOKENIZER.encode("the fox", add_special_tokens=False))
             assert answer.usage.output_tokens_details.reasoning_tokens == count
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_an_answer_that_was_cut_off_says_so(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_truncated_answer_is_incomplete(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the quick brown fox").open() as server:
-            answer = checked(await server.ask(max_output_tokens=2))
+            answer = checked(await server.create(max_output_tokens=2))
             assert answer.status == "incomplete"
             assert answer.incomplete_details.reason == "max_output_tokens"
             assert answer.output[0].status == "incomplete"
             kinds = [
-                event.type async for event in await server.ask(max_output_tokens=2, stream=True)
+                event.type async for event in await server.create(max_output_tokens=2, stream=True)
             ]
             assert kinds[-1] == "response.incomplete"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -161,19 +161,19 @@ def test_an_answer_that_was_cut_off_says_so(tmp_path: Path) -> None:
         ({"tool_choice": "required"}, "tool_choice", None),
     ],
 )
-def test_errors_are_for_people(
+def test_errors_name_field_and_value(
     tmp_path: Path, payload: dict[str, Any], param: str, code: str | None
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "x").open() as server:
             with pytest.raises(openai.APIStatusError) as caught:
-                await server.ask(**payload)
+                await server.create(**payload)
             assert caught.value.status_code == (404 if code == "model_not_found" else 400)
             error: Any = caught.value.body
             assert (error["param"], error["code"]) == (param, code)
             assert "messages" not in error["message"] and "max_tokens" not in error["message"]
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -191,63 +191,64 @@ def test_errors_are_for_people(
         ("PUT", "/v1/responses/resp_x", 405),
     ],
 )
-def test_what_is_not_there(tmp_path: Path, method: str, path: str, status: int) -> None:
-    async def story() -> None:
+def test_unknown_responses_are_404(tmp_path: Path, method: str, path: str, status: int) -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "x").open() as server:
             reply = await server.cluster.client.request(method, path)
             assert reply.status_code == status
             assert reply.json()["error"]["message"]
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_an_answer_is_given_though_nobody_can_keep_it(tmp_path: Path) -> None:
-    """It says so; and what asks for stored ones says that they cannot be reached."""
+def test_an_answer_is_given_though_the_store_is_away(tmp_path: Path) -> None:
+    """The answer says that it is not stored; requests for stored responses say that the store
+    cannot be reached."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the fox").open() as server:
-            kept = await server.ask()
+            kept = await server.create()
             server.response_store.away = True
-            lost = [await server.ask() for _ in range(3)]
+            lost = [await server.create() for _ in range(3)]
             assert [answer.output_text for answer in lost] == ["the fox"] * 3
             assert [answer.store for answer in (kept, *lost)] == [True, False, False, False]
             assert len(server.response_store.missed) == 1, (
-                "who does not answer is not waited for every time"
+                "a store that does not answer is not waited for every time"
             )
             for call in (
                 server.client.responses.retrieve(kept.id),
-                server.ask(previous_response_id=kept.id),
-                server.ask(background=True),
+                server.create(previous_response_id=kept.id),
+                server.create(background=True),
             ):
                 with pytest.raises(openai.InternalServerError) as caught:
                     await call
                 assert (caught.value.status_code, caught.value.code) == (503, "store_unavailable")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_server_that_keeps_nothing(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_server_without_a_store(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with ResponsesServer(
             tmp_path, "the fox", **{"serve.stored_responses": 0}
         ).open() as server:
-            answer = await server.ask()
+            answer = await server.create()
             assert answer.store is False and server.response_store.requests == []
             for payload in ({"store": True}, {"background": True}):
                 with pytest.raises(openai.BadRequestError, match="stored_responses=0"):
-                    await server.ask(**payload)
+                    await server.create(**payload)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_keys_are_asked_for(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_key_is_required(tmp_path: Path) -> None:
+    async def scenario() -> None:
         keys = tmp_path / "keys"
         keys.write_text("k\n")
         async with ResponsesServer(
             tmp_path, "x", **{"serve.api_keys_file": str(keys)}
         ).open() as server:
-            answer = await server.ask()
+            answer = await server.create()
             stranger = server.client.with_options(api_key="other").responses
             for call in (
                 stranger.retrieve(answer.id),
@@ -260,7 +261,7 @@ def test_keys_are_asked_for(tmp_path: Path) -> None:
                     await call
             assert (await server.client.responses.retrieve(answer.id)).id == answer.id
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def keyed(folder: Path) -> ResponsesServer:
@@ -270,13 +271,13 @@ def keyed(folder: Path) -> ResponsesServer:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_another_key_finds_no_response_of_ours(tmp_path: Path, background: bool) -> None:
-    """By any ingress, by any route, and with the very error of one that does not exist."""
+def test_another_key_finds_no_response(tmp_path: Path, background: bool) -> None:
+    """At any ingress, by any route, and with the error of a response that does not exist."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with keyed(tmp_path).open() as server, server.second_ingress() as (_, near, _ingress):
             other = near.with_options(api_key="other")
-            ours = await server.ask(background=background)
+            ours = await server.create(background=background)
             await wait_until(
                 lambda: near.responses.retrieve(ours.id),
                 lambda found: found.status == "completed",
@@ -292,8 +293,8 @@ def test_another_key_finds_no_response_of_ours(tmp_path: Path, background: bool)
                 with pytest.raises(openai.NotFoundError) as unknown:
                     await call("resp_0")
                 assert caught.value.code == unknown.value.code == "response_not_found"
-                told = caught.value.message.replace(ours.id, "resp_0")
-                assert told == unknown.value.message
+                message = caught.value.message.replace(ours.id, "resp_0")
+                assert message == unknown.value.message
             with pytest.raises(openai.BadRequestError) as refused:
                 await other.responses.create(
                     model="fake", input="x", previous_response_id=ours.id, store=False
@@ -307,13 +308,13 @@ def test_another_key_finds_no_response_of_ours(tmp_path: Path, background: bool)
             assert [item.type for item in page.data] == ["message"] * 3
             await near.responses.delete(ours.id)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_no_key_stands_in_what_is_kept(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_no_key_is_stored(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with keyed(tmp_path).open() as server:
-            ours = await server.ask()
+            ours = await server.create()
             (stored,) = server.response_store.of(Store)
             owner, _, id = stored.id.partition("/")
             assert id == ours.id and owner == hashlib.sha256(b"k").hexdigest()
@@ -321,4 +322,4 @@ def test_no_key_stands_in_what_is_kept(tmp_path: Path) -> None:
             same = await server.client.responses.retrieve(ours.id, extra_headers=by_header)
             assert same.id == ours.id
 
-    asyncio.run(story())
+    asyncio.run(scenario())

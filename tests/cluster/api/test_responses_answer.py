@@ -1,5 +1,5 @@
-"""Answers of `/v1/responses`, built by hand and read by OpenAI's own types: what is streamed,
-folded as the API says, is what is told whole, however the answer is cut."""
+"""Answers of `/v1/responses`, built by hand and read by OpenAI's own types: a stream, joined as the
+API specifies, equals the whole response, however the answer is cut."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def output(part: CompletionOutput) -> RequestOutput:
 def whole(part: CompletionOutput, top_logprobs: int | None = None) -> dict[str, Any]:
     answer = make(top_logprobs)
     used = usage(3, part.num_output_tokens, 2)
-    return told(answer.full_response([output(part)], used))
+    return comparable(answer.full_response([output(part)], used))
 
 
-def told(response: Any) -> dict[str, Any]:
-    """A response as JSON, without what differs between two answers."""
+def comparable(response: Any) -> dict[str, Any]:
+    """A response as JSON, without the fields that differ between two answers."""
     plain: dict[str, Any] = json.loads(msgspec.json.encode(response))
     return nameless(plain)
 
 
 def nameless(value: Any) -> Any:
-    """Without ids that are drawn, and without the time."""
+    """The body without random ids and without times."""
     if isinstance(value, dict):
         drawn = {"id", "item_id", "created_at", "completed_at"}
         return {name: nameless(part) for name, part in value.items() if name not in drawn}
@@ -103,10 +103,10 @@ def streamed(
         stream = make(top_logprobs).stream(outputs(), 1, sent_engines="0", engines=lambda: "0")
         return b"".join([piece async for piece in stream])
 
-    events = []
-    *told, end = asyncio.run(read()).decode().split("\n\n")
+    *blocks, end = asyncio.run(read()).decode().split("\n\n")
     assert end == ""
-    for one in told:
+    events: list[dict[str, Any]] = []
+    for one in blocks:
         name, data = one.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
@@ -117,8 +117,8 @@ def streamed(
 
 
 def folded(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a reader has made of a stream. Every word must come where the API has it: an event that
-    does not belong where it stands fails."""
+    """The response that a reader makes of a stream. Every event must come where the API has it: a
+    misplaced event fails."""
     left = iter(events)
     first, second, last = next(left), next(left), events[-1]
     assert (first["type"], second["type"]) == ("response.created", "response.in_progress")
@@ -309,7 +309,7 @@ def test_logprobs_are_those_of_the_tokens_that_wrote_the_text(
             assert all(len(one["top_logprobs"]) == 1 for one in part["logprobs"])
 
 
-def test_nothing_is_told_of_markers() -> None:
+def test_markers_are_not_shown() -> None:
     tokens = tokens_of("<think>hm</think>the fox", [1])
     response = whole(with_logprobs(tokens, [], 0)[0], top_logprobs=0)
     (part,) = response["output"][1]["content"]

@@ -1,4 +1,4 @@
-"""Responses in the background: how far they are, who ends them, and what becomes of them where an
+"""Responses in the background: their status, their cancellation, and what happens to them when an
 ingress, the store or all engines are gone."""
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_the_background(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
             responses = server.client.responses
-            begun = checked(await server.ask(background=True))
+            begun = checked(await server.create(background=True))
             assert (begun.status, begun.background) == ("queued", True)
             assert checked(await responses.retrieve(begun.id)).status == "in_progress"
             with pytest.raises(openai.BadRequestError, match="in_progress"):
-                await server.ask(previous_response_id=begun.id)
+                await server.create(previous_response_id=begun.id)
             server.engine.allow()
             done = await wait_until(
                 lambda: responses.retrieve(begun.id), lambda found: found.status != "in_progress"
@@ -52,7 +52,7 @@ def test_in_the_background(tmp_path: Path) -> None:
             assert (await responses.cancel(begun.id)).status == "completed"
             assert len(server.response_store.of(Begin)) == len(server.response_store.of(Store)) == 1
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
@@ -60,10 +60,10 @@ def test_cancelled_or_deleted_work_stops(tmp_path: Path, how: str) -> None:
     """Any ingress cancels it at the store; the one that computes it learns that at its
     heartbeat."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
             responses = server.client.responses
-            begun = await server.ask(background=True)
+            begun = await server.create(background=True)
             await until(lambda: server.engine.requests)
             if how == "cancel":
                 assert checked(await responses.cancel(begun.id)).status == "cancelled"
@@ -78,33 +78,33 @@ def test_cancelled_or_deleted_work_stops(tmp_path: Path, how: str) -> None:
                     await responses.retrieve(begun.id)
             assert server.response_store.of(Store) == []
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_what_is_not_in_the_background_cannot_be_cancelled(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_foreground_response_cannot_be_cancelled(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "x").open() as server:
-            answer = await server.ask()
+            answer = await server.create()
             with pytest.raises(openai.BadRequestError) as caught:
                 await server.client.responses.cancel(answer.id)
             assert caught.value.code == "not_in_background"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 async def pass_lease(server: ResponsesServer) -> None:
-    """So much time that a runner that says nothing has lost what it runs, and others have not."""
+    """Pass so much time that a silent runner has lost its responses, and others have not."""
     for _ in range(6):
         server.response_store.now_s += LEASE_S / 5
         heartbeats = server.response_store.heartbeats
         await until(lambda heartbeats=heartbeats: server.response_store.heartbeats > heartbeats + 2)
 
 
-def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_response_that_lost_many_ingresses_has_failed(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "x").open(steps=0) as server:
             retrieve = server.client.responses.retrieve
-            begun = await server.ask(background=True)
+            begun = await server.create(background=True)
             (begin,) = server.response_store.of(Begin)
             body = begin.kept.body.replace(begun.id.encode(), b"resp_dead")
             kept = StoredResponse(body, begin.kept.items)
@@ -117,11 +117,11 @@ def test_what_has_cost_ingresses_again_and_again_has_failed(tmp_path: Path) -> N
             assert "gone" in failed.error.message
             assert (await retrieve(begun.id)).status == "in_progress"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def core(request: EngineCoreRequest) -> EngineCoreRequest:
-    """What the answer depends on."""
+    """The parts of a response that depend on the model."""
     return msgspec.structs.replace(request, request_id="", external_req_id="")
 
 
@@ -129,17 +129,17 @@ def core(request: EngineCoreRequest) -> EngineCoreRequest:
 def test_another_ingress_takes_over_what_a_dead_one_computed(
     tmp_path: Path, seed: dict[str, int]
 ) -> None:
-    """With the conversation before it, and to the very answer that the first would have given."""
+    """With its conversation, and with the same answer that the first ingress would have given."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with (
             ResponsesServer(tmp_path, None).open(steps=5) as server,
             server.second_ingress() as (_, client, _),
         ):
-            first = await server.ask(
+            first = await server.create(
                 input="before", max_output_tokens=5, extra_body={"ignore_eos": True}
             )
-            begun = await server.ask(
+            begun = await server.create(
                 background=True,
                 max_output_tokens=12,
                 temperature=0.8,
@@ -166,16 +166,16 @@ def test_another_ingress_takes_over_what_a_dead_one_computed(
             assert (done.id, done.created_at) == (begun.id, begun.created_at)
             assert done.previous_response_id == first.id and done.instructions == "be brief"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_an_ingress_that_has_met_no_engine_takes_nothing(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_an_ingress_without_engines_takes_over_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with (
             ResponsesServer(tmp_path, "the fox").open(steps=0) as server,
             server.second_ingress() as (_, _client, second_ingress),
         ):
-            await server.ask(background=True)
+            await server.create(background=True)
             second_ingress.llm.has_seen_engine = False
             server.store_handle.away = True
             await pass_lease(server)
@@ -184,19 +184,19 @@ def test_an_ingress_that_has_met_no_engine_takes_nothing(tmp_path: Path) -> None
             second_ingress.llm.has_seen_engine = True
             await until(lambda: len(server.engine.arrived) == 2)
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_what_was_begun_is_taken_over_though_too_many_wait(tmp_path: Path) -> None:
+def test_a_response_is_taken_over_though_too_many_requests_wait(tmp_path: Path) -> None:
     """It was admitted once, by the ingress that is gone."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         full = {"scheduler.max_rows": 1, "serve.max_waiting_requests": 2}
         async with (
             ResponsesServer(tmp_path, "the fox", **full).open(steps=0) as server,
             server.second_ingress() as (_, client, _),
         ):
-            begun = [await server.ask(background=True) for _ in range(3)]
+            begun = [await server.create(background=True) for _ in range(3)]
             begun.append(
                 await client.responses.create(model="fake", input="hello", background=True)
             )
@@ -211,24 +211,24 @@ def test_what_was_begun_is_taken_over_though_too_many_wait(tmp_path: Path) -> No
                 )
                 assert done.output_text == "the fox", done.error
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_an_ingress_that_was_only_stopped_changes_nothing(tmp_path: Path) -> None:
+def test_an_ingress_that_was_suspended_changes_nothing(tmp_path: Path) -> None:
     """It comes back with its answer, after another one has taken the response over."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with (
             ResponsesServer(tmp_path, "the fox").open(steps=0) as server,
             server.second_ingress() as (_, client, _),
         ):
-            begun = await server.ask(background=True)
+            begun = await server.create(background=True)
             server.store_handle.away = True
             await pass_lease(server)
             await until(lambda: len(server.engine.arrived) == 2)
             server.store_handle.away = False
             await until(lambda: server.engine.aborted)
-            assert len(server.engine.requests) == 1, "one of them goes on"
+            assert len(server.engine.requests) == 1, "one of them continues"
             server.engine.allow()
             done = await wait_until(
                 lambda: client.responses.retrieve(begun.id),
@@ -238,13 +238,13 @@ def test_an_ingress_that_was_only_stopped_changes_nothing(tmp_path: Path) -> Non
             kept = [
                 request for request in server.store_handle.requests if isinstance(request, Store)
             ]
-            assert kept == [], "the first has heard that it is to stop"
+            assert kept == [], "the first ingress was ordered to stop"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_an_ingress_that_ends_leaves_its_work_to_others_at_once(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_an_ingress_that_exits_hands_over_its_work_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with (
             ResponsesServer(tmp_path, "the fox").open(steps=0) as server,
             server.second_ingress() as (_, client, second_ingress),
@@ -261,11 +261,11 @@ def test_an_ingress_that_ends_leaves_its_work_to_others_at_once(tmp_path: Path) 
             assert done.output_text == "the fox"
             assert len(server.response_store.of(RunnerExit)) == 1
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_failed_heartbeat_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=0) as server:
             runs = server.cluster.ingress._responses._background
             call, failed = runs._store.call, []
@@ -273,23 +273,23 @@ def test_a_failed_heartbeat_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
             async def once(request: StoreRequest) -> object:
                 if isinstance(request, Heartbeat) and not failed:
                     failed.append(request)
-                    raise ZeroDivisionError("planted")
+                    raise ZeroDivisionError("injected")
                 return await call(request)
 
             monkeypatch.setattr(runs._store, "call", once)
-            begun = await server.ask(background=True)
+            begun = await server.create(background=True)
             await server.client.responses.cancel(begun.id)
             await until(lambda: server.engine.aborted)
             assert failed
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_new_store_learns_what_runs(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_a_new_store_learns_the_running_responses(tmp_path: Path) -> None:
+    async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
             responses = server.client.responses
-            begun = await server.ask(background=True)
+            begun = await server.create(background=True)
             server.response_store.away = True
             server.response_store.forget()
             server.response_store.away = False
@@ -306,14 +306,14 @@ def test_a_new_store_learns_what_runs(tmp_path: Path) -> None:
             )
             assert done.output_text == "the fox"
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_a_background_answer_that_no_engine_gives_has_failed(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         settings = {"serve.no_engine_timeout_s": 0.05, "cluster.start_timeout_s": 0.05}
         async with ResponsesServer(tmp_path, "the fox", **settings).open(steps=0) as server:
-            begun = await server.ask(background=True)
+            begun = await server.create(background=True)
             await until(lambda: server.engine.requests)
             await server.cluster.kill(server.engine)
             failed = await wait_until(
@@ -322,30 +322,30 @@ def test_a_background_answer_that_no_engine_gives_has_failed(tmp_path: Path) -> 
             )
             assert checked(failed).status == "failed" and "waited" in failed.error.message
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_what_runs_makes_no_room_for_more(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_running_responses_are_not_evicted(tmp_path: Path) -> None:
+    async def scenario() -> None:
         server = ResponsesServer(tmp_path, "x")
         server.response_store.limit = 1
         server.response_store.forget()
         async with server.open(steps=0):
-            await server.ask(background=True)
+            await server.create(background=True)
             with pytest.raises(openai.InternalServerError) as caught:
-                await server.ask(background=True)
+                await server.create(background=True)
             assert (caught.value.status_code, caught.value.code) == (503, "store_full")
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 def test_an_answer_that_finds_no_room_has_failed(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         server = ResponsesServer(tmp_path, "the fox " * 100)
         server.response_store.limit_bytes = 1600
         server.response_store.forget()
         async with server.open():
-            begun = await server.ask(background=True)
+            begun = await server.create(background=True)
             failed = await wait_until(
                 lambda: server.client.responses.retrieve(begun.id),
                 lambda found: found.status != "in_progress",
@@ -353,4 +353,4 @@ def test_an_answer_that_finds_no_room_has_failed(tmp_path: Path) -> None:
             assert checked(failed).status == "failed" and failed.output == []
             assert "stored_response_bytes" in failed.error.message
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""What `/v1/responses` takes: every form of an item means one thing, what is not served is refused
+"""Requests of `/v1/responses`: all forms of an item mean the same, unsupported fields are refused
 by name, and the conversation reaches the chat template turn by turn."""
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def read(**body: Any) -> ResponsesRequest:
 def items(*plain: Any) -> list[dict[str, Any]]:
     """The items of an input, without the ids that they got."""
     found = read_input([msgspec.Raw(msgspec.json.encode(item)) for item in plain])
-    told: list[dict[str, Any]] = msgspec.to_builtins(found)
-    return [{k: v for k, v in item.items() if k != "id"} for item in told]
+    plain: list[dict[str, Any]] = msgspec.to_builtins(found)
+    return [{k: v for k, v in item.items() if k != "id"} for item in plain]
 
 
 HELLO = {
@@ -61,12 +61,12 @@ def test_all_forms_of_a_message_are_one_item(form: dict[str, Any]) -> None:
     assert items(form) == [HELLO]
 
 
-def test_a_text_is_what_the_user_says() -> None:
+def test_a_text_is_a_message_of_the_user() -> None:
     (item,) = read_input("hello")
     assert {**msgspec.to_builtins(item), "id": ""} == {**HELLO, "id": ""}
 
 
-def test_an_assistants_words_are_output() -> None:
+def test_a_message_of_the_assistant_is_output() -> None:
     (item,) = items({"role": "assistant", "content": "hello"})
     assert item["content"] == [
         {"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}
@@ -80,8 +80,8 @@ OUTPUT: list[api.OutputItem] = [
 ]
 
 
-def test_what_an_answer_gives_may_be_sent_back() -> None:
-    """As it came, and as the client's own types write it, nulls and all."""
+def test_items_of_an_answer_may_be_sent_back() -> None:
+    """Both as received, and as the client's own types serialize it, with all nulls."""
     plain = msgspec.to_builtins(OUTPUT)
     adapter: TypeAdapter[Any] = TypeAdapter(list[ResponseOutputItem])
     dumped = adapter.dump_python(adapter.validate_python(plain), mode="json", by_alias=True)
@@ -91,7 +91,7 @@ def test_what_an_answer_gives_may_be_sent_back() -> None:
 
 
 def test_reasoning_that_another_server_encrypted_is_ignored() -> None:
-    """Nobody but its maker can read it; the rest of the history is still one."""
+    """Only the server that encrypted it can read it; the rest of the history is valid."""
     empty = {"type": "reasoning", "id": "rs_1", "summary": []}
     said = {"role": "assistant", "content": "yes"}
     (_, message) = read(input=[{**empty, "encrypted_content": "gAAA"}, said]).items()
@@ -169,13 +169,13 @@ def test_a_wrong_item_is_named(payload: dict[str, Any], param: str, says: str) -
         ({"max_tokens": 3}, "max_tokens"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(payload: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused_by_name(payload: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read(**payload)
     assert caught.value.param == param
 
 
-def test_what_changes_nothing_is_taken() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     read(
         truncation="disabled",
         text={"format": {"type": "text"}, "verbosity": "medium"},
@@ -252,7 +252,7 @@ some_items = st.lists(
 
 
 def said(message: ChatMessage) -> list[tuple[str, str]]:
-    """What a message says, piece by piece, in the order in which templates write it."""
+    """The parts of a message, in the order in which templates write them."""
     pieces = [("thinks", line) for line in (message.reasoning_content or "").split("\n")]
     pieces = pieces if message.reasoning_content is not None else []
     if message.content is not None:
@@ -280,8 +280,8 @@ def test_nothing_is_lost_or_moved_on_the_way_to_the_template(conversation: list[
     assert [piece for message in messages for piece in said(message)] == expected
     for one, other in itertools.pairwise(messages):
         if one.role == other.role == "assistant":
-            thinks, speaks = other.reasoning_content is not None, other.content is not None
-            assert (thinks or speaks) and (one.tool_calls or one.content is not None)
+            has_reasoning, has_text = other.reasoning_content is not None, other.content is not None
+            assert (has_reasoning or has_text) and (one.tool_calls or one.content is not None)
 
 
 def test_request_fields_reach_the_chat_request() -> None:
@@ -336,7 +336,7 @@ def test_a_response_repeats_the_choice_among_tools(choice: Any) -> None:
     assert begin_response(read(), "m", store=False).tool_choice == "auto"
 
 
-def test_a_job_has_what_was_sent_but_for_the_input() -> None:
+def test_a_background_job_has_the_request_without_its_input() -> None:
     request = Request({"type": "http", "headers": [(b"x-request-id", b"r"), (b"cookie", b"c")]})
     job = make_job(request, read(model=None, seed=3))
     assert json.loads(job.body) == {"seed": 3, "input": []}
@@ -372,7 +372,7 @@ def test_tools_that_may_be_called_beside_a_form(mode: str) -> None:
         ({"type": "json_schema", "name": "n", "schema": {"type": "array"}}, {"json": {}}),
     ],
 )
-def test_the_form_of_the_text(form: dict[str, Any], expected: dict[str, Any] | None) -> None:
+def test_the_format_of_the_text(form: dict[str, Any], expected: dict[str, Any] | None) -> None:
     wanted = chat_of({"role": "user", "content": "hi"}, text={"format": form}).form()
     if expected is None:
         assert wanted is None
@@ -405,7 +405,7 @@ def test_errors_name_the_fields_of_this_api(theirs: str, ours: str) -> None:
     assert (error.message, error.param, error.code) == (f"{ours}=3 is wrong", ours, "code")
 
 
-def test_rules_between_tools_are_told_in_these_words() -> None:
+def test_errors_between_tools_name_the_fields_of_this_api() -> None:
     twice = [{"type": "function", "name": "f"}] * 2
     with pytest.raises(BadRequest) as caught:
         chat_of({"role": "user", "content": "hi"}, tools=twice)
@@ -445,11 +445,11 @@ def test_pages_follow_each_other(count: int, limit: int, newest_first: bool) -> 
     assert found == (expected[::-1] if newest_first else expected)
 
 
-def test_a_response_tells_what_was_asked() -> None:
+def test_a_response_repeats_the_request() -> None:
     tool = {"type": "function", "name": "f", "parameters": {}}
     body = read(tools=[tool], metadata={"a": "b"}, temperature=0.5, instructions="x")
-    told = msgspec.to_builtins(begin_response(body, "m", store=True))
-    assert told["tools"] == [{**tool, "description": None, "strict": None}]
-    assert (told["temperature"], told["top_p"], told["store"]) == (0.5, 1.0, True)
-    assert (told["metadata"], told["instructions"]) == ({"a": "b"}, "x")
-    assert told["id"] != msgspec.to_builtins(begin_response(body, "m", store=True))["id"]
+    response = msgspec.to_builtins(begin_response(body, "m", store=True))
+    assert response["tools"] == [{**tool, "description": None, "strict": None}]
+    assert (response["temperature"], response["top_p"], response["store"]) == (0.5, 1.0, True)
+    assert (response["metadata"], response["instructions"]) == ({"a": "b"}, "x")
+    assert response["id"] != msgspec.to_builtins(begin_response(body, "m", store=True))["id"]

@@ -1,5 +1,5 @@
-"""What the clients' own loops send: an answer is parsed by the SDK, dumped, and sent back with the
-next question, over HTTP."""
+"""Loops of SDK users over HTTP: an answer is parsed by the SDK, dumped, and sent back with the next
+question."""
 
 from __future__ import annotations
 

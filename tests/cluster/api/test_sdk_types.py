@@ -1,4 +1,4 @@
-"""Answers and their events are what the types of OpenAI's and Anthropic's own clients say."""
+"""Answers and their events match the types of OpenAI's and Anthropic's own clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TYPES: dict[str, tuple[Any, Any]] = {
     RESPONSES: (Response, ResponseStreamEvent),
     MESSAGES: (Message, RawMessageStreamEvent),
 }
-"""Of whole answers, and of events."""
+"""Types of whole answers, and of events."""
 LEAST: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER, "max_tokens": 50},
     COMPLETIONS: {"prompt": "x", "max_tokens": 50},
@@ -71,14 +71,14 @@ def as_sdk_has_it(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", TYPES)
-def test_answers_are_what_the_clients_types_say(path: str) -> None:
+def test_answers_match_the_clients_types(path: str) -> None:
     qwen = kind("qwen3")
     whole, event = map(TypeAdapter, TYPES[path])
     text = f"<think>\nhm\n</think>\n\n{CALL}\n{CALL}"
     script = qwen.tokenizer.encode(text, add_special_tokens=False)
     script += [qwen.tokenizer.eos_token_id] * 2
 
-    async def ask() -> None:
+    async def scenario() -> None:
         cluster = FakeCluster(
             Path(qwen.folder()),
             script,
@@ -92,17 +92,17 @@ def test_answers_are_what_the_clients_types_say(path: str) -> None:
                 answer = await cluster.client.post(path, json=payload)
                 assert answer.status_code == 200, answer.text
                 whole.validate_python(as_sdk_has_it(answer.json()))
-                told = USAGE if path in (CHAT, COMPLETIONS) else None
+                options = USAGE if path in (CHAT, COMPLETIONS) else None
                 streams = [
                     {**payload, "stream": True},
-                    {**payload, "stream": True, "stream_options": told},
+                    {**payload, "stream": True, "stream_options": options},
                 ]
-                for streamed in streams[: 2 if told else 1]:
+                for streamed in streams[: 2 if options else 1]:
                     answer = await cluster.client.post(path, json=streamed)
                     assert answer.status_code == 200, answer.text
                     said = [event.validate_python(as_sdk_has_it(e)) for e in events(answer.text)]
-                    if told:
+                    if options:
                         usages = {getattr(one, "usage", None) is not None for one in said}
                         assert usages == {"stream_options" in streamed}
 
-    asyncio.run(ask())
+    asyncio.run(scenario())

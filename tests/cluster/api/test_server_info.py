@@ -1,4 +1,4 @@
-"""What monitors of other servers ask, and who gets an answer."""
+"""Routes that monitors of other servers call, and which clients may call them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_versions_and_pings_as_the_peers_give_them(folder: Path) -> None:
-    async def ask() -> None:
+    async def scenario() -> None:
         async with FakeCluster(folder).serving() as cluster:
             client = cluster.client
             version = (await client.get("/version")).json()
@@ -36,11 +36,11 @@ def test_versions_and_pings_as_the_peers_give_them(folder: Path) -> None:
             assert info["served_model_name"] == "fake"
             assert (info["dp_size"], info["tp_size"], info["internal_states"]) == (0, 1, [])
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
-def test_load_counts_what_runs_and_what_waits(folder: Path) -> None:
-    async def ask() -> None:
+def test_load_counts_running_and_waiting_requests(folder: Path) -> None:
+    async def scenario() -> None:
         async with FakeCluster(folder).serving() as cluster:
             assert (await cluster.client.get("/load")).json() == {"server_load": 0}
             await cluster.join(0)
@@ -61,38 +61,38 @@ def test_load_counts_what_runs_and_what_waits(folder: Path) -> None:
                 "kv_usage": 0.5,
             }
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
-def test_keys_are_asked_for_as_by_the_routes_of_their_kind(folder: Path) -> None:
-    """Nothing of the machine is told, not even to who shows a key."""
+def test_keys_are_required_as_by_routes_of_their_kind(folder: Path) -> None:
+    """No fact of the machine is shown, not even to a client with a key."""
     keys = folder / "keys"
     keys.write_text("user-key\n")
 
-    async def ask() -> None:
+    async def scenario() -> None:
         async with FakeCluster(folder, **{"serve.api_keys_file": str(keys)}).serving() as cluster:
             client = cluster.client
             for path in ("/health", "/ping", "/version", "/load"):
                 assert (await client.get(path)).status_code == 200
             assert (await client.get("/server_info")).status_code == 401
             shown = {"authorization": "Bearer user-key"}
-            told = await client.get("/server_info", headers=shown)
-            assert told.status_code == 200
+            answer = await client.get("/server_info", headers=shown)
+            assert answer.status_code == 200
             for secret in (str(folder), "keys", "127.0.0.1", "user-key"):
-                assert secret not in told.text
+                assert secret not in answer.text
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_a_model_card_has_what_the_peers_cards_have(folder: Path) -> None:
-    async def ask() -> list[Any]:
+    async def scenario() -> list[Any]:
         async with FakeCluster(folder).serving() as cluster:
             paths = ("/v1/models", "/v1/models/", "/v1/models/fake", "/v1/models/fake/")
             got: list[httpx.Response] = [await cluster.client.get(path) for path in paths]
             assert [one.status_code for one in got] == [200] * 4
             return [one.json() for one in got]
 
-    listed, again, card, same = asyncio.run(ask())
+    listed, again, card, same = asyncio.run(scenario())
     assert listed == again == {"object": "list", "data": [card]}
     assert card == same
     assert (card["id"], card["object"], card["root"], card["parent"]) == (

@@ -93,8 +93,10 @@ def test_chunks_are_the_typed_ones(
     head: dict[str, Any] = {"id": "x-1", "created": 7, "model": model}
     tail = {"usage": used} if with_usage or used else {}
     fields = choice_fields(index, rest)
-    told = CompletionChunkChoice(text=text, **fields, prompt_token_ids=rest.prompt_token_ids)
-    plain = CompletionChunk(**head, choices=[told], **tail)
+    typed_choice = CompletionChunkChoice(
+        text=text, **fields, prompt_token_ids=rest.prompt_token_ids
+    )
+    plain = CompletionChunk(**head, choices=[typed_choice], **tail)
     stream = sse.CompletionStream("x-1", 7, model, include_usage=with_usage)
     assert payload(stream.chunk(text, index, rest, used)) == msgspec.json.encode(plain)
     chats = sse.ChatStream("x-1", 7, model, include_usage=with_usage)

@@ -17,14 +17,14 @@ from swell.configs.schema import load
 KEPT = StoredResponse(b"{}", b"[]")
 
 
-def test_what_is_kept_is_found() -> None:
+def test_a_stored_response_is_found() -> None:
     service = ResponseStoreService(10, 1000, 60.0)
     client = ResponseStoreClient(SimpleNamespace(handle=SimpleNamespace(remote=service.handle)))
     assert asyncio.run(client.keep("r", KEPT))
     assert asyncio.run(client.found(Read("r"))).kept == KEPT
 
 
-def test_without_a_store_nothing_is_kept_and_nothing_found() -> None:
+def test_without_a_store_nothing_is_stored_or_found() -> None:
     client = ResponseStoreClient(None)
     assert not asyncio.run(client.keep("r", KEPT))
     with pytest.raises(HTTPError) as caught:

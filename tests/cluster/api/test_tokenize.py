@@ -1,5 +1,5 @@
-"""`/tokenize` gives what the model reads: transformers' own chat template is the oracle. What a
-client says about tokens is refused where the model has none such."""
+"""`/tokenize` gives the tokens that the model reads: transformers' own chat template is the oracle.
+Token ids of a request are refused where the model does not have them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kinds import KINDS, kind
 
 pytestmark = pytest.mark.slow
 
-TALK = [{"role": "user", "content": "How is the sky?"}]
+CONVERSATION = [{"role": "user", "content": "How is the sky?"}]
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "full": {"name": "look", "description": "Looks.", "parameters": SCHEMA},
@@ -29,8 +29,8 @@ WITH_TOOLS = [name for name in KINDS if kind(name).tools]
 async def answered(cluster: FakeCluster, url: str, **fields: Any) -> dict[str, Any]:
     answer = await cluster.client.post(url, json={"model": "fake", **fields})
     assert answer.status_code == 200, answer.text
-    told: dict[str, Any] = answer.json()
-    return told
+    reply: dict[str, Any] = answer.json()
+    return reply
 
 
 def serving(name: str, **settings: Any) -> FakeCluster:
@@ -46,12 +46,16 @@ def test_tools_reach_the_template_as_they_were_sent(name: str) -> None:
             for function in FUNCTIONS.values():
                 tools = [{"type": "function", "function": function}]
                 expected = kind(name).tokenizer.apply_chat_template(
-                    TALK, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+                    CONVERSATION,
+                    tools=tools,
+                    add_generation_prompt=True,
+                    tokenize=True,
+                    return_dict=False,
                 )
-                fields = {"messages": TALK, "tools": tools}
-                told = await answered(cluster, "/tokenize", **fields)
-                assert told["tokens"] == expected
-                assert told["count"] == len(expected)
+                fields = {"messages": CONVERSATION, "tools": tools}
+                reply = await answered(cluster, "/tokenize", **fields)
+                assert reply["tokens"] == expected
+                assert reply["count"] == len(expected)
                 if cluster.ingress.services.input_processor._processor.formats._tools is None:
                     continue  # no parser of this kind's calls is known yet
                 engine.say([5])
@@ -62,7 +66,8 @@ def test_tools_reach_the_template_as_they_were_sent(name: str) -> None:
 
 
 def test_a_template_that_needs_a_description_gets_an_empty_one() -> None:
-    """A tool may leave out its description and its parameters, and some templates do not know."""
+    """A tool may leave out its description and its parameters, which some templates do not
+    handle."""
     template = (
         "{% for t in tools or [] %}{{ t.function.name + t.function.description }}"
         "{{ t.function.parameters.properties | length }}{% endfor %}"
@@ -73,16 +78,16 @@ def test_a_template_that_needs_a_description_gets_an_empty_one() -> None:
         async with one.serving() as cluster:
             await cluster.join(0)
             tools = [{"type": "function", "function": {"name": "look"}}]
-            told = await answered(
-                cluster, "/tokenize", messages=TALK, tools=tools, chat_template=template
+            reply = await answered(
+                cluster, "/tokenize", messages=CONVERSATION, tools=tools, chat_template=template
             )
-            assert kind("qwen3").tokenizer.decode(told["tokens"]) == "look0"
+            assert kind("qwen3").tokenizer.decode(reply["tokens"]) == "look0"
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "gemma"])
-def test_texts_and_ids_are_told_as_peers_tell_them(name: str) -> None:
+def test_texts_and_ids_have_the_peers_form(name: str) -> None:
     async def run() -> None:
         tokenizer = kind(name).tokenizer
         async with serving(name).serving() as cluster:
@@ -90,16 +95,16 @@ def test_texts_and_ids_are_told_as_peers_tell_them(name: str) -> None:
             for special in (True, False):
                 ids = tokenizer.encode("The sky", add_special_tokens=special)
                 fields = {"prompt": "The sky", "add_special_tokens": special}
-                told = await answered(cluster, "/tokenize", **fields)
+                reply = await answered(cluster, "/tokenize", **fields)
                 length = cluster.engines[0].member.max_model_len
-                assert told == {
+                assert reply == {
                     "tokens": ids,
                     "count": len(ids),
                     "max_model_len": length,
                     "token_strs": None,
                 }
-                told = await answered(cluster, "/tokenize", **fields, return_token_strs=True)
-                assert told["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+                reply = await answered(cluster, "/tokenize", **fields, return_token_strs=True)
+                assert reply["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
                 text = await answered(cluster, "/detokenize", tokens=ids)
                 assert text == {"prompt": tokenizer.decode(ids)}
 
@@ -113,20 +118,22 @@ def test_ids_outside_the_vocabulary_are_refused_with_its_size(url: str) -> None:
             engine = await cluster.join(0)
             engine.say([5])
             size = kind("llama3").vocab_size
-            ask: dict[str, Any] = {"messages": TALK} if "chat" in url else {"prompt": "The sky"}
-            ask |= {"model": "fake", "max_tokens": 1}
+            payload: dict[str, Any] = (
+                {"messages": CONVERSATION} if "chat" in url else {"prompt": "The sky"}
+            )
+            payload |= {"model": "fake", "max_tokens": 1}
             last = {"stop_token_ids": [size - 1], "logit_bias": {str(size - 1): 1.0}}
-            taken = await cluster.client.post(url, json={**ask, **last})
+            taken = await cluster.client.post(url, json={**payload, **last})
             assert taken.status_code == 200, taken.text
             for bad in (size, size + 1, -1):
                 for fields in ({"stop_token_ids": [bad]}, {"logit_bias": {str(bad): 1.0}}):
-                    answer = await cluster.client.post(url, json={**ask, **fields})
+                    answer = await cluster.client.post(url, json={**payload, **fields})
                     error = answer.json()["error"]
                     assert answer.status_code == 400
                     assert str(bad) in error["message"] and str(size) in error["message"]
                     assert error["param"].startswith(next(iter(fields)))
             keys = {"bad1": 50.0, "7": 1.0, "bad2": 20.0}
-            answer = await cluster.client.post(url, json={**ask, "logit_bias": keys})
+            answer = await cluster.client.post(url, json={**payload, "logit_bias": keys})
             assert answer.status_code == 400
             message = answer.json()["error"]["message"]
             assert "logit_bias" in message and "bad1" in message and "bad2" in message

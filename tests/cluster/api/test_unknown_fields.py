@@ -1,4 +1,5 @@
-"""Fields that no body of ours has: another name of one, taken, refused, or as the operator says."""
+"""Fields that no body of ours has: another name of a field, accepted, refused, or as the
+configuration says."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def test_zero_is_not_false():
     ("kind", "least", "name", "target"),
     [(k, least, *pair) for k, least in MINIMAL for pair in k.ECOSYSTEM.means.items()],
 )
-def test_another_servers_name_means_our_field(kind, least, name, target):
+def test_another_servers_name_maps_to_our_field(kind, least, name, target):
     value = {"include_stop_str_in_output": True, "cache_salt": "a"}.get(target, 1)
     request = decode(json.dumps({**least, name: value}).encode(), kind)
     assert getattr(request, target) == value
@@ -41,7 +42,7 @@ def test_another_servers_name_means_our_field(kind, least, name, target):
     ("kind", "least", "name"),
     [(k, least, name) for k, least in MINIMAL for name in sorted(k.ECOSYSTEM.taken)],
 )
-def test_what_changes_no_answer_is_taken_whatever_its_value(kind, least, name):
+def test_fields_that_change_no_answer_are_accepted_with_any_value(kind, least, name):
     for value in (None, "x", 5, {"a": [1]}):
         decode(json.dumps({**least, name: value}).encode(), kind)
 
@@ -53,24 +54,24 @@ def test_a_request_without_a_model_means_the_one_that_is_served(kind, least):
 
 
 @pytest.mark.parametrize(("kind", "least"), MINIMAL)
-def test_an_unknown_name_is_refused_or_ignored_as_the_operator_says(kind, least):
-    asked = json.dumps({**least, "mine": 1}).encode()
+def test_an_unknown_name_is_refused_or_ignored_as_configured(kind, least):
+    payload = json.dumps({**least, "mine": 1}).encode()
     with pytest.raises(BadRequest) as refusal:
-        read(asked, kind)
+        read(payload, kind)
     assert (refusal.value.param, refusal.value.code) == ("mine", "unknown_field")
-    request, stripped = read(asked, kind, "ignore")
+    request, stripped = read(payload, kind, "ignore")
     assert stripped.warnings == ["mine"]
     assert request == decode(json.dumps(least).encode(), kind)
 
 
-def test_what_asks_for_what_is_not_here_is_refused_also_where_unknown_names_are_ignored():
+def test_unsupported_features_are_refused_also_where_unknown_names_are_ignored():
     body = {"messages": HELLO, "use_beam_search": True, "mine": 1}
     with pytest.raises(BadRequest) as refusal:
         read(json.dumps(body).encode(), ChatCompletionRequest, "ignore")
     assert refusal.value.param == "use_beam_search"
 
 
-def test_ignored_names_are_told_with_their_path():
+def test_ignored_names_are_reported_with_their_path():
     body = {"messages": HELLO, "stream": True, "stream_options": {"mine": 1}, "tools": []}
     _, stripped = read(json.dumps(body).encode(), ChatCompletionRequest, "ignore")
     assert stripped.warnings == ["stream_options.mine"]
@@ -82,8 +83,8 @@ def test_ignored_names_are_told_with_their_path():
     [b"1e999", b'"\xff"', *(b"[" * depth + b"]" * depth for depth in range(960, 1010, 3))],
     ids=lambda value: ascii(value[:8]) + str(len(value)),
 )
-def test_what_no_reader_takes_is_refused_in_ignored_fields_of_tools_too(kind, value):
-    """Tools are read once more, as they were sent."""
+def test_invalid_json_is_refused_in_ignored_fields_of_tools_too(kind, value):
+    """Tools are decoded a second time, as they were sent."""
     tool = b'{"type": "function", "function": {"name": "f", "mine": %b}}' % value
     body = b'{"messages": %b, "tools": [%b]}' % (json.dumps(HELLO).encode(), tool)
     with contextlib.suppress(BadRequest):
@@ -91,7 +92,7 @@ def test_what_no_reader_takes_is_refused_in_ignored_fields_of_tools_too(kind, va
 
 
 def test_long_names_are_not_kept():
-    """Of fields that are left in while others are left out."""
+    """Of fields that are kept while others are removed."""
     tracemalloc.start()
     try:
         for index in range(8):
@@ -108,7 +109,7 @@ def test_long_names_are_not_kept():
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "error"),
     [
         ({"routed_dp_rank": "x"}, "routed_dp_rank", "routed_dp_rank='x': expected"),
         ({"routed_dp_rank": -1}, "routed_dp_rank", "routed_dp_rank=-1 must be at least 0"),
@@ -117,8 +118,8 @@ def test_long_names_are_not_kept():
         ({"max_new_tokens": 1, "n_predict": 1}, "n_predict", "n_predict and max_new_tokens mean"),
     ],
 )
-def test_a_refusal_names_the_field_that_was_sent(fields, param, said):
+def test_a_refusal_names_the_field_that_was_sent(fields, param, error):
     with pytest.raises(BadRequest) as refusal:
         decode(json.dumps({"messages": HELLO, **fields}).encode(), ChatCompletionRequest)
     assert refusal.value.param == param
-    assert refusal.value.message.startswith(said)
+    assert refusal.value.message.startswith(error)

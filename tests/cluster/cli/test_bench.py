@@ -102,7 +102,9 @@ def test_a_stream_without_the_right_usage_is_a_failure(end: bytes, error: str) -
     assert error in (sample.error or "")
 
 
-def test_what_does_not_fit_is_refused(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_that_does_not_fit_is_refused(
+    fake: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "--url", fake.url, "--input-tokens", "500"]) == 1
     assert "exceed the 512" in capsys.readouterr().err
     assert not fake.requests
@@ -143,7 +145,7 @@ T = TypeVar("T")
 def with_answer(
     wire: bytes, headers: dict[str, str], step: int, use: Callable[[Client], Awaitable[T]]
 ) -> T:
-    """What comes of a client whose server answers with a body `step` bytes at a time."""
+    """The result of a client whose server sends a body `step` bytes at a time."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Commands against a scripted server: what they print, and what they return."""
+"""Commands against a scripted server: their output and exit codes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_another_server_is_recognised(fake: FakeServer, capsys: Capture) -> None
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes `input` give these lines, then the end."""
+    """Let `input` return these lines, then raise EOFError."""
 
     def use(*given: str) -> None:
         left = iter(given)
@@ -224,10 +224,10 @@ def test_doctor_sees_a_taken_port(fake: FakeServer) -> None:
 
 def test_help_is_quick_and_loads_nothing() -> None:
     code = (
-        "import sys, time\nstart = time.perf_counter()\n"
+        "import sys, time\nstart = time.process_time()\n"
         "from swell.cluster.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "print(time.perf_counter() - start)\n"
+        "print(time.process_time() - start)\n"
         "print(sorted({'ray', 'torch', 'transformers', 'aiohttp', 'rich'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,9 @@ from tests.cluster.fake_server import running
 pytestmark = pytest.mark.slow
 
 
-def test_it_goes_on_until_the_new_engine_has_served(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_continues_until_the_new_engine_has_served(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with running() as fake:
         fake.phases = ["prepare", "idle"]
         record = asyncio.run(demo.run_demo(fake.url))

@@ -1,4 +1,4 @@
-"""What a Ray of our own is started with."""
+"""Settings with which `swell serve` starts Ray."""
 
 from __future__ import annotations
 

@@ -146,6 +146,8 @@ class ScriptedCluster:
             incarnation=self._incarnations[rank],
             repairs=0,
             _resets=0,
+            _progress_at_forming=0,
+            _coordinator_client=SimpleNamespace(roster_epoch=self.roster.epoch),
         )
         return EngineServer._report(engine)  # type: ignore[arg-type]
 

@@ -199,3 +199,17 @@ def test_the_silence_before_a_connection_ended_counts() -> None:
     line.outlet.connected = False
     line.time_s += 1.0
     assert line.connection.check(line.now()) == 10.0
+
+
+def test_an_engine_that_is_heard_and_does_not_answer_is_not_reached() -> None:
+    """Packets of one direction vanish: its outputs come for as long as it has work."""
+    line = Line()
+    line.time_s += 5.0
+    line.exchange()
+    for _ in range(8):
+        line.time_s += 1.0
+        line.answer()
+        assert line.connection.check(line.now()) == 0.0
+    line.outlet.connected = False
+    line.time_s += 2.0
+    assert line.connection.check(line.now()) == 10.0

@@ -82,6 +82,18 @@ def test_all_that_is_there_comes_at_once_and_what_was_not_taken_is_merged():
     asyncio.run(read())
 
 
+def test_what_comes_while_its_reader_is_busy_is_there_at_once():
+    async def read() -> None:
+        (one,) = states(1)
+        reader = MergedOutputs([one], SamplingParams(), DELTA)
+        assert await after(reader, (one, output("x"))) == [(0, "x")]
+        put(one, output("y"))
+        assert texts(await asyncio.wait_for(anext(reader), DEADLINE_S)) == [(0, "y")]
+        assert await after(reader, (one, output("z", finished=True))) == [(0, "z")]
+
+    asyncio.run(read())
+
+
 def test_the_first_batch_can_be_looked_at_and_comes_again():
     async def read() -> None:
         (one,) = states(1)

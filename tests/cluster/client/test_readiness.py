@@ -73,6 +73,19 @@ def test_stillness_is_excused_while_engines_must_not_step(state: str) -> None:
     assert readiness.check(21.0).ranks == [0]
 
 
+def test_engines_that_form_a_group_for_too_long_are_not_ready() -> None:
+    """None of them steps meanwhile, though all are active."""
+    readiness = ReadinessTracker(LIMIT_S)
+    for second in range(int(LIMIT_S) + 3):
+        readiness.on_view(view(member(0), member(1), state="forming"), float(second))
+        told = readiness.check(float(second))
+        assert told.ranks == ([0, 1] if second <= LIMIT_S else [])
+    assert "forming a group for" in told.reason
+    assert readiness.check(3 * LIMIT_S).ranks == [0, 1], "an old view says nothing"
+    readiness.on_view(view(member(0), member(1)), LIMIT_S + 4.0)
+    assert readiness.check(LIMIT_S + 4.0).ranks == [0, 1]
+
+
 def test_a_silent_coordinator_says_nothing_about_engines() -> None:
     readiness = ReadinessTracker(LIMIT_S)
     readiness.on_view(view(member(0), busy={0: 7}), 0.0)
@@ -225,6 +238,6 @@ def test_pause_and_resume_ask_the_manager(folder: Path) -> None:
                 answer = await cluster.client.post(f"/admin/{verb}", json={})
                 assert answer.status_code == 400
                 assert answer.json()["error"]["message"] == "no room for 3 engines"
-            assert cluster.manager.asked == ["pause", "pause", "resume", "resume"]
+            assert cluster.manager.calls == ["pause", "pause", "resume", "resume"]
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import RequestOutputCollector, RequestOutputKind
 from swell.cluster.client.request_state import (
-    MAX_LOST_ATTEMPTS,
+    MAX_UNREAD_ATTEMPTS,
     EngineGone,
     MigrationReason,
     RequestState,
@@ -54,31 +54,27 @@ def assign(state: RequestState, router: Router, rank: int = 0) -> EngineCoreRequ
 
 
 LOSSES = (MigrationReason.DIED, MigrationReason.REPAIRING)
-NO_LOSS = (MigrationReason.LEFT, MigrationReason.UNREACHABLE)
-ENDS = {
-    # why attempts end -> how many of them, in a row and without a token
-    **dict.fromkeys(LOSSES, MAX_FAILED_ATTEMPTS),
-    **dict.fromkeys(
-        (MigrationReason.DROPPED, MigrationReason.MESSAGES_LOST), MAX_LOST_ATTEMPTS + 1
-    ),
-}
 
 
+@pytest.mark.parametrize("unread", [True, False])
 @pytest.mark.parametrize("started", [True, False])
 @pytest.mark.parametrize("gained", [0, 1])
 @pytest.mark.parametrize("reason", list(MigrationReason))
-def test_only_what_loses_many_engines_in_vain_is_given_up(
-    reason: MigrationReason, gained: int, started: bool
+def test_only_what_may_be_the_reason_of_many_losses_is_given_up(
+    reason: MigrationReason, gained: int, started: bool, unread: bool
 ) -> None:
-    """A request that only waited where an engine was lost is not the reason."""
-    endless = gained or reason in NO_LOSS or (reason in LOSSES and not started)
+    """A request that only waited where an engine was lost is not the reason; nor is one whose
+    messages are lost again and again."""
+    is_suspect = started if reason in LOSSES else unread
+    most = MAX_FAILED_ATTEMPTS if reason in LOSSES else MAX_UNREAD_ATTEMPTS + 1
+    endless = gained or not is_suspect
     state, router, numbers = make_state(OutputProcessor(DETOKENIZER)), make_router(), []
     for attempt in range(40):
         assign(state, router, attempt % 2)
-        state.started = started
+        state.started, state.unread = started, unread
         numbers.append(state.attempt)
         state.output_token_ids += [7] * gained
-        if not endless and attempt == ENDS[reason] - 1:
+        if not endless and attempt == most - 1:
             with pytest.raises(EngineGone, match=str(reason)):
                 state.unassign(reason)
             break
@@ -171,3 +167,18 @@ def test_messages_of_any_age_give_the_answer_of_one_engine(
     assert sum(router.own_backlog(1)) == 0
     for core in cores:
         core.check_idle()
+
+
+def test_the_first_token_of_each_attempt_says_that_its_prompt_is_computed() -> None:
+    processor, router = OutputProcessor(DETOKENIZER), make_router()
+    state = make_state(processor)
+    for attempt, cached in ((1, 1), (2, 0)):
+        route = router.choose(state.request_id, REQUEST.prompt_token_ids)
+        state.assign(EngineId(route.rank, 1), route, 0.0)
+        assert route.uncomputed_tokens
+        for _ in range(2):
+            output = EngineCoreOutput("r", [3], num_cached_tokens=cached, attempt=attempt)
+            processor.process_outputs([output])
+            assert not route.uncomputed_tokens
+        state.unassign(MigrationReason.DIED)
+    assert state.num_cached_tokens == 1

@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from swell.cluster.client import routed_engine
 from swell.cluster.client import router as routing
-from swell.cluster.client.router import SLACK_TOKENS, TOKENS_PER_ROW, NoEngine, Route, Router
+from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.routed_engine import TOKENS_PER_ROW, Route
+from swell.cluster.client.router import SLACK_TOKENS, NoEngine, Router
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster, update_members
 from swell.coordinator.wire import ClusterView, EngineReport
@@ -105,7 +108,7 @@ def test_a_salt_separates_prefixes() -> None:
 
 
 def test_names_that_were_not_used_for_long_are_forgotten(monkeypatch) -> None:
-    monkeypatch.setattr(routing, "DEFAULT_TRACKED_BLOCKS", 4)
+    monkeypatch.setattr(routed_engine, "DEFAULT_TRACKED_BLOCKS", 4)
     router = router_of(0)
     for name, conversation in [("a", 1), ("b", 2), ("a2", 1), ("c", 3)]:
         router.choose(name, prompt(conversation))
@@ -286,6 +289,15 @@ def test_a_full_cache_costs_the_blocks_that_others_must_give_up() -> None:
     assert engines[1].cost(tokens + 3, BLOCK) == tokens + 3 + 20 * TOKENS_PER_ROW + 3
 
 
+def test_a_successor_of_an_engine_that_is_not_reached_gets_requests() -> None:
+    router = Router(BLOCK)
+    router.update(ClusterView(Roster(1, (member(0, incarnation=1), member(1, incarnation=2)))))
+    router.set_unreachable(frozenset({EngineId(0, 1), EngineId(1, 2)}))
+    assert router.active_ranks == []
+    router.update(ClusterView(Roster(2, (member(0, incarnation=3), member(1, incarnation=2)))))
+    assert router.active_ranks == [0]
+
+
 def names_of(token_ids: list[int]) -> list[bytes]:
     names: list[bytes] = []
     extend_block_hashes(names, pack_tokens(token_ids), BLOCK)
@@ -456,6 +468,27 @@ class Conservation(RuleBasedStateMachine):
                 self.routes[name][0].on_first_token()
 
     @invariant()
+    def the_backlog_is_that_of_all_engines(self) -> None:
+        """Only those that have changed are looked at again."""
+        engines = self.router._engines.values()
+        for rows in (2, 5):
+            parts = ([e.waiting(rows) for e in engines], [e.own_waiting(rows) for e in engines])
+            sums = [
+                [sum(column) for column in zip(*part, strict=True)] or [0] * 4 for part in parts
+            ]
+            assert [list(self.router.backlog(rows)), list(self.router.own_backlog(rows))] == sums
+
+    @invariant()
+    def the_index_has_what_the_engines_hold(self) -> None:
+        held: dict[bytes, set[int]] = {}
+        for rank, engine in self.router._engines.items():
+            for block_hash in engine.blocks:
+                held.setdefault(block_hash, set()).add(rank)
+        index = self.router._index
+        assert {block_hash: set(index.holders(block_hash)) for block_hash in held} == held
+        assert len(index) == len(held)
+
+    @invariant()
     def an_engine_counts_what_it_has(self) -> None:
         for rank, (requests, uncomputed) in counters(self.router).items():
             here = [
@@ -476,3 +509,66 @@ class Conservation(RuleBasedStateMachine):
 
 Conservation.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestConservation = Conservation.TestCase
+
+
+class ConservationOfMany(Conservation):
+    """Two neighbours are considered, and two that hold the prefix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(routing, "MAX_SCORED", 2)
+        self.patch.setattr(routing, "CONSIDERED", 2)
+
+    def teardown(self) -> None:
+        self.patch.undo()
+        super().teardown()
+
+
+ConservationOfMany.TestCase.settings = Conservation.TestCase.settings
+TestConservationOfMany = ConservationOfMany.TestCase
+
+
+# -------------------------------------------------------------------------------- many engines
+
+
+def test_many_engines_share_conversations_evenly_and_keep_them() -> None:
+    """Of a hundred engines each gets its share, and a conversation stays where it is."""
+    router = router_of(*range(100))
+    homes = {c: finish(router, c) for c in range(2000)}
+    counts = Counter(homes.values())
+    assert len(counts) == 100 and max(counts.values()) <= 60
+    assert {c: finish(router, c, length=6 * BLOCK) for c in range(2000)} == homes
+
+
+def test_ingresses_agree_about_many_engines() -> None:
+    first, second = router_of(*range(100)), router_of(*range(100))
+    assert [finish(first, c) for c in range(50)] == [finish(second, c) for c in range(50)]
+
+
+def test_few_conversations_move_when_one_of_many_engines_comes() -> None:
+    before = [finish(router_of(*range(100)), c) for c in range(300)]
+    after = [finish(router_of(*range(101)), c) for c in range(300)]
+    moved = [new for old, new in zip(before, after, strict=True) if new != old]
+    assert 100 in moved and len(moved) <= 20
+
+
+def test_a_prefix_that_all_of_many_engines_hold_binds_nobody() -> None:
+    """New conversations with one system prompt spread, by load too."""
+    router = router_of(*range(100), reports=tuple(EngineReport(r) for r in range(100)))
+    system = list(range(1000, 1000 + 8 * BLOCK))
+    for rank in range(100):
+        router.choose(f"w{rank}", system, rank=rank).release()
+    chosen = Counter(
+        router.choose(f"r{c}", [*system, *prompt(c, 2 * BLOCK)]).rank for c in range(400)
+    )
+    assert len(chosen) >= 90 and max(chosen.values()) <= 12
+
+
+def test_all_engines_together_remember_a_bounded_number_of_blocks(monkeypatch) -> None:
+    monkeypatch.setattr(routing, "MAX_TRACKED_BLOCKS", 20)
+    router = router_of(*range(4))
+    for conversation in range(100):
+        finish(router, conversation)
+    assert all(len(engine.blocks) <= 5 for engine in router._engines.values())
+    assert len(router._index) <= 20

@@ -8,9 +8,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from swell.cluster.control import actor_names as names
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
+from swell.cluster.control.cluster_status import Leftovers
 from swell.cluster.control.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.manager import ClusterManager
@@ -20,8 +23,8 @@ from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.engine_monitor import StalledEngine
 from swell.coordinator.ground import ThreadGround
 from swell.coordinator.roster import Member, MemberState, Roster
-from swell.coordinator.service import ManagerState, Membership
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.service import Membership, NotLeading
+from swell.coordinator.wire import ClusterView, EngineReport, ManagerState
 from swell.engine.executor import ExecutorLimits, WorkerInfo
 from swell.engine.ready import EngineReady
 
@@ -60,17 +63,24 @@ class FakeCoordinator:
 
     contact = None
     pid = 77
+    owner = ""
 
     def __init__(self, events: list[tuple[str, list[int]]]) -> None:
         self.events = events
         self.roster = Roster()
         self.reports: dict[int, EngineReport] = {}
+        """The others report that they are idle."""
+        self.unheard: set[int] = set()
+        """Engines of which it has old reports alone."""
         self.stalled_engines: list[StalledEngine] = []
         self.kept = ManagerState()
         self.state = "serving"
         self.group_s = 0.0
         """How long a group takes to form."""
         self.group_fails: str | None = None
+        self.join_raises: Exception | None = None
+        self.refused: dict[int, str] = {}
+        """Why engines do not join their group, by rank."""
         self.silent = False
         self.gone = False
         """Its actor is dead for good."""
@@ -88,7 +98,10 @@ class FakeCoordinator:
             raise RuntimeError("the actor is dead")
         if self.silent:
             await asyncio.sleep(1e6)
-        return ClusterView(self.roster, list(self.reports.values()), state=self.state)
+        reports = {rank: EngineReport(rank) for rank in self.roster.ranks} | self.reports
+        for rank in reports.keys() - self.unheard:
+            reports[rank] = msgspec.structs.replace(reports[rank], roster_epoch=self.roster.epoch)
+        return ClusterView(self.roster, list(reports.values()), state=self.state)
 
     async def wait(self, epoch: int, timeout_s: float) -> Membership:
         try:
@@ -98,19 +111,31 @@ class FakeCoordinator:
                     await self._changed.wait()
         except TimeoutError:
             pass
-        return Membership(await self.view(), list(self.stalled_engines), self.kept)
+        return await self.membership()
 
-    async def join(self, members: list[Member]) -> None:
+    async def join(self, members: list[Member]) -> dict[int, str]:
         ranks = [member.rank for member in members]
         self._lost.clear()
         await asyncio.sleep(self.group_s)
-        if self.group_fails or (self.group_s and self._lost & set(ranks)):
-            raise RuntimeError(self.group_fails or "it died meanwhile")
-        listed = [m for m in members if self.roster.find(m.rank, m.incarnation) is None]
-        self._change(roster.join(self.roster, listed), "join", ranks)
+        if self.join_raises:
+            raise self.join_raises
+        if self.group_fails:
+            raise RuntimeError(self.group_fails)
+        lost = self._lost if self.group_s else set()
+        refused = {rank: "it died meanwhile" for rank in ranks if rank in lost} | {
+            rank: reason for rank, reason in self.refused.items() if rank in ranks
+        }
+        found = self.roster
+        listed = [m for m in members if found.find(m.rank, m.incarnation) is None]
+        joined = [m for m in listed if m.rank not in refused]
+        if joined or not refused:
+            left = sorted(set(ranks).difference(refused))
+            self._change(roster.join(self.roster, joined), "join", left)
+        return refused
 
-    async def leave(self, ranks: list[int]) -> None:
+    async def leave(self, ranks: list[int]) -> int:
         self._change(roster.leave(self.roster, ranks), "leave", ranks)
+        return self.roster.epoch
 
     async def cancel_leave(self, ranks: list[int]) -> None:
         self._change(roster.cancel_leave(self.roster, ranks), "cancel_leave", ranks)
@@ -123,18 +148,27 @@ class FakeCoordinator:
         self._lost |= set(ranks)
         self._change(roster.remove(self.roster, ranks), "remove_failed", ranks)
 
+    async def membership(self) -> Membership:
+        return Membership(await self.view(), list(self.stalled_engines), self.kept)
+
     async def pause(self) -> None:
+        self._check_leader()
         self.state = "paused"
 
     async def resume(self) -> None:
+        self._check_leader()
         self.state = "serving"
 
-    async def take_over(self, owner: str) -> None:
-        self.kept = ManagerState(owner, self.kept.phase)
+    def _check_leader(self) -> None:
+        if self.kept.owner not in ("", self.owner):
+            raise NotLeading(self.owner)
 
-    def note(self, note: ManagerState) -> None:
-        if self.kept.owner in ("", note.owner):
-            self.kept = note
+    async def take_over(self, state: ManagerState) -> None:
+        self.save_manager_state(state)
+
+    def save_manager_state(self, state: ManagerState) -> None:
+        if self.kept.owner in ("", state.owner) or state.term > self.kept.term:
+            self.kept = state
 
     def report_stalled(self, rank: int) -> None:
         """The engine makes no progress any more, and the coordinator reports it."""
@@ -165,6 +199,18 @@ class Process:
     ready: EngineReady | None = None
 
 
+class FakeCollector:
+    """What `StrayCollector` promises."""
+
+    left: Leftovers | None = None
+
+    def leftovers(self) -> Leftovers | None:
+        return self.left
+
+    async def collect_forever(self) -> None:
+        await asyncio.sleep(1e9)
+
+
 class FakePlacement:
     """What `Placement` promises, with scripted engines.
 
@@ -172,10 +218,9 @@ class FakePlacement:
     stays, and keeps its name and its resources, until it is removed.
     """
 
-    strays_left = False
-
     def __init__(self, coordinator: FakeCoordinator) -> None:
         self.coordinator = coordinator
+        self.strays = FakeCollector()
         self.processes: dict[str, Process] = {}
         self.groups: set[str] = set()
         self.tag = TAG
@@ -205,7 +250,7 @@ class FakePlacement:
         assert len({process.handle.rank for process in ready}) == len(ready), "two of one rank"
         return {process.handle.rank: process.handle for process in ready}
 
-    def refusal(self, engines: int) -> str | None:
+    async def refusal(self, engines: int) -> str | None:
         return f"no room for {engines} engines" if engines > self.room else None
 
     async def adopt(self) -> tuple[list[EngineHandle], list[EngineHandle]]:
@@ -304,7 +349,7 @@ class FakePlacement:
         process = self.processes.get(handle.name)
         return "it was killed" if process is None else await asyncio.shield(process.ended)
 
-    async def doing(self, handle: EngineHandle) -> str:
+    async def status(self, handle: EngineHandle) -> str:
         return "waiting for resources"
 
     async def end(self, handle: EngineHandle) -> None:
@@ -373,8 +418,10 @@ class FakeCheckpointStore:
             raise TimeoutError
         self.page[0] = note
 
-    async def take_over(self, note: ClusterCheckpoint) -> None:
-        await self.write(note)
+    async def take_over(self, note: ClusterCheckpoint) -> ClusterCheckpoint:
+        taken = msgspec.structs.replace(note, term=max(note.term, self.page[0].term) + 1)
+        await self.write(taken)
+        return taken
 
     async def clear(self) -> None:
         await self.write(ClusterCheckpoint())

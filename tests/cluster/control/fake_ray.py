@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
+from swell.cluster.control.actor_errors import GcsUnavailable
 from swell.coordinator.channel import ChannelKeys
-from swell.coordinator.service import CoordinatorEndpoint
+from swell.coordinator.contact import CoordinatorEndpoint
 
 KEYS = ChannelKeys(b"public", b"secret")
 
@@ -27,9 +28,15 @@ class FakeRay:
         """What new engines answer."""
         self.has_room = True
         self.resources: dict[str, float] = {"CPU": 1000.0}
+        self.nodes: list[dict[str, float]] = []
+        """Resources of each node; empty: one with all `resources`."""
+        self.is_gcs_away = False
+        self.created_groups: list[tuple[dict[str, float], int]] = []
+        """A bundle and how many, of each group."""
         self.ended: list[str] = []
         """Names of actors and groups, each as often as it was ended."""
-        self.killed_pids: list[int] = []
+        self.killed_pids: list[tuple[int, str]] = []
+        """Each with its node."""
         self.listings_until_gone: int | None = 2
         """Of names; None: what was ended never goes."""
         self._going: dict[str, int] = {}
@@ -37,23 +44,29 @@ class FakeRay:
     def new_endpoint(self) -> CoordinatorEndpoint:
         return CoordinatorEndpoint(KEYS, "name", 1)
 
-    def kill_process(self, pid: int) -> None:
-        self.killed_pids.append(pid)
+    async def kill_process(self, pid: int, node: str) -> None:
+        self.killed_pids.append((pid, node))
 
     def total_resources(self) -> dict[str, float]:
         return self.resources
 
+    async def node_resources(self) -> list[dict[str, float]]:
+        if self.is_gcs_away:
+            raise GcsUnavailable("it does not answer")
+        return self.nodes or [self.resources]
+
     async def free_resources(self) -> dict[str, float]:
         return self.resources
 
-    def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> str:
+    async def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> str:
         self.reserved.append(name)
+        self.created_groups.append((dict(bundle), count))
         return name
 
     async def wait_for_group(self, group: str, timeout_s: float) -> bool:
         return self.has_room
 
-    def remove_group(self, group: str) -> None:
+    async def remove_group(self, group: str) -> None:
         self._end(group)
 
     async def groups(self) -> dict[str, str]:
@@ -72,11 +85,11 @@ class FakeRay:
     async def find_actor(self, name: str, namespace: str) -> str | None:
         return name if name in self.actors else None
 
-    def create_engine(self, name: str, namespace: str, group: str, **_engine: Any) -> str:
+    async def create_engine(self, name: str, namespace: str, group: str, **_engine: Any) -> str:
         self.actors[name] = self.created
         return name
 
-    def get_or_create_coordinator(self, name: str, *_args: Any, **_options: Any) -> str:
+    async def get_or_create_coordinator(self, name: str, *_args: Any, **_options: Any) -> str:
         self.actors.setdefault(name, None)
         return name
 
@@ -89,7 +102,7 @@ class FakeRay:
             raise says
         return says
 
-    def kill(self, actor: str, *, restart: bool = False) -> None:
+    async def kill(self, actor: str, *, restart: bool = False) -> None:
         self._end(actor)
 
     def _end(self, name: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Coroutine
@@ -18,6 +21,7 @@ import ray
 from swell.cluster.control.ray_cluster import RayCluster
 from swell.coordinator.coordinator import Coordinator
 from swell.engine.actor import EngineActor
+from tests.cluster.control.contract_cluster import OTHER_HOST, PATIENCE_S
 
 
 class RealRay:
@@ -26,6 +30,7 @@ class RealRay:
     num_cpus = 4.0
 
     def __init__(self) -> None:
+        self._other_host: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.mkdtemp(prefix="swell-test-", dir="/tmp")
         self._notes = Path(self._folder) / "notes"
         self._notes.touch()
@@ -42,8 +47,33 @@ class RealRay:
         self.ray.engine_class = ray.remote(**EngineActor._default_options)(probe)
         self.ray.coordinator_class = ray.remote(**Coordinator._default_options)(probe)
 
+    def add_host(self) -> str:
+        self._other_host = subprocess.Popen(
+            [
+                str(Path(sys.executable).with_name("ray")),
+                "start",
+                f"--address={ray.get_runtime_context().gcs_address}",
+                "--num-cpus=0",
+                f"--resources={json.dumps({OTHER_HOST: 1})}",
+                "--disable-usage-stats",
+                "--block",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            for node in ray.nodes():
+                if node["Alive"] and OTHER_HOST in node["Resources"]:
+                    return str(node["NodeID"])
+            time.sleep(0.1)
+        raise TimeoutError("the other host does not come up")
+
     def close(self) -> None:
         ray.shutdown()
+        if self._other_host is not None:
+            self._other_host.terminate()
+            self._other_host.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, scenario: Coroutine[Any, Any, None]) -> None:

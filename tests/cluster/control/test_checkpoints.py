@@ -11,6 +11,7 @@ import pytest
 from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
 from swell.cluster.control.checkpoint_writer import CheckpointWriter
 from swell.coordinator.ground import ThreadGround
+from swell.coordinator.wire import ManagerState
 from tests.cluster.control.fake_ray import FakeRay
 
 IDENTITY = "configuration"
@@ -59,9 +60,9 @@ def run() -> Callable[[Scenario], None]:
 def test_the_manager_that_took_over_last_leads(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         first, second = writer(ray), writer(ray)
-        assert (await first.load_previous()).target == 0 and await first.is_leader()
+        assert (await first.load_previous(ManagerState())).target == 0 and await first.is_leader()
         assert await save(first, 2) and await save(first, 3)
-        assert (await second.load_previous()).target == 3
+        assert (await second.load_previous(ManagerState())).target == 3
         assert await save(second, 4)
         assert await second.is_leader() and not await first.is_leader()
         assert not await save(first, 5)
@@ -103,7 +104,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_until_there_is_another(run) 
         earlier = ClusterCheckpoint("owner", IDENTITY, 3, data=1)
         ray.kv[b"swell-app:note"] = msgspec.msgpack.encode(earlier)
         manager = writer(ray)
-        assert await manager.load_previous() == earlier
+        assert await manager.load_previous(ManagerState()) == earlier
         await save(manager, 4)
         assert (await newest(ray)).target == 4
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
+from swell.cluster.control.actor_errors import ActorDied
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import load
 from swell.coordinator.roster import Roster
+from swell.coordinator.state_machine import JoinResult
 from swell.coordinator.wire import ClusterView
 from tests.cluster.control.fake_manager import FakeCheckpointStore, VirtualTimeLoop
 from tests.cluster.control.fake_ray import FakeRay
@@ -22,11 +26,11 @@ class StoppedActor(FakeRay):
         self.lives = asyncio.Event()
 
     async def _answer(self, _actor: str, method: str, _args: tuple[Any, ...]) -> ClusterView:
-        assert method == "view"
+        assert method in ("view", "probe")
         await self.lives.wait()
         return ClusterView(Roster())
 
-    def kill(self, _actor: str, *, restart: bool = False) -> None:
+    async def kill(self, _actor: str, *, restart: bool = False) -> None:
         assert restart
         self.kills_left -= 1
         if self.kills_left == 0:
@@ -42,6 +46,44 @@ def test_a_coordinator_whose_successor_is_stopped_too_is_killed_again() -> None:
         async with asyncio.timeout(1000):
             await handle.view()
         assert actor.kills_left == 0
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
+class LostActor(FakeRay):
+    """Its host is lost. The actor that `open` finds later answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    async def _answer(self, actor: str, method: str, _args: tuple[Any, ...]) -> JoinResult:
+        assert method == "join"
+        self.called.append(actor)
+        if actor == "lost":
+            raise ActorDied("its node is gone")
+        return JoinResult(Roster(7), {})
+
+
+def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> None:
+    async def scenario() -> None:
+        ray = LostActor()
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        handle = CoordinatorHandle(config, "swell", checkpoints, ray)
+        handle._actor = "lost"
+        joining = asyncio.create_task(handle.join([]))
+        await asyncio.sleep(10.0)
+        handle._actor = "found"
+        assert await joining == {}
+        assert ray.called[-1] == "found" and 3 < len(ray.called) < 8
+
+        handle._actor = "lost"
+        with pytest.raises(ActorDied):
+            await handle.join([])
 
     loop = VirtualTimeLoop()
     try:

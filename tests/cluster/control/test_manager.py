@@ -28,7 +28,7 @@ def test_scale_up_keeps_those_that_serve() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         first = harness.placement.alive[0]
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         assert harness.manager.phase == "prepare"
         await asyncio.sleep(START_S / 2)
         assert harness.active == [0], "newcomers joined before they were ready"
@@ -45,7 +45,7 @@ def test_a_newcomer_takes_the_lowest_free_rank() -> None:
         harness.manager.drain(1)
         await harness.settle()
         assert harness.active == [0, 2]
-        harness.manager.scale(4)
+        await harness.manager.scale(4)
         await harness.settle()
         assert harness.active == [0, 1, 2, 3]
 
@@ -59,7 +59,7 @@ def test_scale_down_leaves_then_removes_then_ends_the_highest_ranks() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.events.clear()
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         assert harness.manager.phase == "drain"
         await harness.settle()
         assert harness.active == [0] and list(harness.placement.alive) == [0]
@@ -78,7 +78,7 @@ def test_a_leaving_engine_finishes_its_requests_first() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         await asyncio.sleep(20)
         assert harness.active == [0] and 1 in harness.coordinator.roster.ranks
         assert 1 in harness.placement.alive and harness.manager.phase == "drain"
@@ -92,11 +92,27 @@ def test_a_leaving_engine_finishes_its_requests_first() -> None:
     run(scenario, data=2, drain_timeout_s=30)
 
 
+def test_a_leaving_engine_that_is_not_heard_has_its_time() -> None:
+    """An old report, without requests, does not say what it has now."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.unheard.add(1)
+        await harness.manager.scale(1)
+        await asyncio.sleep(20)
+        assert 1 in harness.placement.alive
+        harness.coordinator.unheard.clear()
+        await asyncio.sleep(5)
+        assert 1 not in harness.placement.alive
+
+    run(scenario, data=2, drain_timeout_s=30)
+
+
 def test_one_idle_poll_is_not_enough() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         await asyncio.sleep(1.25)
         for running in (0, 1) * 4:  # what each poll sees
             harness.coordinator.reports[1] = EngineReport(1, running=running)
@@ -111,7 +127,7 @@ def test_the_drain_time_is_a_limit(drain_timeout_s, seconds) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
-        harness.manager.scale(1, drain_timeout_s)
+        await harness.manager.scale(1, drain_timeout_s)
         await asyncio.sleep(seconds - 1)
         assert 1 in harness.placement.alive
         await asyncio.sleep(2)
@@ -139,9 +155,9 @@ def test_a_drain_that_is_refused_marks_nobody() -> None:
         await harness.start()
         with pytest.raises(ScaleRefused, match="min_engines=2"):
             harness.manager.drain(0)
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await harness.settle()
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await harness.settle()
         assert harness.active == [0, 1]
 
@@ -157,12 +173,12 @@ def test_a_target_without_room_is_refused_and_nothing_changes() -> None:
         await harness.start()
         harness.placement.events.clear()
         with pytest.raises(ScaleRefused, match="no room for 3 engines"):
-            harness.manager.scale(3)
+            await harness.manager.scale(3)
         assert (harness.manager.target, harness.manager.phase) == (2, "idle")
         await harness.settle()
         assert harness.placement.events == []
         harness.placement.room = 0
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         await harness.settle()
         assert harness.active == [0], "to shrink needs no room"
 
@@ -174,7 +190,7 @@ def test_a_target_out_of_range_is_refused(engines) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         with pytest.raises(ScaleRefused, match=rf"={engines} .*=1 .*max_engines=4"):
-            harness.manager.scale(engines)
+            await harness.manager.scale(engines)
         assert (harness.manager.target, harness.manager.phase) == (2, "idle")
         await harness.settle()
         assert harness.active == [0, 1]
@@ -225,8 +241,9 @@ def test_describe_holds_what_the_contract_names() -> None:
             "wave": 0,
             "state": "serving",
             "target": 2,
-            "coordinator": {"pid": 77},
+            "coordinator": {"pid": 77, "error": None},
             "rescale": {"phase": "idle", "error": None, "failures": 0, "next_try_s": None},
+            "leftovers": None,
         }
 
     run(scenario, data=2)
@@ -236,11 +253,23 @@ def test_describe_says_when_the_cluster_changes() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         await asyncio.sleep(1)
         described = await harness.manager.describe()
         assert described["state"] == "changing"
         assert [e["state"] for e in described["engines"]] == ["active", "leaving"]
+
+    run(scenario, data=2)
+
+
+@pytest.mark.parametrize("state", ["forming", "pausing"])
+def test_engines_whose_group_does_not_step_are_not_said_to_serve(state: str) -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        assert (await harness.manager.describe())["state"] == "serving"
+        harness.coordinator.state = state
+        assert (await harness.manager.describe())["state"] == "changing"
+        harness.coordinator.state = "serving"
 
     run(scenario, data=2)
 
@@ -251,8 +280,11 @@ def test_describe_gives_what_was_known_while_the_coordinator_is_away(trouble) ->
         await harness.start()
         before = await harness.manager.describe()
         setattr(harness.coordinator, trouble, True)
-        assert await harness.manager.describe() == before
+        meanwhile = await harness.manager.describe()
+        assert "does not answer" in meanwhile["coordinator"]["error"]
+        assert {**meanwhile, "coordinator": before["coordinator"]} == before
         setattr(harness.coordinator, trouble, False)
+        assert await harness.manager.describe() == before
 
     run(scenario, data=2)
 
@@ -270,5 +302,19 @@ def test_a_pause_lasts_until_it_is_ended() -> None:
         await harness.manager.resume()
         await asyncio.sleep(100)
         assert (await harness.manager.describe())["state"] == "serving"
+
+    run(scenario)
+
+
+def test_only_the_newcomer_without_which_the_group_forms_has_failed() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        reason = "no group formed with engine 2 at 10.0.0.7:6 in 60.0 s"
+        harness.coordinator.refused = {2: reason}
+        await harness.manager.scale(4)
+        await harness.settle()
+        assert harness.active == [0, 1, 3] and 2 not in harness.placement.alive
+        assert (harness.manager.phase, harness.manager.target) == ("failed", 3)
+        assert reason in (harness.manager.error or "")
 
     run(scenario)

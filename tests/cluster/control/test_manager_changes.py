@@ -26,9 +26,9 @@ from tests.cluster.control.fake_manager import (
 def test_starts_that_are_not_wanted_any_more_are_ended_at_once(engines) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(4)
+        await harness.manager.scale(4)
         await asyncio.sleep(START_S / 2)
-        harness.manager.scale(engines)
+        await harness.manager.scale(engines)
         await asyncio.sleep(0.1)
         assert len(harness.placement.groups) == engines
         assert harness.manager.target == engines
@@ -43,9 +43,9 @@ def test_starts_that_are_not_wanted_any_more_are_ended_at_once(engines) -> None:
 def test_a_start_that_has_not_begun_does_not_begin() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await asyncio.sleep(CHECKPOINT_S / 2)
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         await asyncio.sleep(2 * START_S)
         assert harness.active == [0] and harness.placement.ranks_of_event("start") == [[0]]
 
@@ -57,9 +57,9 @@ def test_a_change_that_replaced_another_and_fails_goes_back_to_what_was_whole(se
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.always = transient("no room")
-        harness.manager.scale(4)
+        await harness.manager.scale(4)
         await asyncio.sleep(START_S / 2)
-        harness.manager.scale(second)
+        await harness.manager.scale(second)
         await harness.settle()
         assert (harness.manager.phase, harness.manager.target) == ("failed", 2)
         assert harness.active == [0, 1] and "no room" in (harness.manager.error or "")
@@ -70,9 +70,9 @@ def test_a_change_that_replaced_another_and_fails_goes_back_to_what_was_whole(se
 def test_a_larger_target_during_a_start_begins_at_once() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await asyncio.sleep(START_S / 2)
-        harness.manager.scale(4)
+        await harness.manager.scale(4)
         await asyncio.sleep(0.1)
         assert len(harness.placement.groups) == 4
         await harness.settle()
@@ -86,10 +86,10 @@ def test_one_that_is_ready_and_waits_for_others_can_be_cancelled_too(engines) ->
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.slow_s = {2: 500.0}
-        harness.manager.scale(3)
-        await asyncio.sleep(2 * START_S)
+        await harness.manager.scale(3)
+        await asyncio.sleep(1.5 * START_S)
         assert sorted(harness.placement.alive) == [0, 1] and harness.active == [0]
-        harness.manager.scale(engines)
+        await harness.manager.scale(engines)
         await asyncio.sleep(0.1)
         assert harness.active == list(range(engines)) and len(harness.placement.groups) == engines
         assert harness.manager.phase == "idle"
@@ -100,10 +100,10 @@ def test_one_that_is_ready_and_waits_for_others_can_be_cancelled_too(engines) ->
 def test_a_failure_of_a_start_that_was_cancelled_is_none() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await asyncio.sleep(START_S / 2)
         harness.placement.always = AssertionError("it was not wanted")  # type: ignore[assignment]
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         await harness.settle()
         assert (harness.manager.phase, harness.manager.error) == ("idle", None)
 
@@ -117,10 +117,10 @@ def test_a_request_during_a_commit_is_done_when_it_is_over() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.group_s = 20
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await asyncio.sleep(START_S + 5)
         assert harness.manager.phase == "commit"
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         assert (harness.manager.target, harness.manager.phase) == (1, "commit")
         await asyncio.sleep(5)
         assert harness.active == [0] and harness.manager.phase == "commit"
@@ -138,10 +138,10 @@ def test_an_engine_that_has_not_left_is_kept() -> None:
         await harness.start()
         engine = harness.placement.alive[1]
         harness.coordinator.reports[1] = busy(1)
-        harness.manager.scale(1, 3600.0)
+        await harness.manager.scale(1, 3600.0)
         await asyncio.sleep(60)
         assert harness.active == [0] and harness.manager.phase == "drain"
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await asyncio.sleep(0.1)
         assert harness.active == [0, 1] and harness.placement.alive[1] is engine
         assert harness.manager.phase == "idle"
@@ -161,7 +161,7 @@ def test_one_that_was_named_is_not_kept() -> None:
         harness.coordinator.reports[0] = busy(0)
         harness.manager.drain(0)
         await asyncio.sleep(1)
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await asyncio.sleep(2 * START_S)
         assert harness.active == [1, 2]
         harness.coordinator.reports.clear()
@@ -175,10 +175,10 @@ def test_a_shorter_drain_timeout_shortens_a_drain() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
-        harness.manager.scale(1, 3600.0)
+        await harness.manager.scale(1, 3600.0)
         await asyncio.sleep(60)
         assert 1 in harness.placement.alive
-        harness.manager.scale(1, 0.0)
+        await harness.manager.scale(1, 0.0)
         await harness.settle()
         assert list(harness.placement.alive) == [0]
 
@@ -189,7 +189,7 @@ def test_one_long_drain_holds_up_no_other() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports.update({1: busy(1), 2: busy(2)})
-        harness.manager.scale(2, 3600.0)
+        await harness.manager.scale(2, 3600.0)
         await asyncio.sleep(1)
         del harness.coordinator.reports[1]
         harness.manager.drain(1)
@@ -207,7 +207,7 @@ def test_a_paused_engine_leaves_when_its_time_is_over() -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
         await harness.manager.pause()
-        harness.manager.scale(1, 30.0)
+        await harness.manager.scale(1, 30.0)
         await asyncio.sleep(20)
         assert 1 in harness.placement.alive
         await harness.settle()
@@ -220,10 +220,10 @@ def test_a_long_drain_while_paused_can_be_taken_back() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
-        harness.manager.scale(1, 3600.0)
+        await harness.manager.scale(1, 3600.0)
         await harness.manager.pause()
         await asyncio.sleep(60)
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await harness.settle()
         assert harness.active == [0, 1, 2] and harness.coordinator.state == "paused"
         await harness.manager.resume()
@@ -238,7 +238,7 @@ def test_a_pause_may_begin_during_a_change(seconds) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.group_s = 10
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await asyncio.sleep(seconds)
         await harness.manager.pause()
         await harness.settle()
@@ -255,9 +255,9 @@ def test_a_failed_start_that_is_not_wanted_any_more_is_no_failure() -> None:
         await harness.start()
         harness.coordinator.group_s = 10.0
         harness.placement.failures = {2: [transient()]}
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await asyncio.sleep(START_S + 5)
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await harness.settle()
         assert harness.active == [0, 1] and harness.manager.error is None
         assert not harness.manager._state.backoff.slots
@@ -287,7 +287,7 @@ async def step(harness: ManagerHarness, what: str, number: int) -> int | None:
     manager, placement, coordinator = harness.manager, harness.placement, harness.coordinator
     match what:
         case "scale" | "scale now":
-            manager.scale(number, 0.0 if what == "scale now" else None)
+            await manager.scale(number, 0.0 if what == "scale now" else None)
             return number
         case "drain":
             wanted = manager.target - 1

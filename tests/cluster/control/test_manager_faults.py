@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from swell.cluster.control.actor_errors import ActorDied
 from swell.cluster.control.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S
 from tests.cluster.control.fake_manager import (
     START_S,
@@ -71,7 +72,7 @@ def test_a_new_request_ends_a_wait() -> None:
         await harness.start()
         await asyncio.sleep(3600)
         harness.placement.always = None
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         await asyncio.sleep(2 * START_S)
         assert harness.active == [0] and harness.manager.phase == "idle"
 
@@ -115,7 +116,7 @@ def test_a_failed_grow_leaves_the_old_epoch_serving() -> None:
         await harness.start()
         before = harness.coordinator.roster
         harness.placement.failures = {2: [transient("no room for it")]}
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await harness.settle()
         assert harness.coordinator.roster is before and harness.active == [0, 1]
         assert (harness.manager.phase, harness.manager.target) == ("failed", 2)
@@ -127,7 +128,7 @@ def test_a_failed_grow_leaves_the_old_epoch_serving() -> None:
         )
         await asyncio.sleep(1000)
         assert len(harness.placement.ranks_of_event("start")) == 3, "the requested change is over"
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         assert harness.manager.error is None
         await harness.settle()
         assert harness.active == [0, 1, 2] and harness.manager.phase == "idle"
@@ -135,11 +136,24 @@ def test_a_failed_grow_leaves_the_old_epoch_serving() -> None:
     run(scenario, data=2)
 
 
+def test_a_newcomer_that_hangs_holds_up_no_other() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.slow_s = {2: 500.0}
+        await harness.manager.scale(4)
+        await asyncio.sleep(3 * START_S)
+        assert harness.active == [0, 1, 3] and harness.manager.phase == "prepare"
+        await asyncio.sleep(500.0)
+        assert harness.active == [0, 1, 2, 3] and harness.manager.phase == "idle"
+
+    run(scenario)
+
+
 def test_of_a_half_failed_grow_the_good_half_serves() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.failures = {1: [transient("bad luck")]}
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await harness.settle()
         assert harness.active == [0, 2] and harness.manager.target == 2
         assert harness.manager.phase == "failed"
@@ -153,13 +167,13 @@ def test_a_failed_growth_after_a_death_keeps_the_size_that_was_whole() -> None:
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await harness.settle()
         harness.placement.always = transient()
         harness.placement.kill_engine(0)
         await asyncio.sleep(START_S + 0.2)  # the replacement failed, and waits
         assert harness.manager.phase == "prepare"
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await harness.settle()
         assert (harness.manager.phase, harness.manager.target) == ("failed", 2)
 
@@ -170,10 +184,10 @@ def test_a_request_for_what_is_there_ends_a_failed_change() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.failures = {1: [transient()]}
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await harness.settle()
         assert harness.manager.phase == "failed"
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         await harness.settle()
         assert (harness.manager.phase, harness.manager.error) == ("idle", None)
         assert harness.active == [0]
@@ -220,7 +234,7 @@ def test_all_engines_may_die_together_and_again() -> None:
 def test_an_engine_that_dies_while_others_start_is_replaced() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await asyncio.sleep(START_S / 2)
         harness.placement.kill_engine(0)
         await harness.settle()
@@ -236,7 +250,7 @@ def test_an_engine_that_dies_while_others_leave(dying) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[2] = busy(2)
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await asyncio.sleep(1)
         harness.placement.kill_engine(dying)
         harness.coordinator.reports.clear()
@@ -274,7 +288,7 @@ def test_engines_that_die_right_after_every_start_are_replaced_ever_more_slowly(
 def test_a_slow_start_holds_up_no_replacement() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await asyncio.sleep(START_S / 2)
         harness.placement.kill_engine(0)
         await asyncio.sleep(START_S / 4)
@@ -289,7 +303,7 @@ def test_a_drain_holds_up_no_replacement() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[2] = busy(2)
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await asyncio.sleep(1)
         harness.placement.kill_engine(0)
         await asyncio.sleep(START_S + 1)
@@ -323,7 +337,7 @@ def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) ->
         await harness.start()
         before = harness.coordinator.roster
         harness.coordinator.group_s, harness.coordinator.group_fails = 20, group_fails
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await asyncio.sleep(START_S + 10)
         assert harness.manager.phase == "commit" and harness.active == [0, 1]
         if group_fails is None:
@@ -333,7 +347,7 @@ def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) ->
         assert (harness.manager.phase, harness.manager.target) == ("failed", 2)
         assert (group_fails or "it died meanwhile") in harness.manager.error
         harness.coordinator.group_fails = None
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await harness.settle()
         assert harness.active == [0, 1, 2] and harness.manager.phase == "idle"
 
@@ -346,7 +360,7 @@ def test_a_newcomer_that_dies_as_it_joins_is_replaced() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.dies_on_start.add(1)
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await harness.settle()
         assert harness.active == [0, 1] and harness.placement.ranks_of_event("start") == [
             [0],
@@ -378,10 +392,28 @@ def test_an_engine_that_dies_after_a_failed_grow_is_replaced() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.failures = {2: [transient()]}
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await harness.settle()
         harness.placement.kill_engine(0)
         await harness.settle()
         assert harness.active == [0, 1]
 
     run(scenario, data=2)
+
+
+def test_an_engine_outlives_a_coordinator_that_is_lost_while_it_joins_again() -> None:
+    """The coordinator's death is none of the engine's."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        before = list(harness.placement.processes.values())
+        harness.coordinator.join_raises = ActorDied("the coordinator's node is gone")
+        harness.coordinator.restart()
+        await asyncio.sleep(10.0)
+        assert harness.coordinator.roster.ranks == []
+        harness.coordinator.join_raises = None
+        await asyncio.sleep(10.0)
+        assert list(harness.coordinator.roster.ranks) == [0]
+        assert list(harness.placement.processes.values()) == before
+
+    run(scenario)

@@ -34,7 +34,7 @@ class RandomChanges:
 
     async def scale(self) -> None:
         target = self.rng.randint(1, 5)
-        self.harness.manager.scale(target, self.rng.choice([None, 0.0, 5.0, 1000.0]))
+        await self.harness.manager.scale(target, self.rng.choice([None, 0.0, 5.0, 1000.0]))
         await self.accepted()
 
     async def drain(self) -> None:

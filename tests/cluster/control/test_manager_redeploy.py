@@ -8,6 +8,7 @@ import pytest
 
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
 from swell.cluster.control.control_state import ScaleRefused
+from swell.cluster.control.manager import ClusterManager
 from tests.cluster.control.fake_manager import (
     CHECKPOINT_S,
     FakeCheckpointStore,
@@ -23,7 +24,7 @@ def test_engines_of_another_configuration_are_replaced() -> None:
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await harness.settle()
         old, engines = harness.manager, set(harness.placement.processes)
         harness.redeploy("another", data=2)
@@ -42,7 +43,7 @@ def test_another_number_of_engines_in_the_configuration_is_the_new_target() -> N
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await harness.settle()
         await harness.manager.pause()
         await harness.manager.save()
@@ -59,7 +60,7 @@ def test_another_number_of_engines_in_the_configuration_is_the_new_target() -> N
 def test_a_target_beyond_the_limits_of_the_configuration_is_not_taken_over() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(4)
+        await harness.manager.scale(4)
         await harness.settle()
         await harness.lose_manager()
         harness.configure(cluster={"max_engines": 2})
@@ -69,13 +70,21 @@ def test_a_target_beyond_the_limits_of_the_configuration_is_not_taken_over() -> 
     run(scenario)
 
 
-@pytest.mark.parametrize("request_change", [lambda m: m.scale(3), lambda m: m.drain(1)])
+async def scale(manager: ClusterManager) -> None:
+    await manager.scale(3)
+
+
+async def drain(manager: ClusterManager) -> None:
+    manager.drain(1)
+
+
+@pytest.mark.parametrize("request_change", [scale, drain])
 def test_a_manager_that_leads_no_more_accepts_nothing(request_change) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         first, harness.manager = harness.manager, harness.another()
         await harness.manager.start()
-        request_change(first)
+        await request_change(first)
         with pytest.raises(ScaleRefused, match="another manager"):
             await first.save()
         await harness.settle()

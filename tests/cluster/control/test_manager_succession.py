@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
 from swell.cluster.control.control_state import ScaleRefused
+from swell.cluster.control.manager import ClusterManager
 from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster
@@ -27,7 +29,7 @@ def test_a_new_manager_adopts_what_serves() -> None:
         harness.placement.kill_engine(2)
         await harness.settle()
         assert harness.active == [0, 1, 3]
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         await harness.settle()
         assert harness.active == [0]
 
@@ -64,7 +66,7 @@ def test_a_new_manager_gives_a_leaving_engine_its_time() -> None:
 def test_stop_ends_engines_that_are_still_starting() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await asyncio.sleep(START_S / 2)
 
     harness = run(scenario)
@@ -77,7 +79,7 @@ def test_a_manager_that_is_lost_during_a_change_leaves_it_to_the_next(shrinks) -
         await harness.start()
         if shrinks:
             harness.coordinator.reports[1] = busy(1)
-        harness.manager.scale(1 if shrinks else 3)
+        await harness.manager.scale(1 if shrinks else 3)
         await asyncio.sleep(START_S / 2)
         await harness.lose_manager()
         harness.coordinator.reports.clear()
@@ -101,7 +103,7 @@ def test_a_manager_that_comes_back_leaves_all_to_the_leader(stopped) -> None:
         harness.placement.events.clear()
         if not stopped:
             with pytest.raises(ScaleRefused, match="taken over"):
-                first.scale(5)
+                await first.scale(5)
             await harness.settle()
         await first.stop()
         assert harness.active == [0, 1] and harness.placement.events == []
@@ -133,7 +135,7 @@ def test_engines_and_manager_die_together(dead, coordinator) -> None:
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await harness.settle()
         harness.placement.capacity = 3
         await harness.lose_manager()
@@ -156,7 +158,7 @@ def test_an_engine_that_loads_or_waits_to_join_is_adopted(after_s) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.group_s = 10.0
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await asyncio.sleep(after_s)
         await harness.lose_manager()
         before = set(harness.placement.processes)
@@ -185,7 +187,7 @@ def test_a_target_that_was_given_up_for_another_is_forgotten() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.failures = {1: [transient()]}
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await harness.settle()
         await harness.lose_manager()
         await harness.start()
@@ -212,7 +214,7 @@ def test_a_checkpoint_that_cannot_be_read_stops_nothing() -> None:
         harness.checkpoints.away = True
         harness.placement.kill_engine(0)
         await asyncio.sleep(1)
-        harness.manager.scale(2)
+        await harness.manager.scale(2)
         await harness.settle()
         assert harness.active == [0, 1]
         harness.checkpoints.away = False
@@ -253,7 +255,7 @@ def test_an_engine_goes_on_leaving_after_a_restart_of_the_coordinator() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
-        harness.manager.scale(1)
+        await harness.manager.scale(1)
         await asyncio.sleep(1)
         harness.coordinator.restart(0, 1)
         await asyncio.sleep(1)
@@ -296,7 +298,7 @@ def test_an_engine_that_was_detached_meanwhile_does_not_join_again() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.group_s = 10.0
-        harness.manager.scale(3)
+        await harness.manager.scale(3)
         await asyncio.sleep(START_S + 1)
         harness.manager.drain(1)
         await asyncio.sleep(4)
@@ -342,7 +344,37 @@ def test_only_the_manager_that_leads_pauses_and_resumes(stepped_down, pauses) ->
     run(scenario)
 
 
-@pytest.mark.parametrize("request_change", [lambda m: m.scale(1), lambda m: m.drain(1)])
+def test_a_manager_that_has_not_seen_its_successor_ends_nothing_that_starts() -> None:
+    """The successor waits for it."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.slow_s[1] = 5.0
+        await harness.manager.scale(2)
+        await asyncio.sleep(1)
+        await harness.manager.save()
+        first, harness.manager = harness.manager, harness.another()
+        await first._fleet.cancel_tasks()
+        await harness.start()
+        harness.placement.may_end = partial(first._checkpoints.confirm_leader, 0.0)
+        await first.scale(1)
+        with pytest.raises(ScaleRefused, match="taken over"):
+            await first.save()
+        await asyncio.sleep(10)
+        assert sorted(harness.placement.alive) == [0, 1]
+
+    run(scenario)
+
+
+async def scale(manager: ClusterManager) -> None:
+    await manager.scale(1)
+
+
+async def drain(manager: ClusterManager) -> None:
+    manager.drain(1)
+
+
+@pytest.mark.parametrize("request_change", [scale, drain])
 def test_a_manager_that_has_stepped_down_refuses_changes(request_change) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -350,7 +382,7 @@ def test_a_manager_that_has_stepped_down_refuses_changes(request_change) -> None
         await harness.start()
         harness.placement.events.clear()
         with pytest.raises(ScaleRefused, match="taken over"):
-            request_change(first)
+            await request_change(first)
         await harness.settle()
         assert harness.active == [0, 1] and harness.placement.events == []
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster.control import placement
+from swell.cluster.control import placement, strays
 from swell.cluster.control.actor_errors import (
     ActorDied,
     ActorRaised,
@@ -81,11 +81,12 @@ def member(rank: int, incarnation: int) -> Member:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     monkeypatch.setattr(placement, "_POLL_S", 0.0)
+    monkeypatch.setattr(strays, "_POLL_S", 0.0)
     return Table()
 
 
-def made(coordinator: FakeCoordinator, ray: FakeRay) -> Placement:
-    config = load({"model": {"path": "m"}})
+def made(coordinator: FakeCoordinator, ray: FakeRay, **settings: Any) -> Placement:
+    config = load({"model": {"path": "m"}}, settings)
     return Placement(
         config,
         "configuration",
@@ -115,6 +116,35 @@ def test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended(table: Tabl
     assert set(table.reserved) == {serving, waiting, loading, "of somebody else"}
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_an_engine_in_the_roster_that_does_not_answer_is_asked_again(
+    table: Table, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    """The coordinator hears of it: that it has stopped is seen there."""
+    serving = table.engine(0, "a", says(0, 5))
+    answer, asked = table._answer, 0
+
+    async def slow_answer(actor: str, method: str, args: tuple[Any, ...]) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked <= 2:
+            raise TimeoutError
+        return await answer(actor, method, args)
+
+    monkeypatch.setattr(table, "_answer", slow_answer)
+    coordinator = FakeCoordinator(*([member(0, 5)] if is_listed else []))
+    adopted, newcomers = asyncio.run(made(coordinator, table).adopt())
+    assert [handle.name for handle in adopted] == ([serving] if is_listed else [])
+    assert newcomers == []
+
+
+def test_one_that_never_answers_is_given_up(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_PROBES", 0.001)
+    table.engine(0, "a", TimeoutError())
+    coordinator = FakeCoordinator(member(0, 5))
+    assert asyncio.run(made(coordinator, table).adopt()) == ([], []) and coordinator.lost == [0]
+
+
 def test_what_this_manager_has_placed_is_no_stray_until_it_is_ended(table: Table) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
@@ -122,9 +152,9 @@ def test_what_this_manager_has_placed_is_no_stray_until_it_is_ended(table: Table
         table.actors[handle.name] = says(3, 1)
         table.reserved.append(handle.name)
         handle.actor = handle.group = handle.name
-        assert not await ours.end_strays() and table.ended == []
-        ours._destroy(handle)  # and Ray has not heard it
-        assert await ours.end_strays() and not table.actors and not table.reserved
+        assert not await ours.strays.collect() and table.ended == []
+        await ours._destroy(handle)  # and Ray has not heard it
+        assert await ours.strays.collect() and not table.actors and not table.reserved
 
     asyncio.run(scenario())
 
@@ -137,15 +167,20 @@ def test_names_differ_with_each_start(table: Table) -> None:
 def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "_STRAYS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(strays, "_TIMEOUT_S", 0.05)
     stuck = table.engine(0, "a", DEAD)
     table.listings_until_gone = None
-    ours = made(FakeCoordinator(), table)
-    assert asyncio.run(ours.end_strays()) and stuck in table.actors
-    assert ours.strays_left, "they hold resources that nobody else gives back"
-    table.listings_until_gone = 0
-    asyncio.run(ours.end_strays())
-    assert not ours.strays_left and stuck not in table.actors
+
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        assert await ours.strays.collect() and stuck in table.actors
+        left = ours.strays.leftovers()
+        assert left is not None and left.names == [stuck] and left.failures == 1
+        table.listings_until_gone = 0
+        await ours.strays.collect()
+        assert ours.strays.leftovers() is None and stuck not in table.actors
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -184,21 +219,60 @@ def test_a_start_without_room_says_what_is_free(table: Table) -> None:
             await ours.start(handle)
         assert not caught.value.permanent and handle.actor is None
         assert table.ended == [handle.name]
-        assert "50 workers need 0.5 CPU" in (ours.refusal(50) or "") and not ours.refusal(20)
+        assert "50 workers need 0.5 CPU" in (await ours.refusal(50) or "")
+        assert await ours.refusal(20) is None
+        table.is_gcs_away = True
+        assert await ours.refusal(50) is None, "who knows"
 
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("node", "killed"), [("node", [7]), ("another", [])])
-def test_a_process_of_this_host_is_killed_at_once(
-    table: Table, node: str, killed: list[int]
-) -> None:
+@pytest.mark.parametrize("node", ["node", "another"])
+def test_a_process_is_killed_at_once_on_whatever_host(table: Table, node: str) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
         handle = ours.plan(3)
         handle.actor = handle.group = handle.name
         handle.ready = msgspec.structs.replace(says(3, 1), node=node)
         await ours.kill(handle)
-        assert (table.killed_pids, table.ended) == (killed, [handle.name, handle.name])
+        assert table.killed_pids == [(7, node)]
+        assert table.ended == [handle.name, handle.name], "the actor and its group"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "bundle", "count"),
+    [
+        ({"parallel.tensor": 4, "parallel.pipeline": 2}, {"GPU": 4.0}, 2),
+        ({"parallel.tensor": 4, "parallel.executor": "inproc"}, {"GPU": 4.0}, 1),
+        (
+            {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.executor": "inproc"},
+            {"GPU": 4.0},
+            1,
+        ),
+        ({"parallel.pipeline": 3}, {"GPU": 1.0}, 3),
+    ],
+)
+def test_workers_that_must_share_a_host_share_a_bundle(
+    table: Table, settings: dict[str, Any], bundle: dict[str, float], count: int
+) -> None:
+    """Tensor ranks, and all workers of a process. Hosts that have enough in sum only are refused
+    with the reason."""
+
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table, **{"model.device": "cuda", **settings})
+        table.nodes = [{"GPU": bundle["GPU"]}] * count
+        assert await ours.refusal(1) is None
+        table.has_room = False
+        with pytest.raises(StartFailed):
+            await ours.start(ours.plan(0))
+        assert table.created_groups == [(bundle, count)]
+        if bundle["GPU"] > 1:
+            table.nodes = [{"GPU": bundle["GPU"] - 1}] * (2 * count) + [{"CPU": 4.0}]
+            assert "must share a host" in (await ours.refusal(1) or "")
+            with pytest.raises(StartFailed, match="must share a host") as caught:
+                await ours.start(ours.plan(0))
+            assert not caught.value.permanent, "a host may join"
 
     asyncio.run(scenario())

@@ -56,7 +56,7 @@ class GrammarSample(msgspec.Struct):
     make_parser: Callable[[], Parser]
 
     def read(self, tokens: int | None = None, *, stream: bool = False) -> Message:
-        """What the parser makes of so many tokens."""
+        """The parts that the parser makes of so many tokens."""
         text = self.text_of(self.ids[:tokens])
         parser, parts = self.make_parser(), []
         for piece in text if stream else [text]:
@@ -90,14 +90,14 @@ def walk(
     likes: tuple[str, ...] = (),
     max_tokens: int = MAX_TOKENS,
 ) -> GrammarSample:
-    """`likes`: tokens that are drawn wherever they may be."""
+    """`likes`: tokens that are sampled wherever the grammar allows them."""
     from llguidance import LLMatcher
 
     one = kind(name)
     tokenizer, ends = one.tokenizer, set(one.end_ids)
     prompt = ChatTemplate(tokenizer, name).render(body.messages, conversation(body).template)
     answer = format_of(name, body, prompt[-40:])
-    assert answer.grammar is not None, "the request asks for a grammar"
+    assert answer.grammar is not None, "the request has a grammar"
     matcher = LLMatcher(load_vocabulary(str(one.folder())), answer.grammar().lark, log_level=0)
     rng, ids = random.Random(seed), []
     liked = {tokenizer.convert_tokens_to_ids(text) for text in likes}

@@ -1,5 +1,5 @@
-"""Requests that hold an answer to calls, a form, or both, over tokenizers of each kind: whatever
-the model draws, the parser reads what was asked for."""
+"""Requests that constrain an answer to calls, a format, or both, over tokenizers of each kind:
+whatever the model samples, the parser reads the requested parts."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ BLANKS = ("\u0120", "\u010a", "\u0109", "\u010d")
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_blanks_have_an_end(name: str):
-    """Of a model that writes one wherever it may."""
+def test_whitespace_is_bounded(name: str):
+    """With a model that writes whitespace wherever the grammar allows it."""
     variables = {"chat_template_kwargs": {"thinking": True}}
     for fields in ({"response_format": FORM}, {"tools": TOOLS, "tool_choice": NAMED}):
         if "tools" in fields and name not in WITH_TOOLS:
@@ -278,9 +278,9 @@ def test_names_of_tokens_are_written_by_a_model(name: str):
     added = [str(token) for token in kind(name).tokenizer.added_tokens_decoder.values()]
     texts = ["".join(f"{text}," for text in added), "<think>a</think>"]
     forms = [StructuredOutputs(choice=[texts[0]]), StructuredOutputs(choice=texts)]
-    wishes = [SamplingParams(structured_outputs=form, max_tokens=2000) for form in forms]
+    params = [SamplingParams(structured_outputs=form, max_tokens=2000) for form in forms]
     with LLM(str(kind(name).folder()), **{"model.dtype": "float32"}) as llm:
-        answers = llm.generate(["a", "a"], wishes)
+        answers = llm.generate(["a", "a"], params)
     assert answers[0].outputs[0].text == texts[0]
     assert answers[1].outputs[0].text in texts
     assert {answer.outputs[0].finish_reason for answer in answers} == {"stop"}

@@ -56,7 +56,7 @@ def by_definition(backend: Any, words: list[str]) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["llama2", "mistral_v3", "phi3", "gemma", "llama3", "qwen3"])
 @pytest.mark.parametrize("before", ["", " ", "a ", "\n", "a\n", "(", "x="])
 def test_a_word_is_found_wherever_it_stands(name: str, before: str) -> None:
-    """Of tokenizers that put a space before a text, and such that do not."""
+    """With tokenizers that put a space before a text, and with others."""
     tokenizer = kind(name).tokenizer
     for word in ("the", "Paris"):
         sequences = bad_words_token_ids(tokenizer, [word])
@@ -72,8 +72,8 @@ def test_the_rule(family: str, wrap: Any) -> None:
 
 
 def test_a_word_is_found_at_the_beginning_and_behind_a_space() -> None:
-    """Of words with as many tokens in both places: whatever way a text writes them, its tokens
-    hold one of the sequences."""
+    """For words with as many tokens in both places: the tokens of any text with the word contain
+    one of the sequences."""
     backend = FAMILIES["byte_level"]()
     for word in ("the", "dog", "isn't"):
         banned = bad_words_token_ids(Wrapped(backend), [word])
@@ -105,8 +105,8 @@ def test_two_forms_where_the_space_belongs_to_the_token() -> None:
         ([], False),
     ],
 )
-def test_which_second_form_counts(spaced: list[int], counts: bool) -> None:
-    """As long as the first form [1, 2], and begun with another token."""
+def test_the_second_form_counts_if_it_is_as_long(spaced: list[int], counts: bool) -> None:
+    """It must be as long as the first form [1, 2], and begin with another token."""
     forms = {"x": [1, 2], " x": spaced, "\n": [9], "\nx": [9, 1, 2]}
 
     class Table:
@@ -127,11 +127,11 @@ def test_no_special_tokens_and_each_sequence_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "error"),
     [(" \n ", r"bad_words\[1\]=' \\n ' has no token.*logit_bias"), ("\ud800", "lone surrogate")],
 )
-def test_what_is_no_word_is_refused_by_its_place(word: str, said: str) -> None:
-    with pytest.raises(BadRequest, match=said) as refusal:
+def test_an_invalid_word_is_refused_by_its_index(word: str, error: str) -> None:
+    with pytest.raises(BadRequest, match=error) as refusal:
         bad_words_token_ids(chat_tokenizer(), ["the", word])
     assert refusal.value.param == "bad_words[1]"
 
@@ -144,7 +144,7 @@ def test_more_tokens_than_an_engine_takes_are_refused() -> None:
     assert refusal.value.param == "bad_words"
 
 
-def test_what_the_model_cannot_draw_needs_no_ban() -> None:
+def test_tokens_that_the_model_cannot_sample_need_no_ban() -> None:
     """A tokenizer may know more tokens than its model."""
     backend = FAMILIES["byte_level"]()
     every = bad_words_token_ids(Wrapped(backend), WORDS)

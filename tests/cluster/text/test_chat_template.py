@@ -68,14 +68,14 @@ def test_tools_and_calls_reach_the_template_as_transformers_has_them() -> None:
     assert '"of a place"' in got
 
 
-def test_what_the_demo_template_writes_its_parser_reads() -> None:
+def test_calls_that_the_demo_template_writes_are_parsed() -> None:
     """A call in the history has the form that an answer's call is read from."""
     template = nano()
     body = chat(messages=CALLED[:2])
     text = template.render(body.messages, TemplateOptions(add_generation_prompt=False))
-    said = text.rpartition("<|assistant|>")[2].removesuffix("<|end|>")
+    refusal = text.rpartition("<|assistant|>")[2].removesuffix("<|end|>")
     parser = make_parser(detect_tools(template.text), None)
-    (call,) = collect([*parser.push(said), *parser.flush()]).tool_calls
+    (call,) = collect([*parser.push(refusal), *parser.flush()]).tool_calls
     assert (call.name, json.loads(call.arguments)) == ("weather", {"place": "Bern"})
 
 
@@ -104,7 +104,7 @@ def test_variables_may_not_take_our_names(name: str) -> None:
     assert caught.value.param == "chat_template_kwargs"
 
 
-def test_a_template_that_fails_is_named_by_whose_it_is() -> None:
+def test_the_error_of_a_template_names_its_source() -> None:
     with pytest.raises(BadRequest, match="this request's chat template refuses") as caught:
         nano().render([USER], TemplateOptions(template="{% if %}"))
     assert caught.value.param == "chat_template"

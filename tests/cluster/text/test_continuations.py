@@ -1,6 +1,6 @@
-"""The text of an answer, as clients get it: it goes on with the prompt, or begins one of its own.
+"""The text of an answer, as clients get it: it continues the prompt, or begins a text of its own.
 
-Over tokenizers that put a space in front of every text, and such that do not.
+Over tokenizers that put a space in front of every text, and over others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 NAMES = ["llama2", "mistral_v3", "phi3", "gemma", "llama3", "qwen3"]
 PREPENDING = ["llama2", "mistral_v3", "phi3"]
-"""Kinds whose texts begin with a space that is not theirs."""
+"""Kinds whose tokenizer adds a space in front of every text."""
 CASES = [
     ("The sky", " is blue"),
     ("The ", "sky"),
@@ -35,7 +35,7 @@ CASES = [
 URL = "/v1/completions"
 
 
-class Talk:
+class ScriptedServer:
     """One server, whose answers are scripted."""
 
     def __init__(self, cluster: FakeCluster, engine: Any, name: str) -> None:
@@ -83,22 +83,22 @@ class Talk:
 
 
 @contextlib.asynccontextmanager
-async def talking(name: str) -> AsyncIterator[Talk]:
+async def running_server(name: str) -> AsyncIterator[ScriptedServer]:
     one = kind(name)
     async with FakeCluster(one.folder(), vocab_size=one.vocab_size).serving() as cluster:
-        yield Talk(cluster, await cluster.join(0), name)
+        yield ScriptedServer(cluster, await cluster.join(0), name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_completion_is_what_follows_its_prompt(name: str) -> None:
     async def run() -> None:
-        async with talking(name) as talk:
+        async with running_server(name) as server:
             for prompt, answer in CASES:
-                ids, script = talk.behind(prompt, answer)
+                ids, script = server.behind(prompt, answer)
                 for sent in (prompt, ids):
-                    whole = await talk.post(URL, script, prompt=sent)
+                    whole = await server.post(URL, script, prompt=sent)
                     assert whole["choices"][0]["text"] == answer
-                    parts = await talk.stream(script, prompt=sent)
+                    parts = await server.stream(script, prompt=sent)
                     assert "".join(part["text"] for part in parts) == answer
 
     asyncio.run(run())
@@ -107,21 +107,21 @@ def test_a_completion_is_what_follows_its_prompt(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_echo_is_the_prompt_as_it_was_sent(name: str) -> None:
     async def run() -> None:
-        async with talking(name) as talk:
+        async with running_server(name) as server:
             for prompt, answer in CASES:
-                ids, script = talk.behind(prompt, answer)
+                ids, script = server.behind(prompt, answer)
                 for sent in (prompt, ids):
                     shown = (
                         prompt
                         if sent is prompt
-                        else talk.tokenizer.decode(ids, skip_special_tokens=True)
+                        else server.tokenizer.decode(ids, skip_special_tokens=True)
                     )
                     fields = {"prompt": sent, "echo": True}
-                    whole = await talk.post(URL, script, **fields)
+                    whole = await server.post(URL, script, **fields)
                     assert whole["choices"][0]["text"] == shown + answer
-                    parts = await talk.stream(script, **fields)
+                    parts = await server.stream(script, **fields)
                     assert "".join(part["text"] for part in parts) == shown + answer
-                alone = await talk.post(URL, [0], prompt=prompt, echo=True, max_tokens=0)
+                alone = await server.post(URL, [0], prompt=prompt, echo=True, max_tokens=0)
                 assert alone["choices"][0]["text"] == prompt
 
     asyncio.run(run())
@@ -133,7 +133,7 @@ def test_offsets_point_at_the_tokens(name: str, echo: bool) -> None:
     """A token that is a part of a character is where that character is; a special token that
     is skipped has a place and no text."""
 
-    def check(talk: Talk, text: str, reported: dict[str, Any], ids: list[int]) -> None:
+    def check(server: ScriptedServer, text: str, reported: dict[str, Any], ids: list[int]) -> None:
         assert len(reported["tokens"]) == len(reported["text_offset"]) == len(ids)
         chars = 0
         for token, offset, token_id in zip(
@@ -145,19 +145,19 @@ def test_offsets_point_at_the_tokens(name: str, echo: bool) -> None:
             if part:
                 assert text[offset : offset + len(before)] == before
                 assert ord(text[offset + len(before)]) > 127
-            elif token_id not in talk.special or text.startswith(token, offset):
+            elif token_id not in server.special or text.startswith(token, offset):
                 assert text[offset : offset + len(token)] == token, (text, token, offset)
 
     async def run() -> None:
-        async with talking(name) as talk:
+        async with running_server(name) as server:
             for prompt, answer in CASES:
-                ids, script = talk.behind(prompt, answer)
+                ids, script = server.behind(prompt, answer)
                 for sent in (prompt, ids):
                     fields = {"prompt": sent, "echo": echo, "logprobs": 1}
-                    (choice,) = (await talk.post(URL, script, **fields))["choices"]
+                    (choice,) = (await server.post(URL, script, **fields))["choices"]
                     all_ids = ids + script if echo else script
-                    check(talk, choice["text"], choice["logprobs"], all_ids)
-                    parts = await talk.stream(script, **fields)
+                    check(server, choice["text"], choice["logprobs"], all_ids)
+                    parts = await server.stream(script, **fields)
                     reported: dict[str, list[Any]] = {"tokens": [], "text_offset": []}
                     for part in parts:
                         for column, values in reported.items():
@@ -170,15 +170,15 @@ def test_offsets_point_at_the_tokens(name: str, echo: bool) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fresh_chat_answer_is_a_beginning(name: str) -> None:
     async def run() -> None:
-        async with talking(name) as talk:
-            said = [{"role": "user", "content": "How is the sky?"}]
-            script = talk.ids("The sky is 你好 😀", special=False)
-            whole = await talk.post("/v1/chat/completions", script, messages=said, logprobs=True)
+        async with running_server(name) as server:
+            reply = [{"role": "user", "content": "How is the sky?"}]
+            script = server.ids("The sky is 你好 😀", special=False)
+            whole = await server.post("/v1/chat/completions", script, messages=reply, logprobs=True)
             (choice,) = whole["choices"]
             assert choice["message"]["content"] == "The sky is 你好 😀"
             reported = [bytes(one["bytes"]) for one in choice["logprobs"]["content"]]
             assert b"".join(reported).decode() == "The sky is 你好 😀"
-            parts = await talk.stream(script, messages=said)
+            parts = await server.stream(script, messages=reply)
             text = "".join(part["delta"].get("content") or "" for part in parts)
             assert text == "The sky is 你好 😀"
 
@@ -188,21 +188,21 @@ def test_a_fresh_chat_answer_is_a_beginning(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_continued_message_is_not_glued(name: str) -> None:
     async def run() -> None:
-        async with talking(name) as talk:
-            said = [
+        async with running_server(name) as server:
+            reply = [
                 {"role": "user", "content": "How is the sky?"},
                 {"role": "assistant", "content": "The sky"},
             ]
-            _, script = talk.behind("The sky", " is blue")
-            fields = {"messages": said, "continue_final_message": True}
-            whole = await talk.post("/v1/chat/completions", script, **fields)
+            _, script = server.behind("The sky", " is blue")
+            fields = {"messages": reply, "continue_final_message": True}
+            whole = await server.post("/v1/chat/completions", script, **fields)
             assert whole["choices"][0]["message"]["content"] == " is blue"
-            parts = await talk.stream(script, **fields)
+            parts = await server.stream(script, **fields)
             text = "".join(part["delta"].get("content") or "" for part in parts)
             assert text == " is blue"
-            echo = await talk.post("/v1/chat/completions", script, **fields, echo=True)
+            echo = await server.post("/v1/chat/completions", script, **fields, echo=True)
             assert echo["choices"][0]["message"]["content"] == "The sky is blue"
-            message = await talk.post("/v1/messages", script, messages=said)
+            message = await server.post("/v1/messages", script, messages=reply)
             assert message["content"][0]["text"] == " is blue"
 
     asyncio.run(run())
@@ -211,13 +211,13 @@ def test_a_continued_message_is_not_glued(name: str) -> None:
 @pytest.mark.parametrize("name", PREPENDING)
 def test_behind_the_first_special_tokens_a_text_begins(name: str) -> None:
     async def run() -> None:
-        async with talking(name) as talk:
-            script = talk.ids("The sky", special=False)
-            prompt = [talk.tokenizer.bos_token_id]
+        async with running_server(name) as server:
+            script = server.ids("The sky", special=False)
+            prompt = [server.tokenizer.bos_token_id]
             for skip in (True, False):
-                whole = await talk.post(URL, script, prompt=prompt, skip_special_tokens=skip)
+                whole = await server.post(URL, script, prompt=prompt, skip_special_tokens=skip)
                 assert whole["choices"][0]["text"] == "The sky"
-            echo = await talk.post(URL, script, prompt=prompt, echo=True)
+            echo = await server.post(URL, script, prompt=prompt, echo=True)
             assert echo["choices"][0]["text"] == "The sky"
 
     asyncio.run(run())
@@ -226,15 +226,15 @@ def test_behind_the_first_special_tokens_a_text_begins(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stop_string_may_begin_with_the_first_space(name: str) -> None:
     async def run() -> None:
-        async with talking(name) as talk:
-            _, script = talk.behind("The sky", " is blue")
+        async with running_server(name) as server:
+            _, script = server.behind("The sky", " is blue")
             for stop, text in ((" is", ""), (" blue", " is")):
                 for stream in (False, True):
                     fields = {"prompt": "The sky", "stop": stop}
                     if stream:
-                        choices = await talk.stream(script, **fields)
+                        choices = await server.stream(script, **fields)
                     else:
-                        choices = (await talk.post(URL, script, **fields))["choices"]
+                        choices = (await server.post(URL, script, **fields))["choices"]
                     assert "".join(choice["text"] for choice in choices) == text
                     assert choices[-1]["stop_reason"] == stop
 
@@ -246,25 +246,25 @@ def test_a_form_reaches_the_client_to_the_letter(name: str) -> None:
     """Behind a chat's template and behind a completion's prompt, whole and streamed."""
 
     async def run() -> None:
-        async with talking(name) as talk:
-            said = [{"role": "user", "content": "How is the sky?"}]
+        async with running_server(name) as server:
+            reply = [{"role": "user", "content": "How is the sky?"}]
             for regex, answer in ((" [a-z ]+", " is blue"), ("[a-z ]+", "is blue")):
-                _, script = talk.behind("The sky", answer)
+                _, script = server.behind("The sky", answer)
                 form = {"structured_outputs": {"regex": regex}}
-                whole = await talk.post("/v1/chat/completions", script, messages=said, **form)
+                whole = await server.post("/v1/chat/completions", script, messages=reply, **form)
                 assert whole["choices"][0]["message"]["content"] == answer
-                parts = await talk.stream(script, messages=said, **form)
+                parts = await server.stream(script, messages=reply, **form)
                 text = "".join(part["delta"].get("content") or "" for part in parts)
                 assert text == answer
-                whole = await talk.post(URL, script, prompt="The sky", **form)
+                whole = await server.post(URL, script, prompt="The sky", **form)
                 assert whole["choices"][0]["text"] == answer
             schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
-            script = talk.behind("|", '{"a": 1}')[1]
+            script = server.behind("|", '{"a": 1}')[1]
             for field in (
                 {"response_format": schema},
                 {"response_format": {"type": "json_object"}},
             ):
-                whole = await talk.post("/v1/chat/completions", script, messages=said, **field)
+                whole = await server.post("/v1/chat/completions", script, messages=reply, **field)
                 assert whole["choices"][0]["message"]["content"] == '{"a": 1}'
 
     asyncio.run(run())
@@ -272,19 +272,19 @@ def test_a_form_reaches_the_client_to_the_letter(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama2", "llama3"])
 @pytest.mark.parametrize("cut", [1, 3, 4, 5])
-def test_a_continuation_goes_on_after_a_move(name: str, cut: int) -> None:
+def test_a_continuation_continues_after_a_migration(name: str, cut: int) -> None:
     """Also where prompt and answer, or the two engines, share a character."""
 
     async def run() -> None:
-        async with talking(name) as talk:
-            whole = talk.ids("The sky 😃😃 is blue")
+        async with running_server(name) as server:
+            whole = server.ids("The sky 😃😃 is blue")
             first = next(
                 place
                 for place in range(2, len(whole))
-                if talk.tokenizer.decode(whole[:place]).endswith("\ufffd")
+                if server.tokenizer.decode(whole[:place]).endswith("\ufffd")
             )
             prompt, script = whole[: first + 1], whole[first + 1 :]
-            cluster = talk.cluster
+            cluster = server.cluster
             await cluster.remove(0)
             cluster._script = script
             engine = await cluster.join(1, steps=cut)
@@ -324,8 +324,8 @@ def test_an_answer_under_a_grammar_has_its_form_to_the_letter(name: str) -> None
             for form in FORMS
             for seed in range(3)
         ]
-        said = [[{"role": "user", "content": "How is the sky?"}]] * len(params)
-        outputs = [*llm.chat(said, params), *llm.generate(["The sky"] * len(params), params)]
+        reply = [[{"role": "user", "content": "How is the sky?"}]] * len(params)
+        outputs = [*llm.chat(reply, params), *llm.generate(["The sky"] * len(params), params)]
         for place, output in enumerate(outputs):
             form = place % len(params) // 3
             text = output.outputs[0].text
@@ -336,7 +336,7 @@ def test_an_answer_under_a_grammar_has_its_form_to_the_letter(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3"])
-def test_offline_a_completion_goes_on_and_a_chat_begins(name: str) -> None:
+def test_offline_a_completion_continues_and_a_chat_begins(name: str) -> None:
     one = kind(name)
     tokenizer = one.tokenizer
     with LLM(str(one.folder()), **{"model.max_model_len": 512}) as llm:
@@ -345,16 +345,16 @@ def test_offline_a_completion_goes_on_and_a_chat_begins(name: str) -> None:
         assert answer.prompt == "The sky"
         ids = answer.prompt_token_ids + answer.outputs[0].token_ids
         assert "The sky" + answer.outputs[0].text == tokenizer.decode(ids, skip_special_tokens=True)
-        said = [
+        reply = [
             {"role": "user", "content": "How is the sky?"},
             {"role": "assistant", "content": "The sky"},
         ]
-        (answer,) = llm.chat(said, params, continue_final_message=True)
+        (answer,) = llm.chat(reply, params, continue_final_message=True)
         ids = answer.prompt_token_ids
         assert tokenizer.decode(ids).endswith("The sky")
         both = tokenizer.decode(ids + answer.outputs[0].token_ids, skip_special_tokens=True)
         assert both.endswith("The sky" + answer.outputs[0].text)
-        (answer,) = llm.chat(said[:1], params)
+        (answer,) = llm.chat(reply[:1], params)
         assert answer.outputs[0].text == tokenizer.decode(
             answer.outputs[0].token_ids, skip_special_tokens=True
         )

@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 def engine_requests(
     folder: Path, requests: list[tuple[str, dict[str, Any]]], **settings: object
 ) -> list[Any]:
-    """What the engine gets for each payload, and what the answer says."""
+    """The request that the engine gets for each payload, and the answer."""
 
     async def run() -> list[Any]:
         async with FakeCluster(folder, **settings).serving() as cluster:
@@ -69,7 +69,7 @@ def filters(request: Any) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_request_that_does_not_say_gets_the_models_defaults(folder):
+def test_fields_that_a_request_omits_have_the_models_defaults(folder):
     got = engine_requests(folder, list(REQUESTS.items()))
     assert [filters(request) for request, _ in got] == [DEFAULTS] * 4
     # Chat and responses have no limit of their own; completions and messages have.
@@ -79,10 +79,12 @@ def test_a_request_that_does_not_say_gets_the_models_defaults(folder):
 
 
 @pytest.mark.slow
-def test_null_says_nothing_and_a_neutral_value_says_something(folder):
+def test_null_means_the_default_and_a_neutral_value_does_not(folder):
     null = dict.fromkeys(NAMES)
     requests = [("/v1/completions", {"prompt": [1], **null})]
-    requests += [("/v1/chat/completions", {"messages": HELLO, **said}) for said in (NEUTRAL, SAID)]
+    requests += [
+        ("/v1/chat/completions", {"messages": HELLO, **fields}) for fields in (NEUTRAL, SAID)
+    ]
     requests += [("/v1/responses", {"input": "x", **NEUTRAL})]
     few = {name: SAID[name] for name in ("temperature", "top_p", "top_k")}
     requests += [("/v1/messages", {"messages": HELLO, "max_tokens": 2, **few})]
@@ -91,7 +93,7 @@ def test_null_says_nothing_and_a_neutral_value_says_something(folder):
 
 
 @pytest.mark.slow
-def test_the_file_is_ignored_where_the_operator_says_so(folder):
+def test_the_file_is_ignored_where_configured(folder):
     got = engine_requests(folder, list(REQUESTS.items()), **{"model.generation_config": "none"})
     assert [filters(request) for request, _ in got] == [NEUTRAL] * 4
     assert got[1][0].max_tokens > 100
@@ -99,7 +101,7 @@ def test_the_file_is_ignored_where_the_operator_says_so(folder):
 
 
 @pytest.mark.slow
-def test_a_longer_answer_than_the_default_may_be_asked_for(folder):
+def test_a_longer_answer_than_the_default_may_be_requested(folder):
     payload = {"messages": HELLO, "max_tokens": 40, "ignore_eos": True}
     ((request, _),) = engine_requests(folder, [("/v1/chat/completions", payload)])
     assert request.max_tokens == 40
@@ -133,7 +135,7 @@ def test_a_value_that_no_request_may_have_is_refused_by_the_files_name(tmp_path,
     assert "model.generation_config=none" in str(refused.value)
 
 
-def test_what_is_null_or_not_there_has_no_default(tmp_path):
+def test_null_or_absent_keys_have_no_default(tmp_path):
     assert read(tmp_path, temperature=None, top_k=None) == GenerationDefaults()
     assert read(tmp_path, top_k=-1).sampling == {"top_k": -1}
     (tmp_path / "generation_config.json").unlink()

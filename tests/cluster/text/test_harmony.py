@@ -1,5 +1,5 @@
-"""Answers of gpt-oss under the grammar of a request: each message in its channel, whatever the
-request asks for."""
+"""Answers of gpt-oss under the grammar of a request: each message is in its channel, whatever the
+request contains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ MARKS = {
 
 
 def walks(seeds: int = 6, **fields: Any) -> list[tuple[str, GrammarSample]]:
-    """Those that end, as they do for most seeds: two of three like to end a message."""
+    """Random walks that end, as most seeds do: two of three prefer the tokens that end a
+    message."""
     body, found = request(thinking_token_budget=8, **fields), []
     for seed in range(seeds):
         likes = ((), ("<|end|>",), ("<|end|>", "<|message|>"))[seed % 3]
@@ -65,7 +66,7 @@ def test_a_form_is_the_final_message(fields: dict[str, Any], content: list[str] 
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_calls_that_are_asked_for_may_be_thought_about(choice: Any) -> None:
+def test_reasoning_may_precede_requested_calls(choice: Any) -> None:
     reasoned = set()
     for text, answer in walks(tools=TOOLS, tool_choice=choice):
         message = answer.message
@@ -97,7 +98,7 @@ def test_the_model_chooses_between_text_and_a_call(
             assert "<|channel|>final<|message|>" in text
         seen.add((bool(message.reasoning), bool(message.content), bool(message.tool_calls)))
     assert {called for _, _, called in seen} == {False, True}
-    assert {said for _, said, called in seen if called} == {False, True}
+    assert {spoke for _, spoke, called in seen if called} == {False, True}
     assert {thought for thought, _, _ in seen} == {False, True}
 
 
@@ -117,7 +118,7 @@ def test_a_form_or_a_call() -> None:
 @pytest.mark.parametrize("fields", [{}, {"response_format": FORM}, {"tools": STRICT}])
 @pytest.mark.parametrize("budget", [0, 1, 5])
 def test_a_budget_is_that_of_all_reasoning(budget: int, fields: dict[str, Any]) -> None:
-    """Behind the message that may be thought, there is no other one."""
+    """After the message of reasoning there is no other one."""
     encode = kind(NAME).tokenizer.encode
     opening = encode("<|channel|>analysis<|message|>", add_special_tokens=False)
     (end,) = encode("<|end|>", add_special_tokens=False)
@@ -168,7 +169,7 @@ def test_a_model_writes_them() -> None:
         "thinking_token_budget": 5,
         "seed": 1,
     }
-    asked = [
+    cases = [
         {"tools": STRICT, "tool_choice": "required"},
         {"tools": STRICT, "tool_choice": NAMED},
         {"response_format": FORM},
@@ -177,7 +178,7 @@ def test_a_model_writes_them() -> None:
     with start_in_process_server(
         kind(NAME).folder(), **{"model.name": "gpt", "model.max_model_len": 2048}
     ) as house:
-        for fields in asked:
+        for fields in cases:
             answer = httpx.post(
                 f"{house.url}/v1/chat/completions", json={**base, **fields}, timeout=60
             ).json()

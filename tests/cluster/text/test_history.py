@@ -1,5 +1,5 @@
-"""History is tolerant: what an SDK's own objects say when they are sent back is taken, whatever
-fields they have; what cannot be served is refused by name all the same."""
+"""History is tolerant: objects of SDKs are accepted when they are sent back, with all their fields;
+what cannot be served is still refused by name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refusal(*messages: Any, **fields: Any) -> BadRequest:
 
 
 def parsed_message() -> dict[str, Any]:
-    """As `client.chat.completions.parse` gives it, dumped whole."""
+    """A message from `client.chat.completions.parse`, dumped whole."""
     function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": Answer(a=1)}
     call = ParsedFunctionToolCall.model_validate({**CALL, "function": function})
     message = ParsedChatCompletionMessage[Answer](
@@ -98,7 +98,7 @@ def test_names_that_no_list_has_are_one_label() -> None:
     assert ignored == {"other": 50}
 
 
-def test_they_are_ignored_in_parts_calls_and_tools() -> None:
+def test_unknown_fields_are_ignored_in_parts_calls_and_tools() -> None:
     part = {"type": "text", "text": "yes", "id": "p", "cache_control": None}
     call = {**CALL, "extra_content": {}, "function": {**CALL["function"], "parsed_arguments": {}}}
     tool = {**TOOL, "strict": True, "function": {**TOOL["function"], "returns": {}}}
@@ -111,14 +111,14 @@ def test_they_are_ignored_in_parts_calls_and_tools() -> None:
 
 
 def test_a_schema_keeps_properties_that_have_such_names() -> None:
-    """They are no fields of ours."""
+    """They are names of properties, not fields of ours."""
     schema = {"type": "object", "properties": {"parsed": {"type": "string"}, "id": {}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "returns": {}}}
     request, _ = chat(tools=[tool])
     assert request.tools[0].function.parameters == schema
 
 
-def test_what_is_kept_is_the_very_text() -> None:
+def test_kept_values_are_not_rewritten() -> None:
     text = 'ü "quoted" \\ \u2028 \U0001f600 {"parsed": 1}, [1'
     request, ignored = chat({"role": "user", "content": text, "id": "x"})
     assert (request.messages[1].content, ignored["id"]) == (text, 1)
@@ -139,7 +139,7 @@ def test_what_is_kept_is_the_very_text() -> None:
         ({"role": "assistant", "id": "x", "content": 5}, "messages[1].content"),
     ],
 )
-def test_what_is_known_and_not_served_is_refused_all_the_same(message: Any, param: str) -> None:
+def test_known_unsupported_content_is_still_refused(message: Any, param: str) -> None:
     assert refusal(message).param == param
 
 
@@ -179,7 +179,7 @@ def test_tokenize_reads_the_same_history() -> None:
 
 
 def parsed_items() -> list[dict[str, Any]]:
-    """As `client.responses.parse` gives them, dumped whole."""
+    """Items from `client.responses.parse`, dumped whole."""
     text = ParsedResponseOutputText[Answer](
         type="output_text", text='{"a": 1}', annotations=[], parsed=Answer(a=1)
     )
@@ -257,12 +257,12 @@ def shown(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_reasoning_is_vllms_name_of_reasoning_content() -> None:
-    said = {"role": "assistant", "content": "yes"}
-    assert shown({**said, "reasoning": "hm"})["reasoning_content"] == "hm"
+    answer = {"role": "assistant", "content": "yes"}
+    assert shown({**answer, "reasoning": "hm"})["reasoning_content"] == "hm"
     assert (
-        shown({**said, "reasoning": "no", "reasoning_content": "hm"})["reasoning_content"] == "hm"
+        shown({**answer, "reasoning": "no", "reasoning_content": "hm"})["reasoning_content"] == "hm"
     )
-    assert "reasoning_content" not in shown({**said, "reasoning": {"effort": "low"}})
+    assert "reasoning_content" not in shown({**answer, "reasoning": {"effort": "low"}})
 
 
 @pytest.mark.parametrize(

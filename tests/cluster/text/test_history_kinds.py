@@ -58,7 +58,7 @@ def test_the_older_form_of_a_call_is_written_as_the_newer(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_role_of_ones_own_is_written_or_refused(name: str) -> None:
-    """Never left out in silence."""
+    """It is never dropped silently."""
     refused = None
     text = ""
     try:

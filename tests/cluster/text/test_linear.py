@@ -88,8 +88,8 @@ def stopped(text: str) -> None:
 
 
 def chat(text: str) -> None:
-    said = {"model": "m", "messages": [{"role": "user", "content": text}]}
-    decode(msgspec.json.encode(said), ChatCompletionRequest)
+    content = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    decode(msgspec.json.encode(content), ChatCompletionRequest)
 
 
 READERS: dict[str, Callable[[str], object]] = {

@@ -112,7 +112,7 @@ def test_the_limit_in_bytes_refuses_nothing_that_fits(name: str, text: str) -> N
     assert len(text.encode()) <= prompts.max_prompt_bytes * len(tokenizer.encode(text))
 
 
-def test_too_long_in_openais_words() -> None:
+def test_a_too_long_prompt_has_openais_message() -> None:
     error = refusal(PROMPTS.encode, "9 " * 70)
     assert error.code == "context_length_exceeded"
     assert f"maximum context length is {MAX_LEN} tokens" in error.message
@@ -170,7 +170,7 @@ def test_a_template_that_knows_developer_gets_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "code", "said"),
+    ("template", "code", "refusal_text"),
     [
         (None, "no_chat_template", "/v1/completions"),
         ("{{ raise_exception('roles must alternate') }}", "chat_template_error", "alternate"),
@@ -181,11 +181,13 @@ def test_a_template_that_knows_developer_gets_it() -> None:
         ("{{ 'x ' * 1000 }}", "context_length_exceeded", "maximum context length"),
     ],
 )
-def test_templates_that_fail_are_refusals(template: Any, code: str | None, said: str) -> None:
+def test_templates_that_fail_are_refusals(
+    template: Any, code: str | None, refusal_text: str
+) -> None:
     error = refusal(processor(made.chat_tokenizer(template)).chat_prompt, CHAT)
     assert error.code == code
     assert error.param == "messages"
-    assert said in error.message
+    assert refusal_text in error.message
 
 
 @pytest.mark.parametrize("raw", [[{"role": "x"}], [{"content": "a"}], [5], [], ["a"], [object()]])
@@ -229,14 +231,14 @@ def test_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["1", [1, "2"], -1, 2.0, True, {"id": 1}])
-def test_ends_that_are_no_ids(tmp_path: Path, value: object) -> None:
+def test_invalid_end_token_ids(tmp_path: Path, value: object) -> None:
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
         with pytest.raises(ConfigError, match=rf"{name}: eos_token_id=.*integer.*without quotes"):
             load_eos_token_ids(str(tmp_path), TOKENIZER)
 
 
-def test_a_folder_without_tokenizer_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no tokenizer.*tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{broken")

@@ -71,14 +71,14 @@ REFUSED: list[tuple[str, Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "said", "limit"), REFUSED)
-def test_refusal_names_field_value_and_limit(field: str, value: Any, said: str, limit: str) -> None:
+@pytest.mark.parametrize(("field", "value", "text", "limit"), REFUSED)
+def test_refusal_names_field_value_and_limit(field: str, value: Any, text: str, limit: str) -> None:
     with pytest.raises(BadRequest) as caught:
         validate(SamplingParams(**{field: value}), vocab_size=VOCAB)
     error = caught.value
     assert error.param == field
     assert field in error.message
-    assert said in error.message
+    assert text in error.message
     assert limit in error.message
     assert len(error.message) < 300
 
@@ -137,7 +137,7 @@ def core(params: SamplingParams, **changes: Any) -> EngineCoreRequest:
     )
 
 
-def test_core_request_says_the_same_in_tokens() -> None:
+def test_core_request_has_the_same_parameters_in_tokens() -> None:
     params = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=3, min_tokens=2, stop_token_ids=[4]
     )

@@ -1,4 +1,4 @@
-"""Stop strings against a plain reading of the whole text."""
+"""Stop strings against a plain search in the whole text."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_exactly_what_may_become_a_stop_is_held(pieces: list[str], stops: list[s
 
 @settings(max_examples=200, deadline=None)
 @given(st.text("ab", max_size=30), STOPS, st.booleans(), st.data())
-def test_borders_of_pieces_do_not_matter(
+def test_borders_between_pieces_do_not_matter(
     text: str, stops: list[str], include: bool, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -82,7 +82,7 @@ def test_the_stop_that_completes_first_wins() -> None:
     assert run(["xabc"], ["abc", "b"], False, 0) == (["xa"], "b", 1)
 
 
-def test_of_two_that_complete_together_the_longer_wins() -> None:
+def test_the_longer_of_two_stops_that_complete_together_wins() -> None:
     assert run(["xa", "bc"], ["c", "bc", "abc"], False, 0) == (["x", ""], "abc", 2)
 
 

@@ -1,4 +1,4 @@
-"""Wishes about the form of an answer: each becomes a grammar of exactly that form, or a refusal."""
+"""Structured outputs: each format becomes a grammar of exactly that format, or a refusal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NANO = str(Path(__file__).parents[3] / "configs/models/nano")
 
 
 def accepts(source: str, text: str) -> bool:
-    """Whether a text is a sentence: asked of the library, with tokens of one byte."""
+    """Whether the library accepts a text, with tokens of one byte."""
     matcher = LLMatcher(load_vocabulary(NANO), source, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     tokens = list(text.encode())
@@ -242,7 +242,7 @@ def test_grammars_that_are_refused(source):
     assert len(error.message) < 500
 
 
-def test_what_only_looks_like_a_token_is_text():
+def test_text_that_only_looks_like_a_token_is_text():
     source = lark(grammar='start: "<a>" /<b>|[<]c>/ // <d>\n# <e>\n')
     assert accepts(source, "<a><b>")
     assert accepts(lark(grammar="start: /a\n<b>/ /[<]c\n>/"), "a\n<b><c\n>")
@@ -293,7 +293,7 @@ PEOPLE = [
 
 
 def run(**overrides) -> list[list[int]]:
-    """Sampled at temperature 1.5, each kind of wish beside rows without one."""
+    """Sample at temperature 1.5, each kind of format beside rows without one."""
     forms = [
         StructuredOutputs(json=SCHEMA),
         None,
@@ -305,10 +305,10 @@ def run(**overrides) -> list[list[int]]:
         name, age, city = PEOPLE[i % 3]
         text = f"json name, age, city: {name} is {age} years old and lives in {city}."
         talks.append([{"role": "user", "content": text}])
-        wish = SamplingParams(
+        params_of_row = SamplingParams(
             temperature=1.5, seed=i, max_tokens=200, structured_outputs=forms[i % len(forms)]
         )
-        params.append(wish)
+        params.append(params_of_row)
     with LLM(NANO, **{"model.device": "cpu", "scheduler.max_rows": 8, **overrides}) as llm:
         answers = llm.chat(talks, params)
         llm.check_idle()
@@ -344,7 +344,7 @@ def test_answers_do_not_depend_on_how_steps_are_run(overrides, one_step_at_a_tim
 
 def test_bad_forms_are_refused_before_anything_is_computed():
     with LLM(NANO, **{"model.device": "cpu"}) as llm:
-        wish = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "shoe"}))
+        params_of_row = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "shoe"}))
         with pytest.raises(BadRequest, match="Invalid type: shoe"):
-            llm.generate(["one", "two"], [SamplingParams(), wish])
+            llm.generate(["one", "two"], [SamplingParams(), params_of_row])
         llm.check_idle()

@@ -1,4 +1,5 @@
-"""Forms that cannot be held are refused with the reason; what is hostile ends its check alone."""
+"""Formats that cannot be enforced are refused with the reason; a hostile grammar ends only its own
+check."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def refused(schema: Schema) -> BadRequest:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_held_is_refused_with_the_reason(name):
+def test_formats_that_cannot_be_enforced_are_refused_with_the_reason(name):
     error = refused(REFUSED[name])
     assert error.param == "structured_outputs.json"
     assert error.message.startswith("structured_outputs.json")
@@ -64,7 +65,7 @@ def test_what_cannot_be_held_is_refused_with_the_reason(name):
         ("one of that may overlap", "use anyOf"),
     ],
 )
-def test_reasons_say_what_to_change(name, reason):
+def test_reasons_name_the_way_out(name, reason):
     assert reason in refused(REFUSED[name]).message
 
 

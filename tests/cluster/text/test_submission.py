@@ -1,4 +1,4 @@
-"""Requests of many answers: how many may be drawn, and that all of them begin or none."""
+"""Requests of many answers: how many are allowed, and that all of them begin or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text import input_processor as asks
+from swell.cluster.text import input_processor
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams, internal_request_id
 from swell.cluster.text.validate_params import check_num_children
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
@@ -57,7 +57,7 @@ def test_ids_do_not_collide() -> None:
 
 
 def test_too_many_answers_begin_none(folder: Path) -> None:
-    async def ask() -> None:
+    async def scenario() -> None:
         async with FakeCluster(folder, **{"serve.max_children": 16}).serving() as cluster:
             engine = await cluster.join(0)
             payload: dict[str, Any] = {**body([1, 2], 2), "prompt": [[1, 2]] * 4, "n": 5}
@@ -72,12 +72,12 @@ def test_too_many_answers_begin_none(folder: Path) -> None:
             answer = await cluster.client.post("/v1/completions", json={**payload, "n": 4})
             assert len(answer.json()["choices"]) == 16
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_fails_in_the_middle_leaves_no_answer_running(folder: Path, stream: bool) -> None:
-    async def ask() -> None:
+def test_a_failure_between_answers_leaves_none_running(folder: Path, stream: bool) -> None:
+    async def scenario() -> None:
         async with FakeCluster(folder).serving() as cluster:
             engine = await cluster.join(0, steps=0)
             llm = cluster.ingress.llm
@@ -102,11 +102,11 @@ def test_what_fails_in_the_middle_leaves_no_answer_running(folder: Path, stream:
             answer = await cluster.client.post("/v1/completions", json=body([7], 3))
             assert answer.json()["choices"][0]["token_ids"] == truth([7], 3)
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_one_request_that_cannot_be_placed_leaves_nothing_behind(folder: Path) -> None:
-    async def ask() -> None:
+    async def scenario() -> None:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
             llm = cluster.ingress.llm
@@ -119,21 +119,21 @@ def test_one_request_that_cannot_be_placed_leaves_nothing_behind(folder: Path) -
             assert answer.status_code == 500
             assert llm._processor.request_states == {}
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_a_client_that_leaves_while_its_answers_begin_takes_them_along(folder: Path) -> None:
-    async def ask() -> None:
+    async def scenario() -> None:
         async with FakeCluster(folder).serving() as cluster:
             engine = await cluster.join(0, steps=0)
             payload = {**body([1], 5), "prompt": [[n % 400] * 500 for n in range(1000)]}
-            asking = asyncio.create_task(cluster.client.post("/v1/completions", json=payload))
+            response = asyncio.create_task(cluster.client.post("/v1/completions", json=payload))
             await until(lambda: engine.arrived)
-            asking.cancel()
+            response.cancel()
             await until(lambda: not cluster.ingress.llm._processor.request_states)
             await until(lambda: engine.arrived and not engine.requests)
 
-    asyncio.run(ask())
+    asyncio.run(scenario())
 
 
 def test_a_client_that_leaves_or_is_late_does_not_queue_for_its_grammar(
@@ -141,9 +141,9 @@ def test_a_client_that_leaves_or_is_late_does_not_queue_for_its_grammar(
 ) -> None:
     """A grammar may take half a second to check, and one process checks them all."""
     compiled: list[object] = []
-    monkeypatch.setattr(asks, "compile_grammar", lambda *args: compiled.append(args))
+    monkeypatch.setattr(input_processor, "compile_grammar", lambda *args: compiled.append(args))
 
-    async def ask() -> None:
+    async def scenario() -> None:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
             free = threading.Event()
@@ -167,4 +167,4 @@ def test_a_client_that_leaves_or_is_late_does_not_queue_for_its_grammar(
             await grammars.run(len, ())
             assert compiled == []
 
-    asyncio.run(ask())
+    asyncio.run(scenario())

@@ -153,7 +153,7 @@ def suffix_bpe() -> Tokenizer:
 
 @cache
 def replaced_after_fusing() -> Tokenizer:
-    """A rule over the whole text, which no table of pieces can tell."""
+    """A rule over the whole text, which no table of pieces can express."""
     tokenizer = _fallback_bpe()
     tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex("▁+"), " ")])
     return tokenizer

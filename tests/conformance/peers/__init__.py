@@ -1,3 +1,3 @@
-"""What the API tests of vLLM, SGLang and Ray Serve LLM check on a server, checked on ours. Every
-test here is our own; its docstring names the peers' test that checks the same. What we do
-differently fails here too, by `differs`, with the reason: `docs/compatibility.md` lists these."""
+"""The checks of the API tests of vLLM, SGLang and Ray Serve LLM, on a server of ours. Every
+test here is our own; its docstring names the peers' test that checks the same. A behaviour that
+differs fails here too, by `differs`, with the reason: `docs/compatibility.md` lists these."""

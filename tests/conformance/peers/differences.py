@@ -1,5 +1,5 @@
-"""What peers' tests expect and Swell does otherwise, with the reason. `docs/compatibility.md` has
-the same table, and `test_differences.py` compares both."""
+"""Expectations of peers' tests that Swell does not meet, with the reason. `docs/compatibility.md`
+has the same table, and `test_differences.py` compares both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIFFERENCES: dict[str, str] = {
         "client with `n` and `logprobs`"
     ),
     "vllm test_chat.py::test_chat_completion_stream_options[min_characters]": (
-        "`min_tokens` is the floor; characters are not what an engine counts"
+        "`min_tokens` is the floor; an engine counts tokens, not characters"
     ),
     "vllm test_chat.py::test_invocations": (
         "`/invocations` is SageMaker's name for the routes that exist; a proxy renames"
@@ -24,7 +24,7 @@ DIFFERENCES: dict[str, str] = {
     "vllm test_completion_with_prompt_embeds.py": "no prompts of embeddings",
     "vllm test_vision.py": "text alone: image, audio and video parts are refused by name",
     "vllm test_tokenization.py::test_tokenizer_info_basic": (
-        "the tokenizer is a file that everybody may read; its settings are not served"
+        "the tokenizer is a public file; its settings are not served"
     ),
     "vllm test_lora_adapters.py": "no LoRA adapters",
     "vllm test_batched_chat_completions.py": "several conversations are several requests",
@@ -34,7 +34,7 @@ DIFFERENCES: dict[str, str] = {
     "sglang test_matched_stop.py::matched_stop": "the field is vLLM's `stop_reason`",
     "sglang test_openai_server_hidden_states.py": "hidden states leave no worker",
     "sglang test_structural_tag.py": (
-        "no structural tags: tools with `strict`, or a grammar, say the same"
+        "no structural tags: tools with `strict`, or a grammar, have the same effect"
     ),
     "sglang test_openai_embedding.py": "no embeddings, no reranking",
     "sglang test_protocol.py::test_chat_completion_json_format[schema beside type]": (

@@ -74,7 +74,7 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """What a stream says between its start and [DONE]."""
+    """The events of a stream between its start and [DONE]."""
     assert answer.status_code == 200, answer.text
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"

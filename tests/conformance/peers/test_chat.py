@@ -47,9 +47,9 @@ def test_too_many_logprobs(post: Post, top: int, stream: bool) -> None:
 @pytest.mark.parametrize("requested", [0, 1, 2, None])
 def test_prompt_logprobs(post: Post, requested: int | None) -> None:
     """vLLM test_chat.py::test_prompt_logprobs_chat, test_more_than_one_prompt_logprobs_chat"""
-    talk = [*UPPER, {"role": "assistant", "content": "ABC"}, *UPPER]
+    turns = [*UPPER, {"role": "assistant", "content": "ABC"}, *UPPER]
     more = {} if requested is None else {"prompt_logprobs": requested}
-    response = ok(post(CHAT, messages=talk, max_tokens=1, **more))["prompt_logprobs"]
+    response = ok(post(CHAT, messages=turns, max_tokens=1, **more))["prompt_logprobs"]
     assert (response is None) == (requested is None)
     if requested is not None:
         assert max(requested, 1) <= len(response[3]) <= requested + 1
@@ -63,16 +63,16 @@ def test_every_logprob(post: Post) -> None:
 
 def test_single_chat_session(client: openai.OpenAI) -> None:
     """vLLM test_chat.py::test_single_chat_session"""
-    talk: list[Any] = [{"role": "system", "content": "you are helpful"}, *UPPER]
+    turns: list[Any] = [{"role": "system", "content": "you are helpful"}, *UPPER]
     answer = client.chat.completions.create(
-        model=MODEL, messages=talk, max_completion_tokens=2, temperature=0
+        model=MODEL, messages=turns, max_completion_tokens=2, temperature=0
     )
     (choice,) = answer.choices
     assert answer.id and choice.finish_reason == "length"
     assert answer.usage is not None and answer.usage.completion_tokens == 2
     assert choice.message.role == "assistant" and choice.message.content == "AB"
-    talk += [choice.message, {"role": "user", "content": "upper: xy"}]
-    second = client.chat.completions.create(model=MODEL, messages=talk, max_completion_tokens=5)
+    turns += [choice.message, {"role": "user", "content": "upper: xy"}]
+    second = client.chat.completions.create(model=MODEL, messages=turns, max_completion_tokens=5)
     assert second.choices[0].message.content is not None
 
 
@@ -128,24 +128,24 @@ def test_characters_at_least(post: Post) -> None:
 
 def test_unknown_fields_in_messages(post: Post) -> None:
     """vLLM test_chat.py::test_extra_fields_allowed"""
-    talk = [UPPER[0] | {"extra_field": "0"}]
-    assert ok(post(CHAT, messages=talk))["choices"][0]["message"]["content"] == "ABC"
+    turns = [UPPER[0] | {"extra_field": "0"}]
+    assert ok(post(CHAT, messages=turns))["choices"][0]["message"]["content"] == "ABC"
 
 
 def test_unknown_fields_in_parts(post: Post) -> None:
     """vLLM test_extra_content_fields.py"""
     part = {"type": "text", "text": "upper: abc", "source_lang_code": "en"}
-    talk = [{"role": "user", "content": [part]}]
-    assert ok(post(CHAT, messages=talk))["choices"][0]["message"]["content"] == "ABC"
+    turns = [{"role": "user", "content": [part]}]
+    assert ok(post(CHAT, messages=turns))["choices"][0]["message"]["content"] == "ABC"
 
 
 @pytest.mark.parametrize("role", ["user", "system"])
 def test_content_of_parts(post: Post, role: str) -> None:
     """vLLM test_chat.py::test_complex_message_content, test_chat_error.py"""
     text = "upper: abc" if role == "user" else "x"
-    talk: list[Any] = [{"role": role, "content": [{"type": "text", "text": text}]}]
-    talk += UPPER if role == "system" else []
-    assert ok(post(CHAT, messages=talk))["choices"][0]["message"]["content"]
+    turns: list[Any] = [{"role": role, "content": [{"type": "text", "text": text}]}]
+    turns += UPPER if role == "system" else []
+    assert ok(post(CHAT, messages=turns))["choices"][0]["message"]["content"]
 
 
 def test_custom_roles(post: Post) -> None:
@@ -195,32 +195,35 @@ def test_n_with_a_seed(post: Post) -> None:
 
 
 @pytest.mark.parametrize("echo", [True, False])
-def test_echo_of_a_message_that_goes_on(post: Post, echo: bool) -> None:
+def test_echo_of_a_continued_message(post: Post, echo: bool) -> None:
     """vLLM test_chat_echo.py::test_chat_session_with_echo_and_continue_final_message"""
-    talk = [*UPPER, {"role": "assistant", "content": "AB"}]
-    body = {"messages": talk, "echo": echo, "continue_final_message": True}
+    turns = [*UPPER, {"role": "assistant", "content": "AB"}]
+    body = {"messages": turns, "echo": echo, "continue_final_message": True}
     content = ok(post(CHAT, **body, add_generation_prompt=False))["choices"][0]["message"]
     assert content["content"] == ("ABC" if echo else "C")
 
 
-def test_a_message_goes_on(post: Post) -> None:
+def test_a_message_is_continued(post: Post) -> None:
     """SGLang test_openai_server.py::test_response_prefill"""
-    talk = [{"role": "user", "content": "upper: abcde"}, {"role": "assistant", "content": "ABC"}]
-    answer = ok(post(CHAT, messages=talk, continue_final_message=True))
+    turns = [
+        {"role": "user", "content": "upper: abcde"},
+        {"role": "assistant", "content": "ABC"},
+    ]
+    answer = ok(post(CHAT, messages=turns, continue_final_message=True))
     assert answer["choices"][0]["message"]["content"] == "DE"
 
 
-def test_going_on_excludes_a_new_message(post: Post) -> None:
+def test_continuing_excludes_a_new_message(post: Post) -> None:
     """vLLM protocol: continue_final_message and add_generation_prompt"""
-    talk = [*UPPER, {"role": "assistant", "content": "AB"}]
+    turns = [*UPPER, {"role": "assistant", "content": "AB"}]
     body = {"continue_final_message": True, "add_generation_prompt": True}
-    refused(post(CHAT, messages=talk, **body))
+    refused(post(CHAT, messages=turns, **body))
 
 
 def test_token_ids_come_back(post: Post) -> None:
     """vLLM test_return_token_ids.py::test_chat_completion_with_emoji_and_token_ids"""
-    talk = [{"role": "user", "content": "cats 🐱"}]
-    body = {"messages": talk, "max_tokens": 12}
+    turns = [{"role": "user", "content": "cats 🐱"}]
+    body = {"messages": turns, "max_tokens": 12}
     whole = ok(post(CHAT, **body, return_token_ids=True))
     ids = whole["choices"][0]["token_ids"]
     text = bytes(one for one in whole["prompt_token_ids"] if one < 256).decode()
@@ -243,8 +246,8 @@ def test_limits_of_tokens(post: Post, field: str) -> None:
 def test_reasoning_in_history(post: Post) -> None:
     """vLLM test_chat_completion_request_validations.py::test_reasoning_*"""
     for name in ("reasoning", "reasoning_content"):
-        talk = [*UPPER, {"role": "assistant", "content": "ABC", name: "easy"}, *UPPER]
-        ok(post(CHAT, messages=talk, max_tokens=4))
+        turns = [*UPPER, {"role": "assistant", "content": "ABC", name: "easy"}, *UPPER]
+        ok(post(CHAT, messages=turns, max_tokens=4))
 
 
 @pytest.mark.parametrize("field", ["separate_reasoning", "stream_reasoning", "include_reasoning"])
@@ -259,7 +262,7 @@ def test_variables_of_the_template(post: Post) -> None:
     ok(post(CHAT, messages=UPPER, chat_template_kwargs={"custom_param": "value"}))
 
 
-def test_a_null_says_nothing(client: openai.OpenAI, post: Post) -> None:
+def test_null_means_absent(client: openai.OpenAI, post: Post) -> None:
     """vLLM and SGLang: a field that is null is a field that is absent"""
     names = ("temperature", "top_p", "stop", "seed", "max_tokens", "tools", "tool_choice", "user")
     more = ("response_format", "logit_bias", "stream_options", "logprobs", "n", "stream", "min_p")

@@ -72,7 +72,7 @@ def test_probes_have_no_key(locked: InProcessServer, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics"])
-def test_options_tell_nothing(locked: InProcessServer, path: str) -> None:
+def test_options_reveal_nothing(locked: InProcessServer, path: str) -> None:
     """vLLM test_bare_options_on_a_guarded_mount_needs_a_token,
     test_options_without_origin_is_not_a_preflight"""
     for headers in ({}, {"access-control-request-method": "GET"}):

@@ -1,5 +1,5 @@
-"""What the peers' tests check on one model, checked on each kind of tokenizer. The models are
-random, so that what they write is held by grammars or compared with itself."""
+"""The checks of the peers' tests, which have one model, for each kind of tokenizer. The models are
+random, so their outputs are constrained by grammars or compared with each other."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_echo_begins_with_the_prompt(served: Served, prompt: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["The sky", "a\n  b"])
-def test_a_completion_goes_on(served: Served, prompt: str) -> None:
+def test_a_completion_continues_its_prompt(served: Served, prompt: str) -> None:
     """vLLM test_completion.py: prompt and answer together are what all their tokens say"""
     body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
     (choice,) = ok(served.post(COMPLETIONS, **body))["choices"]
@@ -111,7 +111,7 @@ def test_a_completion_goes_on(served: Served, prompt: str) -> None:
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_stream_is_the_whole(served: Served, logprobs: int | None) -> None:
+def test_a_stream_equals_the_whole_answer(served: Served, logprobs: int | None) -> None:
     """vLLM test_completion.py::test_completion_streaming"""
     body = {"prompt": "The sky", "max_tokens": 40, "ignore_eos": True, "logprobs": logprobs}
     (whole,) = ok(served.post(COMPLETIONS, **body))["choices"]
@@ -123,7 +123,7 @@ def test_a_stream_is_the_whole(served: Served, logprobs: int | None) -> None:
             assert [one for part in response for one in part[name]] == whole["logprobs"][name]
 
 
-def test_a_chat_stream_is_the_whole(served: Served) -> None:
+def test_a_chat_stream_equals_the_whole_answer(served: Served) -> None:
     """vLLM test_chat.py::test_chat_streaming"""
     body = {"messages": QUERY, "max_tokens": 40, "ignore_eos": True}
     whole = ok(served.post(CHAT, **body))["choices"][0]["message"]
@@ -164,11 +164,11 @@ def test_a_forced_call_over_responses(served: Served) -> None:
     assert call["type"] == "function_call" and call["name"] == "search"
     jsonschema.validate(json.loads(call["arguments"]), tool["parameters"])
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "20"}
-    talk = [*QUERY, *answer["output"], result]
-    ok(served.post(RESPONSES, input=talk, tools=[tool], max_output_tokens=4))
+    turns = [*QUERY, *answer["output"], result]
+    ok(served.post(RESPONSES, input=turns, tools=[tool], max_output_tokens=4))
 
 
-def test_a_streamed_call_is_the_whole_one(served: Served) -> None:
+def test_a_streamed_call_equals_the_whole_one(served: Served) -> None:
     """vLLM test_tool_calls.py::test_tool_call_and_choice"""
     whole, streamed = (served.calls(stream, tool_choice="required")[0] for stream in (False, True))
     assert [one["function"] for one in whole] == [one["function"] for one in streamed]
@@ -178,9 +178,13 @@ def test_calls_go_back(served: Served) -> None:
     """vLLM test_tool_calls.py::test_tool_call_with_results"""
     more = {"tool_choice": "required", "parallel_tool_calls": False}
     calls, _, _ = served.calls(False, **more)
-    said = {"role": "assistant", "content": None, "tool_calls": [{**calls[0], "type": "function"}]}
+    content = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{**calls[0], "type": "function"}],
+    }
     result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "20"}
-    body = {"messages": [*QUERY, said, result], "tools": [WEATHER, SEARCH], "max_tokens": 4}
+    body = {"messages": [*QUERY, content, result], "tools": [WEATHER, SEARCH], "max_tokens": 4}
     ok(served.post(CHAT, **body))
 
 
@@ -225,11 +229,15 @@ def test_there_and_back(served: Served, text: str) -> None:
     assert response == served.tokenizer.decode(ids)
 
 
-def test_a_message_goes_on(served: Served) -> None:
+def test_a_message_is_continued(served: Served) -> None:
     """SGLang test_openai_server.py::test_response_prefill: the form holds what follows"""
-    talk = [*QUERY, {"role": "assistant", "content": "The sky"}]
+    turns = [*QUERY, {"role": "assistant", "content": "The sky"}]
     form = {"structured_outputs": {"choice": [" is blue"]}}
-    body = {"messages": talk, "continue_final_message": True, "add_generation_prompt": False}
+    body = {
+        "messages": turns,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
     (choice,) = ok(served.post(CHAT, **body, **form, **served.brief, max_tokens=20))["choices"]
     assert choice["message"]["content"] == " is blue"
 

@@ -54,7 +54,7 @@ def test_events(claude: anthropic.Anthropic) -> None:
     ]
 
 
-def test_a_stream_is_the_whole(claude: anthropic.Anthropic) -> None:
+def test_a_stream_equals_the_whole_message(claude: anthropic.Anthropic) -> None:
     """vLLM test_messages.py::test_anthropic_streaming, by the client's own sum"""
     extra = {"temperature": 0}
     with claude.messages.stream(model=MODEL, **PLAIN, extra_body=extra) as stream:
@@ -89,12 +89,12 @@ def test_a_call_and_its_result_go_back(claude: anthropic.Anthropic) -> None:
     (call,) = first.content
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "20"}
     for content in (first.content, [call.model_dump()]):
-        talk = [*UPPER, {"role": "assistant", "content": content}]
-        talk.append({"role": "user", "content": [result]})
-        assert create(claude, messages=talk, tools=[TOOL], max_tokens=4)
+        turns = [*UPPER, {"role": "assistant", "content": content}]
+        turns.append({"role": "user", "content": [result]})
+        assert create(claude, messages=turns, tools=[TOOL], max_tokens=4)
 
 
-def block_talk(block: Any) -> list[Any]:
+def conversation_with(block: Any) -> list[Any]:
     """A conversation with this block: the user's, if it answers a call, else the assistant's."""
     if isinstance(block, dict) and block.get("type") != "tool_result":
         return [*UPPER, {"role": "assistant", "content": [block]}, *UPPER]
@@ -120,15 +120,21 @@ def block_talk(block: Any) -> list[Any]:
 )
 def test_blocks(post: Post, block: dict[str, Any]) -> None:
     """vLLM test_content_block_validation.py: those that pass"""
-    ok(post(MESSAGES, messages=block_talk(block), max_tokens=4))
+    ok(post(MESSAGES, messages=conversation_with(block), max_tokens=4))
 
 
 def test_calls_in_history(post: Post) -> None:
     """vLLM test_content_block_validation.py::test_tool_use_valid_passes,
     test_tool_use_empty_input_dict_passes"""
     for block in (USED, {**USED, "input": {}}, {**USED, "caller": {"type": "direct"}}):
-        talk = [*UPPER, {"role": "assistant", "content": [block]}]
-        ok(post(MESSAGES, messages=[*talk, {"role": "user", "content": [RESULT]}], max_tokens=4))
+        turns = [*UPPER, {"role": "assistant", "content": [block]}]
+        ok(
+            post(
+                MESSAGES,
+                messages=[*turns, {"role": "user", "content": [RESULT]}],
+                max_tokens=4,
+            )
+        )
 
 
 def without(block: dict[str, Any], name: str) -> dict[str, Any]:
@@ -155,7 +161,7 @@ def without(block: dict[str, Any], name: str) -> dict[str, Any]:
 )
 def test_blocks_that_are_none(post: Post, block: Any) -> None:
     """vLLM test_content_block_validation.py: those that raise"""
-    answer = post(MESSAGES, messages=block_talk(block), max_tokens=4)
+    answer = post(MESSAGES, messages=conversation_with(block), max_tokens=4)
     assert answer.status_code == 400, answer.text
     assert answer.json()["type"] == "error" and answer.json()["error"]["message"]
 
@@ -163,14 +169,14 @@ def test_blocks_that_are_none(post: Post, block: Any) -> None:
 def test_a_system_message_among_others(post: Post) -> None:
     """vLLM test_system_hoist.py: Claude Code sends it so"""
     for content in ("be brief", [{"type": "text", "text": "be brief"}]):
-        talk = [{"role": "system", "content": content}, *UPPER]
-        ok(post(MESSAGES, messages=talk, max_tokens=4))
+        turns = [{"role": "system", "content": content}, *UPPER]
+        ok(post(MESSAGES, messages=turns, max_tokens=4))
 
 
 def test_other_roles(post: Post) -> None:
     """vLLM test_system_hoist.py::test_invalid_role_still_rejected"""
-    talk = [*UPPER, {"role": "tool", "content": "x"}]
-    assert post(MESSAGES, messages=talk, max_tokens=4).status_code == 400
+    turns = [*UPPER, {"role": "tool", "content": "x"}]
+    assert post(MESSAGES, messages=turns, max_tokens=4).status_code == 400
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": [TOOL]}, {"system": "be brief"}])
@@ -192,7 +198,7 @@ def test_count_of_tokens(claude: anthropic.Anthropic, more: Any) -> None:
         {"stop_sequences": [""]},
         {"tool_choice": {"type": "any"}},
         {"tools": [{"name": "a b", "input_schema": FORM}], "tool_choice": {"type": "any"}},
-        {"a_name_that_nobody_knows": 1},
+        {"an_unknown_name": 1},
     ],
 )
 def test_requests_that_are_none(post: Post, more: dict[str, Any]) -> None:

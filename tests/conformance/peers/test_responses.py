@@ -138,8 +138,8 @@ def test_a_streamed_call(client: openai.OpenAI) -> None:
 
 
 def test_a_call_that_is_cut_off(post: Post) -> None:
-    """vLLM responses/test_function_call.py::test_max_tokens_with_tool_choice_required: we tell the
-    call as far as it came, marked incomplete"""
+    """vLLM responses/test_function_call.py::test_max_tokens_with_tool_choice_required: we return
+    the call as far as it was written, marked incomplete"""
     body = {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 10}
     answer = ok(post(RESPONSES, input="weather?", **body))
     assert answer["status"] == "incomplete"
@@ -151,15 +151,15 @@ def test_a_call_that_is_cut_off(post: Post) -> None:
 def test_a_call_and_its_result_go_back(client: openai.OpenAI) -> None:
     """vLLM responses/test_function_call.py::test_named_tool_use"""
     tools: Any = [{**TOOL, "strict": True}]
-    talk: list[Any] = [{"role": "user", "content": "weather?"}]
+    turns: list[Any] = [{"role": "user", "content": "weather?"}]
     first = client.responses.create(
-        model=MODEL, input=talk, tools=tools, tool_choice="required", temperature=0
+        model=MODEL, input=turns, tools=tools, tool_choice="required", temperature=0
     )
-    talk += first.output
+    turns += first.output
     for call in first.output:
         assert call.type == "function_call"
-        talk.append({"type": "function_call_output", "call_id": call.call_id, "output": "20"})
-    assert client.responses.create(model=MODEL, input=talk, max_output_tokens=8)
+        turns.append({"type": "function_call_output", "call_id": call.call_id, "output": "20"})
+    assert client.responses.create(model=MODEL, input=turns, max_output_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_a_call_and_its_result_go_back(client: openai.OpenAI) -> None:
 )
 def test_items_go_back(post: Post, item: dict[str, Any]) -> None:
     """vLLM responses/test_replayed_input_items.py: with and without what the server had given"""
-    talk = [item, {"role": "user", "content": "upper: abc"}]
-    assert ok(post(RESPONSES, input=talk, max_output_tokens=8))["output"]
+    turns = [item, {"role": "user", "content": "upper: abc"}]
+    assert ok(post(RESPONSES, input=turns, max_output_tokens=8))["output"]
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ def test_a_parsed_form(client: openai.OpenAI) -> None:
 
     answer = client.responses.parse(model=MODEL, input="x", text_format=Deep, temperature=0)
     assert isinstance(answer.output_parsed, Deep)
-    talk: list[Any] = [*answer.output, {"role": "user", "content": "again"}]
+    turns: list[Any] = [*answer.output, {"role": "user", "content": "again"}]
     dumped = [item.model_dump() for item in answer.output]
-    for more in (talk, [*dumped, talk[-1]]):
+    for more in (turns, [*dumped, turns[-1]]):
         assert client.responses.parse(model=MODEL, input=more, text_format=Deep).output_parsed
 
 

@@ -48,11 +48,11 @@ def test_a_conversation(
 ) -> None:
     """vLLM test_tokenization.py::test_tokenize_chat, test_tokenize_chat_with_tools: what
     apply_chat_template gives, for a tool without a description too"""
-    talk = [*TALK, SURE] if goes_on else TALK
+    turns = [*TALK, SURE] if goes_on else TALK
     how = {"add_generation_prompt": begins, "continue_final_message": goes_on}
     more = {} if special is None else {"add_special_tokens": special}
-    tokenized = ok(post("/tokenize", messages=talk, tools=tools, **how, **more))
-    text = tokenizer().apply_chat_template(talk, tools=tools, tokenize=False, **how)
+    tokenized = ok(post("/tokenize", messages=turns, tools=tools, **how, **more))
+    text = tokenizer().apply_chat_template(turns, tools=tools, tokenize=False, **how)
     assert tokenized["tokens"] == tokenizer().encode(text, add_special_tokens=False)
     assert tokenized["count"] == len(tokenized["tokens"])
     assert tokenized["max_model_len"] == MAX_MODEL_LEN

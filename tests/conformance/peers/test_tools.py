@@ -75,7 +75,7 @@ def test_a_forced_call(post: Post, choice: Any, stream: bool) -> None:
     assert reasons == ["tool_calls"] or (choice == NAMED and reasons == ["stop"])
 
 
-def test_a_streamed_call_is_the_whole_one(post: Post) -> None:
+def test_a_streamed_call_equals_the_whole_one(post: Post) -> None:
     """vLLM test_tool_calls.py::test_tool_call_and_choice"""
     body = {**QUERY, "tools": [WEATHER, SEARCH], "tool_choice": "required"}
     whole, streamed = (calls_of(post(CHAT, **body, stream=one), one) for one in (False, True))
@@ -211,8 +211,8 @@ def test_calls_go_back(post: Post, arguments: str) -> None:
     """vLLM test_completion_with_function_calling.py::test_no_args_tool_call; a call that was cut
     off goes back as it came"""
     call = CALL | {"function": {"name": "get_weather", "arguments": arguments}}
-    talk = [ANSWERED[0], ANSWERED[1] | {"tool_calls": [call]}, ANSWERED[2]]
-    ok(post(CHAT, messages=talk, tools=[WEATHER], max_tokens=4))
+    turns = [ANSWERED[0], ANSWERED[1] | {"tool_calls": [call]}, ANSWERED[2]]
+    ok(post(CHAT, messages=turns, tools=[WEATHER], max_tokens=4))
 
 
 @STREAMED
@@ -231,16 +231,19 @@ def test_a_result_names_its_tool(post: Post) -> None:
 def test_a_message_of_the_client_goes_back(client: openai.OpenAI) -> None:
     """vLLM test_completion_with_function_calling.py: the client's own object, with all its nulls"""
     options: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "temperature": 0}
-    talk: list[Any] = [*QUERY["messages"]]  # type: ignore[misc]
+    turns: list[Any] = [*QUERY["messages"]]  # type: ignore[misc]
     first = client.chat.completions.create(
-        messages=talk, tool_choice="required", parallel_tool_calls=False, **options
+        messages=turns, tool_choice="required", parallel_tool_calls=False, **options
     )
     message = first.choices[0].message
     assert message.tool_calls
-    talk += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "20"}]
-    assert client.chat.completions.create(messages=talk, max_tokens=4, **options)
-    talk[1] = message.model_dump()
-    assert client.chat.completions.create(messages=talk, max_tokens=4, **options)
+    turns += [
+        message,
+        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "20"},
+    ]
+    assert client.chat.completions.create(messages=turns, max_tokens=4, **options)
+    turns[1] = message.model_dump()
+    assert client.chat.completions.create(messages=turns, max_tokens=4, **options)
 
 
 def test_parsed_calls_go_back(client: openai.OpenAI) -> None:
@@ -251,18 +254,18 @@ def test_parsed_calls_go_back(client: openai.OpenAI) -> None:
         deep: bool
 
     tool = openai.pydantic_function_tool(Look, name="search")
-    talk: list[Any] = [{"role": "user", "content": "look"}]
+    turns: list[Any] = [{"role": "user", "content": "look"}]
     answer = client.chat.completions.parse(
-        model=MODEL, messages=talk, tools=[tool], tool_choice="required", temperature=0
+        model=MODEL, messages=turns, tools=[tool], tool_choice="required", temperature=0
     )
     message = answer.choices[0].message
     assert message.tool_calls
     assert isinstance(message.tool_calls[0].function.parsed_arguments, Look)
-    talk += [message.model_dump()]
-    talk += [
+    turns += [message.model_dump()]
+    turns += [
         {"role": "tool", "tool_call_id": call.id, "content": "x"} for call in message.tool_calls
     ]
-    assert client.chat.completions.create(model=MODEL, messages=talk, max_tokens=4)
+    assert client.chat.completions.create(model=MODEL, messages=turns, max_tokens=4)
 
 
 @pytest.mark.parametrize("place", ["tool", "function", "parameters"])

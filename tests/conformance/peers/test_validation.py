@@ -1,4 +1,4 @@
-"""What is refused, and how: after vLLM's tests of errors and validation, SGLang's test_protocol.py
+"""Refusals and their errors: after vLLM's tests of errors and validation, SGLang's test_protocol.py
 and Ray Serve LLM's test_router.py."""
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_messages_that_are_none(post: Post, messages: Any) -> None:
         ("data_parallel_rank", -1),
         ("truncate_prompt_tokens", -2),
         ("truncation_side", "middle"),
-        ("a_name_that_nobody_knows", 1),
+        ("an_unknown_name", 1),
     ],
 )
 def test_values_that_are_none(post: Post, path: str, name: str, value: Any) -> None:
@@ -142,7 +142,7 @@ def test_values_that_are_none(post: Post, path: str, name: str, value: Any) -> N
     assert name in refused(answer)["message"]
 
 
-def test_a_bias_outside_says_what_is_inside(post: Post) -> None:
+def test_a_bias_outside_names_the_limits(post: Post) -> None:
     """vLLM test_chat_logit_bias_validation.py::test_chat_logit_bias_invalid"""
     message = refused(post(CHAT, messages=UPPER, logit_bias={"321": 1}))["message"]
     assert "321" in message and "319" in message

@@ -1,4 +1,4 @@
-"""Clients of others against a server of ours. They run in a virtual environment of their own,
+"""Third-party clients against a server of ours. They run in a virtual environment of their own,
 without our package; the server runs from the repository's, as users start it."""
 
 from __future__ import annotations

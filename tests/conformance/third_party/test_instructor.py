@@ -66,7 +66,7 @@ def test_an_answer_comes_with_its_completion(client: Client) -> None:
 
 
 def test_a_validation_error_goes_back_and_is_answered(client: Client) -> None:
-    """What was refused, and why, are part of the second request."""
+    """The second request contains the refused answer and the reason."""
     refused: list[str] = []
 
     class Chosen(Animal):
@@ -102,7 +102,7 @@ def test_a_form_in_the_prompt(
     assert isinstance(client.create("create", Anything, extra_body=body), Anything)
 
 
-def test_an_object_without_the_fields_is_asked_for_again(
+def test_an_object_without_the_fields_is_requested_again(
     url: str, prefer: Callable[[str], dict[str, int]]
 ) -> None:
     """`json_object` promises an object: `{}` is one, and never an Animal."""

@@ -47,15 +47,15 @@ def test_an_answer_whole_and_streamed(model: Any) -> None:
 
 def test_a_call_is_made_and_answered(model: Any) -> None:
     forced = model.bind_tools([look], tool_choice="required", strict=True)
-    talk: list[Any] = [HumanMessage("look at 3")]
-    talk.append(forced.invoke(talk))
-    (call,) = talk[-1].tool_calls
+    turns: list[Any] = [HumanMessage("look at 3")]
+    turns.append(forced.invoke(turns))
+    (call,) = turns[-1].tool_calls
     assert call["name"] == "look" and type(call["args"]["at"]) is int
-    talk.append(look.invoke(call))
-    reply = model.bind_tools([look], strict=True).invoke(talk)
+    turns.append(look.invoke(call))
+    reply = model.bind_tools([look], strict=True).invoke(turns)
     assert reply.text or reply.tool_calls
     whole = None
-    for chunk in forced.stream(talk[:1]):
+    for chunk in forced.stream(turns[:1]):
         whole = chunk if whole is None else whole + chunk
     assert whole is not None and whole.tool_calls[0]["args"] == call["args"]
 

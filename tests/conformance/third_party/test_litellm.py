@@ -45,23 +45,26 @@ def test_an_answer_whole_and_streamed(url: str, provider: str) -> None:
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_a_call_is_made_and_answered(url: str, provider: str) -> None:
     """The answer goes back as LiteLLM made it, with what it added."""
-    talk: list[Any] = [{"role": "user", "content": "look at 3"}]
+    turns: list[Any] = [{"role": "user", "content": "look at 3"}]
     forced = options(url, provider, tools=[LOOK], tool_choice="required")
-    response = litellm.completion(messages=talk, **forced).choices[0]
+    response = litellm.completion(messages=turns, **forced).choices[0]
     (call,) = response.message.tool_calls
     assert response.finish_reason == "tool_calls"
     assert call.function.name == "look"
     assert type(json.loads(call.function.arguments)["at"]) is int
-    talk += [response.message, {"role": "tool", "tool_call_id": call.id, "content": "a tree"}]
-    reply = litellm.completion(messages=talk, **options(url, provider, tools=[LOOK])).choices[0]
+    turns += [
+        response.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "a tree"},
+    ]
+    reply = litellm.completion(messages=turns, **options(url, provider, tools=[LOOK])).choices[0]
     assert reply.message.content or reply.message.tool_calls
 
 
 def test_a_streamed_call_is_the_whole_one(url: str) -> None:
-    talk = [{"role": "user", "content": "look at 3"}]
+    turns = [{"role": "user", "content": "look at 3"}]
     forced = options(url, tools=[LOOK], tool_choice="required")
-    whole = litellm.completion(messages=talk, **forced).choices[0].message.tool_calls
-    chunks = list(litellm.completion(messages=talk, stream=True, **forced))
+    whole = litellm.completion(messages=turns, **forced).choices[0].message.tool_calls
+    chunks = list(litellm.completion(messages=turns, stream=True, **forced))
     streamed = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
     assert [call.function for call in streamed] == [call.function for call in whole]
 
@@ -80,6 +83,6 @@ def test_text_and_responses(url: str) -> None:
     assert answer.output[-1].content[0].text == "ABC"
 
 
-def test_a_refusal_keeps_its_words(url: str) -> None:
+def test_a_refusal_keeps_its_message(url: str) -> None:
     with pytest.raises(litellm.BadRequestError, match="temperature=-1"):
         litellm.completion(messages=MESSAGES, **options(url, temperature=-1))

@@ -88,8 +88,8 @@ def test_an_output_type(model: Any, answer: Any) -> None:
 def test_a_tool_is_called_and_answered(model: Any, answer: Any, prefer: Any) -> None:
     """The call is forced in the first turn. Then nano may call again: biases make it say AAA, and
     end as soon as `min_tokens` lets it."""
-    speak = dict.fromkeys(prefer("A"), 50)
-    body = {"logit_bias": prefer("<|end|>") | speak, "min_tokens": 3}
+    letters = dict.fromkeys(prefer("A"), 50)
+    body = {"logit_bias": prefer("<|end|>") | letters, "min_tokens": 3}
     result = answer(agent(model, tools=[look], tool_choice="required", extra_body=body), PROMPT)
     assert items(result) == [*CALLED, "MessageOutputItem"]
     assert result.new_items[1].output == "a tree" and result.final_output == "AAA"
@@ -103,7 +103,7 @@ def test_a_tool_ends_the_run(model: Any, answer: Any, choice: str) -> None:
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_parallel_calls_are_said(model: Any, answer: Any, parallel: bool) -> None:
+def test_parallel_calls_are_reported(model: Any, answer: Any, parallel: bool) -> None:
     forced = agent(
         model,
         tools=[look],
@@ -142,16 +142,19 @@ def test_a_handoff(model: Any, answer: Any) -> None:
     assert isinstance(result.final_output, Animal)
 
 
-def test_a_conversation_goes_on(model: Any, answer: Any) -> None:
+def test_a_conversation_continues(model: Any, answer: Any) -> None:
     """All that a run made goes back as the next one's input: messages, calls and their answers."""
     forced = agent(
         model, tools=[look], tool_choice="required", tool_use_behavior="stop_on_first_tool"
     )
-    talk = [*answer(forced, PROMPT).to_input_list(), {"role": "user", "content": "upper: abc"}]
-    result = answer(agent(model, output_type=Animal), talk)
+    turns = [
+        *answer(forced, PROMPT).to_input_list(),
+        {"role": "user", "content": "upper: abc"},
+    ]
+    result = answer(agent(model, output_type=Animal), turns)
     assert isinstance(result.final_output, Animal)
-    talk = [*result.to_input_list(), {"role": "user", "content": "a dog"}]
-    assert isinstance(answer(agent(model, output_type=Animal), talk).final_output, Animal)
+    turns = [*result.to_input_list(), {"role": "user", "content": "a dog"}]
+    assert isinstance(answer(agent(model, output_type=Animal), turns).final_output, Animal)
 
 
 def test_stored_conversations(url: str, answer: Any) -> None:

@@ -179,7 +179,7 @@ def test_an_answer_that_is_refused_is_given_again(loop: asyncio.Runner, model: A
     assert result.parts(RetryPromptPart)[0].content == "this name is taken"
 
 
-def test_a_conversation_goes_on(model: Any, answer: Any) -> None:
+def test_a_conversation_continues(model: Any, answer: Any) -> None:
     """Calls and what they gave go back with it, as each API writes them."""
     first = answer(agent(model, ToolOutput(Animal)), PROMPT)
     second = answer(agent(model), "upper: abc", message_history=first.messages)
@@ -190,12 +190,12 @@ def test_a_conversation_goes_on(model: Any, answer: Any) -> None:
 
 
 def test_a_conversation_changes_its_api(url: str, answer: Any) -> None:
-    talk: list[ModelMessage] = []
+    history: list[ModelMessage] = []
     for make in (messages, responses, chat, messages):
         form = agent(make(url), ToolOutput(Animal))
-        result = answer(form, PROMPT, message_history=talk[-3:])
+        result = answer(form, PROMPT, message_history=history[-3:])
         assert isinstance(result.output, Animal)
-        talk = result.messages
+        history = result.messages
 
 
 def test_usage(loop: asyncio.Runner, model: Any) -> None:

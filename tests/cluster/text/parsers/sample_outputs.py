@@ -21,7 +21,7 @@ from swell.cluster.text.parsers.deltas import (
 )
 
 Names = tuple[str | None, str | None]
-"""Of a tool format and of a reasoning format."""
+"""Names of a tool format and of a reasoning format."""
 
 _THOUGHTS = [name for name in REASONING if name != "harmony"]
 _BEHIND_THOUGHTS = ("hermes", "kimi_k2", "llama3", "pythonic", "qwen3_coder")
@@ -85,7 +85,7 @@ SHOWN = [
         },
     )
 ]
-"""The tools that a model was shown. Of others nothing is known."""
+"""The tools of the request. Other tools have no schema."""
 
 
 def elements(
@@ -246,7 +246,7 @@ def texts(names: Names, max_pieces: int = 8) -> st.SearchStrategy[str]:
 
 
 def parser(names: Names, shown: Sequence[Tool] | None = None) -> Parser:
-    """With ids that tell only how many there were before."""
+    """A parser whose call ids only count the calls."""
     count = itertools.count()
     return make_parser(*names, lambda: f"id{next(count)}", SHOWN if shown is None else shown)
 

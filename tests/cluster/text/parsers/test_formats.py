@@ -1,4 +1,4 @@
-"""Answers as real models write them, and the exact parts that they are."""
+"""Answers as real models write them, and the exact parts that the parser makes of them."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ HELD: list[tuple[Names, str, str]] = [
 
 @pytest.mark.parametrize(("names", "text", "held"), HELD)
 def test_only_what_may_become_a_call_or_a_tag_is_held(names: Names, text: str, held: str) -> None:
-    """What is out and what is held are the text, but for `<think>`."""
+    """Released and held text together are the whole text without `<think>`."""
     one = parser(names)
     parts = [part for char in text for part in one.push(char)]
     shown = "".join(part.text for part in parts if isinstance(part, Content | Reasoning))
@@ -265,14 +265,14 @@ def rendered(name: str, content: str, calls: list[tuple[str, str]]) -> str:
 
 @settings(max_examples=250, deadline=None)
 @given(st.sampled_from(JSON_FORMATS), _TEXT, _CALLS, st.booleans())
-def test_what_a_template_renders_is_read_back(
-    name: str, content: str, asked: list[tuple[str, dict[str, Any]]], compact: bool
+def test_calls_that_a_template_renders_are_parsed(
+    name: str, content: str, wanted_calls: list[tuple[str, dict[str, Any]]], compact: bool
 ) -> None:
     if not content.strip() or content.lstrip()[0] == "{":
         content = ""
     calls = [
         (f"f{one}", dumped(value).replace(": ", ":") if compact else dumped(value))
-        for one, value in asked
+        for one, value in wanted_calls
     ]
     message = collect(read((name.split()[0], None), [*rendered(name, content, calls)]))
     assert message == Message(
@@ -367,7 +367,7 @@ def test_formats_are_guessed_from_templates(
 
 
 def test_space_before_a_form_is_read_once() -> None:
-    """It is held, but not looked at again with each piece that comes."""
+    """It is held, but not scanned again with each piece that comes."""
     parser = StructuredOrCallsParser(HermesParser())
     for _ in range(1000):
         assert parser.push(" ") == []

@@ -1,4 +1,4 @@
-"""What a grammar allows, the parser reads as calls that are valid: walked at random."""
+"""The parser reads all text that a grammar allows as valid calls: random walks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ELEMENTS = Tool(
         "additionalProperties": {"type": "boolean"},
     },
 )
-"""What formats whose arguments are elements can hold."""
+"""Schemas that formats with element arguments can enforce."""
 
 
 def tools(name: str) -> list[Tool]:
@@ -96,7 +96,7 @@ _OPTIONS = [
 
 
 class ByteTokenizer:
-    """What llguidance asks of a tokenizer: bytes, an end, special tokens, longer tokens."""
+    """What llguidance needs of a tokenizer: bytes, an end, special tokens, longer tokens."""
 
     eos_token_id = EOS
     bos_token_id = None
@@ -147,7 +147,7 @@ def walk(matcher: Any, rng: random.Random, opening: str) -> str | None:
 
 
 BEGUN = {"harmony": "Hm <|channel|>commentary to=fun"}
-"""Answers that are led to a call."""
+"""Openings that lead an answer to a call."""
 
 
 def openings(name: str, required: bool, special: dict[str, int]) -> list[str]:

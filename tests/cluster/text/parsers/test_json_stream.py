@@ -25,7 +25,7 @@ _SPACE = st.text(" \t\r\n", max_size=2)
 
 
 def taken(value: TextReader, text: str) -> tuple[str, int]:
-    """What a value gives for single characters, and where it ended."""
+    """The output of a value for single characters, and where it ended."""
     shown = ""
     for at, char in enumerate(text):
         if value.ended:
@@ -37,7 +37,7 @@ def taken(value: TextReader, text: str) -> tuple[str, int]:
 
 
 class RawValue(JsonCall):
-    """Of the arguments of a call, or beside them."""
+    """A value in the arguments of a call, or beside them."""
 
     fence = "<"
 
@@ -47,7 +47,7 @@ class RawValue(JsonCall):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(_JSON, max_size=3) | st.dictionaries(st.text(max_size=4), _JSON), st.booleans())
-def test_a_raw_value_ends_where_json_says(value: Any, ascii_only: bool) -> None:
+def test_a_raw_value_ends_where_json_ends_it(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
     assert taken(RawValue(), text + '}]"{') == (text, len(text))
 
@@ -101,7 +101,7 @@ def no_json(constant: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(_JSON, st.booleans(), st.integers(0, 200), st.text(max_size=3))
-def test_a_text_may_become_json_as_long_as_json_says(
+def test_a_text_may_become_json_as_long_as_a_continuation_is_json(
     value: Any, ascii_only: bool, cut: int, tail: str
 ) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=1 if ascii_only else None)
@@ -126,7 +126,7 @@ def test_a_text_may_become_json_as_long_as_json_says(
     ["-", "01", "1.", "1.e", "1e+", "+1", ".5", "tru", "truex", "True]", '"\t"', '"\\x"', '"\\u00g',
      "[1,]", "{,", '{"a" 1', '{"a":1,}', "[True]", "[]]", "{}x", "1 2", "NaN", "nul", "é"],
 )  # fmt: skip
-def test_what_is_no_json(text: str) -> None:
+def test_invalid_json_is_detected(text: str) -> None:
     checker = JsonChecker()
     checker.read(text)
     assert not checker.whole

@@ -48,7 +48,7 @@ def rendered(name: str, messages: list[dict[str, Any]], **variables: Any) -> str
     return text
 
 
-def said(name: str, message: dict[str, Any]) -> tuple[str, str]:
+def turn(name: str, message: dict[str, Any]) -> tuple[str, str]:
     """The prompt before an answer, and the answer as the template writes it as history."""
     prompt = rendered(name, [QUESTION], add_generation_prompt=True)
     whole = rendered(name, [QUESTION, message])
@@ -83,7 +83,7 @@ def test_a_call_in_the_history_is_read_back(name: str, arguments: dict[str, Any]
     message = calls(["look"], [arguments])
     if name == "kimi_k2":
         message["tool_calls"][0]["id"] = "functions.look:0"
-    found = read(name, *said(name, message))
+    found = read(name, *turn(name, message))
     assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == [
         ("look", arguments)
     ]
@@ -100,7 +100,7 @@ def test_two_calls_in_the_history_are_read_back(name: str) -> None:
     if name == "kimi_k2":
         for index, call in enumerate(message["tool_calls"]):
             call["id"] = f"functions.{call['function']['name']}:{index}"
-    found = read(name, *said(name, message))
+    found = read(name, *turn(name, message))
     assert [json.loads(call.arguments) for call in found.tool_calls] == ARGUMENTS
     assert [call.name for call in found.tool_calls] == ["look", "listen_to"]
 
@@ -123,7 +123,7 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize(("name", "variables", "answer", "message"), PROMPTS)
-def test_reasoning_begins_as_the_template_and_its_variables_say(
+def test_reasoning_begins_as_the_template_and_its_variables_define(
     name: str, variables: dict[str, Any], answer: str, message: Message
 ) -> None:
     """Even where the format says that reasoning is open, the prompt may have closed it."""

@@ -44,7 +44,7 @@ def read(notation: Notation, pieces: list[str]) -> tuple[str, NotationCall]:
 
 
 def noted(value: Any, mark: str) -> str:
-    """As Gemma's chat templates write a value."""
+    """A value as Gemma's chat templates write it."""
     match value:
         case str():
             return f"{mark}{value}{mark}"
@@ -57,7 +57,7 @@ def noted(value: Any, mark: str) -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(_ARGUMENTS)
-def test_what_python_prints_is_read(arguments: dict[str, Any]) -> None:
+def test_values_that_python_prints_are_parsed(arguments: dict[str, Any]) -> None:
     text = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) + ")"
     whole, call = read(PYTHON, [text])
     assert call.ended and json.loads(whole) == arguments
@@ -67,7 +67,7 @@ def test_what_python_prints_is_read(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("notation", "mark"), [(FUNCTION_GEMMA, "<escape>"), (GEMMA4, '<|"|>')])
 @settings(max_examples=150, deadline=None)
 @given(arguments=_ARGUMENTS)
-def test_what_a_template_of_gemma_writes_is_read(
+def test_values_that_gemmas_template_writes_are_parsed(
     notation: Notation, mark: str, arguments: dict[str, Any]
 ) -> None:
     text = noted(arguments, mark)[1:]
@@ -111,7 +111,7 @@ def test_python_as_models_write_it(text: str, arguments: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["'x')", "1)", "a)", "a b=1)", "x, a=1)", "a=)", "*a)", "]"])
-def test_what_is_no_call_is_not_known(text: str) -> None:
+def test_text_that_is_no_call_is_not_known(text: str) -> None:
     _, call = read(PYTHON, [text])
     assert call.ended and not call.known
 

@@ -1,4 +1,4 @@
-"""What the grammars of Python's and of Gemma's notation allow, by the schema; what they refuse."""
+"""Grammars of Python's and of Gemma's notation: texts that they allow, schemas that they refuse."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def llg() -> Any:
 
 
 def allows(llg: Any, name: str, pieces: list[str], special: dict[str, int]) -> bool:
-    """Whether forced calls may be written so; tokens of `special` as these."""
+    """Whether the grammar of forced calls allows the text; tokens in `special` are special
+    tokens."""
     builder = GrammarBuilder([Tool("f", parameters=RICH)], True, special)
     calls = tool_format(name).call_grammar(builder)
     lark = answer(calls, special=special, required=True)
@@ -108,14 +109,16 @@ def test_gemma_arguments_are_held_to_their_schema(
         ("pythonic", {"a": {"$ref": "#/properties/b"}}, "refers? to '#/properties/b'"),
     ],
 )
-def test_what_cannot_be_held_is_named(name: str, schema: dict[str, Any], message: str) -> None:
+def test_schemas_that_cannot_be_enforced_are_named(
+    name: str, schema: dict[str, Any], message: str
+) -> None:
     tool = Tool("f", parameters={"type": "object", "properties": schema})
     with pytest.raises(ValueError, match=message):
         tool_format(name).call_grammar(GrammarBuilder([tool], True, {}))
 
 
 @pytest.mark.parametrize("name", ["pythonic", "gemma4"])
-def test_what_joins_schemas_at_the_top_is_named(name: str) -> None:
+def test_combined_schemas_at_the_top_are_named(name: str) -> None:
     tool = Tool("f", parameters={"type": "object", "anyOf": [{"required": ["a"]}]})
     with pytest.raises(ValueError, match="parameters of tool 'f' have 'anyOf'"):
         tool_format(name).call_grammar(GrammarBuilder([tool], True, {}))

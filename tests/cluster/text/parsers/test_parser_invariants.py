@@ -1,4 +1,5 @@
-"""The laws of `Parser`, for every format, on answers that are whole, broken and nearly marked."""
+"""The invariants of `Parser`, for every format, on answers that are whole, broken and nearly
+marked."""
 
 from __future__ import annotations
 
@@ -69,18 +70,18 @@ def test_every_cut_of_a_real_answer_gives_the_same_parts(names: Names) -> None:
 # ---------------------------------------------------------------------------- what is held back
 
 _ENDS = ["", 'x"', '"', 'x"]', "]", 'x"}', "}", 'x"}]', "}]", 'x"]}', "]}", 'x"}}', "}}"]
-"""They end a value in which the text stopped."""
+"""Texts that end a value in which the text stopped."""
 
 _CALL_ENDS = [
     *['{}, "name": "f"}', '"f", "arguments": {}}', '1, "name": "f", "arguments": {}}'],
     *['1, "name": "f"}', '1, "arguments": {}}', "{}}", '"f"}'],
 ]
-"""They end a call of a shown tool that stopped before a value."""
+"""Texts that end a call of a known tool that stopped before a value."""
 
 
 @cache
 def _continuations(names: Names) -> list[str]:
-    """Wherever a parser may hold text, one of these makes a call or a tag of it."""
+    """Wherever a parser may hold text, one of these continuations completes a call or a tag."""
     ends = [*_CALL_ENDS, *(f": {end}" for end in _CALL_ENDS), ", " * bool(names[0])]
     for key in ("name", "arguments", "parameters", "type", "id", "x"):
         calls = [f'{{"{key}": {end}' for end in _CALL_ENDS]
@@ -100,10 +101,8 @@ def _continuations(names: Names) -> list[str]:
 @alone
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_what_is_out_is_what_every_continuation_brings_out(
-    names: Names, data: st.DataObject
-) -> None:
-    """Nothing is taken back, and whatever is held could still become something else."""
+def test_released_text_is_common_to_all_continuations(names: Names, data: st.DataObject) -> None:
+    """No released text is taken back, and all held text could still become something else."""
     text = data.draw(texts(names, max_pieces=4))[:80]
     one, parts, found = parser(names), [], ""
     for end, char in enumerate(text, 1):
@@ -132,7 +131,7 @@ def test_what_is_out_is_what_every_continuation_brings_out(
 def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> None:
     """With reasoning, all but its tags and the newlines around them."""
     if names[0] == "harmony":
-        return  # it marks all text, and its headers are dropped
+        return  # this format marks all text, and its headers are dropped
     text = data.draw(texts(names))
     parts = read(names, [text])
     if any(isinstance(part, ToolCall) for part in parts):
@@ -151,7 +150,7 @@ def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_parts_are_pieces_of_the_text_in_its_order(names: Names, data: st.DataObject) -> None:
-    """Whatever a parser drops, it invents and moves nothing (escapes apart, which it decodes)."""
+    """A parser may drop text, but invents and moves none (escapes apart, which it decodes)."""
     text = data.draw(texts(names)).replace("\\", "")
     rest = iter(text)
     ordered = True

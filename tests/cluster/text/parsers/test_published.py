@@ -1,4 +1,4 @@
-"""Answers as model cards, vLLM's tests and the harmony guide publish them, and what they are."""
+"""Answers that model cards, vLLM's tests and the harmony guide publish, and their parts."""
 
 from __future__ import annotations
 

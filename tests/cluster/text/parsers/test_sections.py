@@ -277,7 +277,7 @@ _BEGINS = {
     "deepseek_r1": "<｜Assistant｜>",
     "deepseek_v3": "<｜Assistant｜></think>",
 }
-"""What stands before an answer in a history."""
+"""The text before an answer in a history."""
 _ENDS = ("<|im_end|>\n", "<|im_end|>", "<｜end▁of▁sentence｜>")
 
 
@@ -289,10 +289,10 @@ def test_a_template_of_a_kind_is_known(name: str) -> None:
 @pytest.mark.parametrize("name", _BEGINS)
 @settings(max_examples=40, deadline=None)
 @given(st.lists(_ARGUMENTS, min_size=1, max_size=3), st.sampled_from(["", "Let me see."]))
-def test_what_a_template_renders_is_read_back(
+def test_calls_that_a_template_renders_are_parsed(
     name: str, arguments: list[dict[str, Any]], content: str
 ) -> None:
-    """As history, so that a model that goes on as its history was written is understood."""
+    """Calls as history: an answer written like the history is parsed, too."""
     ids = [f"functions.get_weather:{index}" for index in range(len(arguments))]
     calls = [
         {"id": one, "type": "function", "function": {"name": "get_weather", "arguments": given}}

@@ -1,4 +1,4 @@
-"""What a tool's schema makes of values that stand as text, in answers and in grammars."""
+"""How a tool's schema types values that are written as text, in answers and in grammars."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.cluster.text.parsers.test_sections import TOOLS, qwen
         ("unknown", "", ""),
     ],
 )
-def test_the_schema_says_what_a_text_means(key: str, text: str, value: object) -> None:
+def test_the_schema_types_a_text(key: str, text: str, value: object) -> None:
     for line in (qwen({key: text}), f"{qwen({key: text})}\n{qwen({}, 'g')}"):
         call = collect(read(("qwen3_coder", None), [*line], TOOLS)).tool_calls[0]
         assert json.loads(call.arguments) == {key: value}
@@ -74,7 +74,7 @@ def test_a_value_ends_within_an_escape_that_json_does_not_have(escape: str) -> N
     assert json.loads(calls[0].arguments) == {"x": f'["a{escape}'}
 
 
-def test_references_may_go_round() -> None:
+def test_references_may_be_circular() -> None:
     loop = {"$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]}}}
     loop["properties"] = {"x": {"$ref": "#/$defs/A"}}
     assert len(parameter_types(loop, "x")) == 6
@@ -107,7 +107,7 @@ DIAMONDS |= {"A0": {"type": "string"}}
         ),
     ],
 )
-def test_what_elements_cannot_hold_is_refused_by_name(
+def test_schemas_that_elements_cannot_enforce_are_refused_by_name(
     parameters: dict[str, Any], reason: str
 ) -> None:
     tool = Tool("f", parameters=parameters)

@@ -1,0 +1,71 @@
+"""Requirements of a configuration on every host of a Ray cluster, checked there before the start:
+engines, ingresses and manager may be placed on any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swell.cluster.cli.host_paths import named_paths, unreadable
+from swell.cluster.control.http_port import claim_port
+from swell.configs.network import host_address
+from swell.configs.schema import Config, ConfigError
+
+_ANSWER_S = 60.0
+"""How long a host may take to start a process and answer."""
+
+
+def check_hosts(config: Config) -> None:
+    """Raises ConfigError if a host of the connected Ray cluster cannot read one of the files, has
+    no address at `cluster.interface`, or has another server at `serve.port`."""
+    if text := refusal(_check_all_hosts(config)):
+        raise ConfigError(text)
+
+
+def problems(config: Config, node: str) -> list[str]:
+    """Missing requirements of this host, which Ray knows by the address `node`."""
+    paths = named_paths(config)
+    found = [
+        f"{key}: {paths[key]} cannot be read; each host needs it at the same path"
+        for key in unreadable(paths)
+    ]
+    try:
+        host_address(config.cluster.interface, node)
+        claim_port(config, node)
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def refusal(found: Mapping[str, list[str]]) -> str | None:
+    """The error message for the problems of each host; None: there are none."""
+    hosts: dict[str, list[str]] = {}
+    for host in sorted(found):
+        for problem in found[host]:
+            hosts.setdefault(problem, []).append(host)
+    parts = [f"on {', '.join(where)}: {problem}" for problem, where in hosts.items()]
+    return "; ".join(parts) or None
+
+
+def _check_all_hosts(config: Config) -> dict[str, list[str]]:
+    """Address of a host -> its problems. One that does not answer cannot be checked: Ray will place
+    nothing on it either."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    check: Any = ray.remote(num_cpus=0, max_retries=0)(problems)
+    calls = {
+        check.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(config, node["NodeManagerAddress"]): node["NodeManagerAddress"]
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_S)
+    found = {}
+    for call in done:
+        try:
+            found[calls[call]] = ray.get(call)
+        except ray.exceptions.RayError:
+            continue
+    return found

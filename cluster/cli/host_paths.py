@@ -1,0 +1,25 @@
+"""Files that a configuration names: engines, ingresses and manager read them, on any host of a Ray
+cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from swell.configs.schema import SERVE_FILES, Config
+
+
+def named_paths(config: Config) -> dict[str, str]:
+    """Key of the configuration -> a file that must be readable. A hub id is none: each host has a
+    cache of its own."""
+    serve = config.serve
+    paths = {f"serve.{key}": getattr(serve, key) for key in SERVE_FILES if getattr(serve, key)}
+    if Path(config.model.path).is_absolute():
+        paths["model.path"] = str(Path(config.model.path, "config.json"))
+    return paths
+
+
+def unreadable(paths: Mapping[str, str]) -> list[str]:
+    """The keys whose files this host cannot read."""
+    return [key for key, path in paths.items() if not os.access(path, os.R_OK)]

@@ -1,0 +1,200 @@
+"""Which forming of a group has failed: it has a deadline, and a reason. Pure.
+
+A group forms while its engines leave the older one, connect and move experts. It has failed when
+nothing of this has happened for `limit_s`: no engine has joined, none has progressed. Whose fault
+is it?
+
+1. An engine that was commanded to leave its older group at the beginning and has not done so
+   hangs.
+2. Engines say which peers they did not reach. A newcomer that is on one end of such a pair is
+   called off; of two newcomers the one that more peers do not reach. If it alone says so, its peers
+   may hang: they are probed first.
+3. So they are if no engine says so: the group is formed again as a probe. A newcomer that does not
+   follow within a quarter of the limit hangs, and it is called off; an engine that served before
+   hangs if it does not follow within half of the limit. If all follow, newcomers that reach not all
+   are called off, or else all newcomers, and those who served before they came go on.
+4. Without a newcomer the engines cannot reach each other, and the group is formed again.
+
+All durations are time in which the coordinator listened (`listening_clock.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from swell.coordinator.listening_clock import ListeningClock
+from swell.coordinator.wave_interface import CoordinatorWaves, GroupState
+from swell.coordinator.wire import Broken, EngineReport
+
+_PROBE_SHARE = 0.25
+"""How long a probe waits for newcomers to follow it, in units of the limit."""
+_LAST_SHARE = 0.5
+"""How long it waits for those who served: to end one of them costs more."""
+
+
+class Remedy(enum.Enum):
+    """What is to be done about a group that does not form."""
+
+    WAIT = "wait"
+    REMOVE = "remove"
+    """These engines hang."""
+    CALL_OFF = "call off"
+    """The others go on without these newcomers."""
+    FORM_AGAIN = "form again"
+
+
+@dataclass(frozen=True)
+class FormingFailure:
+    remedy: Remedy
+    ranks: frozenset[int] = frozenset()
+    """Whom the remedy concerns."""
+    waited_s: float = 0.0
+    unreached_by: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of these ranks: the peers that they did not reach, or that did not reach them."""
+
+
+NOTHING = FormingFailure(Remedy.WAIT)
+
+
+@dataclass
+class _Attempt:
+    """Since the ranks began to form a group, through all epochs of it."""
+
+    ranks: tuple[int, ...]
+    first_epoch: int
+    progressed_at: float
+    most_joined: int = 0
+    counters: tuple[int, ...] = ()
+    """Of progress, by the newest reports."""
+    probed_at: float | None = None
+    probe_epoch: int = 0
+    """Who follows the probe reports this epoch, or a later one."""
+
+
+class FormingMonitor:
+    """The group that forms, if one does."""
+
+    def __init__(self, limit_s: float, now: float) -> None:
+        self._limit_s = limit_s
+        self._clock = ListeningClock(limit_s)
+        self._clock.advance(now)
+        self._reports: dict[int, EngineReport] = {}
+        self._broken: dict[int, Broken] = {}
+        """The newest of each engine that names peers, since the forming began."""
+        self._attempt: _Attempt | None = None
+
+    def on_report(self, report: EngineReport) -> None:
+        self._reports[report.rank] = report
+
+    def on_broken(self, message: Broken) -> None:
+        """It may be of an older epoch of the attempt: who is aborted says for whom it waited."""
+        if message.absent:
+            self._broken[message.rank] = message
+
+    def check(self, waves: CoordinatorWaves, newcomers: Set[int], now: float) -> FormingFailure:
+        """Call it again and again, after all messages have been taken in."""
+        at = self._clock.advance(now)
+        if waves.group_state is not GroupState.FORMING:
+            self._attempt = None
+            self._broken.clear()
+            self._reports = {r: self._reports[r] for r in waves.ranks if r in self._reports}
+            return NOTHING
+        attempt = self._attempt
+        if attempt is None or attempt.ranks != waves.ranks:
+            attempt = self._attempt = _Attempt(waves.ranks, waves.epoch, at)
+        counters = tuple(
+            self._reports[rank].progress_counter if rank in self._reports else 0
+            for rank in waves.ranks
+        )
+        joined = len(waves.acknowledged)
+        if joined > attempt.most_joined or counters != attempt.counters:
+            attempt.most_joined = max(joined, attempt.most_joined)
+            attempt.counters, attempt.progressed_at = counters, at
+            attempt.probed_at = None
+        if attempt.probed_at is None:
+            is_over = at - attempt.progressed_at > self._limit_s
+        else:
+            is_over = at - attempt.probed_at > _PROBE_SHARE * self._limit_s
+        return self._judge(attempt, waves, newcomers, at) if is_over else NOTHING
+
+    def _judge(
+        self, attempt: _Attempt, waves: CoordinatorWaves, newcomers: Set[int], at: float
+    ) -> FormingFailure:
+        waited_s = at - attempt.progressed_at
+        self._attempt = None
+        if behind := self._behind(waves.ranks, attempt.first_epoch):
+            return FormingFailure(Remedy.REMOVE, behind, waited_s)
+        late = newcomers & set(waves.ranks)
+        if attempt.probed_at is not None:
+            return self._judge_probe(attempt, waves.ranks, late, at)
+        pairs = self._unreached_pairs(set(waves.ranks))
+        unreached = cover(pairs, late)
+        if unreached and unreached <= self._named_by_others(waves.ranks):
+            return _call_off(unreached, pairs, waited_s)
+        if late:
+            attempt.probed_at, attempt.probe_epoch = at, waves.epoch + 1
+            self._attempt = attempt
+            return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
+        self._broken.clear()
+        return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
+
+    def _judge_probe(
+        self, attempt: _Attempt, ranks: Sequence[int], late: Set[int], at: float
+    ) -> FormingFailure:
+        assert attempt.probed_at is not None
+        waited_s = at - attempt.progressed_at
+        behind = self._behind(ranks, attempt.probe_epoch)
+        guilty: Set[int] = behind & late
+        if behind and not guilty:
+            if at - attempt.probed_at <= _LAST_SHARE * self._limit_s:
+                self._attempt = attempt
+                return NOTHING
+            return FormingFailure(Remedy.REMOVE, behind, waited_s)
+        pairs = self._unreached_pairs(set(ranks))
+        self._broken.clear()
+        guilty = guilty or cover(pairs, late) or late
+        if guilty and guilty != set(ranks):
+            return _call_off(frozenset(guilty), pairs, waited_s)
+        return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
+
+    def _behind(self, ranks: Iterable[int], epoch: int) -> frozenset[int]:
+        """Those that have not come to this epoch."""
+        return frozenset(
+            rank for rank in ranks if rank not in self._reports or self._reports[rank].epoch < epoch
+        )
+
+    def _unreached_pairs(self, ranks: Set[int]) -> set[frozenset[int]]:
+        """Engines of which one has not reached the other."""
+        pairs = {
+            frozenset((rank, absent))
+            for rank, message in self._broken.items()
+            for absent in message.absent
+        }
+        return {pair for pair in pairs if len(pair) > 1 and pair <= ranks}
+
+    def _named_by_others(self, ranks: Sequence[int]) -> frozenset[int]:
+        """Whom at least one of these engines did not reach."""
+        absent = {rank: self._broken[rank].absent for rank in ranks if rank in self._broken}
+        return frozenset(peer for rank, peers in absent.items() for peer in peers if peer != rank)
+
+
+def _call_off(ranks: frozenset[int], pairs: Set[frozenset[int]], waited_s: float) -> FormingFailure:
+    peers = {
+        rank: tuple(sorted({r for pair in pairs if rank in pair for r in pair} - {rank}))
+        for rank in ranks
+    }
+    return FormingFailure(Remedy.CALL_OFF, ranks, waited_s, peers)
+
+
+def cover(pairs: Set[frozenset[int]], candidates: Set[int]) -> frozenset[int]:
+    """Candidates so that each pair with one of them has one of these: first those of most pairs,
+    and the highest rank of equal ones."""
+    left, chosen = {pair for pair in pairs if pair & candidates}, set()
+    while left:
+        counts = Counter(rank for pair in left for rank in pair if rank in candidates)
+        chosen.add(max(counts, key=lambda rank: (counts[rank], rank)))
+        left = {pair for pair in left if not pair & chosen}
+    return frozenset(chosen)

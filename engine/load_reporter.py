@@ -1,0 +1,32 @@
+"""When an engine reports its load. Pure."""
+
+from __future__ import annotations
+
+from swell.configs.schema import ClusterConfig
+
+
+class LoadReporter:
+    """When a report is due: a deadline after a change, else a heartbeat."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self.load_report_s = 0.0
+        """The interval that the coordinator requests: with many engines, longer than the configured
+        one."""
+        self._changed = False
+        self._last_at = -1e9
+
+    def changed(self) -> None:
+        """Something happened that is not in the last report."""
+        self._changed = True
+
+    def reported(self, now: float) -> None:
+        self._changed, self._last_at = False, now
+
+    def wait_s(self, now: float) -> float:
+        """Time until a report is due: as long as an idle engine may sleep."""
+        config = self._config
+        period_s = config.heartbeat_s
+        if self._changed:
+            period_s = min(max(config.load_report_s, self.load_report_s), period_s)
+        return max(0.0, self._last_at + period_s - now)

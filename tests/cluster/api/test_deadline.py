@@ -1,0 +1,37 @@
+"""Work for a client that waits for a limited time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.client.deadline import Deadline, RequestTimedOut
+
+
+async def _receive() -> dict[str, Any]:
+    await asyncio.sleep(60)
+    return {"type": "http.disconnect"}
+
+
+async def _fail() -> None:
+    raise ValueError("of the request")
+
+
+def test_work_that_fails_as_the_time_ends_logs_nothing() -> None:
+    async def scenario() -> list[dict[str, Any]]:
+        loop, logged = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _loop, context: logged.append(context))
+        request = Request({"type": "http"}, _receive)
+        request.state.deadline = Deadline(1e-9, loop.time() - 1.0)
+        with pytest.raises(RequestTimedOut):
+            await with_deadline(request, _fail())
+        gc.collect()
+        await asyncio.sleep(0)
+        return logged
+
+    assert asyncio.run(scenario()) == []

@@ -1,0 +1,37 @@
+"""Files that every host must have, by their configuration key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swell.cluster.cli.host_paths import named_paths, unreadable
+from swell.configs.schema import load
+
+
+def test_files_that_are_named_and_those_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    paths = named_paths(load(str(tmp_path), {"serve.chat_template": "/nowhere/template.jinja"}))
+    assert sorted(paths) == ["model.path", "serve.chat_template"]
+    assert unreadable(paths) == ["serve.chat_template"]
+
+
+def test_a_relative_name_means_the_same_file_on_every_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of other hosts have other working directories."""
+    for folder, file in (("here", "keys"), ("elsewhere", "keys"), ("elsewhere", "template")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / file).touch()
+    source = tmp_path / "here" / "a.yaml"
+    source.write_text("model: {path: m}\nserve: {api_keys_file: keys, chat_template: template}")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert named_paths(load(str(source))) == {
+        "serve.api_keys_file": str(tmp_path / "here" / "keys"),
+        "serve.chat_template": str(tmp_path / "elsewhere" / "template"),
+    }
+
+
+def test_a_hub_id_is_no_file() -> None:
+    assert named_paths(load("owner/name")) == {}

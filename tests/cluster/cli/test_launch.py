@@ -1,0 +1,132 @@
+"""What `swell serve` waits for, and for how long; the ingresses answer through Ray."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.serve.schema import ApplicationStatus
+
+from swell.cluster.api.server_info import START_FAILED, NotReady
+from swell.cluster.app import IngressStatus
+from swell.cluster.cli import launch
+from swell.cluster.cli.launch import StartupError
+from swell.configs.schema import ServeConfig
+
+HOST = "10.1.2.3"
+LOADING = NotReady("engine 0: loading weights", "starting")
+
+
+class FakeHandle:
+    """A Serve handle whose calls return these answers in turn, then the last one for ever; a None
+    never comes."""
+
+    def __init__(self, *answers: IngressStatus | None) -> None:
+        self._answers = list(answers)
+
+    @property
+    def status(self) -> FakeHandle:
+        return self
+
+    def remote(self) -> FakeHandle:
+        return self
+
+    def result(self, timeout_s: float) -> IngressStatus:
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if answer is None:
+            raise TimeoutError
+        return answer
+
+
+class FakeServe:
+    """Serve's status of its applications, in turn, then the last one for ever."""
+
+    def __init__(self) -> None:
+        self.says = [application(ApplicationStatus.RUNNING)]
+
+    def __call__(self) -> SimpleNamespace:
+        found = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        return SimpleNamespace(applications={} if found is None else {launch._APP: found})
+
+
+def application(status: ApplicationStatus, message: str = "", *deployments: str) -> SimpleNamespace:
+    found = {text: SimpleNamespace(message=text) for text in deployments}
+    return SimpleNamespace(status=status, message=message, deployments=found)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> FakeServe:
+    fake = FakeServe()
+    monkeypatch.setattr(serve, "status", fake)
+    return fake
+
+
+@pytest.fixture
+def wait(said: FakeServe, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+    """Wait for a handle with these answers, up to 0.3 s."""
+    monkeypatch.setattr(launch, "_POLL_S", 0.01)
+
+    def until_ready(*answers: IngressStatus | None) -> str | None:
+        return launch._wait_until_ready(FakeHandle(*answers), threading.Event(), 0.3)
+
+    return until_ready
+
+
+def test_a_ready_ingress_reports_its_address(wait: Any, capsys: Any) -> None:
+    assert wait(None, IngressStatus(HOST, LOADING), IngressStatus(HOST, None)) == HOST
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("] ")[2] for line in lines] == ["no ingress answers", LOADING.reason]
+
+
+def test_a_start_that_takes_too_long_ends_with_the_reason(wait: Any) -> None:
+    with pytest.raises(StartupError, match=r"cluster\.start_timeout_s\): engine 0: loading"):
+        wait(IngressStatus(HOST, LOADING))
+    with pytest.raises(StartupError, match="no ingress answers"):
+        wait(None)
+
+
+def test_a_start_that_failed_ends_at_once(wait: Any) -> None:
+    with pytest.raises(StartupError, match=r"^no such file$"):
+        wait(IngressStatus(HOST, NotReady("no such file", START_FAILED)))
+
+
+def test_the_reason_names_replicas_that_serve_has_not_started(
+    wait: Any, said: FakeServe, capsys: Any
+) -> None:
+    """Serve itself would wait for ever for a replica that has no place."""
+    deploying = application(ApplicationStatus.DEPLOYING, "", "", "Ingress: no node has room")
+    said.says = [None, deploying, application(ApplicationStatus.RUNNING)]
+    assert wait(IngressStatus(HOST, None)) == HOST
+    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["Ray Serve begins to start the application", "Ingress: no node has room"]
+    said.says = [deploying]
+    with pytest.raises(StartupError, match=r"start_timeout_s\): Ingress: no node has room"):
+        wait(IngressStatus(HOST, None))
+
+
+def test_an_application_that_serve_gives_up_ends_the_start(wait: Any, said: FakeServe) -> None:
+    trace = "the replica died\n  File x\nConfigError: cluster.interface='eth7' has no\n"
+    text = "The deployments ['Manager'] are DEPLOY_FAILED."
+    said.says = [application(ApplicationStatus.DEPLOY_FAILED, text, trace, "")]
+    with pytest.raises(StartupError, match=r"^ConfigError: cluster\.interface='eth7' has no$"):
+        wait(IngressStatus(HOST, None))
+
+
+@pytest.mark.parametrize(
+    ("listens_at", "is_here", "url"),
+    [
+        ("0.0.0.0", True, "http://127.0.0.1:8000"),
+        ("::", True, "http://[::1]:8000"),
+        ("0.0.0.0", False, f"http://{HOST}:8000"),
+        ("127.0.0.1", False, "http://127.0.0.1:8000"),
+        ("interface", True, f"http://{HOST}:8000"),
+    ],
+)
+def test_the_url_is_one_at_which_an_ingress_answers(
+    listens_at: str, is_here: bool, url: str
+) -> None:
+    assert launch._url(ServeConfig(host=listens_at), HOST, is_here=is_here) == url

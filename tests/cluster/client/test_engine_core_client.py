@@ -1,0 +1,197 @@
+"""An ingress follows what the coordinator publishes: whole views, and what has changed since."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.ground import ThreadGround
+from swell.coordinator.roster import Member, Roster
+from swell.coordinator.wire import (
+    ClusterReports,
+    ClusterView,
+    EngineLoad,
+    EngineLoads,
+    EngineReport,
+    Subscribe,
+)
+from swell.engine.wire import KeepAlive, KeepAliveReply
+
+ADDRESS = ChannelAddress("machine", "ipc://@a", "tcp://127.0.0.1:1")
+KEYS = ChannelKeys(b"", b"")
+HEARTBEAT_S, SILENCE_S = 0.01, 0.4
+
+
+class Outlet:
+    identity = b"outlet"
+
+    def __init__(self, take: Callable[[Any], None]) -> None:
+        self.take, self.sent = take, []
+        self.closed = False
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def is_connected(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Ingress(ThreadGround):
+    """A client whose channels go nowhere, and what it tells; use it in an event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlets: list[Outlet] = []
+        self.views: list[tuple[ClusterView, list[EngineId]]] = []
+        self.loads: list[list[EngineLoad]] = []
+        self.in_use: frozenset[EngineId] = frozenset()
+        self.client = AsyncEngineCoreClient(
+            ADDRESS,
+            KEYS,
+            0,
+            heartbeat_s=HEARTBEAT_S,
+            silence_s=SILENCE_S,
+            on_view=lambda view, lost: self.views.append((view, lost)),
+            on_loads=self.loads.append,
+            on_outputs=lambda outputs: None,
+            on_messages_lost=lambda engine: None,
+            on_unreachable=lambda engines: None,
+            engines_in_use=lambda: self.in_use,
+            metrics=self,
+            ground=self,
+        )
+
+    def counts(self) -> dict[str, list[float]]:
+        return {}
+
+    def set_other_counts(self, counts: Any) -> None: ...
+
+    def async_outlet(self, address: Any, message_type: Any, keys: Any, take: Any) -> Any:
+        self.outlets.append(Outlet(take))
+        return self.outlets[-1]
+
+    @property
+    def coordinator(self) -> Outlet:
+        return self.outlets[0]
+
+    def asked(self) -> list[int]:
+        """Epochs of the subscriptions that it has sent."""
+        sent, self.coordinator.sent = self.coordinator.sent, []
+        return [message.epoch for message in sent if isinstance(message, Subscribe)]
+
+
+def roster(epoch: int, *ranks: int) -> Roster:
+    return Roster(epoch, tuple(Member(rank, ADDRESS, incarnation=rank) for rank in ranks))
+
+
+def test_reports_and_loads_belong_to_the_roster_that_is_known() -> None:
+    async def scenario() -> None:
+        ingress = Ingress()
+        take = ingress.coordinator.take
+        take(ClusterView(roster(3, 0, 1)))
+        take(EngineLoads(3, [EngineLoad(1, running=2)]))
+        assert ingress.loads == [[EngineLoad(1, running=2)]]
+        take(ClusterReports(3, [EngineReport(0)], state="paused"))
+        assert ingress.views[-1] == (
+            ClusterView(roster(3, 0, 1), [EngineReport(0)], state="paused"),
+            [],
+        )
+        take(EngineLoads(2, [EngineLoad(1, running=5)]))
+        take(ClusterReports(2, [EngineReport(0)]))
+        take(ClusterView(roster(2, 0)))
+        assert len(ingress.views) == 2 and len(ingress.loads) == 1, "an older epoch counts"
+        ingress.client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_view_that_was_lost_is_asked_for_at_once_and_once() -> None:
+    async def scenario() -> None:
+        ingress = Ingress()
+        take = ingress.coordinator.take
+        take(ClusterView(roster(3, 0, 1)))
+        assert ingress.asked() == []
+        for _ in range(3):
+            take(EngineLoads(5, [EngineLoad(2, running=1)]))
+            take(ClusterReports(5, [EngineReport(2)]))
+        assert ingress.asked() == [3], "its answer is the newest view"
+        assert len(ingress.views) == 1 and ingress.loads == []
+        take(ClusterView(roster(5, 1, 2)))
+        assert ingress.views[-1] == (ClusterView(roster(5, 1, 2)), [EngineId(0, 0)])
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        assert set(ingress.asked()) == {5}
+        ingress.client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_roster_that_cannot_be_followed_is_asked_for_again() -> None:
+    async def scenario() -> None:
+        ingress = Ingress()
+        make = ingress.async_outlet
+        ingress.async_outlet = None  # type: ignore[assignment]
+        ingress.coordinator.take(ClusterView(roster(3, 0)))
+        ingress.async_outlet = make  # type: ignore[method-assign]
+        await asyncio.sleep(2 * HEARTBEAT_S)
+        assert set(ingress.asked()) == {0}
+        ingress.coordinator.take(ClusterView(roster(3, 0)))
+        assert [view.roster.epoch for view, _ in ingress.views] == [3]
+        ingress.client.close()
+
+    asyncio.run(scenario())
+
+
+def test_only_engines_in_use_get_a_keep_alive_with_each_heartbeat() -> None:
+    """Of the others each gets some before it would forget the ingress."""
+
+    async def scenario() -> None:
+        ingress = Ingress()
+        ingress.coordinator.take(ClusterView(roster(1, 0, 1)))
+        used, idle = ingress.outlets[1:]
+        ingress.in_use = frozenset({EngineId(0, 0)})
+        clock, moment = ingress.now, [0.0]
+        ingress.now = lambda: moment[0]  # type: ignore[method-assign]
+        counts = [0, 0]
+        for _ in range(100):
+            ingress.client._check_engines()
+            for number, outlet in enumerate((used, idle)):
+                sent, outlet.sent = outlet.sent, []
+                counts[number] += len(sent)
+                for message in sent:
+                    assert isinstance(message, KeepAlive)
+                    outlet.take(KeepAliveReply(message.sent, message.sent, 0))
+            moment[0] += SILENCE_S / 40
+        assert counts[0] == 100 and 8 <= counts[1] <= 12
+        ingress.client.send(EngineId(1, 1), "an abort, say")
+        ingress.client._check_engines()
+        assert isinstance(idle.sent[-1], KeepAlive), "what was sent may be lost"
+        ingress.now = clock  # type: ignore[method-assign]
+        ingress.client.close()
+
+    asyncio.run(scenario())
+
+
+def test_loads_are_the_part_of_a_report_that_is_routed_by() -> None:
+    report = EngineReport(3, running=1, waiting=2, waiting_tokens=3, kv_usage=0.5, steps=4)
+    assert EngineLoad.of(report) == EngineLoad(3, 1, 2, 3, 0.5, 4)
+    assert EngineLoad.of(replace(report, progress_counter=9)) == EngineLoad.of(report)
+
+
+def test_a_view_follows_the_loads() -> None:
+    """An engine whose first report has just come is in it, too."""
+    view = ClusterView(roster(1, 0, 1, 2), [EngineReport(1, waves=5), EngineReport(2, running=3)])
+    loads = {0: EngineLoad(0, running=1), 1: EngineLoad(1, waiting=2, steps=9)}
+    assert view.with_loads(loads).reports == [
+        EngineReport(0, running=1),
+        EngineReport(1, waiting=2, steps=9, waves=5),
+        EngineReport(2, running=3),
+    ]

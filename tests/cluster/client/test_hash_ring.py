@@ -1,0 +1,32 @@
+"""Neighbours on the ring: as many as wanted, the same for all; an engine changes little."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from swell.cluster.client.hash_ring import HashRing
+
+KEYS = [b"key %d" % number for number in range(500)]
+
+
+def test_each_key_has_so_many_neighbours_of_its_own() -> None:
+    ring = HashRing(range(100))
+    for key in KEYS:
+        found = ring.neighbours(key, 32)
+        assert len(set(found)) == len(found) == 32
+        assert found == HashRing(reversed(range(100))).neighbours(key, 32)
+    assert sorted(ring.neighbours(b"key", 200)) == list(range(100))
+    assert HashRing([]).neighbours(b"key", 3) == []
+
+
+def test_all_are_neighbours_of_somebody() -> None:
+    ring = HashRing(range(100))
+    counts = Counter(rank for key in KEYS for rank in ring.neighbours(key, 32))
+    assert set(counts) == set(range(100))
+
+
+def test_an_engine_that_goes_changes_one_neighbour() -> None:
+    before, after = HashRing(range(100)), HashRing(rank for rank in range(100) if rank != 7)
+    for key in KEYS:
+        lost = set(before.neighbours(key, 32)) - set(after.neighbours(key, 32))
+        assert lost <= {7}

@@ -1,0 +1,99 @@
+"""What the contract of Ray needs of an implementation, and the namespace of one of its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from itertools import count
+from typing import Any, Protocol
+
+from swell.cluster.control.ray_port import Actor, Group, RayPort
+from swell.configs.schema import ClusterConfig, load
+from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
+
+CONFIG = load({"model": {"path": "m"}})
+KEYS = ChannelKeys(b"public", b"secret")
+CONTACT = CoordinatorContact(ChannelAddress("m", "i", "t"), KEYS, 1)
+PATIENCE_S = 60.0
+"""How long Ray may take to notice a death, or to start a process, on a machine that is busy."""
+OTHER_HOST = "other_host"
+"""A resource that only the second host has."""
+_namespaces = count()
+
+
+class World(Protocol):
+    """One implementation, on a host of its own with nothing on it. Its actors are small ones, with
+    the restarts and repeats of ours:
+
+    - `pid()` and `arguments()` of the constructor;
+    - `fail(text)` raises `LookupError(text)`;
+    - `note(text, wait_s)` keeps a text that outlives the actor, then waits, then returns the pid.
+    """
+
+    ray: RayPort
+    num_cpus: float
+    """Of the whole cluster."""
+
+    def run(self, scenario: Coroutine[Any, Any, None]) -> None: ...
+
+    def notes(self) -> list[str]:
+        """The texts of all calls of `note` that have begun, in their order."""
+
+    def stop_process(self, pid: int) -> None:
+        """It runs no further, until it is continued or killed."""
+
+    def continue_process(self, pid: int) -> None: ...
+
+    def process_lives(self, pid: int) -> bool: ...
+
+    def add_host(self) -> str:
+        """Another host, for bundles of `OTHER_HOST` alone. Returns its node. Called once."""
+
+    def close(self) -> None: ...
+
+
+class Cluster:
+    """The namespace of one test."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.ray = world, world.ray
+        self.namespace = f"swell-contract-{next(_namespaces)}"
+        self._groups: list[Group] = []
+        self._actors: list[Actor] = []
+
+    async def group(self, name: str, amount: float = 0.1, kind: str = "CPU") -> Group:
+        self._groups.append(await self.ray.create_group(name, {kind: amount}, 1))
+        return self._groups[-1]
+
+    async def engine(self, name: str, rank: int = 0, kind: str = "CPU") -> Actor:
+        group = await self.group(f"{self.namespace}-{name}", kind=kind)
+        assert await self.ray.wait_for_group(group, PATIENCE_S)
+        return await self.engine_in(group, name, rank)
+
+    async def engine_in(self, group: Group, name: str, rank: int = 0) -> Actor:
+        self._actors.append(
+            await self.ray.create_engine(name, self.namespace, group, 0, CONFIG, rank, CONTACT)
+        )
+        return self._actors[-1]
+
+    async def coordinator(self, name: str, socket: str = "first") -> Actor:
+        endpoint = CoordinatorEndpoint(KEYS, socket)
+        self._actors.append(
+            await self.ray.get_or_create_coordinator(
+                name, self.namespace, ClusterConfig(), False, endpoint, False
+            )
+        )
+        return self._actors[-1]
+
+    async def names(self) -> list[str]:
+        return await self.ray.actor_names(self.namespace)
+
+    async def groups(self) -> list[str]:
+        """Names of the groups of this namespace."""
+        return [name for name in await self.ray.groups() if name.startswith(self.namespace)]
+
+    async def close(self) -> None:
+        for actor in self._actors:
+            await self.ray.kill(actor)
+        for group in self._groups:
+            await self.ray.remove_group(group)

@@ -1,0 +1,65 @@
+"""What is done side by side, and when it is taken."""
+
+from __future__ import annotations
+
+import asyncio
+
+from swell.cluster.control.batches import in_batches
+from tests.cluster.control.fake_manager import VirtualTimeLoop
+
+
+async def _job(seconds: float, fails: bool = False) -> None:
+    await asyncio.sleep(seconds)
+    if fails:
+        raise ValueError("it fails")
+
+
+def _batches(**jobs: tuple[float, bool]) -> list[tuple[float, dict[str, bool]]]:
+    """When each batch came, and which of its jobs have succeeded."""
+
+    async def collect() -> list[tuple[float, dict[str, bool]]]:
+        now = asyncio.get_running_loop().time
+        work = {key: _job(*job) for key, job in jobs.items()}
+        return [
+            (round(now(), 3), {key: error is None for key, error in batch.items()})
+            async for batch in in_batches(work)
+        ]
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(collect())
+
+
+def test_what_takes_about_as_long_comes_together() -> None:
+    assert _batches(b=(10.0, False), a=(15.0, False)) == [(15.0, {"b": True, "a": True})]
+
+
+def test_what_takes_longer_comes_later() -> None:
+    found = _batches(slow=(500.0, False), a=(10.0, False), b=(19.0, False), late=(499.0, False))
+    assert found == [(20.0, {"a": True, "b": True}), (500.0, {"slow": True, "late": True})]
+
+
+def test_a_failure_ends_no_wait() -> None:
+    assert _batches(a=(1.0, True), b=(10.0, False), c=(50.0, True)) == [
+        (20.0, {"a": False, "b": True}),
+        (50.0, {"c": False}),
+    ]
+
+
+def test_what_is_left_is_cancelled() -> None:
+    ended: list[str] = []
+
+    async def job(name: str, seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            ended.append(name)
+
+    async def scenario() -> None:
+        batches = in_batches({"a": job("a", 1.0), "b": job("b", 99.0)})
+        await anext(batches)
+        await batches.aclose()
+        await asyncio.sleep(0.0)
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(scenario())
+    assert ended == ["a", "b"]

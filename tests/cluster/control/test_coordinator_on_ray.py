@@ -1,0 +1,77 @@
+"""The coordinator as an actor of the real Ray: where it listens, and how it is found again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import ray
+
+from swell.cluster.control.ray_cluster import RayCluster
+from swell.configs.schema import load
+from swell.coordinator.coordinator import find
+
+pytestmark = pytest.mark.slow
+
+NAMESPACE = "swell-app"
+CONFIG = load("m", {"cluster.interface": "lo", "cluster.ports": "21600-21631"}).cluster
+
+
+@pytest.fixture
+def cluster() -> Iterator[RayCluster]:
+    """In a program of another namespace, as `swell serve` and Serve's controller are."""
+    folder = tempfile.mkdtemp(prefix="swell-test-", dir="/tmp")
+    ray.init(
+        address="local",
+        num_cpus=1,
+        namespace="swell",
+        include_dashboard=False,
+        _temp_dir=folder,
+        log_to_driver=False,
+        logging_level=logging.CRITICAL,
+    )
+    yield RayCluster(CONFIG)
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_coordinator_is_at_its_interface_and_in_its_ports_and_is_found(
+    cluster: RayCluster,
+) -> None:
+    async def scenario() -> None:
+        endpoint = cluster.new_endpoint()
+        assert endpoint.host == "127.0.0.1"
+        assert endpoint.port in range(21_600, 21_604)
+        actor = await cluster.get_or_create_coordinator(
+            "coordinator-1", NAMESPACE, CONFIG, False, endpoint, False
+        )
+        contact = await cluster.call(actor, "contact")
+        assert contact.address.tcp == f"tcp://127.0.0.1:{endpoint.port}"
+        assert await asyncio.to_thread(find, contact, 20.0) == contact
+        await cluster.kill(actor)
+        assert await asyncio.to_thread(find, contact, 1.0) is None
+
+    asyncio.run(scenario())
+
+
+def test_a_coordinator_on_another_host_than_its_manager_keeps_to_the_ports_of_coordinators(
+    cluster: RayCluster,
+) -> None:
+    """Ray places it there when the manager's own host cannot have it."""
+
+    async def scenario() -> None:
+        chosen = msgspec.structs.replace(cluster.new_endpoint(), host="192.0.2.1")
+        actor = await cluster.get_or_create_coordinator(
+            "coordinator-1", NAMESPACE, CONFIG, False, chosen, False
+        )
+        contact = await cluster.call(actor, "contact")
+        host, _, port = contact.address.tcp.rpartition(":")
+        assert host == "tcp://127.0.0.1"
+        assert int(port) in range(21_600, 21_604)
+
+    asyncio.run(scenario())

@@ -1,0 +1,119 @@
+"""When a coordinator is looked for, by a scripted clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.contact import CoordinatorContact
+from swell.coordinator.finder import CoordinatorFinder
+
+SILENCE_S = 10.0
+ADDRESS = ChannelAddress("machine", "ipc", "tcp://192.0.2.1:1")
+CONTACT = CoordinatorContact(ADDRESS, ChannelKeys(b"public", b"secret"), 1)
+
+
+class ScriptedGround:
+    """A clock, and loops that run when they are told to."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+        self.loops: list[Coroutine[Any, Any, None]] = []
+
+    def now(self) -> float:
+        return self.time_s
+
+    def spawn(self, _name: str, work: Coroutine[Any, Any, None]) -> None:
+        self.loops.append(work)
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+class Search:
+    """A finder whose loop turns each second. The coordinator was heard, if it ever was, at 0."""
+
+    def __init__(self, *answers: CoordinatorContact | Exception | None, heard: bool = True) -> None:
+        self.ground = ScriptedGround()
+        self.answers = list(answers)
+        self.asked_at: list[float] = []
+        self.finder = CoordinatorFinder(self.ground, self._find, SILENCE_S)  # type: ignore[arg-type]
+        self.finder.check()
+        if heard:
+            self.finder.on_message()
+
+    def _find(self) -> CoordinatorContact | None:
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def turn(self, seconds: int, *, answers: bool = True) -> list[CoordinatorContact]:
+        """What `check` has found. `answers`: each search ends at once."""
+        found = []
+        for _ in range(seconds):
+            self.ground.time_s += 1.0
+            before = len(self.ground.loops)
+            contact = self.finder.check()
+            if len(self.ground.loops) > before:
+                self.asked_at.append(self.ground.time_s)
+            while answers and self.ground.loops:
+                asyncio.run(self.ground.loops.pop())
+            found += [contact] if contact is not None else []
+        return found
+
+
+def test_nobody_is_asked_while_it_is_heard() -> None:
+    search = Search(CONTACT)
+    for _ in range(10):
+        assert search.turn(8) == []
+        search.finder.on_message()
+    assert search.asked_at == []
+
+
+def test_silence_is_asked_about_again_and_again_until_it_is_heard() -> None:
+    search = Search()
+    search.turn(35)
+    assert search.asked_at == [10.0, 20.0, 30.0]
+    search.finder.on_message()
+    search.turn(9)
+    assert len(search.asked_at) == 3
+
+
+def test_who_has_never_heard_it_asks_soon() -> None:
+    """Before the coordinator, which hears nothing of it either, has lost patience."""
+    search = Search(None, CONTACT, heard=False)
+    assert search.turn(int(SILENCE_S) - 1) == [CONTACT]
+    search.finder.on_message()
+    search.turn(9)
+    assert len(search.asked_at) == 3
+
+
+def test_what_is_found_is_told_once() -> None:
+    search = Search(None, CONTACT)
+    assert search.turn(11) == []
+    assert search.turn(12) == [CONTACT]
+    assert search.turn(9) == []
+
+
+def test_one_search_at_a_time() -> None:
+    """It may block for as long as Ray's GCS is away."""
+    search = Search(CONTACT)
+    search.turn(50, answers=False)
+    assert len(search.asked_at) == 1
+    assert search.turn(2) == [CONTACT]
+
+
+def test_a_search_that_fails_is_tried_again() -> None:
+    search = Search(RuntimeError("the GCS is away"), CONTACT)
+    assert search.turn(30) == [CONTACT]
+
+
+def test_time_in_which_it_did_not_listen_is_no_silence() -> None:
+    search = Search()
+    search.turn(2)
+    search.ground.time_s += 100.0
+    search.turn(3)
+    assert search.asked_at == []

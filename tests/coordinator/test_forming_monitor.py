@@ -1,0 +1,274 @@
+"""A group that does not form: when that is found, and who is in its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from swell.configs.schema import load
+from swell.coordinator.forming_monitor import cover
+from swell.coordinator.roster import Member
+from swell.coordinator.state_machine import CoordinatorStateMachine
+from swell.coordinator.wave_interface import GroupState, Phase
+from swell.coordinator.waves import WaveCoordinator
+from swell.coordinator.wire import Broken, EngineReport, Joined, ReconfigureDistributedRequest
+from tests.coordinator.test_state_machine import form, member
+
+STALL_TIMEOUT_S = 4.0
+CONFIG = load({"model": {"path": "m"}, "cluster": {"stall_timeout_s": STALL_TIMEOUT_S}}).cluster
+LIMIT_S = 2 * STALL_TIMEOUT_S
+PROBE_S = LIMIT_S / 4
+TICK_S = 0.5
+
+Epochs = Callable[[int], int]
+"""The epoch that an engine of this rank reports."""
+
+
+class Cluster:
+    """Engines that report each tick, and whose groups form when `form` says so."""
+
+    def __init__(self, serving: int) -> None:
+        self.now = 0.0
+        self.machine = CoordinatorStateMachine(CONFIG, WaveCoordinator(), 0.0)
+        self.commands: list[tuple[int, object]] = []
+        if serving:
+            self.join(range(serving))
+            form(self.machine)
+
+    def join(self, ranks: range) -> None:
+        """Newcomers; those that serve have paused for them."""
+        self.machine.join([member(rank) for rank in ranks], self.now)
+        waves = self.machine.waves
+        if waves.group_state is GroupState.PAUSING:
+            for rank in waves.ranks:
+                self.machine._sync_roster(waves.paused(rank, waves.epoch, 1), self.now)
+
+    def run(self, seconds: float, reported: Epochs, progress: Callable[[int], int]) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += TICK_S
+            for rank in {*self.machine.roster.ranks, *self.machine.joining}:
+                found = self.machine.current_member(rank)
+                assert isinstance(found, Member)
+                report = EngineReport(
+                    rank,
+                    found.incarnation,
+                    reported(rank),
+                    wave_phase=Phase.OUT,
+                    progress_counter=progress(rank),
+                )
+                self.machine.on_message(report, self.now)
+            self.commands += self.machine.tick(self.now)
+
+    @property
+    def epoch(self) -> int:
+        return self.machine.waves.epoch
+
+    @property
+    def forming(self) -> tuple[int, ...]:
+        assert self.machine.waves.group_state is GroupState.FORMING
+        return self.machine.waves.ranks
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return Cluster(2)
+
+
+def test_newcomers_are_called_off_and_the_others_go_on_without_them(cluster) -> None:
+    cluster.join(range(2, 3))
+    cluster.machine.on_message(Broken(0, 7, cluster.epoch, "no connection"), cluster.now)
+    begun = cluster.epoch
+    cluster.run(LIMIT_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.forming == (0, 1, 2) and cluster.epoch == begun
+    cluster.run(2 * TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.forming == (0, 1, 2) and cluster.epoch == begun + 1, "a probe"
+    cluster.run(PROBE_S + TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.forming == (0, 1) and cluster.epoch == begun + 2
+    told = [
+        (r, m.ranks) for r, m in cluster.commands if isinstance(m, ReconfigureDistributedRequest)
+    ]
+    assert (0, [0, 1]) in told and (1, [0, 1]) in told
+    form(cluster.machine)
+    assert cluster.machine.roster.ranks == [0, 1] and cluster.machine.joining == set()
+    reason = cluster.machine.called_off[2]
+    newcomer, speaker = member(2).address.tcp, member(0).address.tcp
+    assert newcomer.removeprefix("tcp://") in reason and speaker.removeprefix("tcp://") in reason
+    assert "no connection" in reason
+
+
+def test_only_the_newcomer_that_hangs_is_called_off(cluster) -> None:
+    """It does not follow the probe. Whose group it was to be goes on with the other one."""
+    cluster.join(range(2, 4))
+    hung_at = cluster.epoch
+    cluster.run(
+        LIMIT_S + PROBE_S + 3 * TICK_S,
+        lambda rank: hung_at if rank == 2 else cluster.epoch,
+        lambda _: 0,
+    )
+    assert cluster.forming == (0, 1, 3)
+    form(cluster.machine)
+    assert cluster.machine.roster.ranks == [0, 1, 3] and list(cluster.machine.called_off) == [2]
+
+
+def test_the_newcomer_whom_the_others_do_not_reach_is_called_off(cluster) -> None:
+    """Whoever is aborted says it late, in the name of an older epoch."""
+    cluster.join(range(2, 5))
+    begun = cluster.epoch
+    for rank, absent in ((0, [3]), (3, [0, 1]), (4, [3])):
+        message = Broken(rank, 7, begun, "no connection", absent=absent)
+        cluster.machine.on_message(message, cluster.now)
+        cluster.run(TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.epoch == begun + 1
+    cluster.run(LIMIT_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.forming == (0, 1, 2, 4)
+    assert list(cluster.machine.called_off) == [3]
+    for rank in (0, 1, 3, 4):
+        assert member(rank).address.tcp.removeprefix("tcp://") in cluster.machine.called_off[3]
+    assert "engine 2" not in cluster.machine.called_off[3]
+
+
+def test_of_the_first_engines_too_only_the_one_that_is_not_reached_is_called_off() -> None:
+    cluster = Cluster(0)
+    cluster.join(range(3))
+    cluster.machine.on_message(Broken(0, 7, cluster.epoch, "late", absent=[1]), cluster.now)
+    cluster.machine.on_message(Broken(2, 7, cluster.epoch, "late", absent=[1]), cluster.now)
+    cluster.run(LIMIT_S + 2 * TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.forming == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "candidates", "chosen"),
+    [
+        ([], [1, 2], []),
+        ([(0, 1)], [2], []),
+        ([(0, 1)], [1, 2], [1]),
+        ([(1, 2)], [1, 2], [2]),
+        ([(0, 1), (0, 2), (1, 2)], [1, 2], [1, 2]),
+        ([(0, 1), (1, 2), (1, 3)], [1, 2, 3], [1]),
+    ],
+)
+def test_a_cover_has_an_end_of_each_pair(pairs, candidates, chosen) -> None:
+    assert cover({frozenset(pair) for pair in pairs}, set(candidates)) == set(chosen)
+
+
+def test_a_newcomer_that_was_called_off_may_come_again(cluster) -> None:
+    cluster.join(range(2, 3))
+    cluster.run(LIMIT_S + PROBE_S + 3 * TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    form(cluster.machine)
+    cluster.join(range(2, 3))
+    form(cluster.machine)
+    assert cluster.machine.roster.ranks == [0, 1, 2] and cluster.machine.called_off == {}
+
+
+def test_groups_that_break_again_and_again_have_one_deadline(cluster) -> None:
+    cluster.join(range(2, 3))
+    while cluster.now < LIMIT_S + PROBE_S + 3 * TICK_S:
+        cluster.run(TICK_S, lambda _: cluster.epoch, lambda _: 0)
+        if len(cluster.forming) == 3:
+            cluster.machine.on_message(Joined(0, 7, cluster.epoch), cluster.now)
+            cluster.machine.on_message(Broken(1, 7, cluster.epoch, "reset"), cluster.now)
+    assert cluster.forming == (0, 1)
+
+
+def test_experts_that_arrive_are_progress(cluster) -> None:
+    cluster.join(range(2, 3))
+    cluster.run(5 * LIMIT_S, lambda _: cluster.epoch, lambda rank: int(cluster.now) if rank else 0)
+    assert cluster.forming == (0, 1, 2)
+
+
+def test_an_engine_that_does_not_leave_its_older_group_hangs(cluster) -> None:
+    """Also one that has served for long; who waits for it is not blamed."""
+    old = cluster.epoch
+    cluster.join(range(2, 3))
+    behind = 1
+    cluster.run(
+        LIMIT_S + 2 * TICK_S, lambda rank: old if rank == behind else cluster.epoch, lambda _: 0
+    )
+    [stalled] = cluster.machine.stalled_engines
+    assert stalled.rank == behind and "did not leave its group" in stalled.reason
+    assert member(behind).address.tcp.removeprefix("tcp://") in stalled.reason
+    assert cluster.forming == (0, 2) and cluster.machine.roster.ranks == [0]
+
+
+def test_one_that_served_and_hangs_while_it_forms_is_found_by_the_probe(cluster) -> None:
+    """The newcomer, which follows, is not blamed."""
+    cluster.join(range(2, 3))
+    hung_at = cluster.epoch
+
+    def run(seconds: float) -> None:
+        cluster.run(seconds, lambda rank: hung_at if rank == 0 else cluster.epoch, lambda _: 0)
+
+    run(LIMIT_S + LIMIT_S / 2)
+    assert cluster.machine.stalled_engines == []
+    run(3 * TICK_S)
+    assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [0]
+    assert cluster.forming == (1, 2) and cluster.machine.called_off == {}
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_one_that_is_named_by_the_newcomer_alone_may_hang(cluster, hangs: bool) -> None:
+    """Then the newcomer is not called off; it is, if the other one follows the probe."""
+    cluster.join(range(2, 3))
+    cluster.machine.on_message(Broken(2, 7, cluster.epoch, "aborted", absent=[0]), cluster.now)
+    hung_at = cluster.epoch
+    cluster.run(
+        LIMIT_S + LIMIT_S / 2 + 4 * TICK_S,
+        lambda rank: hung_at if rank == 0 and hangs else cluster.epoch,
+        lambda _: 0,
+    )
+    assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [0] * hangs
+    assert cluster.forming == ((1, 2) if hangs else (0, 1))
+    assert list(cluster.machine.called_off) == [2] * (not hangs)
+
+
+def test_engines_that_cannot_reach_each_other_try_again(cluster) -> None:
+    cluster.machine.on_message(Broken(0, 7, cluster.epoch, "reset"), cluster.now)
+    begun = cluster.epoch
+    cluster.run(LIMIT_S + 2 * TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.forming == (0, 1) and cluster.epoch == begun + 1
+    assert cluster.machine.stalled_engines == []
+
+
+def test_the_first_engines_are_not_called_off() -> None:
+    cluster = Cluster(0)
+    cluster.join(range(2))
+    cluster.run(LIMIT_S + 2 * TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.forming == (0, 1) and cluster.machine.joining == {0, 1}
+
+
+def test_time_in_which_the_coordinator_was_stopped_does_not_count(cluster) -> None:
+    cluster.join(range(2, 3))
+    cluster.run(LIMIT_S / 2, lambda _: cluster.epoch, lambda _: 0)
+    cluster.now += 10 * LIMIT_S
+    cluster.run(TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.forming == (0, 1, 2)
+
+
+def test_an_engine_that_steps_without_requests_may_be_the_one_that_hangs(cluster) -> None:
+    """The others wait for it, and they have the requests."""
+    epoch = cluster.epoch
+    while cluster.now < LIMIT_S + 2 * TICK_S:
+        cluster.now += TICK_S
+        for rank, running, steps in ((0, 1, 6), (1, 0, 5)):
+            report = EngineReport(
+                rank, 7, epoch, running, progress_counter=steps, wave_phase=Phase.RUNNING
+            )
+            cluster.machine.on_message(report, cluster.now)
+        cluster.machine.tick(cluster.now)
+    assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [1]
+
+
+def test_an_engine_that_hangs_while_the_others_wait_for_a_pause_is_found(cluster) -> None:
+    cluster.machine.pause(cluster.now)
+    epoch = cluster.epoch
+    while cluster.now < LIMIT_S + 2 * TICK_S:
+        cluster.now += TICK_S
+        for rank, steps in ((0, 6), (1, 5)):
+            report = EngineReport(
+                rank, 7, epoch, 1, progress_counter=steps, wave_phase=Phase.RUNNING, pausing=True
+            )
+            cluster.machine.on_message(report, cluster.now)
+        cluster.machine.tick(cluster.now)
+    assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [1]

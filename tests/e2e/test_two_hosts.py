@@ -1,0 +1,248 @@
+"""One cluster over two hosts, each with an address and a link of its own: answers are those of one
+engine on one host, while engines come and go on the other one, and while a link is down.
+
+Every node has two CPUs, and `cluster.cpus_per_worker` says how many workers fit on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import NANO, Cluster
+from tests.faults import hosts as hosts_module
+from tests.faults.cluster_monitor import INGRESS, MANAGER
+from tests.faults.hosts import Hosts
+from tests.faults.load import DECODE, Answer, Load, compare, make_requests, reference
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MOE = NANO.parent / "nano-moe"
+STREAMS = 12
+STALL_S = 3.0
+ONE_WORKER_A_HOST = "cluster.cpus_per_worker=2"
+TWO_WORKERS_A_HOST = "cluster.cpus_per_worker=1"
+CHANGE_S = 90.0
+SECOND_NETWORK = "172.31.99.0/24"
+SECOND = ("172.31.99.1", "172.31.99.2")
+"""Addresses of the hosts that Ray does not know."""
+PORTS = range(29_000, 29_064)
+PORTS_OF_RAY = range(10_002, 20_000)
+"""Ports of Ray's processes, ours among them, as given to `ray start`."""
+PORTS_OF = {
+    "EngineActor": (3, PORTS[len(PORTS) // 4 :]),
+    "WorkerActor": (1, PORTS[len(PORTS) // 4 :]),
+    "Coordinator": (1, PORTS[: len(PORTS) // 8]),
+}
+"""How many ports of the range a process takes, and of which part: an engine has an inbox and two
+sockets for its workers, of which the first has the store. Gloo's ports are the kernel's choice."""
+LISTENS = "0A"
+"""The state of a listening socket in `/proc/net/tcp`."""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    if reason := hosts_module.refusal():
+        pytest.skip(reason)
+    with Hosts(cpus=2) as running:
+        yield running
+
+
+@contextmanager
+def serving(
+    hosts: Hosts, model: object, *settings: str, engines: int = 1
+) -> Iterator[TwoHostCluster]:
+    """A cluster on the hosts' Ray, started from the first of them, with an ingress on each, once
+    all its engines serve."""
+    cluster = Cluster(
+        str(model),
+        "model.dtype=float32",
+        f"cluster.stall_timeout_s={STALL_S}",
+        f"parallel.data={engines}",
+        *settings,
+        prefix=hosts.prefix(0),
+        options=["--address", hosts.ray_address, "--host", "0.0.0.0"],
+    )
+    with cluster:
+        running = TwoHostCluster(hosts, cluster)
+        asyncio.run(running.wait_until_whole(engines))
+        yield running
+    for host in (0, 1):
+        for part in ("EngineActor", "WorkerActor", "Coordinator", MANAGER, INGRESS):
+            assert not hosts.named(host, part)
+
+
+class TwoHostCluster:
+    def __init__(self, hosts: Hosts, cluster: Cluster) -> None:
+        self.hosts = hosts
+        port = urlsplit(cluster.url).port
+        self.urls = [f"http://{address}:{port}" for address in hosts.addresses]
+
+    def get(self, path: str, host: int = 0) -> httpx.Response:
+        return httpx.get(self.urls[host] + path, timeout=10, trust_env=False)
+
+    def scale(self, engines: int) -> None:
+        httpx.post(self.urls[0] + "/admin/scale", json={"engines": engines}, trust_env=False)
+
+    def engines(self) -> list[dict]:
+        return self.get("/admin/cluster").json()["engines"]
+
+    def host_of(self, pid: int) -> int:
+        (host,) = [host for host in (0, 1) if pid in self.hosts.pids(host)]
+        return host
+
+    def worker_hosts(self) -> list[list[int]]:
+        """The host of each worker, by engine; workers are in the order of their ranks."""
+        return [
+            [self.host_of(worker["pid"]) for worker in engine["workers"]]
+            for engine in self.engines()
+        ]
+
+    def is_whole(self, engines: int) -> bool:
+        """Whether so many engines serve, no change is in progress, and both ingresses are ready."""
+        state = self.get("/admin/cluster").json()
+        active = [engine["state"] == "active" for engine in state["engines"]]
+        idle = state["rescale"]["phase"] == "idle" and state["state"] == "serving"
+        ready = all(self.get("/ready", host).status_code == 200 for host in (0, 1))
+        return active == [True] * engines and idle and ready
+
+    async def wait_until_whole(self, engines: int) -> None:
+        deadline = time.monotonic() + CHANGE_S
+        while True:
+            try:
+                if await asyncio.to_thread(self.is_whole, engines):
+                    return
+            except (httpx.TransportError, ValueError, KeyError):
+                pass
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"not whole after {CHANGE_S:g} s: {self.get('/admin/cluster').text}; "
+                    f"{[self.get('/ready', host).text for host in (0, 1)]}"
+                )
+            await asyncio.sleep(0.2)
+
+
+async def answers_while(
+    cluster: TwoHostCluster, urls: Sequence[str], change: Callable
+) -> tuple[list[Answer], list[Answer]]:
+    """The right answers, and those of streams that went on during `change`."""
+    requests = make_requests((await model_of(cluster)), STREAMS, DECODE, seed=7)
+    expected = await reference(cluster.urls[0], requests)
+    load = Load(urls, requests, STREAMS)
+    load.start()
+    while load.streaming < STREAMS // 3:
+        await asyncio.sleep(0.02)
+    await change()
+    return expected, await load.finish()
+
+
+async def model_of(cluster: TwoHostCluster) -> str:
+    return (await asyncio.to_thread(cluster.get, "/v1/models")).json()["data"][0]["id"]
+
+
+def assert_kept(expected: list[Answer], answers: list[Answer]) -> None:
+    result = compare(expected, answers)
+    assert result.failed == result.wrong == result.cut == 0, result
+    assert result.answers >= STREAMS
+
+
+async def some_seconds() -> None:
+    await asyncio.sleep(3)
+
+
+def test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down(hosts):
+    """Clients of the other host's ingress see nothing but a pause. One cluster for all of it: its
+    start takes longer than the rest."""
+    with serving(hosts, NANO, ONE_WORKER_A_HOST, engines=2) as cluster:
+        assert sorted(cluster.worker_hosts()) == [[0], [1]]
+        kept = asyncio.run(answers_while(cluster, cluster.urls, some_seconds))
+        assert_kept(*kept)
+        served = {answer.engines for answer in kept[1]}
+        assert served >= {"0", "1"}
+        for host in (0, 1):
+            change = partial(cut_and_heal, cluster, host)
+            urls = [cluster.urls[1 - host]]
+            assert_kept(*asyncio.run(answers_while(cluster, urls, change)))
+            assert sorted(cluster.worker_hosts()) == [[0], [1]]
+
+
+async def cut_and_heal(cluster: TwoHostCluster, host: int) -> None:
+    """Cut the link for longer than the others wait for the host."""
+    cluster.hosts.cut(host)
+    await asyncio.sleep(2 * STALL_S)
+    cluster.hosts.heal(host)
+    await cluster.wait_until_whole(2)
+    await some_seconds()
+
+
+def test_the_stages_of_a_pipeline_on_two_hosts(hosts):
+    with serving(hosts, NANO, "parallel.pipeline=2", ONE_WORKER_A_HOST) as cluster:
+        assert sorted(cluster.worker_hosts()[0]) == [0, 1]
+        assert_kept(*asyncio.run(answers_while(cluster, cluster.urls, some_seconds)))
+
+
+def test_tensor_ranks_share_a_host_and_all_listen_at_one_interface_and_range(hosts):
+    """Experts are shared over the hosts, so their groups are formed at the interface, too. What the
+    hosts' name resolves to is an address of none of them."""
+    for host in (0, 1):
+        subprocess.run(
+            [*hosts.prefix(host), *f"ip addr add {SECOND[host]}/24 dev eth0".split()], check=True
+        )
+    settings = (f"cluster.interface={SECOND_NETWORK}", f"cluster.ports={PORTS[0]}-{PORTS[-1]}")
+    split = ("parallel.tensor=2", "parallel.expert=true", TWO_WORKERS_A_HOST)
+    with serving(hosts, MOE, *split, *settings, engines=2) as cluster:
+        assert sorted(cluster.worker_hosts()) == [[0, 0], [1, 1]]
+        assert_kept(*asyncio.run(answers_while(cluster, cluster.urls, some_seconds)))
+        for host in (0, 1):
+            found = {
+                part: [listeners_of(pid) for pid in hosts.named(host, part)] for part in PORTS_OF
+            }
+            for part, (num_ports, ports) in PORTS_OF.items():
+                for listeners in found[part]:
+                    assert {address for address, _ in listeners} <= {SECOND[host]}, found
+                    taken = {port for _, port in listeners if port in PORTS}
+                    assert len(taken) <= num_ports and taken <= {*ports}, found
+            assert any(found["EngineActor"]) and any(found["WorkerActor"]), found
+
+
+def listeners_of(pid: int) -> set[tuple[str, int]]:
+    """The addresses at which a process listens for TCP connections, Ray's own ports aside."""
+    sockets = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            sockets.add(os.readlink(path))
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            local, state, inode = (line.split()[column] for column in (1, 3, 9))
+            if state == LISTENS and f"socket:[{inode}]" in sockets:
+                number, _, port = local.partition(":")
+                words = (number[at : at + 8] for at in range(0, len(number), 8))
+                address = b"".join(bytes.fromhex(word)[::-1] for word in words)
+                found.add((socket.inet_ntop(family, address), int(port, 16)))
+    return {listener for listener in found if listener[1] not in PORTS_OF_RAY}
+
+
+def test_engines_that_share_experts_join_and_leave_on_the_other_host(hosts):
+    with serving(hosts, MOE, "parallel.expert=true", ONE_WORKER_A_HOST) as cluster:
+
+        async def grow_and_shrink() -> None:
+            for engines in (2, 1):
+                await asyncio.to_thread(cluster.scale, engines)
+                await cluster.wait_until_whole(engines)
+                found = await asyncio.to_thread(cluster.worker_hosts)
+                assert sorted(found) == [[0], [1]][: len(found)] or engines == 1
+                await some_seconds()
+
+        assert_kept(*asyncio.run(answers_while(cluster, cluster.urls, grow_and_shrink)))

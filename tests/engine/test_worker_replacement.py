@@ -1,0 +1,84 @@
+"""The placement of a worker's replacement, and the end of its predecessor. Ray is stubbed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from swell.configs.schema import load
+from swell.coordinator.channel import make_keys
+from swell.engine.executor import ray as executor_module
+from swell.engine.executor.ray import RayExecutor
+
+
+class Stopped(Exception):
+    """The workers are created: the test ends here."""
+
+
+class RecordingExecutor(RayExecutor):
+    def __init__(self) -> None:
+        config = load({"model": {"path": "m"}, "parallel": {"pipeline": 3}})
+        super().__init__(config, placement_group=None, keys=make_keys(), host="127.0.0.1")
+        self.created: dict[int, int] = {}
+
+    def _create(self, rank: int, bundle: int, node: str) -> Any:
+        self.created[rank] = bundle
+        return f"actor {rank}"
+
+    def _load(self, *_args: Any) -> Any:
+        raise Stopped
+
+    def start_workers(self, *ranks: int) -> None:
+        with pytest.raises(Stopped):
+            self._start_workers(ranks, lambda text: None)
+
+
+@pytest.fixture
+def executor():
+    executor = RecordingExecutor()
+    yield executor
+    executor._heartbeats.close()
+    executor._inbox.close()
+
+
+def test_a_replacement_has_the_bundle_of_its_predecessor(executor, monkeypatch) -> None:
+    """Ray has moved a bundle to another node since the start, so the order of nodes has changed."""
+    table: dict[str, Any] = {"bundles_to_node_id": {0: "a", 1: "b", 2: "a"}}
+    monkeypatch.setattr(executor_module, "placement_group_table", lambda group: table)
+    executor.start_workers(0, 1, 2)
+    assert executor.created == {0: 0, 1: 2, 2: 1}, "node by node"
+    table["bundles_to_node_id"] = {0: "b", 1: "b", 2: "a"}
+    executor.created.clear()
+    executor.start_workers(1)
+    assert executor.created == {1: 2} and executor._workers[1].node == "a"
+
+
+@pytest.mark.parametrize("error", [None, GetTimeoutError("no helper")])
+def test_a_worker_that_hangs_is_ended_on_its_own_node(executor, monkeypatch, error) -> None:
+    killed: list[Any] = []
+
+    def kill_process(pid: int, node: str) -> None:
+        killed.append((pid, node))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(executor_module, "kill_process", kill_process)
+    monkeypatch.setattr(executor_module.ray, "kill", killed.append)
+    table = {"bundles_to_node_id": {0: "a", 1: "b", 2: "c"}}
+    monkeypatch.setattr(executor_module, "placement_group_table", lambda group: table)
+    executor.start_workers(0, 1, 2)
+    executor._workers[1].pid = 77
+    monkeypatch.setattr(executor_module, "_exit_reason", lambda worker: "")
+    executor._kill(executor._workers[1])
+    assert killed == [(77, "b"), "actor 1"], "whether or not its node could be reached"
+
+
+def test_a_worker_that_has_ended_is_not_ended_again(executor, monkeypatch) -> None:
+    """Its pid may belong to another process by now."""
+    monkeypatch.setattr(executor_module, "kill_process", lambda *_: pytest.fail("it has ended"))
+    monkeypatch.setattr(executor_module.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(executor_module, "_exit_reason", lambda worker: "died")
+    executor._kill(SimpleNamespace(rank=0, pid=77, node="a", actor="actor 0"))

@@ -1,0 +1,211 @@
+"""Groups of simulated engines that share experts: they form, step together, and break.
+
+Law: a group forms when all of its plan have come to its store and reach each other. An all-reduce
+has its result at a member when all have given their values and these reach it: packets that a cut
+holds arrive after it. A member that leaves, is aborted or dies breaks the group at each peer that
+this reaches, a moment later; at others it breaks by a timeout, unless they are aborted themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from swell.engine.executor import GroupBroken
+from swell.worker.wire import GroupPlan
+from tests.simulator.kernel import WORLD, Kernel
+from tests.simulator.network import Network
+from tests.simulator.process import Process
+
+GROUP_TIMEOUT_S = 120.0
+"""As `swell.worker.mesh.GROUP_TIMEOUT_S`."""
+_CONNECT_S = 20.0
+"""As `swell.worker.transport.CONNECT_S`."""
+_POLL_S = 0.05
+_DELAY_S = 0.0005
+"""From a member to its peers."""
+_FORM_S = 0.05
+"""At most, once all have come: connections, and experts that move."""
+
+Sums = tuple[int, int]
+"""Engines that want another step, and that vote for a pause."""
+
+
+class SimMember:
+    """One engine in one group."""
+
+    def __init__(self, group: SimGroup, process: Process) -> None:
+        self.group, self.process = group, process
+        self.broken: str | None = None
+        self.values: list[Sums] = []
+        self.waiting: dict[int, asyncio.Future[Sums]] = {}
+
+    def all_reduce(self, work: bool, pause: bool) -> asyncio.Future[Sums]:
+        """The sums of this member's next step. They raise GroupBroken."""
+        future: asyncio.Future[Sums] = self.process.loop.create_future()
+        future.add_done_callback(lambda done: done.exception())  # it may never be waited for
+        if self.broken is not None:
+            future.set_exception(GroupBroken(self.broken))
+            return future
+        self.waiting[len(self.values)] = future
+        self.values.append((int(work), int(pause)))
+        loop = self.process.loop
+        loop.call_later(GROUP_TIMEOUT_S, self._time_out, future)
+        self.group.deliver()
+        return future
+
+    def leave(self, reason: str) -> None:
+        """Break it here; peers notice."""
+        if self.broken is not None:
+            return
+        self.broken = reason
+        waiting, self.waiting = self.waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(GroupBroken(reason))
+        self.group.on_left(self)
+
+    def _time_out(self, future: asyncio.Future[Sums]) -> None:
+        if not future.done():
+            self.leave(f"a peer did not answer in {GROUP_TIMEOUT_S:g} s")
+
+
+class SimGroup:
+    """One epoch at one store."""
+
+    def __init__(self, groups: SimGroups, engines: int) -> None:
+        self.engines = engines
+        self.members: dict[int, SimMember] = {}
+        """By index; those that have come."""
+        self._groups = groups
+
+    def add(self, index: int, process: Process) -> SimMember:
+        member = self.members[index] = SimMember(self, process)
+        return member
+
+    def deliver(self) -> None:
+        """Every result that is there and reaches its member."""
+        if len(self.members) < self.engines:
+            return
+        members = [member for _, member in sorted(self.members.items())]
+        for member in members:
+            for number in list(member.waiting):
+                if all(number < len(peer.values) for peer in members):
+                    self._groups.later(self._deliver_one, member, number)
+
+    def _deliver_one(self, member: SimMember, number: int) -> None:
+        future = member.waiting.get(number)
+        if future is None or not self._groups.reaches(self.members.values(), member):
+            return
+        del member.waiting[number]
+        values = [peer.values[number] for peer in self.members.values()]
+        if not future.done():
+            future.set_result((sum(v[0] for v in values), sum(v[1] for v in values)))
+
+    def on_left(self, member: SimMember) -> None:
+        for _, peer in sorted(self.members.items()):
+            if peer is not member:
+                self._groups.later(self._break_one, member, peer)
+
+    def _break_one(self, member: SimMember, peer: SimMember) -> None:
+        """Connection reset; a peer that waits for nothing notices at its next step."""
+        if self._groups.reaches([member], peer) and peer.process.alive:
+            peer.leave(f"connection reset by {member.process.name} at {member.process.host}")
+
+    def look_again(self) -> None:
+        """The network has changed."""
+        self.deliver()
+        for member in self.members.values():
+            if member.broken is not None:
+                self.on_left(member)
+
+
+class SimGroups:
+    """All groups and stores of a cluster."""
+
+    def __init__(self, kernel: Kernel, net: Network) -> None:
+        self._kernel, self._net = kernel, net
+        self._groups: dict[tuple[Any, int], SimGroup] = {}
+        self._stores: dict[tuple[str, int], Process] = {}
+        self._times = kernel.random("groups")
+        net.on_change.append(self._on_change)
+
+    def open_store(self, process: Process) -> tuple[str, int]:
+        address = (process.host, self._net.free_port(process.host))
+        self._stores[address] = process
+        return address
+
+    def later(self, call: Callable[..., None], *args: Any) -> None:
+        self._kernel.at(self._kernel.now + _DELAY_S, WORLD, call, *args)
+
+    def reaches(self, sources: Any, member: SimMember) -> bool:
+        host = member.process.host
+        return not any(self._net.is_cut(source.process.host, host) for source in sources)
+
+    def _on_change(self) -> None:
+        for group in list(self._groups.values()):
+            group.look_again()
+
+    async def form(
+        self, process: Process, plan: GroupPlan, is_aborted: Callable[[], bool]
+    ) -> SimMember:
+        """Wait for the other engines of the plan, and form their group. Raises GroupBroken."""
+        begun = process.time()
+        if plan.engines == 1:
+            return SimGroup(self, 1).add(0, process)
+        store = plan.expert_store
+        assert store is not None
+        while not self._answers(store, process):
+            await self._wait(begun, is_aborted, f"the store at {store} does not answer", [0])
+        key = (store, plan.epoch)
+        group = self._groups.setdefault(key, SimGroup(self, plan.engines))
+        assert group.engines == plan.engines, "two plans of one epoch"
+        assert plan.index not in group.members, "it comes twice"
+        member = group.add(plan.index, process)
+        process.on_exit.append(lambda _process: member.leave("died"))
+        try:
+            while len(group.members) < group.engines:
+                absent = sorted(set(range(group.engines)) - set(group.members))
+                await self._wait(
+                    begun, is_aborted, f"engines {absent} of {group.engines} did not come", absent
+                )
+                if not self._answers(store, process):
+                    raise GroupBroken(f"the store at {store} is gone")
+            await self._connect(member, is_aborted)
+        except GroupBroken as error:
+            member.leave(str(error))
+            raise
+        return member
+
+    async def _connect(self, member: SimMember, is_aborted: Callable[[], bool]) -> None:
+        begun = member.process.time()
+        await asyncio.sleep(self._times.random() * _FORM_S)
+        while True:
+            if member.broken is not None:
+                raise GroupBroken(member.broken)
+            if is_aborted():
+                raise GroupBroken("aborted")
+            blocked = [
+                index
+                for index, peer in member.group.members.items()
+                if self._net.is_blocked(peer.process.host, member.process.host)
+            ]
+            if not blocked:
+                return
+            if member.process.time() - begun > _CONNECT_S:
+                raise GroupBroken(f"no connection to {blocked}", blocked)
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait(
+        self, begun: float, is_aborted: Callable[[], bool], reason: str, absent: list[int]
+    ) -> None:
+        if is_aborted():
+            raise GroupBroken("aborted", absent)
+        await asyncio.sleep(_POLL_S)
+        if asyncio.get_running_loop().time() - begun > GROUP_TIMEOUT_S:
+            raise GroupBroken(f"{reason} in {GROUP_TIMEOUT_S:g} s", absent)
+
+    def _answers(self, store: tuple[str, int], process: Process) -> bool:
+        owner = self._stores[store]
+        return owner.alive and not self._net.is_blocked(owner.host, process.host)

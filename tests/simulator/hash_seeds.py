@@ -1,0 +1,28 @@
+"""Runs of a simulation in processes of their own, each with another order of its sets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+_TIMEOUT_S = 120
+
+
+def outputs(code: str, hash_seeds: Iterable[str]) -> set[str]:
+    """What the code prints, for each hash seed: one text if it depends on none."""
+    return {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=_ROOT,
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+        ).stdout
+        for hash_seed in hash_seeds
+    }

@@ -1,0 +1,1 @@
+"""The cost of the control plane at scale, on the virtual clock with measured CPU time."""

@@ -1,0 +1,61 @@
+"""The host of coordinator and manager is lost for good, while streams run: both come elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from swell.coordinator.finder import CoordinatorFinder
+from tests.simulator.control_plane import ControlPlane
+from tests.simulator.kernel import WORLD
+from tests.simulator.laws import Run
+from tests.simulator.process import simulated_exits
+from tests.simulator.scenario import HOSTS, Fault, Request, Scenario
+
+_LOST_AT_S = 4.0
+
+
+def _run(change: Callable[[ControlPlane], None] = lambda plane: None, seed: int = 0) -> Run:
+    """`change` happens a second before the host is lost."""
+    requests = tuple(Request(3.5 + i / 10, i % 2, (1, 2, 3), 24, i) for i in range(8))
+    faults = (Fault("lose-host-for-good", _LOST_AT_S, target=0),)
+    run = Run(Scenario(seed, 2, 2, False, requests, faults, control_host=HOSTS[1]))
+    run.plane.kernel.at(_LOST_AT_S - 0.5, WORLD, partial(change, run.plane))
+    return run
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_coordinator_and_manager_come_on_another_host(seed: int) -> None:
+    run = _run(seed=seed)
+    assert run.judge().broken == []
+    hosts = [process.host for process, _ in run.plane.coordinators]
+    assert hosts[0] == HOSTS[1] and hosts[-1] != HOSTS[1]
+    assert run.plane.manager.process.host != HOSTS[1]
+
+
+def test_a_coordinator_that_is_not_looked_for_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CoordinatorFinder, "check", lambda finder: None)
+    assert _run().judge().broken
+
+
+def test_a_pause_outlives_both_though_its_checkpoint_is_lost() -> None:
+    """The engines have kept it, with the target."""
+
+    def pause(plane: ControlPlane) -> None:
+        plane.manager.do("pause", (), lambda _target: None, lambda _result: None)
+
+    def lose_checkpoint(plane: ControlPlane) -> None:
+        for key in [key for key in plane.ray.values if b":note-" in key]:
+            del plane.ray.values[key]
+
+    run = _run(pause)
+    plane = run.plane
+    plane.kernel.at(_LOST_AT_S + 0.1, WORLD, lose_checkpoint, plane)
+    with simulated_exits():
+        plane.kernel.run(60.0)
+    manager = plane.manager.manager
+    assert plane.manager.has_started and plane.manager.process.host != HOSTS[1]
+    assert manager.pause_requested and manager.target == 2
+    plane.close()
