@@ -290,7 +290,8 @@ class CoordinatorService:
         """Until something is due."""
         now = self._ground.now()
         if self._recovering:
-            return max(0.0, self._recovery_s - self._recovery.read(now)) / _CHECKS_PER_TIMEOUT
+            left_s = self._recovery_s - self._recovery.read(now)
+            return min(max(0.0, left_s), self._wake_interval_s)
         publish_s = self._state_machine.cluster_state.wait_s(now)
         return min(publish_s, self._wake_interval_s, self._calls.wait_s(now))
 

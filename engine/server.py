@@ -166,8 +166,9 @@ class EngineServer:
     # ---------------------------------------------------------------- the loop
 
     async def _run_once(self) -> None:
-        self._send_to_coordinator(self.core.take_messages())  # before waiting for more
         busy = self.core.has_work or self._reconfiguration is not None
+        if not busy:
+            self._send_to_coordinator(self.core.take_messages())  # before waiting for more
         await self._process_inputs(0.0 if busy else self._reporter.wait_s(self._ground.now()))
         self._check_peers(self._ground.now())  # after taking in what came meanwhile
         if self._reconfiguration is not None:

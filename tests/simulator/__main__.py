@@ -48,6 +48,7 @@ def main() -> int:
         print(*verdict.faults, *verdict.broken, sep="\n")
         return bool(verdict.broken)
     gc.disable()
+    gc.freeze()
     if args.today:
         args.first += datetime.now(UTC).toordinal() * _SEEDS_OF_A_DAY
     begun, events, broken = time.process_time(), 0, {}

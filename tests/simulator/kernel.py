@@ -32,7 +32,8 @@ class Owner:
     runs = True
     """Whether its events run at their time; else `hold` takes them."""
     loop: Any = None
-    """Its event loop."""
+    """Its event loop. The world has none, and leaves that of the process before it, which it does
+    not use."""
 
     def hold(self, call: Call, args: tuple[Any, ...]) -> None:
         """An event came while it does not run."""
@@ -118,7 +119,7 @@ class Kernel:
                 if not owner.runs:
                     owner.hold(call, args)
                     continue
-                if owner.loop is not loop:
+                if owner.loop is not loop and owner.loop is not None:
                     loop = owner.loop
                     set_loop(loop)
                 self.events += 1

@@ -96,7 +96,8 @@ class SimGroupStep(AsyncModelRunnerOutput):
             self._result = ModelRunnerOutput(self._plan.step, self._sampled, *sums)
 
     async def computed(self) -> None:
-        await asyncio.wait([self._task])
+        if not self._task.done():
+            await self._task  # it raises nothing, and whoever waits is never cancelled
 
     def get_output(self) -> ModelRunnerOutput:
         self._executor.check()

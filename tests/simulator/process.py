@@ -164,6 +164,7 @@ class Process(Owner):
 
     def enter(self, call: Call, *args: Any) -> None:
         """Run something of this process, from an event of the world."""
+        before = events._get_running_loop()
         events._set_running_loop(self.loop)  # type: ignore[arg-type]
         self.kernel.events += 1
         try:
@@ -173,7 +174,7 @@ class Process(Owner):
         except Exception as error:
             self.fail(getattr(call, "__qualname__", "event"), error)
         finally:
-            events._set_running_loop(None)
+            events._set_running_loop(before)
 
 
 class SimHandle:
