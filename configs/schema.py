@@ -182,6 +182,11 @@ class ServeConfig(Section, frozen=True):
     the background, also with the data by which another ingress can continue it."""
     stored_response_age_s: Seconds = 86400.0
     """Older stored answers are dropped."""
+    request_history: NonNegative = 2048
+    """Finished requests of which an ingress keeps what happened to them, for `/admin/requests/ID`;
+    each answer of `n` counts. One takes about a kilobyte."""
+    request_history_s: Seconds = 600.0
+    """How long it keeps them."""
     no_engine_timeout_s: Seconds = 60.0
     """How long a request waits while no engine is available, before a 503; longer than a
     replacement takes to start."""

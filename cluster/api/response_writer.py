@@ -13,6 +13,7 @@ from swell.cluster.api.protocol_base import Usage, usage
 from swell.cluster.api.sse import comment, event
 from swell.cluster.client.merged_outputs import OutputBatch
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.request_history import RequestRecord
 
 ENGINES = "x-swell-engine"
 """The header that names the ranks that served, in order."""
@@ -27,11 +28,16 @@ class ResponseWriter(ABC):
     `stream_error`, and `stream_done`.
     """
 
+    operation = "chat"
+    """As OpenTelemetry's conventions name it."""
+
     def __init__(self, id: str, model: str, *, n: int = 1) -> None:
         self.id = id
         self.created = int(time.time())
         self.model = model
         self.n = n
+        self.record: RequestRecord | None = None
+        """What happens to the request; None before it is submitted."""
 
     @abstractmethod
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:

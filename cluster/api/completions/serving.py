@@ -22,6 +22,8 @@ from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 class CompletionResponseWriter(ResponseWriter):
     """With `echo` every choice begins with the text of its prompt."""
 
+    operation = "text_completion"
+
     def __init__(self, id: str, model: str, body: CompletionRequest) -> None:
         super().__init__(id, model, n=body.n or 1)
         self._body = body
