@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.client.journey import Journey
 from swell.cluster.client.request_history import RequestRecord
 from swell.engine.wire import JourneyEventType
+
+IncludeTimings = Annotated[
+    bool | None,
+    Meta(
+        description="true: the answer, or the end of its stream, has `timings`: what happened to "
+        "the request, with milliseconds since it was received, and the engine's rank."
+    ),
+]
+"""A field of Swell alone."""
 
 
 class TimedEvent(Body, kw_only=True):
