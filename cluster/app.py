@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -48,6 +49,8 @@ from swell.coordinator.ports import free_port, next_free_port
 
 _SERVE_PROXY_PORT = 8000
 """Where `serve run` starts Serve's proxy."""
+_OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""OpenTelemetry's own variable."""
 _STOP_TIMEOUT_S = 20.0
 """What it may take to end engines that have nothing left."""
 _HEALTH_CHECKS = 3
@@ -288,7 +291,7 @@ def application(config: Config) -> serve.Application:
     the coordinator, and it loads nothing of ours but the store.
     """
     hosts = _hosts()
-    config = _with_ingresses(config, hosts)
+    config = _with_collector(_with_ingresses(config, hosts))
     limits, options = config.serve, _actor_options(config)
     one = {"num_replicas": 1, "max_ongoing_requests": 1000, **options}
     many = {"num_replicas": limits.ingress_replicas, "max_ongoing_requests": 100_000, **options}
@@ -314,6 +317,16 @@ def _with_ingresses(config: Config, hosts: int) -> Config:
     number = config.serve.ingress_replicas or hosts
     serve = msgspec.structs.replace(config.serve, ingress_replicas=number)
     return msgspec.structs.replace(config, serve=serve)
+
+
+def _with_collector(config: Config) -> Config:
+    """With the collector that the environment of this command names, where none is configured:
+    ingresses may run on other hosts."""
+    endpoint = os.environ.get(_OTLP_ENDPOINT)
+    if config.serve.otlp_endpoint is not None or not endpoint:
+        return config
+    serve = {**msgspec.to_builtins(config.serve), "otlp_endpoint": endpoint}
+    return load({**msgspec.to_builtins(config), "serve": serve})
 
 
 def shutdown_s(config: Config) -> float:

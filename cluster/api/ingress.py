@@ -109,7 +109,7 @@ class Ingress:
 
     async def stop(self) -> None:
         await self._responses.close()
-        self.services.close()
+        await self.services.close()
 
     async def _completions(self, request: Request) -> Any:
         body = await self.services.read_for_answer(request, CompletionRequest)

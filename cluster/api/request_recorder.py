@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from starlette.requests import Request
@@ -12,18 +13,24 @@ from swell.cluster.api.response_writer import ResponseWriter
 from swell.cluster.api.routing import request_id
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
 from swell.cluster.api.timings import timings_of
+from swell.cluster.api.tracing.exporter import TraceExporter
+from swell.cluster.api.tracing.trace_context import trace_headers
 from swell.cluster.client.request_history import RequestHistory, RequestRecord
+from swell.cluster.text.input_processor import RequestParams
 
 
 class RequestRecorder:
-    """The records of one ingress."""
+    """The records of one ingress, and where they go in the end."""
 
-    def __init__(self, history: RequestHistory, ingress: int) -> None:
+    def __init__(self, history: RequestHistory, traces: TraceExporter, ingress: int) -> None:
         """`ingress`: its `client_index`."""
         self._history = history
+        self._traces = traces
         self._ingress = ingress
 
-    def record(self, request: Request, answer: ResponseWriter, ending: ExitStack) -> RequestRecord:
+    def record(
+        self, request: Request, params: RequestParams, answer: ResponseWriter, ending: ExitStack
+    ) -> RequestRecord:
         """The record of a request that begins now, and ends with `ending`."""
         now_s = time.monotonic()
         came_s = request.scope.get(ARRIVAL_TIME_S, now_s)
@@ -36,11 +43,15 @@ class RequestRecorder:
             received_at=time.time() - (now_s - came_s),
         )
         self._history.begin(record)
-        ending.callback(self._end, record)
+        ending.callback(self._end, record, params, trace_headers(request))
         return record
 
-    def _end(self, record: RequestRecord) -> None:
+    def _end(
+        self, record: RequestRecord, params: RequestParams, headers: Mapping[str, str]
+    ) -> None:
         self._history.end(record, time.monotonic())
+        if record.journeys:
+            self._traces.export(record, params, headers)
 
     def find(self, id: str) -> list[RequestStory]:
         """The requests of this ingress that a client knows by this id, oldest first."""

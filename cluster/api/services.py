@@ -12,6 +12,7 @@ from swell.cluster.api.request_recorder import RequestRecorder
 from swell.cluster.api.server.access import Access
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
 from swell.cluster.api.serving_handler import ServingHandler
+from swell.cluster.api.tracing.exporter import make_exporter
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import HEADER as TIMEOUT
 from swell.cluster.client.deadline import deadline_of
@@ -60,11 +61,13 @@ class Services:
         self.metrics.registry.register(ViewCollector(lambda: self.llm.view))
         self.peers = peers or NoPeers()
         history = RequestHistory(config.serve.request_history, config.serve.request_history_s)
-        self.recorder = RequestRecorder(history, self.llm.client_index)
+        self.traces = make_exporter(config.serve.otlp_endpoint, self.metrics.traced)
+        self.recorder = RequestRecorder(history, self.traces, self.llm.client_index)
         self.serving = ServingHandler(self.llm, self.offloads.answers, self.recorder)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.llm.close()
+        await self.traces.close()
         self.offloads.close()
 
     async def read_for_answer(self, request: Request, kind: type[Body]) -> Body:

@@ -16,6 +16,7 @@ from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.request_recorder import RequestRecorder
 from swell.cluster.api.response_writer import ENGINES, ResponseWriter, usage_of
 from swell.cluster.api.routing import json_response, request_id
+from swell.cluster.api.tracing.trace_context import trace_headers
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import Deadline
 from swell.cluster.client.merged_outputs import MergedOutputs
@@ -26,7 +27,6 @@ from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import bad_value
 
-_TRACE_HEADERS = ("traceparent", "tracestate")
 _SUBMIT_BATCH_TOKENS = 20_000
 """Prompt tokens that are submitted at once: some milliseconds."""
 _CHILD_OVERHEAD_TOKENS = 500
@@ -55,7 +55,7 @@ class ServingHandler:
         states: list[RequestState] = []
         kind = RequestOutputKind.DELTA if request_params.stream else RequestOutputKind.FINAL_ONLY
         with ExitStack() as ending:
-            record = self._recorder.record(request, answer, ending)
+            record = self._recorder.record(request, request_params, answer, ending)
             # What has not ended then has no reader any more.
             ending.callback(lambda: self._llm.abort([state.request_id for state in states]))
             await self._submit(request, request_params, kind, states, record)
@@ -127,10 +127,6 @@ class ServingHandler:
         if rank is not None and active and rank not in active:
             problem = f"takes no requests; the engines are {active}"
             raise bad_value("data_parallel_rank", rank, problem)
-
-
-def trace_headers(request: Request) -> dict[str, str]:
-    return {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
 
 
 def _tokens(output: RequestOutput) -> int:
