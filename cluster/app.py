@@ -191,7 +191,8 @@ class IngressDeployment:
             ground=ground,
             find=partial(find, found, config.cluster.stall_timeout_s),
         )
-        self._ingress = await build_ingress(config, connect, manager, store, ReplicaPeers())
+        peers = ReplicaPeers(config.serve.ingress_replicas or 1)
+        self._ingress = await build_ingress(config, connect, manager, store, peers)
         limits, drain_s = config.serve, config.cluster.drain_timeout_s
         self._edge = EdgeServer(self._ingress.app, limits.host, contact.port, drain_s, limits)
         await self._edge.start()
@@ -221,10 +222,13 @@ class IngressDeployment:
 class ReplicaPeers:
     """`PeerStories` through Serve, which knows the replicas; it is asked for them at first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int) -> None:
         context = serve.get_replica_context()
         self._names = context.deployment, context.app_name
+        self._replicas = replicas
         self._handle: DeploymentHandle | None = None
+        self._lock = asyncio.Lock()
+        """Held while Serve is asked: the first call of a handle prepares it."""
         self._log = StructuredLogger("cluster.app")
 
     async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
@@ -236,13 +240,16 @@ class ReplicaPeers:
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         for failure in failed:
             self._log.warning("an ingress is silent", error=f"{type(failure).__name__}: {failure}")
-        return [story for one in answers if isinstance(one, list) for story in one], not failed
+        # Serve leaves out replicas that it has just found to be away.
+        complete = not failed and len(answers) >= self._replicas
+        return [story for one in answers if isinstance(one, list) for story in one], complete
 
     async def _ask(self, id: str, asking: int) -> list[Any]:
         """What each replica answers, or the error of its call."""
         while True:
             try:
-                sent = await asyncio.to_thread(self._broadcast, id, asking)
+                async with self._lock:
+                    sent = await asyncio.to_thread(self._broadcast, id, asking)
                 answers: list[Any] = await sent.results_async(
                     timeout_s=_PEER_TIMEOUT_S, return_exceptions=True
                 )

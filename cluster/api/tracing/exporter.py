@@ -7,7 +7,6 @@ what does not fit there is dropped, and counted.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.metadata
 import os
 from collections import deque
@@ -75,9 +74,11 @@ class OtlpExporter(TraceExporter):
         if self._queued_answers + answers > MAX_QUEUED_ANSWERS:
             self._count(DROPPED, 1)
             return
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in params.prompts)
         attributes = request_attributes(
-            params.params, prompt_tokens=prompt_tokens, stream=params.stream
+            params.params,
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in params.prompts),
+            max_tokens=max(prompt.max_tokens for prompt in params.prompts),
+            stream=params.stream,
         )
         self._queue.append(TracedRequest(record=record, parent=parent, attributes=attributes))
         self._queued_answers += answers
@@ -86,8 +87,8 @@ class OtlpExporter(TraceExporter):
 
     async def close(self) -> None:
         if self._sending is not None:
-            with contextlib.suppress(TimeoutError, asyncio.CancelledError):
-                await asyncio.wait_for(self._sending, _FLUSH_S)
+            await asyncio.wait({self._sending}, timeout=_FLUSH_S)
+            self._sending.cancel()
         self._pool.close()
 
     async def _send_all(self) -> None:

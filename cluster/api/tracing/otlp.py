@@ -32,8 +32,7 @@ def post_spans(url: str, resource: Mapping[str, Value], spans: Iterable[Span]) -
     body = encode_spans(resource, spans)
     request = urllib.request.Request(url, body, _HTTP_PROTOBUF, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=_POST_TIMEOUT_S) as response:
-            response.read()
+        urllib.request.urlopen(request, timeout=_POST_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
         with error:
             kind = CollectorAway if error.code in _RETRYABLE else CollectorRefused

@@ -65,17 +65,18 @@ class TracedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def request_attributes(
-    params: SamplingParams, *, prompt_tokens: int, stream: bool
+    params: SamplingParams, *, prompt_tokens: int, max_tokens: int, stream: bool
 ) -> dict[str, Value]:
-    """Those that are known before the answer. No text is among them."""
+    """Those that are known before the answer. No text is among them. `max_tokens`: the longest
+    answer, whether the request or the server sets it."""
     attributes: dict[str, Value] = {
+        "gen_ai.request.max_tokens": max_tokens,
         "gen_ai.request.temperature": float(params.temperature),
         "gen_ai.request.top_p": float(params.top_p),
         "gen_ai.request.stream": stream,
         "gen_ai.usage.input_tokens": prompt_tokens,
     }
     optional = {
-        "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.seed": params.seed,
         "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
         "gen_ai.request.choice.count": params.n if params.n > 1 else None,

@@ -75,7 +75,7 @@ def counted() -> Any:
 def traced(*journeys: Journey, ended_s: float = 9.0) -> TracedRequest:
     record = RequestRecord("cmpl-a", "a", "chat", "m", 1.0, 100.0, [*journeys], ended_s)
     params = SamplingParams(temperature=0.5, top_k=4, max_tokens=7, seed=3)
-    attributes = request_attributes(params, prompt_tokens=5, stream=True)
+    attributes = request_attributes(params, prompt_tokens=5, max_tokens=7, stream=True)
     return TracedRequest(record=record, parent=trace_context(CALLER), attributes=attributes)
 
 
@@ -122,7 +122,7 @@ def test_a_failure_is_an_error_of_the_request_and_of_its_last_attempt() -> None:
 def test_attributes_have_the_names_of_the_conventions() -> None:
     known = [value for name, value in vars(gen_ai_attributes).items() if name[:4] == "GEN_"]
     params = SamplingParams(n=2, top_k=3, seed=1, frequency_penalty=0.5, presence_penalty=0.5)
-    attributes = request_attributes(params, prompt_tokens=5, stream=True)
+    attributes = request_attributes(params, prompt_tokens=5, max_tokens=7, stream=True)
     (root, *_) = spans_of(traced(moved("stop")), counted())
     names = {name for name in {*attributes, *root.attributes} if name.startswith("gen_ai.")}
     assert len(names) > 15
