@@ -14,7 +14,7 @@ from swell.cluster.api.timings import timings_of
 from swell.cluster.client.journey import Journey
 from swell.cluster.client.request_history import RequestRecord
 from swell.engine.wire import JourneyEventType as Kind
-from tests.cluster.fake_cluster import FakeCluster
+from tests.cluster.fake_cluster import FakeCluster, body
 from tests.cluster.text import tokenizers_for_tests
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -91,9 +91,10 @@ def test_the_last_event_may_have_usage_and_timings(folder: Path) -> None:
     async def run() -> None:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
-            payload = {**BODIES["/v1/completions"], "stream": True, "include_timings": True, "n": 2}
-            options = {"stream_options": {"include_usage": True}}
-            answer = await cluster.client.post("/v1/completions", json={**payload, **options})
+            options = {"include_usage": True}
+            payload = body([1, 2], 3, n=2, stream=True, stream_options=options)
+            payload["include_timings"] = True
+            answer = await cluster.client.post("/v1/completions", json=payload)
             *before, last = events_of(answer)
             assert last["usage"]["completion_tokens"] == 6
             assert [choice["index"] for choice in last["timings"]["choices"]] == [0, 1]
