@@ -298,7 +298,7 @@ def application(config: Config) -> serve.Application:
     the coordinator, and it loads nothing of ours but the store.
     """
     hosts = _hosts()
-    config = _with_collector(_with_ingresses(config, hosts))
+    config = with_collector(_with_ingresses(config, hosts))
     limits, options = config.serve, _actor_options(config)
     one = {"num_replicas": 1, "max_ongoing_requests": 1000, **options}
     many = {"num_replicas": limits.ingress_replicas, "max_ongoing_requests": 100_000, **options}
@@ -326,7 +326,7 @@ def _with_ingresses(config: Config, hosts: int) -> Config:
     return msgspec.structs.replace(config, serve=serve)
 
 
-def _with_collector(config: Config) -> Config:
+def with_collector(config: Config) -> Config:
     """With the collector that the environment of this command names, where none is configured:
     ingresses may run on other hosts."""
     endpoint = os.environ.get(_OTLP_ENDPOINT)

@@ -16,9 +16,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from swell.cluster.api.tracing import exporter
 from swell.cluster.api.tracing.spans import TracedRequest, request_attributes, spans_of
 from swell.cluster.api.tracing.trace_context import trace_context
+from swell.cluster.app import with_collector
 from swell.cluster.client.journey import Journey
 from swell.cluster.client.request_history import RequestRecord
 from swell.cluster.text.sampling_params import SamplingParams
+from swell.configs.schema import ConfigError, load
 from swell.coordinator.ports import free_port
 from swell.engine.wire import JourneyEventType as Kind
 from tests.cluster.api.otlp_collector import start_collector
@@ -256,3 +258,21 @@ def test_a_batch_that_is_refused_is_dropped_and_the_next_one_sent(folder: Path) 
 
 def test_without_an_endpoint_nothing_is_loaded_or_kept() -> None:
     assert type(exporter.make_exporter(None, lambda *_: None)) is exporter.TraceExporter
+
+
+def test_the_endpoint_is_that_of_the_configuration_or_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = {"model": {"path": "."}}
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    assert with_collector(load(model)) == load(model)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://there:4318")
+    assert with_collector(load(model)).serve.otlp_endpoint == "http://there:4318"
+    here = load(model, {"serve.otlp_endpoint": "https://here/otlp"})
+    assert with_collector(here) is here
+    for wrong in ("collector:4317", "grpc://collector", "http://", "http://a b"):
+        with pytest.raises(ConfigError, match=r"serve\.otlp_endpoint="):
+            load(model, {"serve.otlp_endpoint": wrong})
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", wrong)
+        with pytest.raises(ConfigError, match=r"serve\.otlp_endpoint="):
+            with_collector(load(model))
