@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
-from ray.serve.handle import DeploymentHandle
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from swell.cluster.api.admin.protocol import ChangeResult
+from swell.cluster.api.admin.protocol import ChangeResult, RequestStory
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.responses.store_service import ResponseStoreService
 from swell.cluster.api.server.http_server import EdgeServer
@@ -47,6 +49,8 @@ from swell.coordinator.ports import free_port, next_free_port
 
 _SERVE_PROXY_PORT = 8000
 """Where `serve run` starts Serve's proxy."""
+_OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""OpenTelemetry's own variable."""
 _STOP_TIMEOUT_S = 20.0
 """What it may take to end engines that have nothing left."""
 _HEALTH_CHECKS = 3
@@ -61,6 +65,10 @@ _STATUS_TIMEOUT_S = 10.0
 """How long Serve's controller may take to give the status of an application."""
 _STATUS_POLL_S = 0.5
 """Between two calls for it."""
+_PEERS_TIMEOUT_S = 5.0
+"""How long an ingress waits for what the others know."""
+_PEER_TIMEOUT_S = 3.0
+"""The same, once Serve has named them."""
 _SAVE_TIMEOUT_S = 2.0
 """How long an answer to an operator may wait until the request is stored in the checkpoint."""
 
@@ -183,7 +191,8 @@ class IngressDeployment:
             ground=ground,
             find=partial(find, found, config.cluster.stall_timeout_s),
         )
-        self._ingress = await build_ingress(config, connect, manager, store)
+        peers = ReplicaPeers(config.serve.ingress_replicas or 1)
+        self._ingress = await build_ingress(config, connect, manager, store, peers)
         limits, drain_s = config.serve, config.cluster.drain_timeout_s
         self._edge = EdgeServer(self._ingress.app, limits.host, contact.port, drain_s, limits)
         await self._edge.start()
@@ -193,6 +202,10 @@ class IngressDeployment:
     async def status(self) -> IngressStatus:
         """For the command that starts the application: it may run where no ingress is reached."""
         return IngressStatus(self._host, await self._ingress.not_ready())
+
+    async def find_requests(self, id: str, asking: int) -> list[RequestStory]:
+        """For another ingress: what this one knows of a request."""
+        return self._ingress.find_requests(id, asking)
 
     async def check_health(self) -> None:
         """Serve calls it in the event loop that serves requests: one that hangs does not answer,
@@ -204,6 +217,50 @@ class IngressDeployment:
     async def __del__(self) -> None:
         await self._edge.stop()
         await self._ingress.stop()
+
+
+class ReplicaPeers:
+    """`PeerStories` through Serve, which knows the replicas; it is asked for them at first use."""
+
+    def __init__(self, replicas: int) -> None:
+        context = serve.get_replica_context()
+        self._names = context.deployment, context.app_name
+        self._replicas = replicas
+        self._handle: DeploymentHandle | None = None
+        self._lock = asyncio.Lock()
+        """Held while Serve is asked: the first call of a handle prepares it."""
+        self._log = StructuredLogger("cluster.app")
+
+    async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
+        try:
+            async with asyncio.timeout(_PEERS_TIMEOUT_S):
+                answers = await self._ask(id, asking)
+        except Exception as error:  # any error of the call
+            answers = [error]
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        for failure in failed:
+            self._log.warning("an ingress is silent", error=f"{type(failure).__name__}: {failure}")
+        # Serve leaves out replicas that it has just found to be away.
+        complete = not failed and len(answers) >= self._replicas
+        return [story for one in answers if isinstance(one, list) for story in one], complete
+
+    async def _ask(self, id: str, asking: int) -> list[Any]:
+        """What each replica answers, or the error of its call."""
+        while True:
+            try:
+                async with self._lock:
+                    sent = await asyncio.to_thread(self._broadcast, id, asking)
+                answers: list[Any] = await sent.results_async(
+                    timeout_s=_PEER_TIMEOUT_S, return_exceptions=True
+                )
+                return answers
+            except DeploymentUnavailableError:  # Serve has not named the replicas yet
+                await asyncio.sleep(_DISCOVERY_POLL_S)
+
+    def _broadcast(self, id: str, asking: int) -> DeploymentBroadcastResponse:
+        if self._handle is None:
+            self._handle = serve.get_deployment_handle(*self._names, _check_exists=False)
+        return self._handle.broadcast("find_requests", id, asking)
 
 
 async def _discover_manager(manager: DeploymentHandle, wanted: str) -> Contact:
@@ -241,7 +298,7 @@ def application(config: Config) -> serve.Application:
     the coordinator, and it loads nothing of ours but the store.
     """
     hosts = _hosts()
-    config = _with_ingresses(config, hosts)
+    config = with_collector(_with_ingresses(config, hosts))
     limits, options = config.serve, _actor_options(config)
     one = {"num_replicas": 1, "max_ongoing_requests": 1000, **options}
     many = {"num_replicas": limits.ingress_replicas, "max_ongoing_requests": 100_000, **options}
@@ -267,6 +324,16 @@ def _with_ingresses(config: Config, hosts: int) -> Config:
     number = config.serve.ingress_replicas or hosts
     serve = msgspec.structs.replace(config.serve, ingress_replicas=number)
     return msgspec.structs.replace(config, serve=serve)
+
+
+def with_collector(config: Config) -> Config:
+    """With the collector that the environment of this command names, where none is configured:
+    ingresses may run on other hosts."""
+    endpoint = os.environ.get(_OTLP_ENDPOINT)
+    if config.serve.otlp_endpoint is not None or not endpoint:
+        return config
+    serve = {**msgspec.to_builtins(config.serve), "otlp_endpoint": endpoint}
+    return load({**msgspec.to_builtins(config), "serve": serve})
 
 
 def shutdown_s(config: Config) -> float:

@@ -26,6 +26,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@,]+/?\Z", re.IGNORECASE)
 """The origin of a web page: scheme, name and port."""
+_HTTP_URL = re.compile(r"https?://[^/\s]+(/\S*)?\Z", re.IGNORECASE)
 SERVE_FILES = ("api_keys_file", "admin_keys_file", "chat_template")
 """Keys of `serve` that name files, which every host must have."""
 MAX_DRAIN_S = 4 * 3600.0
@@ -182,6 +183,15 @@ class ServeConfig(Section, frozen=True):
     the background, also with the data by which another ingress can continue it."""
     stored_response_age_s: Seconds = 86400.0
     """Older stored answers are dropped."""
+    request_history: NonNegative = 2048
+    """Finished requests of which an ingress keeps what happened to them, for `/admin/requests/ID`;
+    each answer of `n` counts. One takes about a kilobyte."""
+    request_history_s: Seconds = 600.0
+    """How long it keeps them."""
+    otlp_endpoint: str | None = None
+    """A collector of OpenTelemetry (OTLP over HTTP), as `http://collector:4318`: it gets each
+    request that ends as spans. None: OTEL_EXPORTER_OTLP_ENDPOINT of the command that starts the
+    application; nothing is exported without either."""
     no_engine_timeout_s: Seconds = 60.0
     """How long a request waits while no engine is available, before a 503; longer than a
     replacement takes to start."""
@@ -319,6 +329,12 @@ def _check(config: Config) -> None:
                 f"serve.cors_origins: {origin!r} is no origin; write scheme, name and port alone, "
                 "as 'https://app.example' or 'http://localhost:3000', or '*' for all"
             )
+    endpoint = config.serve.otlp_endpoint
+    if endpoint is not None and not _HTTP_URL.match(endpoint):
+        raise ConfigError(
+            f"serve.otlp_endpoint={endpoint!r} is no URL of http or https; write it as "
+            "'http://collector:4318'"
+        )
     _check_network(config)
     cluster, parallel = config.cluster, config.parallel
     if cluster.min_engines > cluster.max_engines:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import enum
 
 from swell.engine.block_hash import pack_tokens
-from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.engine.wire import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    JourneyEvent,
+    JourneyEventType,
+)
 from swell.worker.sample.wire import Extra
 
 MAX_FAILED_ATTEMPTS = 2
@@ -47,10 +53,12 @@ class Request:
         "num_preemptions",
         "order",
         "pending",
+        "preempted_s",
         "prompt_tokens",
         "queue_s",
         "queued_at",
         "request_id",
+        "scheduled_s",
         "slot",
         "status",
         "token_ids",
@@ -91,6 +99,10 @@ class Request:
         self.queued_at = queued_at
         self.queue_s = -1.0
         """Seconds from arrival to the first schedule; negative until then."""
+        self.scheduled_s = 0.0
+        """Seconds from arrival to the last schedule that gave it a slot."""
+        self.preempted_s = 0.0
+        """Seconds from arrival to its last preemption."""
 
     @property
     def num_outputs(self) -> int:
@@ -107,6 +119,14 @@ class Request:
         if known - self.prompt_tokens >= self.core.max_tokens:
             return 0
         return known - self.computed
+
+    def journey_events(self) -> list[JourneyEvent]:
+        """What has happened since it took a slot before, or since it arrived; asked for each time
+        that it has taken one."""
+        scheduled = JourneyEvent(JourneyEventType.SCHEDULED, self.scheduled_s)
+        if self.num_preemptions:
+            return [JourneyEvent(JourneyEventType.PREEMPTED, self.preempted_s), scheduled]
+        return [JourneyEvent(JourneyEventType.QUEUED, 0.0), scheduled]
 
     def fail(self, message: str) -> EngineCoreOutput:
         """End with an error that has this reason."""

@@ -236,8 +236,9 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         request.tokens_at_start = len(request.token_ids)
         insort(self.running, request, key=lambda r: r.order)
+        request.scheduled_s = self._clock() - request.queued_at
         if request.queue_s < 0:
-            request.queue_s = self._clock() - request.queued_at
+            request.queue_s = request.scheduled_s
             request.num_cached_tokens = min(request.computed, request.prompt_tokens)
             self.num_started_requests += 1
             self.num_started_tokens += request.total_tokens
@@ -280,6 +281,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.computed = 0
         request.num_preemptions += 1
+        request.preempted_s = self._clock() - request.queued_at
         self.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request, None))
 

@@ -262,6 +262,7 @@ class EngineServer:
                 seq=self._client_tracker.next_seq(client),
                 started=[request.request_id for request in requests],
                 started_attempts=[request.attempt for request in requests],
+                journey_events=[request.journey_events() for request in requests],
             )
             self._inbox.send(client, message)
         if any(request.failed_attempts for requests in started.values() for request in requests):

@@ -42,6 +42,37 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+class JourneyEventType(enum.IntEnum):
+    """What happens to a request on its way; `str` gives its name. An engine reports those from
+    QUEUED to PREEMPTED, the ingress sees the others itself."""
+
+    RECEIVED = 0
+    ROUTED = 1
+    """An attempt began: the request was sent to an engine."""
+    QUEUED = 2
+    """It reached the engine; or, without one, it waits in the ingress."""
+    SCHEDULED = 3
+    """It got a slot and blocks, and is in the next step."""
+    PREEMPTED = 4
+    """It lost them, and waits again."""
+    FIRST_TOKEN = 5
+    """The first token of an attempt reached the ingress."""
+    RESUBMITTED = 6
+    """The attempt ended without the request: another attempt follows."""
+    FINISHED = 7
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class JourneyEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of one attempt, as its engine reports it."""
+
+    kind: JourneyEventType
+    since_arrival_s: float
+    """Seconds since the attempt arrived at the engine: a duration, since clocks of hosts differ."""
+
+
 class EngineCoreRequest(
     msgspec.Struct,
     frozen=True,
@@ -72,7 +103,7 @@ class EngineCoreRequest(
     data_parallel_rank: int | None = None
     """Read by the ingress alone: the only rank that may serve it."""
     trace_headers: dict[str, str] | None = None
-    """W3C headers of the HTTP request. They reach the engine and end here until it traces."""
+    """Read by the ingress alone: W3C headers of the HTTP request, under which it is traced."""
     external_req_id: str | None = None
     """Read by the ingress alone: the id that its client knows."""
     skip_prefix_cache: bool = False
@@ -192,6 +223,9 @@ class EngineCoreOutputs(
     the engine is lost in it, it is known who may be the reason, and who only waited."""
     started_attempts: list[int] = []
     """Attempts of the requests in `started`, in the same order."""
+    journey_events: list[list[JourneyEvent]] = []
+    """What has happened to each of them since it was in `started` before, or since it arrived. The
+    last event of each is that it was scheduled, just before this message was sent."""
 
 
 class KeepAliveReply(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):

@@ -75,6 +75,7 @@ LIBRARIES: dict[str, list[str]] = {
         "worker/sample/vocabulary.py",
     ],
     "prometheus_client": ["*/metrics.py"],
+    "opentelemetry": ["cluster/api/tracing/otlp.py"],
     "zmq": ["coordinator/channel.py"],
 }
 

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
+from swell.cluster.api.timings import IncludeTimings
 from swell.cluster.text.generation_request import Conversation, GenerationRequest, Prompt
 from swell.cluster.text.sampling_params import (
     BadRequest,
@@ -87,6 +88,7 @@ class GenerationBody(SamplingFields, kw_only=True):
     """Tokens that are kept of a longer prompt; -1: as many as fit beside the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """left (default): the last tokens of the prompt are kept; right: the first."""
+    include_timings: IncludeTimings = None
 
     user: Any = None
     """This and the next fields change nothing in the answer."""

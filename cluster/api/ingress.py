@@ -12,6 +12,8 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from swell.cluster.api.admin.peers import PeerStories
+from swell.cluster.api.admin.protocol import RequestStory
 from swell.cluster.api.admin.serving import AdminRoutes
 from swell.cluster.api.body_reader import body_bytes
 from swell.cluster.api.chat import convert as chat_convert
@@ -47,13 +49,17 @@ from swell.configs.schema import Config
 
 
 async def build_ingress(
-    config: Config, connect: ConnectEngines, manager: Any, store: Any = None
+    config: Config,
+    connect: ConnectEngines,
+    manager: Any,
+    store: Any = None,
+    peers: PeerStories | None = None,
 ) -> Ingress:
     """Load the tokenizer, connect to the engines, and wait until they are known: a replica that
     takes the place of another one must not refuse what it would have served. The arguments are
     those of `Services`."""
     text = await asyncio.to_thread(TextServices.load, config)
-    ingress = Ingress(Services(config, connect, manager, store, text))
+    ingress = Ingress(Services(config, connect, manager, store, text, peers))
     await ingress.llm.wait_for_view()
     ingress.start_background()
     return ingress
@@ -95,9 +101,15 @@ class Ingress:
         """Begin to take over responses that other ingresses left unfinished."""
         self._responses.start()
 
+    def find_requests(self, id: str, asking: int) -> list[RequestStory]:
+        """What ingress number `asking` is told of a request; itself it has asked already."""
+        if asking == self.llm.client_index:
+            return []
+        return self.services.recorder.find(id)
+
     async def stop(self) -> None:
         await self._responses.close()
-        self.services.close()
+        await self.services.close()
 
     async def _completions(self, request: Request) -> Any:
         body = await self.services.read_for_answer(request, CompletionRequest)

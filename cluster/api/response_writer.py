@@ -7,12 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.http_errors import ENGINE_ERRORS, ErrorInfo, error_body, error_info
 from swell.cluster.api.protocol_base import Usage, usage
 from swell.cluster.api.sse import comment, event
+from swell.cluster.api.timings import Timings, timings_of
 from swell.cluster.client.merged_outputs import OutputBatch
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.request_history import RequestRecord
 
 ENGINES = "x-swell-engine"
 """The header that names the ranks that served, in order."""
@@ -27,11 +30,19 @@ class ResponseWriter(ABC):
     `stream_error`, and `stream_done`.
     """
 
-    def __init__(self, id: str, model: str, *, n: int = 1) -> None:
+    operation = "chat"
+    """As OpenTelemetry's conventions name it."""
+
+    def __init__(
+        self, id: str, model: str, *, n: int = 1, include_timings: bool | None = None
+    ) -> None:
         self.id = id
         self.created = int(time.time())
         self.model = model
         self.n = n
+        self.record: RequestRecord | None = None
+        """What happens to the request; None before it is submitted."""
+        self._include_timings = bool(include_timings)
 
     @abstractmethod
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
@@ -56,6 +67,12 @@ class ResponseWriter(ABC):
     def stream_done(self) -> Iterable[bytes]:
         """The very last event, however the stream went."""
         return ()
+
+    def timings(self) -> Timings | UnsetType:
+        """What has happened to the request, if its client wants to know it."""
+        if self.record is None or not self._include_timings:
+            return UNSET
+        return timings_of(self.record)
 
     async def stream(
         self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]

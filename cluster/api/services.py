@@ -6,15 +6,19 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from swell.cluster.api.admin.peers import NoPeers, PeerStories
 from swell.cluster.api.body_reader import BodyReader
+from swell.cluster.api.request_recorder import RequestRecorder
 from swell.cluster.api.server.access import Access
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
 from swell.cluster.api.serving_handler import ServingHandler
+from swell.cluster.api.tracing.exporter import make_exporter
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import HEADER as TIMEOUT
 from swell.cluster.client.deadline import deadline_of
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats
+from swell.cluster.client.request_history import RequestHistory
 from swell.cluster.client.router import NoEngine
 from swell.cluster.text.input_processor import AsyncInputProcessor
 from swell.cluster.text.offload import OffloadPools
@@ -29,10 +33,16 @@ Body = TypeVar("Body", bound=RequestBody)
 
 class Services:
     """`connect` opens the links to the engines, `manager` decides about them, `store` keeps
-    responses (None: it keeps none)."""
+    responses (None: it keeps none), `peers` are the other ingresses."""
 
     def __init__(
-        self, config: Config, connect: ConnectEngines, manager: Any, store: Any, text: TextServices
+        self,
+        config: Config,
+        connect: ConnectEngines,
+        manager: Any,
+        store: Any,
+        text: TextServices,
+        peers: PeerStories | None = None,
     ) -> None:
         self.config = config
         self.model = config.model.served_name
@@ -49,10 +59,15 @@ class Services:
             text.detokenizer, config, connect, self.metrics, text.prompts.set_limits
         )
         self.metrics.registry.register(ViewCollector(lambda: self.llm.view))
-        self.serving = ServingHandler(self.llm, self.offloads.answers)
+        self.peers = peers or NoPeers()
+        history = RequestHistory(config.serve.request_history, config.serve.request_history_s)
+        self.traces = make_exporter(config.serve.otlp_endpoint, self.metrics.traced)
+        self.recorder = RequestRecorder(history, self.traces, self.llm.client_index)
+        self.serving = ServingHandler(self.llm, self.offloads.answers, self.recorder)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.llm.close()
+        await self.traces.close()
         self.offloads.close()
 
     async def read_for_answer(self, request: Request, kind: type[Body]) -> Body:

@@ -13,18 +13,20 @@ from starlette.requests import Request
 
 from swell.cluster.api.disconnect import run_until_disconnect
 from swell.cluster.api.event_stream import EventStreamResponse
+from swell.cluster.api.request_recorder import RequestRecorder
 from swell.cluster.api.response_writer import ENGINES, ResponseWriter, usage_of
 from swell.cluster.api.routing import json_response, request_id
+from swell.cluster.api.tracing.trace_context import trace_headers
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import Deadline
 from swell.cluster.client.merged_outputs import MergedOutputs
 from swell.cluster.client.outputs import RequestOutput, RequestOutputKind
+from swell.cluster.client.request_history import RequestRecord
 from swell.cluster.client.request_state import RequestState
 from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import bad_value
 
-_TRACE_HEADERS = ("traceparent", "tracestate")
 _SUBMIT_BATCH_TOKENS = 20_000
 """Prompt tokens that are submitted at once: some milliseconds."""
 _CHILD_OVERHEAD_TOKENS = 500
@@ -34,9 +36,10 @@ _CHILD_OVERHEAD_TOKENS = 500
 class ServingHandler:
     """The engines behind the routes that answer. `offload` writes long answers."""
 
-    def __init__(self, llm: AsyncLLM, offload: OffloadPool) -> None:
+    def __init__(self, llm: AsyncLLM, offload: OffloadPool, recorder: RequestRecorder) -> None:
         self._llm = llm
         self._offload = offload
+        self._recorder = recorder
 
     async def answer(
         self, request: Request, request_params: RequestParams, answer: ResponseWriter
@@ -52,9 +55,10 @@ class ServingHandler:
         states: list[RequestState] = []
         kind = RequestOutputKind.DELTA if request_params.stream else RequestOutputKind.FINAL_ONLY
         with ExitStack() as ending:
+            record = self._recorder.record(request, request_params, answer, ending)
             # What has not ended then has no reader any more.
             ending.callback(lambda: self._llm.abort([state.request_id for state in states]))
-            await self._submit(request, request_params, kind, states)
+            await self._submit(request, request_params, kind, states, record)
             self._arm_deadline_timer(request, states, ending)
             outputs = MergedOutputs(states, request_params.params, kind)
             if not request_params.stream:
@@ -82,6 +86,7 @@ class ServingHandler:
         request_params: RequestParams,
         kind: RequestOutputKind,
         states: list[RequestState],
+        record: RequestRecord,
     ) -> None:
         """All children of all prompts, appended to `states`: the caller ends those that are there
         if this fails before its end. Other tasks run in between."""
@@ -100,6 +105,7 @@ class ServingHandler:
                         text_start=request_params.text_start,
                     )
                 )
+                record.journeys.append(states[-1].journey)
                 work += _CHILD_OVERHEAD_TOKENS + len(prompt.token_ids)
                 if work > _SUBMIT_BATCH_TOKENS:
                     work = 0
@@ -121,10 +127,6 @@ class ServingHandler:
         if rank is not None and active and rank not in active:
             problem = f"takes no requests; the engines are {active}"
             raise bad_value("data_parallel_rank", rank, problem)
-
-
-def trace_headers(request: Request) -> dict[str, str]:
-    return {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}
 
 
 def _tokens(output: RequestOutput) -> int:

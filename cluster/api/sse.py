@@ -13,6 +13,7 @@ from swell.cluster.api.chat.protocol import ChatChunk, ChatDelta
 from swell.cluster.api.completions.protocol import CompletionChunk
 from swell.cluster.api.logprobs import ChatLogprobs, CompletionLogprobs
 from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.timings import Timings
 
 DONE = b"data: [DONE]\n\n"
 
@@ -75,9 +76,11 @@ class _Stream:
         end = self._end if usage is None else b'],"usage":%b}\n\n' % _encode(usage)
         return b"%b%d,%b,%b%b" % (self._head, index, content, _encode(fields)[1:], end)
 
-    def usage(self, usage: Usage) -> bytes:
-        """The last event of a stream with `include_usage`: no choices."""
-        return event(msgspec.structs.replace(self._empty, usage=usage))
+    def end(self, usage: Usage | UnsetType, timings: Timings | UnsetType = UNSET) -> list[bytes]:
+        """The last event of a stream with `include_usage` or `include_timings`: no choices."""
+        if usage is UNSET and timings is UNSET:
+            return []
+        return [event(msgspec.structs.replace(self._empty, usage=usage, timings=timings))]
 
 
 class CompletionStream(_Stream):

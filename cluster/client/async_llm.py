@@ -210,10 +210,8 @@ class AsyncLLM:
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         if message.utility_output is not None:
             self._calls.on_answer(message.utility_output)
-        for request_id, attempt in zip(message.started, message.started_attempts, strict=True):
-            state = self._processor.find(request_id, attempt)
-            if state is not None:
-                state.started = True
+        if message.started:
+            self._processor.process_started(message)
         try:
             result = self._processor.process_outputs(message.outputs)
         except Exception:

@@ -133,6 +133,12 @@ class PrometheusStats(StatsSink, Collector):
             "field",
             IGNORED_FIELDS,
         )
+        self._traces = Counter(
+            "traces",
+            "Requests whose spans the collector took, or that were dropped.",
+            "result",
+            ["sent", "dropped"],
+        )
         own = [metric for metric in vars(self).values() if isinstance(metric, Histogram | Counter)]
         self._metrics = [*own, *self._of_request.values()]
         self._other_counts: Counts = {}
@@ -164,6 +170,10 @@ class PrometheusStats(StatsSink, Collector):
         """Unknown fields of a history, by their label."""
         for field, count in fields.items():
             self._ignored.inc(count, field)
+
+    def traced(self, result: str, requests: int) -> None:
+        """Requests were exported as spans, or could not be."""
+        self._traces.inc(requests, result)
 
     def counts(self) -> Counts:
         """The counters of this ingress."""

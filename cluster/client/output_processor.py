@@ -7,6 +7,7 @@ on to its queue (or, without one, into the returned list, as a synchronous calle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 
 import msgspec
 
@@ -19,7 +20,12 @@ from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.cluster.text.token_texts import TokenTexts
 from swell.coordinator.ground import THREADS
-from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.engine.wire import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
 
 
 class OutputProcessorOutput(msgspec.Struct):
@@ -92,6 +98,15 @@ class OutputProcessor:
         attempt has, so that messages about it are late."""
         state = self.request_states.get(request_id)
         return state if state is not None and state.attempt == attempt else None
+
+    def process_started(self, message: EngineCoreOutputs) -> None:
+        """Requests that enter a step of their engine."""
+        started, now_s = zip(message.started, message.started_attempts, strict=True), self._clock()
+        for (request_id, attempt), events in zip_longest(started, message.journey_events):
+            state = self.find(request_id, attempt)
+            if state is not None and state.engine is not None:
+                state.started = True
+                state.journey.add_reported(events or (), state.engine.rank, attempt, now_s)
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> OutputProcessorOutput:
         """Outputs of requests and attempts that have ended are ignored."""
@@ -173,6 +188,6 @@ class OutputProcessor:
     def _remove(self, state: RequestState, now_s: float, stats: IterationStats) -> None:
         del self.request_states[state.request_id]
         state.release()
-        stats.finished.append(
-            state.times.finish(str(state.finish_reason), len(state.output_token_ids), now_s)
-        )
+        reason, num_tokens = str(state.finish_reason), len(state.output_token_ids)
+        state.journey.finish(now_s, *state.placement, reason, num_tokens)
+        stats.finished.append(state.times.finish(reason, num_tokens, now_s))

@@ -16,7 +16,7 @@ from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineLoad
-from swell.engine.wire import AbortRequests
+from swell.engine.wire import AbortRequests, JourneyEventType
 
 
 class RequestPlacer:
@@ -112,8 +112,9 @@ class RequestPlacer:
             return
         member = self._roster.find(route.rank)
         assert member is not None, f"the router chose engine {route.rank}, which is not here"
-        engine = EngineId.of(member)
-        state.assign(engine, route, self._clock())
+        engine, now_s = EngineId.of(member), self._clock()
+        state.assign(engine, route, now_s)
+        state.journey.add(JourneyEventType.ROUTED, now_s, *state.placement)
         self._client.send(engine, state.engine_request())
         if state.attempt > 1:
             self._metrics.resubmitted()
@@ -136,12 +137,15 @@ class RequestPlacer:
             requests=len(states),
         )
         self.abort_in_engines(states)
+        now_s = self._clock()
         for state in states:
+            placement = state.placement
             try:
                 state.unassign(reason)
             except EngineGone as error:
                 self._fail(state, error)
             else:
+                state.journey.add(JourneyEventType.RESUBMITTED, now_s, *placement, str(reason))
                 self.place(state)
 
     def abort_in_engines(self, states: Iterable[RequestState]) -> None:
@@ -165,6 +169,7 @@ class RequestPlacer:
         error = NoEngine(f"{reason}; waited {limit_s:g} s for one")
         queued = self._queue.add(state.request_id, len(state.request.prompt_token_ids))
         state.enqueue(queued)
+        state.journey.add(JourneyEventType.QUEUED, self._clock())
         queued.fail_after(limit_s, lambda: self._fail(state, error), config.cluster.heartbeat_s)
 
     def _fail(self, state: RequestState, error: Exception) -> None:

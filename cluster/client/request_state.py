@@ -9,6 +9,7 @@ import sys
 from msgspec.structs import replace
 
 from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.journey import Journey
 from swell.cluster.client.logprobs_processor import LogprobsProcessor
 from swell.cluster.client.output_text import OutputText
 from swell.cluster.client.outputs import (
@@ -22,7 +23,12 @@ from swell.cluster.client.routed_engine import Route
 from swell.cluster.client.stats import RequestTimes
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.engine.request import MAX_FAILED_ATTEMPTS
-from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.engine.wire import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    JourneyEventType,
+)
 
 MAX_UNREAD_ATTEMPTS = 5
 """How many attempts in a row may have outputs that this ingress cannot handle, without a token."""
@@ -79,6 +85,7 @@ class RequestState:
         self.queue = queue
         """Where the outputs go; None: the caller of `OutputProcessor.process_outputs` gets them."""
         self.times = RequestTimes(len(request.prompt_token_ids), arrival_s)
+        self.journey = Journey()
         self.attempt = 1
         self.engine: EngineId | None = None
         """Where it runs; None while no engine has it."""
@@ -117,6 +124,11 @@ class RequestState:
     @property
     def is_queued(self) -> bool:
         return isinstance(self._placement, QueuedRequest)
+
+    @property
+    def placement(self) -> tuple[int | None, int | None]:
+        """Rank of the engine that has it, and the attempt there; None: no engine has it."""
+        return (None, None) if self.engine is None else (self.engine.rank, self.attempt)
 
     def enqueue(self, queued: QueuedRequest) -> None:
         """There is no engine for the request now."""
@@ -262,6 +274,8 @@ class RequestState:
         """Of an attempt. Cached tokens are those of the first one that gave a token."""
         if not self.output_token_ids:
             self.num_cached_tokens = num_cached_tokens
+        came_s = self.times.last_token_s
+        self.journey.add(JourneyEventType.FIRST_TOKEN, came_s, *self.placement)
         if isinstance(self._placement, Route):
             self._placement.on_first_token()
 

@@ -38,8 +38,10 @@ from swell.engine.wire import (
     EngineCoreRequest,
     EngineMessage,
     FinishReason,
+    JourneyEvent,
     KeepAlive,
 )
+from swell.engine.wire import JourneyEventType as Kind
 from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
 from tests.engine.fake_worker import next_token
 
@@ -143,6 +145,8 @@ class FakeEngine(_Threaded):
         """Messages that are counted and not sent."""
         self.requests: dict[str, tuple[bytes, EngineCoreRequest, list[int]]] = {}
         self.arrived: list[EngineCoreRequest] = []
+        self.unscheduled: list[tuple[bytes, EngineCoreRequest]] = []
+        """Requests of which no step has begun."""
         self.aborted: list[str] = []
         self.deaf_to_aborts = False
         """Aborts are recorded, and not handled."""
@@ -163,12 +167,19 @@ class FakeEngine(_Threaded):
 
     def begin(self) -> None:
         """Begin a step with all requests, and do not end it."""
+        self.call(self._tell_started)
 
-        def tell() -> None:
-            for request_id, (peer, request, _tokens) in self.requests.items():
-                self._send(peer, [], started=[request_id], started_attempts=[request.attempt])
-
-        self.call(tell)
+    def _tell_started(self) -> None:
+        for peer, request in self.unscheduled:
+            events = [JourneyEvent(kind, 0.0) for kind in (Kind.QUEUED, Kind.SCHEDULED)]
+            self._send(
+                peer,
+                [],
+                started=[request.request_id],
+                started_attempts=[request.attempt],
+                journey_events=[events],
+            )
+        self.unscheduled.clear()
 
     def fail(self, message: str) -> None:
         """End all requests with an error."""
@@ -206,6 +217,7 @@ class FakeEngine(_Threaded):
                     before = self.requests.get(message.request_id)
                     assert before is None or before[1].attempt < message.attempt
                     self.arrived.append(message)
+                    self.unscheduled.append((peer, message))
                     self.requests[message.request_id] = (
                         peer,
                         message,
@@ -233,6 +245,7 @@ class FakeEngine(_Threaded):
                 del self.requests[request_id]
 
     def _step(self) -> None:
+        self._tell_started()
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request_id, (peer, request, tokens) in list(self.requests.items()):
             tokens.append(self._draw(request, tokens))

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.coordinator.ground import THREADS, drive
-from swell.engine.wire import EngineCoreRequest, FinishReason
+from swell.engine.wire import EngineCoreRequest, FinishReason, JourneyEvent
+from swell.engine.wire import JourneyEventType as Kind
 from swell.worker.sample.wire import SamplerParams
 from swell.worker.wire import GroupPlan
 from tests.engine.conservation import check_blocks
@@ -180,6 +181,28 @@ def test_a_full_cache_preempts_the_last_and_all_requests_finish():
     for r in wanted:
         assert token_ids(outputs[r.request_id]) == expected(r)
     core.check_idle()
+
+
+def test_each_start_of_a_request_reports_what_happened_since_the_one_before():
+    core = make_core(num_blocks=9, max_model_len=36, block_tokens=4, prefix_caching=False)
+    reports: dict[str, list[JourneyEvent]] = {f"r{i}": [] for i in range(3)}
+
+    def on_start(started):
+        for one in started.get(CLIENT, ()):
+            reports[one.request_id] += one.journey_events()
+
+    core.on_start = on_start
+    for name in reports:
+        core.add_request(request(name, [int(name[1])] * 6, 20), CLIENT)
+    outputs = run(core)
+    again = [Kind.PREEMPTED, Kind.SCHEDULED]
+    for name, events in reports.items():
+        count = outputs[name][-1].num_preemptions
+        assert [e.kind for e in events] == [Kind.QUEUED, Kind.SCHEDULED, *again * count]
+        times = [e.since_arrival_s for e in events]
+        assert times == sorted(times)
+        assert times[0] == 0
+    assert any(len(events) > 2 for events in reports.values())
 
 
 def test_priority_decides_which_request_starts():

@@ -13,6 +13,7 @@ from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient, OnView
 from swell.cluster.client.merged_outputs import MergedOutputs
 from swell.cluster.client.outputs import CompletionOutput, RequestOutputKind
+from swell.cluster.client.request_state import RequestState
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.configs.schema import Config, load
 from swell.coordinator.contact import CoordinatorContact
@@ -91,6 +92,8 @@ class SimRequest:
         self.text = ""
         self.end: str | None = None
         self.ended_with_ingress = False
+        self.state: RequestState | None = None
+        """In the ingress; None: it was refused."""
 
     async def follow(self, llm: AsyncLLM) -> None:
         request = EngineCoreRequest(
@@ -102,7 +105,7 @@ class SimRequest:
         params = SamplingParams(max_tokens=self.request.max_tokens)
         try:
             kind = RequestOutputKind.DELTA
-            state = llm.submit(request, params, kind)
+            self.state = state = llm.submit(request, params, kind)
             async for batch in MergedOutputs([state], params, kind):
                 for _, output in batch:
                     [completion] = output.outputs

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import count
 
 from swell.engine.request import MAX_FAILED_ATTEMPTS
+from swell.engine.wire import JourneyEventType
 from tests.simulator.actors import SimEngine
 from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
 from tests.simulator.faults import FaultInjector
@@ -21,6 +23,7 @@ CHANGES_S = 1200.0
 """How long after these an operator may repeat a request; one that is forgotten is so for ever."""
 _GIVEN_UP = re.compile("engines in a row were lost (while they computed it|in its steps)")
 _POISON = "poison"
+ROUTED, FINISHED = JourneyEventType.ROUTED, JourneyEventType.FINISHED
 _SETTLE_S = 2 * HEARTBEAT_S
 MAX_EVENTS = 200_000
 
@@ -55,7 +58,8 @@ class Run:
             with simulated_exits():
                 self._run_until_rest()
             during = [*kernel.failures, *self.watch.broken, *self.prober.broken]
-            broken = [*during, *self._check_requests(), *self._check_poison(), *self._check_rest()]
+            broken = [*during, *self._check_requests(), *self._check_journeys()]
+            broken += [*self._check_poison(), *self._check_rest()]
         except (AssertionError, RuntimeError) as error:
             broken = [*kernel.failures, f"{type(error).__name__}: {error}"]
         verdict = Verdict(broken, kernel.events, kernel.checksum, kernel.now, self.faults.happened)
@@ -122,6 +126,24 @@ class Run:
                 broken.append(f"{name} failed: {each.end}")
             elif each.token_ids != expected or each.text != text_of(expected):
                 broken.append(f"{name} has a wrong text")
+        return broken
+
+    def _check_journeys(self) -> list[str]:
+        """The events of each request are in order, have one end, and name every attempt."""
+        broken = []
+        for each in self.plane.requests:
+            if each.ended_with_ingress or each.end is None or each.state is None:
+                continue
+            journey, ranks = each.state.journey, each.state.ranks
+            kinds = [event.kind for event in journey.events]
+            times = [event.at_s for event in journey.events]
+            routed = [
+                (event.rank, event.attempt) for event in journey.events if event.kind is ROUTED
+            ]
+            if kinds.count(FINISHED) != 1 or kinds[-1] is not FINISHED or times != sorted(times):
+                broken.append(f"r{each.number} has events that are not in order: {journey.events}")
+            elif not journey.num_left_out and routed != [*zip(ranks, count(1), strict=False)]:
+                broken.append(f"r{each.number} ran on {ranks}, and its events name {routed}")
         return broken
 
     def _may_be_given_up(self, request: Request) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_connection import EngineConnection
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.client.journey import Journey
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.request_placer import RequestPlacer
 from swell.cluster.client.request_state import RequestState
@@ -179,6 +180,7 @@ BUGS = {
         AsyncLLM, "_on_unreachable", _nothing, ("cut", "half-cut")
     ),
     "ingress: lost engines keep requests": Bug(RequestPlacer, "migrate_all", _nothing, PROCESSES),
+    "ingress: a journey has no end": Bug(Journey, "finish", _nothing),
     "ingress: outputs of an earlier attempt count": Bug(
         OutputProcessor,
         "find",

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from swell.cluster.api.protocol_base import Body
+from swell.cluster.api.timings import Timings
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.validate_params import Integers
@@ -188,6 +189,29 @@ class EngineLoad(Body, kw_only=True):
     num_waiting_reqs: int
     kv_usage: float
     """Share of the KV blocks in use, 0 .. 1."""
+
+
+class RequestStory(Body, kw_only=True):
+    """One HTTP request, while it runs and for a while after its end."""
+
+    id: str
+    """Of the answer."""
+    request_id: str
+    """The header `x-request-id` of request and answer."""
+    operation: str
+    model: str
+    running: bool
+    ingress: int
+    """Number of the ingress that serves it; the others have other ones."""
+    timings: Timings
+
+
+class RequestStories(Body, kw_only=True):
+    """Requests that were sent under one id, oldest first."""
+
+    requests: list[RequestStory]
+    complete: bool = True
+    """False: an ingress did not answer, and may know of more."""
 
 
 class ServerInfo(Body, kw_only=True):

@@ -17,6 +17,7 @@ from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.routing import Handler, json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.client.engine_core_client import EngineCallFailed
+from swell.cluster.text.sampling_params import shown
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
 
@@ -52,6 +53,7 @@ class AdminRoutes:
         return [
             route("/admin/cluster", self._admin_only(self._cluster), "GET"),
             route("/admin/idle", self._admin_only(self._idle), "GET"),
+            route("/admin/requests/{id:path}", self._admin_only(self._request), "GET"),
             *changes,
         ]
 
@@ -77,6 +79,32 @@ class AdminRoutes:
                 reason = str(error) or "busy"
             engines.append(admin.IdleEngine(rank=rank, idle=reason is None, reason=reason))
         return json_response(admin.IdleReport(engines=engines))
+
+    async def _request(self, request: Request) -> Response:
+        """What happened to a request, whichever ingress served it."""
+        id, services = request.path_params["id"], self._services
+        theirs, complete = await services.peers.find(id, services.llm.client_index)
+        found = [*services.recorder.find(id), *theirs]
+        if found:
+            found.sort(key=lambda story: story.timings.received_at)
+            return json_response(admin.RequestStories(requests=found, complete=complete))
+        if not complete:
+            raise HTTPError(
+                503,
+                f"the request {shown(id)} is not known here, and another ingress did not answer; "
+                "try again later",
+                "ingress_silent",
+                RETRY_AFTER,
+            )
+        limits = services.config.serve
+        raise HTTPError(
+            404,
+            f"there is no request {shown(id)}: a request is known while it runs and for "
+            f"{limits.request_history_s:g} s after its end (serve.request_history_s), the last "
+            f"{limits.request_history} of each ingress (serve.request_history), and as long as the "
+            "ingress that served it lives; the id is that of the answer, or its x-request-id",
+            "request_not_found",
+        )
 
     async def _change(self, method: str, kind: type[RequestBody], request: Request) -> Response:
         body = await read_short_body(request, _MAX_BODY_BYTES)

@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: what a client may send, and what it gets.
 
-`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs` and `reasoning_content` are not
-OpenAI's.
+`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs`, `reasoning_content` and
+`timings` are not OpenAI's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from swell.cluster.api.generation_body import GenerationBody
 from swell.cluster.api.logprobs import ChatLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
+from swell.cluster.api.timings import Timings
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.schema.chat_messages import (
     ChatMessage,
@@ -228,6 +229,7 @@ class ChatCompletion(Body, kw_only=True):
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    timings: Timings | UnsetType = UNSET
 
 
 class FunctionDelta(Body, kw_only=True):
@@ -261,8 +263,8 @@ class ChatChunkChoice(Body, kw_only=True):
 
 
 class ChatChunk(Body, kw_only=True):
-    """One event of a chat stream; `usage` as in `CompletionChunk`. The first one has the prompt's
-    ids if `return_token_ids` is set."""
+    """One event of a chat stream; `usage` and `timings` as in `CompletionChunk`. The first one has
+    the prompt's ids if `return_token_ids` is set."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -271,3 +273,4 @@ class ChatChunk(Body, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET

@@ -35,7 +35,7 @@ class ChatResponseWriter(ResponseWriter):
     def __init__(
         self, id: str, model: str, body: ChatCompletionRequest, make_parser: Callable[[], Parser]
     ) -> None:
-        super().__init__(id, model, n=body.n or 1)
+        super().__init__(id, model, n=body.n or 1, include_timings=body.include_timings)
         self._body = body
         self._make_parser = make_parser
         self._parsers: dict[int, Parser] = {}
@@ -59,6 +59,7 @@ class ChatResponseWriter(ResponseWriter):
             usage=usage,
             prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
             prompt_logprobs=None if prompt is None else prompt_logprobs_body(prompt),
+            timings=self.timings(),
         )
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
@@ -165,8 +166,7 @@ class ChatResponseWriter(ResponseWriter):
         return "tool_calls" if chose and part.finish_reason == "stop" else part.finish_reason
 
     def stream_end(self, usage: Usage) -> Iterable[bytes]:
-        if self._body.include_usage:
-            yield self._stream.usage(usage)
+        return self._stream.end(usage if self._body.include_usage else UNSET, self.timings())
 
     def stream_done(self) -> Iterable[bytes]:
         yield DONE

@@ -1,6 +1,6 @@
 """`/v1/completions`: what a client may send, and what it gets.
 
-`stop_reason`, `token_ids`, `prompt_token_ids` and `prompt_logprobs` are not OpenAI's.
+`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs` and `timings` are not OpenAI's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from swell.cluster.api.generation_body import GenerationBody
 from swell.cluster.api.logprobs import CompletionLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
+from swell.cluster.api.timings import Timings
 from swell.cluster.text.schema.known_fields import COMPLETIONS
 from swell.cluster.text.schema.request_body import neutral
 
@@ -68,6 +69,7 @@ class Completion(Body, kw_only=True):
     service_tier: str | None = None
     """This and the next are always null."""
     system_fingerprint: str | None = None
+    timings: Timings | UnsetType = UNSET
 
 
 class CompletionChunkChoice(Body, kw_only=True):
@@ -84,7 +86,7 @@ class CompletionChunkChoice(Body, kw_only=True):
 class CompletionChunk(Body, kw_only=True):
     """One event of a completion stream. `usage` is absent from a stream whose request did not set
     `include_usage`; else it is null in all but the last event, unless `continuous_usage_stats` is
-    set."""
+    set. The last event has the `timings`, with `include_timings`."""
 
     id: str
     object: str = "text_completion"
@@ -92,3 +94,4 @@ class CompletionChunk(Body, kw_only=True):
     model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET

@@ -22,8 +22,10 @@ from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 class CompletionResponseWriter(ResponseWriter):
     """With `echo` every choice begins with the text of its prompt."""
 
+    operation = "text_completion"
+
     def __init__(self, id: str, model: str, body: CompletionRequest) -> None:
-        super().__init__(id, model, n=body.n or 1)
+        super().__init__(id, model, n=body.n or 1, include_timings=body.include_timings)
         self._body = body
         self._stream = CompletionStream(
             self.id, self.created, model, include_usage=body.include_usage
@@ -47,6 +49,7 @@ class CompletionResponseWriter(ResponseWriter):
             model=self.model,
             choices=choices,
             usage=self._shown_usage(usage),
+            timings=self.timings(),
         )
 
     def _choice(
@@ -122,8 +125,8 @@ class CompletionResponseWriter(ResponseWriter):
         return usage(whole.prompt_tokens, 0, whole.prompt_tokens_details.cached_tokens)
 
     def stream_end(self, usage: Usage) -> Iterable[bytes]:
-        if self._body.include_usage:
-            yield self._stream.usage(self._shown_usage(usage))
+        shown = self._shown_usage(usage) if self._body.include_usage else UNSET
+        return self._stream.end(shown, self.timings())
 
     def stream_done(self) -> Iterable[bytes]:
         yield DONE

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from msgspec import UNSET, UnsetType
+
 from swell.cluster.api.protocol_base import Body, Usage
+from swell.cluster.api.timings import Timings
 
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
@@ -64,6 +67,7 @@ class Message(Body, kw_only=True):
     stop_sequence: str | None
     """The text that ended the answer, with `stop_sequence`."""
     usage: MessageUsage
+    timings: Timings | UnsetType = UNSET
 
 
 class TokenCount(Body, kw_only=True):
@@ -126,6 +130,7 @@ class MessageDelta(Event, kw_only=True, tag="message_delta"):
 
     delta: Ending
     usage: MessageUsage
+    timings: Timings | UnsetType = UNSET
 
 
 class MessageStop(Event, kw_only=True, tag="message_stop"):

@@ -1,7 +1,7 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: what a client may send.
 
-`seed`, `priority`, `cache_salt`, `data_parallel_rank` and `chat_template_kwargs` are not
-Anthropic's; they mean what they do for chat completions.
+`seed`, `priority`, `cache_salt`, `data_parallel_rank`, `include_timings` and `chat_template_kwargs`
+are not Anthropic's; they mean what they do for chat completions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from swell.cluster.api.messages.blocks import (
     ToolUseBlock,
 )
 from swell.cluster.api.sampling_fields import check_routing
+from swell.cluster.api.timings import IncludeTimings
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.schema.chat_messages import missing_field
 from swell.cluster.text.schema.known_fields import MESSAGES
@@ -240,6 +241,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
+    include_timings: IncludeTimings = None
 
     metadata: Any = None
     """This and the next field change nothing in the answer."""

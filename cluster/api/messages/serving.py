@@ -42,7 +42,7 @@ class MessagesResponseWriter(ResponseWriter):
         body: MessagesRequest,
         make_parser: Callable[[], Parser],
     ) -> None:
-        super().__init__(f"msg_{request_id}", model)
+        super().__init__(f"msg_{request_id}", model, include_timings=body.include_timings)
         self._request_id = request_id
         self._max_tokens = body.max_tokens
         self._hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
@@ -56,7 +56,9 @@ class MessagesResponseWriter(ResponseWriter):
         (part,) = output.outputs
         content = blocks(parse_output(self._parser, part), hides_thinking=self._hides_thinking)
         called = any(isinstance(block, ToolUseOutput) for block in content)
-        return self._message(content, self._ended(part, called=called), usage)
+        message = self._message(content, self._ended(part, called=called), usage)
+        message.timings = self.timings()
+        return message
 
     def _message(self, content: list[OutputBlock], ending: Ending, usage: Usage) -> Message:
         return Message(
@@ -95,7 +97,8 @@ class MessagesResponseWriter(ResponseWriter):
         assert self._ending is not None, "a stream that ends has begun"
         for event in self._content.end():
             yield named_event(event)
-        yield named_event(MessageDelta(delta=self._ending, usage=message_usage(usage)))
+        usage_of_all, timings = message_usage(usage), self.timings()
+        yield named_event(MessageDelta(delta=self._ending, usage=usage_of_all, timings=timings))
         yield named_event(MessageStop())
 
     def stream_error(self, error: ErrorInfo) -> Iterable[bytes]:

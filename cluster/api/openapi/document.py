@@ -33,7 +33,7 @@ _ERRORS = {
     401: "The key is missing or unknown.",
     403: "The server is not known by this name (`serve.allowed_hosts`); of the admin API also: the "
     "origin is not allowed (`serve.allowed_origins`), or there are no keys of operators.",
-    404: "The model, or the stored response, does not exist.",
+    404: "The model, the stored response, or the request does not exist.",
     408: "The request did not come in time (`serve.head_timeout_s`, `serve.transfer_timeout_s`), "
     "or its answer was not complete in the time of the header `x-request-timeout-s`.",
     413: "The body is longer than `serve.max_body_bytes`.",
@@ -42,8 +42,8 @@ _ERRORS = {
     429: "More requests wait than `serve.max_waiting_requests`, or more of their tokens than "
     "`serve.max_waiting_tokens`; the header `retry-after` says when to come back.",
     500: "An engine failed and the request could not be moved.",
-    503: "No engine came in time, stored responses cannot be reached now, or there are too many "
-    "connections or bodies; try again later.",
+    503: "No engine came in time, stored responses or another ingress cannot be reached now, or "
+    "there are too many connections or bodies; try again later.",
     529: "No engine came in time; try again later.",
 }
 _KEY_ERRORS = (401, 403)
@@ -176,6 +176,13 @@ OPERATIONS = (
     ),
     _show("/admin/idle", "Whether all is free.", admin.IdleReport),
     _show("/admin/cluster", "The cluster's state.", admin.ClusterState, errors=(*_KEY_ERRORS, 503)),
+    _show(
+        "/admin/requests/{id}",
+        "What happened to a request that runs or ended lately, by the id of its answer or its "
+        "`x-request-id`, whichever ingress served it.",
+        admin.RequestStories,
+        errors=(*_KEY_ERRORS, 404, 503),
+    ),
     _change("/admin/scale", "Grow or shrink to a number of engines.", body=admin.ScaleRequest),
     _change("/admin/drain", "Take one engine out when it has finished.", body=admin.DrainRequest),
     _change(

@@ -35,7 +35,7 @@ from swell.cluster.api.responses.store_client import (
     response_id_of,
 )
 from swell.cluster.api.routing import REQUEST_ID, request_id
-from swell.cluster.api.serving_handler import trace_headers
+from swell.cluster.api.tracing.trace_context import trace_headers
 from swell.cluster.text.schema.decode import decode
 from swell.configs.log import StructuredLogger
 

@@ -10,6 +10,7 @@ from swell.cluster.api.generation_body import StreamOptions
 from swell.cluster.api.responses.input_items import FORMS, read_input
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
+from swell.cluster.api.timings import IncludeTimings
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.schema.chat_messages import MAX_TOOLS, FunctionDefinition
 from swell.cluster.text.schema.decode import decode_part
@@ -119,6 +120,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     service_tier: Any = None
 
     chat_template_kwargs: dict[str, Any] | None = None
+    include_timings: IncludeTimings = None
 
     truncation: Annotated[str | None, neutral("disabled", "auto")] = None
     max_tool_calls: Annotated[int | None, neutral()] = None

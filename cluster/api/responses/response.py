@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.api.responses.items import Item, OutputItem, new_id
 from swell.cluster.api.responses.protocol import ResponsesRequest
+from swell.cluster.api.timings import Timings
 from swell.cluster.text.sampling_params import bad_value
 
 
@@ -75,6 +77,7 @@ class ResponseBody(Body, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     metadata: dict[str, str]
+    timings: Timings | UnsetType = UNSET
 
     def fail(self, why: str) -> None:
         self.status, self.error = "failed", ResponseFailure(message=why)

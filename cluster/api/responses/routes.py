@@ -129,7 +129,13 @@ class ResponseRoutes:
         body = answer.body
         logprobs = body.top_logprobs or 0 if LOGPROBS in (body.include or ()) else None
         finalize = partial(self._finalize, answer)
-        return ResponsesWriter(answer.response, params.make_parser, finalize, logprobs)
+        return ResponsesWriter(
+            answer.response,
+            params.make_parser,
+            finalize,
+            logprobs,
+            include_timings=body.include_timings,
+        )
 
     async def _process_chat(self, chat: ChatCompletionRequest, size_bytes: int) -> RequestParams:
         convert = partial(to_generation_request, chat, self._services.sampling_defaults)

@@ -44,8 +44,10 @@ class ResponsesWriter(ResponseWriter):
         make_parser: Callable[[], Parser],
         finalize: Callable[[], Awaitable[None]],
         top_logprobs: int | None = None,
+        *,
+        include_timings: bool | None = None,
     ) -> None:
-        super().__init__(response.id, response.model)
+        super().__init__(response.id, response.model, include_timings=include_timings)
         self.response = response
         self.finalize = finalize
         self._read = make_part_reader(make_parser(), top_logprobs)
@@ -119,6 +121,7 @@ class ResponsesWriter(ResponseWriter):
             output_tokens_details=OutputTokensDetails(),
             total_tokens=usage.total_tokens,
         )
+        response.timings = self.timings()
 
     def _event(self, event: Event) -> bytes:
         event.sequence_number = self._sequence

@@ -44,6 +44,9 @@ it. This page is made from the code by `python -m tests.cluster.api.field_page`,
 `null` is accepted for every field that is not required, and means that the field is absent. A name
 that is in no list is a 400, or ignored with a warning (`serve.unknown_fields`). In messages,
 content parts, calls, items and tools unknown fields are ignored.
+
+`include_timings` is no other server's: with `true` the answer, or the last event of its stream, has
+`timings`, at all of these routes and at `/v1/messages` ([requests.md](requests.md)).
 """
 
 

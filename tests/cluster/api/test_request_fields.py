@@ -53,6 +53,7 @@ ANSWER = (
     TOKENS + "model max_tokens include_stop_str_in_output skip_special_tokens n prompt_logprobs "
     "response_format stream stream_options stream_interval return_token_ids logprobs best_of echo "
     "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens truncation_side "
+    "include_timings "
 )
 CONVERSATION = (
     "model messages system tools tool_choice thinking output_config chat_template_kwargs "
@@ -70,11 +71,11 @@ EFFECTIVE: dict[str, str] = {
     "ResponsesRequest": TOKENS
     + "model input instructions previous_response_id max_output_tokens tools tool_choice "
     "parallel_tool_calls text reasoning include top_logprobs stream stream_options store "
-    "background chat_template_kwargs",
+    "background chat_template_kwargs include_timings",
     "CountTokensRequest": CONVERSATION,
     "MessagesRequest": CONVERSATION
     + "max_tokens stop_sequences temperature top_p top_k stream seed priority cache_salt "
-    "data_parallel_rank",
+    "data_parallel_rank include_timings",
     "TokenizeRequest": "model prompt messages tools add_special_tokens add_generation_prompt "
     "continue_final_message chat_template chat_template_kwargs return_token_strs",
     "DetokenizeRequest": "model tokens",

@@ -130,7 +130,7 @@ def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
         stream.chunk('a "b"\n\u2028'),
         stream.chunk("", 0, ChunkFields(finish_reason="stop")),
     ]
-    events.append(stream.usage(usage(1, 2)))
+    events += stream.end(usage(1, 2))
     chunks = [ChatCompletionChunk.model_validate_json(payload(event)) for event in events]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:3]) == 'a "b"\n\u2028'

@@ -1,0 +1,69 @@
+"""What is known of each HTTP request: while it runs, and for a while after its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from starlette.requests import Request
+
+from swell.cluster.api.admin.protocol import RequestStory
+from swell.cluster.api.response_writer import ResponseWriter
+from swell.cluster.api.routing import request_id
+from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
+from swell.cluster.api.timings import timings_of
+from swell.cluster.api.tracing.exporter import TraceExporter
+from swell.cluster.api.tracing.trace_context import trace_headers
+from swell.cluster.client.request_history import RequestHistory, RequestRecord
+from swell.cluster.text.input_processor import RequestParams
+
+
+class RequestRecorder:
+    """The records of one ingress, and where they go in the end."""
+
+    def __init__(self, history: RequestHistory, traces: TraceExporter, ingress: int) -> None:
+        """`ingress`: its `client_index`."""
+        self._history = history
+        self._traces = traces
+        self._ingress = ingress
+
+    def record(
+        self, request: Request, params: RequestParams, answer: ResponseWriter, ending: ExitStack
+    ) -> RequestRecord:
+        """The record of a request that begins now, and ends with `ending`."""
+        now_s = time.monotonic()
+        came_s = request.scope.get(ARRIVAL_TIME_S, now_s)
+        record = answer.record = RequestRecord(
+            id=answer.id,
+            request_id=request_id(request),
+            operation=answer.operation,
+            model=answer.model,
+            received_s=came_s,
+            received_at=time.time() - (now_s - came_s),
+        )
+        self._history.begin(record)
+        ending.callback(self._end, record, params, trace_headers(request))
+        return record
+
+    def _end(
+        self, record: RequestRecord, params: RequestParams, headers: Mapping[str, str]
+    ) -> None:
+        self._history.end(record, time.monotonic())
+        if record.journeys:
+            self._traces.export(record, params, headers)
+
+    def find(self, id: str) -> list[RequestStory]:
+        """The requests of this ingress that a client knows by this id, oldest first."""
+        return [
+            RequestStory(
+                id=record.id,
+                request_id=record.request_id,
+                operation=record.operation,
+                model=record.model,
+                running=record.ended_s is None,
+                ingress=self._ingress,
+                timings=timings_of(record),
+            )
+            for record in self._history.find(id, time.monotonic())
+        ]

@@ -1,0 +1,135 @@
+"""Where requests that have ended are exported to.
+
+No request waits for the collector. What it cannot take now waits in a queue of a bounded length;
+what does not fit there is dropped, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
+
+from swell.cluster.api.tracing.spans import Span, TracedRequest, request_attributes, spans_of
+from swell.cluster.api.tracing.trace_context import trace_context
+from swell.cluster.client.request_history import RequestRecord
+from swell.cluster.text.input_processor import RequestParams
+from swell.cluster.text.offload import OffloadPool
+from swell.configs.log import StructuredLogger
+
+MAX_QUEUED_ANSWERS = 4096
+"""Some megabytes."""
+_BATCH_ANSWERS = 256
+_DELAY_S = 0.5
+"""How long a trace may wait for others of its batch."""
+_FLUSH_S = 2.0
+"""How long the end of the ingress may wait for the last batches."""
+_RETRY_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+"""Between two attempts; the last is repeated."""
+SENT, DROPPED = "sent", "dropped"
+Count = Callable[[str, int], None]
+
+
+class TraceExporter:
+    """Takes requests that have ended. This one does nothing: there is no collector."""
+
+    def export(
+        self, record: RequestRecord, params: RequestParams, headers: Mapping[str, str]
+    ) -> None:
+        """`headers`: those of the trace that the caller's request has."""
+
+    async def close(self) -> None:
+        """Send what waits, if that is soon possible."""
+
+
+class OtlpExporter(TraceExporter):
+    """Sends them to a collector in batches, from a thread of its own."""
+
+    def __init__(self, endpoint: str, count: Count) -> None:
+        """As `make_exporter`."""
+        # Protobuf is loaded where it is used alone.
+        from swell.cluster.api.tracing import otlp
+
+        self._otlp = otlp
+        self._url = f"{endpoint.rstrip('/')}/v1/traces"
+        self._count = count
+        version = importlib.metadata.version("swell")
+        self._resource = {"service.name": "swell", "service.version": version}
+        self._pool = OffloadPool("traces", 1)
+        self._queue: deque[TracedRequest] = deque()
+        self._queued_answers = 0
+        self._sending: asyncio.Task[None] | None = None
+        self._log = StructuredLogger("cluster.ingress")
+
+    def export(
+        self, record: RequestRecord, params: RequestParams, headers: Mapping[str, str]
+    ) -> None:
+        parent = trace_context(headers)
+        if parent is not None and not parent.sampled:
+            return
+        answers = len(record.journeys)
+        if self._queued_answers + answers > MAX_QUEUED_ANSWERS:
+            self._count(DROPPED, 1)
+            return
+        attributes = request_attributes(
+            params.params,
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in params.prompts),
+            max_tokens=max(prompt.max_tokens for prompt in params.prompts),
+            stream=params.stream,
+        )
+        self._queue.append(TracedRequest(record=record, parent=parent, attributes=attributes))
+        self._queued_answers += answers
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send_all())
+
+    async def close(self) -> None:
+        if self._sending is not None:
+            await asyncio.wait({self._sending}, timeout=_FLUSH_S)
+            self._sending.cancel()
+        self._pool.close()
+
+    async def _send_all(self) -> None:
+        """Until nothing waits; a request that ends later begins this again."""
+        await asyncio.sleep(_DELAY_S)
+        while self._queue:
+            batch = self._take_batch()
+            try:
+                await self._send(batch)
+                self._count(SENT, len(batch))
+            except Exception as error:
+                self._count(DROPPED, len(batch))
+                self._log.warning("traces dropped", requests=len(batch), error=str(error))
+            finally:
+                self._queued_answers -= sum(len(one.record.journeys) for one in batch)
+
+    def _take_batch(self) -> list[TracedRequest]:
+        batch, answers = [], 0
+        while self._queue and answers < _BATCH_ANSWERS:
+            batch.append(self._queue.popleft())
+            answers += len(batch[-1].record.journeys)
+        return batch
+
+    async def _send(self, batch: Sequence[TracedRequest]) -> None:
+        """Again and again while the collector is away. Raises CollectorRefused."""
+        spans: list[Span] = []
+        for wait_s in chain(_RETRY_S, repeat(_RETRY_S[-1])):
+            try:
+                return await self._pool.run(self._post, batch, spans)
+            except self._otlp.CollectorAway as error:
+                self._log.warning("traces wait", error=str(error), next_try_s=wait_s)
+                await asyncio.sleep(wait_s)
+
+    def _post(self, batch: Sequence[TracedRequest], spans: list[Span]) -> None:
+        """On the thread. Spans keep their ids when they are sent again."""
+        if not spans:
+            spans += [span for traced in batch for span in spans_of(traced, os.urandom)]
+        self._otlp.post_spans(self._url, self._resource, spans)
+
+
+def make_exporter(endpoint: str | None, count: Count) -> TraceExporter:
+    """`endpoint`: the base URL of a collector, as `http://collector:4318`; None: there is none.
+    `count` is called with SENT or DROPPED and a number of requests."""
+    return TraceExporter() if endpoint is None else OtlpExporter(endpoint, count)

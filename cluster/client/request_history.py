@@ -1,0 +1,81 @@
+"""HTTP requests that run, and those that ended lately, with what happened to them: pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from swell.cluster.client.journey import Journey
+
+MAX_FOUND = 20
+"""A client may send the same id again and again."""
+
+
+class RequestRecord(msgspec.Struct, eq=False):
+    """One HTTP request. It holds nothing of what was asked or answered."""
+
+    id: str
+    """Of the answer, as the client gets it."""
+    request_id: str
+    """`x-request-id`."""
+    operation: str
+    """chat or text_completion, as OpenTelemetry names them."""
+    model: str
+    received_s: float
+    """On the clock of the ingress, and below in seconds since 1970."""
+    received_at: float
+    journeys: list[Journey] = []
+    """Of its requests to the engines: one for each answer that is sampled."""
+    ended_s: float | None = None
+    """On the clock of the ingress; None: it runs."""
+
+
+class RequestHistory:
+    """Records by the ids that their clients know. Those that have ended are kept for `limit_s`, and
+    of them the newest, with `limit` answers in all."""
+
+    def __init__(self, limit: int, limit_s: float) -> None:
+        self._limit = limit
+        self._limit_s = limit_s
+        self._by_id: dict[str, list[RequestRecord]] = {}
+        self._ended: deque[RequestRecord] = deque()
+        self._num_ended = 0
+
+    def __len__(self) -> int:
+        """Ids that can be found."""
+        return len(self._by_id)
+
+    def begin(self, record: RequestRecord) -> None:
+        for id in {record.id, record.request_id}:
+            self._by_id.setdefault(id, []).append(record)
+
+    def end(self, record: RequestRecord, now_s: float) -> None:
+        record.ended_s = now_s
+        self._ended.append(record)
+        self._num_ended += _num_answers(record)
+        self._expire(now_s)
+
+    def find(self, id: str, now_s: float) -> list[RequestRecord]:
+        """The newest requests under this id, oldest first."""
+        self._expire(now_s)
+        return self._by_id.get(id, [])[-MAX_FOUND:]
+
+    def _expire(self, now_s: float) -> None:
+        ended = self._ended
+        while ended and (self._num_ended > self._limit or self._is_old(ended[0], now_s)):
+            record = ended.popleft()
+            self._num_ended -= _num_answers(record)
+            for id in {record.id, record.request_id}:
+                records = self._by_id[id]
+                records.remove(record)
+                if not records:
+                    del self._by_id[id]
+
+    def _is_old(self, record: RequestRecord, now_s: float) -> bool:
+        return record.ended_s is not None and now_s - record.ended_s > self._limit_s
+
+
+def _num_answers(record: RequestRecord) -> int:
+    """One that failed before it had any counts too."""
+    return max(1, len(record.journeys))

@@ -1,0 +1,114 @@
+"""What happened to a request, of a real cluster: an engine dies below a stream, and the story is
+found at any ingress, in the answer, and at a collector."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster.api.otlp_collector import Collector, start_collector
+from tests.e2e.cluster import NANO, Cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TOKENS = 1200
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+CALLER = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+ASKS = 16
+"""The kernel chooses the ingress of each connection: that one is never asked is 1 in 32768."""
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with start_collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(collector: Collector) -> Iterator[Cluster]:
+    settings = (
+        "model.dtype=float32",
+        "parallel.data=2",
+        "serve.ingress_replicas=2",
+        "cluster.stall_timeout_s=5",
+        f"serve.otlp_endpoint={collector.endpoint}",
+    )
+    with Cluster(NANO, *settings) as running:
+        yield running
+
+
+def stream_while_its_engine_dies(cluster: Cluster) -> tuple[str, dict[str, Any]]:
+    """The id of the request, and its timings."""
+    engines = cluster.get("/admin/cluster").json()["engines"]
+    pids = {str(engine["rank"]): engine["pid"] for engine in engines}
+    payload = {
+        "prompt": [1, 2, 3],
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "include_timings": True,
+    }
+    url = f"{cluster.url}/v1/completions"
+    with httpx.stream("POST", url, json=payload, headers=CALLER, timeout=120) as answer:
+        assert answer.status_code == 200
+        os.kill(pids[answer.headers["x-swell-engine"]], signal.SIGKILL)
+        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+        return answer.headers["x-request-id"], json.loads(lines[-1][6:])["timings"]
+
+
+def check_moved(events: list[dict[str, Any]]) -> None:
+    names = [event["event"] for event in events]
+    moved = names.index("resubmitted")
+    assert names[:5] == ["received", "routed", "queued", "scheduled", "first_token"]
+    assert names[-5:] == ["routed", "queued", "scheduled", "first_token", "finished"]
+    times = [event["ms"] for event in events]
+    assert times == sorted(times)
+    before, after = events[moved], events[-1]
+    assert (before["attempt"], after["attempt"]) == (1, 2)
+    assert before["reason"] == "the engine was lost"
+    assert {event["rank"] for event in events[1 : moved + 1]} == {before["rank"]}
+    assert {event["rank"] for event in events[-5:]} == {after["rank"]}
+    assert before["rank"] != after["rank"]
+
+
+def test_an_engine_dies_below_a_stream(cluster: Cluster, collector: Collector) -> None:
+    id, timings = stream_while_its_engine_dies(cluster)
+    check_moved(timings["choices"][0]["events"])
+    asked = set()
+    for _ in range(ASKS):
+        answer = cluster.get(f"/admin/requests/{id}")
+        assert answer.status_code == 200, answer.text
+        (story,) = answer.json()["requests"]
+        assert story["timings"] == timings
+        asked.add(story["ingress"])
+    assert len(asked) == 1, "it is always the one that served it"
+    root, first, second = collector.take(3)
+    assert root["trace_id"] == first["trace_id"] == second["trace_id"] == TRACE
+    assert root["attributes"]["gen_ai.usage.output_tokens"] == TOKENS
+    ranks = [span["attributes"]["swell.engine.rank"] for span in (first, second)]
+    events = timings["choices"][0]["events"]
+    assert ranks == [events[1]["rank"], events[-1]["rank"]]
+
+
+def test_requests_of_both_ingresses_are_found_at_each(cluster: Cluster) -> None:
+    """Until both have served one."""
+    ingresses: set[int] = set()
+    deadline = time.monotonic() + DEADLINE_S
+    while len(ingresses) < 2:
+        assert time.monotonic() < deadline, ingresses
+        answer = cluster.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 2})
+        found = cluster.get(f"/admin/requests/{answer.json()['id']}")
+        assert found.status_code == 200, found.text
+        assert found.json()["complete"]
+        ingresses.add(found.json()["requests"][0]["ingress"])
+    unknown = cluster.get("/admin/requests/unknown")
+    assert unknown.status_code == 404, unknown.text
