@@ -74,7 +74,8 @@ class ClusterMonitor:
     async def until_whole(
         self, targets: Collection[int], limit_s: float, victims: Collection[int] = ()
     ) -> ClusterState:
-        """Wait for full capacity: `targets` engines, all active, at rest, without `victims`.
+        """Wait for full capacity: `targets` engines, all active, at rest, without `victims`. A
+        growth that failed is at rest at its former size, if that is one of the targets.
 
         Raises NotReached with what is missing.
         """
@@ -95,7 +96,9 @@ class ClusterMonitor:
         states = [engine.state for engine in state.engines]
         if state.target not in targets or len(states) != state.target:
             return f"{len(states)} engines, target {state.target}, wanted {sorted(targets)}"
-        if set(states) != {"active"} or state.state != "serving" or state.rescale.phase != "idle":
+        went_back = state.target < max(targets) and state.rescale.phase == "failed"
+        at_rest = state.state == "serving" and (went_back or state.rescale.phase == "idle")
+        if set(states) != {"active"} or not at_rest:
             return f"engines {states}, state {state.state}, rescale {state.rescale}"
         if (listed := set(victims) & set(pids(state))) or state.coordinator.pid is None:
             return f"processes {listed} are still listed, coordinator {state.coordinator.pid}"

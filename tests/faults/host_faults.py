@@ -120,9 +120,11 @@ def _host_fault(action: str, kind: str, any_host: Fault | None) -> Fault:
             raise NotReached("without Redis all of Ray ends with the host of its GCS")
         victims = cluster.pids_on(host, state) if dies else frozenset()
         what = await asyncio.to_thread(begin, hosts, host, rng)
+        serving = sum(engine.state == "active" for engine in state.engines)
         return FaultEffect(
             f"host {host}: {what}",
-            frozenset({state.target}),
+            # A growth whose new engine is lost with its host goes back.
+            frozenset({state.target, serving} if dies else {state.target}),
             victims,
             unreached=frozenset() if reached else frozenset({cluster.url_of(host)}),
             lasts_s=lasts_s,
