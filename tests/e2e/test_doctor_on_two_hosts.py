@@ -20,8 +20,10 @@ from tests.faults.hosts import Hosts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PORTS = range(29_000, 29_064)
-COMMAND_S = 120.0
-LATE_S = 20
+COMMAND_S = 250.0
+PATIENCE_S = 200
+"""How long a host may take that answers: it imports torch, on a machine that is busy."""
+LATE_S = 30
 SETTINGS = (
     *(str(NANO), "--set", f"cluster.ports={PORTS[0]}-{PORTS[-1]}", "--set", "serve.port=0"),
     *("--set", "serve.host=0.0.0.0", "--set", "parallel.pipeline=2"),
@@ -39,11 +41,11 @@ def hosts() -> Iterator[Hosts]:
         yield running
 
 
-def examine(hosts: Hosts, *words: str) -> Report:
+def examine(hosts: Hosts, timeout_s: int = PATIENCE_S) -> Report:
     """The report of the command on the first host."""
     command = [*hosts.prefix(0), sys.executable, "-m", "swell.cluster", "doctor", *SETTINGS]
     done = subprocess.run(
-        [*command, "--address", hosts.ray_address, "--json", *words],
+        [*command, "--address", hosts.ray_address, "--json", f"--timeout={timeout_s}"],
         capture_output=True,
         timeout=COMMAND_S,
         check=False,
@@ -115,9 +117,9 @@ def test_a_host_that_cannot_be_asked_holds_up_nothing(hosts: Hosts) -> None:
     first, second = hosts.addresses
     hosts.drop(1, "from")
     try:
-        report = examine(hosts, "--timeout", str(LATE_S))
+        report = examine(hosts, LATE_S)
     finally:
         hosts.heal(1)
-    assert problems(report) == {"hosts": (second,)}
+    assert problems(report)["hosts"] == (second,)
     assert list(report.hosts) == [first]
-    assert {"python", "model", "room"} <= {f.check for f in report.findings if f.level == "ok"}
+    assert {"python", "files", "room"} <= {f.check for f in report.findings if f.level == "ok"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from swell.cluster.cli.doctor.checks import Finding, Verdict, judged
 from swell.cluster.cli.doctor.facts import FileFacts, HostFacts
 from swell.cluster.cli.doctor.survey import Survey
+from swell.cluster.text.tokenizer import TOKENIZER_FILES
 
-_MODEL = "model.path"
+_MODEL, _CONFIG = "model.path", "config.json"
 _MOST_NAMES = 3
 
 
@@ -29,11 +30,19 @@ def model(survey: Survey) -> list[Finding]:
     if survey.config is None:
         return []
     verdicts = {
-        host: Verdict(facts.model_error, "a folder with config, tokenizer and weights, or a hub id")
+        host: Verdict(text, "a folder with config, tokenizer and weights, or a hub id")
         for host, facts in survey.hosts.items()
-        if facts.model_error is not None and _MODEL not in facts.unreadable
+        if _MODEL not in facts.unreadable and (text := _model_problem(facts)) is not None
     }
     return judged("model", list(survey.hosts), verdicts, survey.config.model.path)
+
+
+def _model_problem(facts: HostFacts) -> str | None:
+    if facts.model_error is not None:
+        return facts.model_error
+    if _CONFIG in facts.files and facts.files.keys().isdisjoint(TOKENIZER_FILES):
+        return f"no tokenizer: none of {', '.join(TOKENIZER_FILES)}"
+    return None
 
 
 def same_files(survey: Survey) -> list[Finding]:

@@ -99,9 +99,8 @@ class _Inquiry:
             tried = links.pairs([name for name, found in listeners.items() if found])
             found = self._links(links.targets(listeners, addresses, tried))
         finally:
-            for probe in self._probes.values():
-                with contextlib.suppress(TimeoutError, RayError):
-                    within(_GCS_S, partial(ray.kill, probe))
+            with contextlib.suppress(TimeoutError, RayError):
+                within(_GCS_S, self._end)
         return msgspec.structs.replace(
             self._survey,
             hosts=hosts,
@@ -110,6 +109,11 @@ class _Inquiry:
             tried=tried,
             links=found,
         )
+
+    def _end(self) -> None:
+        """Those that this does not reach end with this process."""
+        for probe in self._probes.values():
+            ray.kill(probe)
 
     def _facts(self) -> dict[str, HostFacts]:
         survey, salt = self._survey, secrets.token_bytes(TOKEN_BYTES)

@@ -64,6 +64,7 @@ def facts(**fields: Any) -> HostFacts:
         files={
             "config.json": FileFacts(size_bytes=700, digest="aa"),
             "model.safetensors": FileFacts(size_bytes=4 * GIB, digest="bb"),
+            "tokenizer.json": FileFacts(size_bytes=9000, digest="dd"),
             "serve.chat_template": FileFacts(size_bytes=20, digest="cc"),
         },
         ray=RayFacts(

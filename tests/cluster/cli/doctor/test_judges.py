@@ -180,7 +180,13 @@ FAULTS = [
         with_clock(survey(2), 1, 2.0), "clocks", (0, 1), "10.0.0.2 is 2.000 s ahead of the other"
     ),
     Fault(with_host(HEALTHY, 1, unreadable=UNREADABLE), "files", (1,), "/models/m/config.json"),
-    Fault(with_host(HEALTHY, 1, model_error="no tokenizer"), "model", (1,), "no tokenizer"),
+    Fault(with_host(HEALTHY, 1, model_error="lacks 2 shards"), "model", (1,), "lacks 2 shards"),
+    Fault(
+        with_host(survey(1), 0, files={"config.json": FILES["config.json"]}),
+        "model",
+        (0,),
+        "no tokenizer: none of tokenizer.json, ",
+    ),
     Fault(
         with_host(HEALTHY, 1, files=DAMAGED),
         "same-files",
@@ -188,10 +194,10 @@ FAULTS = [
         f"model.safetensors: {4 * GIB} bytes (b0), there {4 * GIB} bytes (bb)",
     ),
     Fault(
-        with_host(HEALTHY, 0, files={"config.json": FILES["config.json"]}),
+        with_host(HEALTHY, 0, files={"tokenizer.json": FILES["tokenizer.json"]}),
         "same-files",
         (0,),
-        "model.safetensors: missing",
+        "config.json: missing",
     ),
     Fault(
         changed(ON_GPUS, config=config(parallel__data=4)),
