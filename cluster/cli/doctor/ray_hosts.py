@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -163,6 +164,12 @@ class _Inquiry:
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[None]:
+    """What Ray prints of hosts that it loses meanwhile is no part of the report."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield from _connection(address)
+
+
+def _connection(address: str) -> Iterator[None]:
     quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     try:
         within(_GCS_S, partial(ray.init, address=address, namespace="swell", **quiet))
