@@ -34,8 +34,9 @@ from swell.cluster.control.control_state import ScaleRefused
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.http_port import claim_port, listening_host, with_host, with_port
 from swell.cluster.control.manager import ClusterManager
-from swell.cluster.control.placement import Placement, resolve_device
+from swell.cluster.control.placement import Placement
 from swell.cluster.control.ray_cluster import RayCluster
+from swell.cluster.control.room import resolve_device
 from swell.cluster.text.tokenizer import import_without_torch
 from swell.configs.identity import identity
 from swell.configs.log import StructuredLogger, configure_logging

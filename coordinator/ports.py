@@ -9,7 +9,7 @@ import socket
 from swell.configs.network import PortsTakenError
 from swell.configs.schema import ConfigError
 
-_CHOSEN_PORTS = range(20_000, 32_000)
+CHOSEN_PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to outgoing connections: free again after a death."""
 
 
@@ -31,7 +31,7 @@ def port_is_free(host: str, port: int) -> bool:
 def free_port(host: str, ports: range | None = None) -> int:
     """One of `ports`; without these one that a successor is likely to find free again. Raises
     PortsTakenError."""
-    chosen = _CHOSEN_PORTS if ports is None else ports
+    chosen = CHOSEN_PORTS if ports is None else ports
     for port in random.sample(chosen, len(chosen)):
         if port_is_free(host, port):
             return port

@@ -19,6 +19,7 @@ CLUSTERS = (
     "tests/engine/test_ray_executor.py",
     "tests/cluster/control/test_ray_contract.py",
     "tests/cluster/control/test_coordinator_on_ray.py",
+    "tests/cluster/cli/doctor/test_doctor_on_ray.py",
 )
 """How the ids of the tests begin that start Ray."""
 PRIORITY = 10

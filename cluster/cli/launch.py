@@ -31,8 +31,6 @@ _RAY_LOG_DELAY_S = 0.2
 """How long Ray's messages about the shutdown may take to arrive."""
 _SERVE_S = 10.0
 """What Serve itself needs to end replicas."""
-_LOCAL_CPUS = 16
-"""Logical CPUs of a Ray that we start ourselves: our actors reserve next to nothing."""
 _STATUS_S = 10.0
 """How long an ingress may take to answer."""
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -111,7 +109,7 @@ def _ray(address: str | None) -> Iterator[None]:
     try:
         ray.init(
             address="local",
-            num_cpus=max(_LOCAL_CPUS, os.cpu_count() or 1),
+            num_cpus=ray_settings.local_cpus(),
             include_dashboard=False,
             _temp_dir=folder,
             namespace="swell",

@@ -95,6 +95,14 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="also check this one")
     _set(parser)
+    parser.add_argument(
+        "--address", metavar="RAY", help="check every host of this Ray; default: this machine"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--timeout", metavar="S", type=_timeout, default=60.0,
+        help="seconds that a host may take to answer (default 60)",
+    )  # fmt: skip
 
 
 COMMANDS = {
@@ -109,7 +117,11 @@ COMMANDS = {
     ),
     "chat": Command("talk to a served model", "swell.cluster.cli.terminal_chat:chat", _chat),
     "bench": Command("measure a server or a model", "swell.cluster.cli.bench:bench", _bench),
-    "doctor": Command("check this machine", "swell.cluster.cli.doctor:doctor", _doctor),
+    "doctor": Command(
+        "check this machine or a cluster",
+        "swell.cluster.cli.doctor.doctor_command:doctor",
+        _doctor,
+    ),
 }
 
 EXPECTED = (
@@ -203,4 +215,11 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _timeout(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= 600:
+        raise argparse.ArgumentTypeError(f"{text} s must be from 1 to 600")
     return value

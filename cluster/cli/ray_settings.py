@@ -36,6 +36,13 @@ _SETTINGS = {
     "RAY_core_worker_internal_heartbeat_ms": "5000",
 }
 
+_LEAST_CPUS = 16
+
+
+def local_cpus() -> int:
+    """Logical CPUs of a Ray that we start ourselves: our actors reserve next to nothing."""
+    return max(_LEAST_CPUS, os.cpu_count() or 1)
+
 
 def set_defaults() -> None:
     """Set variables that the user has not set. Call it before `ray.init`."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
-import msgspec
-
-from swell.cluster.control import actor_names
+from swell.cluster.control import actor_names, room
 from swell.cluster.control.actor_errors import (
     ActorDied,
     ActorError,
@@ -42,8 +40,6 @@ _STATUS_S = 2.0
 _RESERVE_TIMEOUT_S = 10.0
 """How long resources may take to become free: what was killed holds them for some seconds."""
 _POLL_S = 0.1
-_EPSILON = 1e-6
-"""Of sums of resources."""
 _START_BITS = 32
 """Of the part of a name that only one start has."""
 
@@ -82,26 +78,7 @@ class Placement:
             nodes = await self._ray.node_resources()
         except GcsUnavailable:
             return None
-        bundle, count = self._bundles()
-        workers = engines * self._config.parallel.world
-        all_engines = "1 engine" if engines == 1 else f"{engines} engines"
-        for name, amount in bundle.items():
-            needed, there = amount * count * engines, sum(node.get(name, 0.0) for node in nodes)
-            if needed > there + _EPSILON:
-                return (
-                    f"no room for {all_engines}: their {workers} workers need {needed:g} "
-                    f"{name}, and the Ray cluster has {there:g}"
-                )
-            room = sum(int((node.get(name, 0.0) + _EPSILON) // amount) for node in nodes)
-            if room < engines * count:
-                together = workers // (engines * count)
-                hosts = ", ".join(f"{node.get(name, 0.0):g}" for node in nodes)
-                return (
-                    f"no room for {all_engines}: {together} workers of each must share a host "
-                    f"(tensor ranks, or all of executor inproc) and need {amount:g} {name} there; "
-                    f"the hosts have {hosts}, room for {room} of {engines * count}"
-                )
-        return None
+        return room.refusal(self._config, nodes, engines)
 
     async def adopt(self) -> tuple[list[EngineHandle], list[EngineHandle]]:
         """What an earlier manager left: engines that serve, and engines that load or have not
@@ -196,7 +173,7 @@ class Placement:
             raise _explain(error, handle.rank, self._config) from error
 
     async def _reserve(self, handle: EngineHandle) -> None:
-        bundle, count = self._bundles()
+        bundle, count = room.bundles(self._config)
         handle.in_doubt = True
         handle.group = await self._ray.create_group(handle.name, bundle, count)
         handle.in_doubt = False
@@ -221,7 +198,7 @@ class Placement:
             handle.name,
             self._namespace,
             handle.group,
-            num_gpus=self._bundles()[0].get("GPU", 0) if self._in_process else 0,
+            num_gpus=room.gpus_of_process(self._config),
             config=self._config,
             rank=handle.rank,
             coordinator=contact,
@@ -298,23 +275,6 @@ class Placement:
         assert contact is not None, "the coordinator is opened first"
         return actor_names.engine_tag(self._identity, contact.keys.public.hex())
 
-    def _bundles(self) -> tuple[dict[str, float], int]:
-        """Ray resources of one bundle of an engine, and how many it has: one for each pipeline
-        stage, since a bundle is never split over hosts, nor may tensor ranks be."""
-        parallel = self._config.parallel
-        count = 1 if self._in_process else parallel.pipeline
-        workers = parallel.world // count
-        if self._config.model.device == "cuda":
-            return {"GPU": float(workers)}, count
-        return {"CPU": self._config.cluster.cpus_per_worker * workers}, count
-
-    @property
-    def _in_process(self) -> bool:
-        """The workers of an engine are threads of its process."""
-        parallel = self._config.parallel
-        alone = parallel.executor == "auto" and parallel.world == 1
-        return alone or parallel.executor == "inproc"
-
 
 async def _always() -> bool:
     return True
@@ -323,16 +283,6 @@ async def _always() -> bool:
 def _cancel_watcher(handle: EngineHandle) -> None:
     if handle.exit_watcher is not None and handle.exit_watcher is not asyncio.current_task():
         handle.exit_watcher.cancel()
-
-
-def resolve_device(config: Config, total_resources: Mapping[str, float]) -> Config:
-    """`auto` is cuda where the Ray cluster has a GPU."""
-    if config.model.device != "auto":
-        return config
-    device = "cuda" if total_resources.get("GPU", 0) >= 1 else "cpu"
-    return msgspec.structs.replace(
-        config, model=msgspec.structs.replace(config.model, device=device)
-    )
 
 
 def _explain(error: BaseException, rank: int, config: Config) -> StartFailed:

@@ -48,6 +48,18 @@ _SLOW = "tbf rate 2mbit burst 16kb latency 400ms"
 """Of either direction of a slow link: packets wait so long at most, and are lost then."""
 _DROP_ALL = ("protocol", "all", "bpf", "da", "bytecode", "1,6 0 0 2")
 """A filter of `tc` whose one instruction returns TC_ACT_SHOT."""
+_DROP_PORTS = (
+    "40 0 0 12,"  # the protocol of the Ethernet frame
+    "21 0 7 2048,"  # if it is not IPv4: pass
+    "48 0 0 23,"  # the protocol of the packet
+    "21 0 5 6,"  # if it is not TCP: pass
+    "177 0 0 14,"  # the length of the packet's header
+    "72 0 0 16,"  # the port to which it goes
+    "53 0 2 {first},"  # if it is lower: pass
+    "37 1 0 {last},"  # if it is higher: pass
+    "6 0 0 2,6 0 0 0"
+)
+"""The same for what goes to a range of TCP ports."""
 _SEEN_AS = {"from": "ingress", "to": "egress"}
 """The direction of a host's packets, at the machine's end of its link."""
 
@@ -147,15 +159,30 @@ class Hosts:
         """Take the link of a host down, in both directions; connections are not reset."""
         _ip("link", "set", _link(host), "down")
 
-    def drop(self, host: int, direction: Literal["from", "to"]) -> None:
-        """Let every packet of one direction vanish."""
+    def drop(self, host: int, direction: Literal["from", "to"], ports: range | None = None) -> None:
+        """Let every packet of one direction vanish, or only those that go to these TCP ports."""
+        rule = _DROP_ALL
+        if ports is not None:
+            code = _DROP_PORTS.format(first=ports[0], last=ports[-1])
+            rule = (*_DROP_ALL[:-1], f"{code.count(',') + 1},{code}")
         _tc("qdisc", "replace", "dev", _link(host), "clsact")
-        _tc("filter", "add", "dev", _link(host), _SEEN_AS[direction], *_DROP_ALL)
+        _tc("filter", "add", "dev", _link(host), _SEEN_AS[direction], *rule)
 
     def slow(self, host: int) -> None:
         """Make the link slow in both directions, with a queue that overflows."""
         for namespace, link in ((), _link(host)), (("-n", self._names[host]), "eth0"):
             _tc(*namespace, "qdisc", "replace", "dev", link, "root", *_SLOW.split())
+
+    @contextlib.contextmanager
+    def folder_replaced(self, host: int, folder: Path, by: Path) -> Iterator[None]:
+        """Let the Ray node of a host, and all that it starts, see another folder in this place.
+        `ip netns exec` has given them mounts of their own."""
+        node = ["nsenter", "--mount", f"--target={self.named(host, 'raylet/raylet')[0]}"]
+        _run([*node, "mount", "--bind", str(by), str(folder)])
+        try:
+            yield
+        finally:
+            _run([*node, "umount", str(folder)])
 
     def heal(self, host: int) -> None:
         """Undo `cut`, `drop` and `slow`."""

@@ -9,15 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
-from swell.cluster.cli import doctor, http_client
+from swell.cluster.cli import http_client
 from swell.cluster.cli import terminal_chat as chat
 from swell.cluster.cli.child_process import descendants
+from swell.cluster.cli.doctor import doctor_command
 from swell.cluster.cli.http_client import Client
 from swell.cluster.cli.main import COMMANDS, EXPECTED, main
 from tests.cluster.fake_server import FakeServer, running
@@ -202,24 +202,8 @@ def test_interrupts_are_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(args: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "doctor", interrupt)
+    monkeypatch.setattr(doctor_command, "doctor", interrupt)
     assert main(["doctor"]) == 130
-
-
-def test_doctor_names_what_fails(tmp_path: Path, capsys: Capture) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text("model: {path: ./nowhere}\nserve: {port: 0}\n")
-    findings = {f.name: f for f in doctor.findings(str(config), {})}
-    assert findings["python"].level == "ok"
-    assert findings["torch"].level == "ok"
-    assert findings["model"].level == "fail" and "nowhere" in findings["model"].detail
-    assert all(finding.remedy for finding in findings.values() if finding.level == "fail")
-    assert main(["doctor", str(tmp_path / "absent.yaml")]) == 1
-    assert "-> " in capsys.readouterr().out
-
-
-def test_doctor_sees_a_taken_port(fake: FakeServer) -> None:
-    assert doctor._port("127.0.0.1", int(fake.url.rsplit(":")[-1])).level == "fail"
 
 
 def test_help_is_quick_and_loads_nothing() -> None:

@@ -1,0 +1,73 @@
+"""`swell doctor`: what the hosts need before they can serve, each with its remedy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from swell.cluster.cli.doctor.checks import Finding, passed, problem
+from swell.cluster.cli.doctor.judges import judge
+from swell.cluster.cli.doctor.report import (
+    FAILED,
+    UNREACHABLE,
+    Report,
+    print_json,
+    print_report,
+)
+from swell.cluster.cli.doctor.survey import Survey, read_requirements
+from swell.configs.schema import Config, ConfigError, load
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Print every finding; 1 if one is an error, 2 if the cluster cannot be asked."""
+    report = examine(args.config, dict(args.set), args.address, args.timeout)
+    (print_json if args.json else print_report)(report)
+    return report.exit_code
+
+
+def examine(
+    source: str | None, overrides: dict[str, object], address: str | None, timeout_s: float
+) -> Report:
+    """Without a configuration, or with one that is wrong, only what concerns the hosts."""
+    config, found = _load(source, overrides)
+    requirements = read_requirements()
+    if address is None:
+        from swell.cluster.cli.doctor.this_machine import ask_machine
+
+        survey = ask_machine(config, requirements, timeout_s)
+        return _report(survey, [*found, *judge(survey)])
+    from swell.cluster.cli.doctor.ray_hosts import ClusterSilent, ask_cluster
+
+    try:
+        survey = ask_cluster(address, config, requirements, timeout_s)
+    except ClusterSilent as error:
+        survey = Survey(requirements=requirements, hosts={}, nodes={}, address=address)
+        silent = problem("cluster", [], str(error), "an answer")
+        return _report(survey, [*found, silent], UNREACHABLE)
+    answered = passed("cluster", [], f"{address}, {len(survey.nodes)} hosts")
+    return _report(survey, [*found, answered, *judge(survey)])
+
+
+def _load(source: str | None, overrides: dict[str, object]) -> tuple[Config | None, list[Finding]]:
+    if source is None:
+        return None, []
+    try:
+        config = load(source, overrides)
+    except ConfigError as error:
+        return None, [problem("configuration", [], str(error), "a valid configuration")]
+    return config, [passed("configuration", [], source)]
+
+
+def _report(survey: Survey, findings: Sequence[Finding], exit_code: int | None = None) -> Report:
+    errors = sum(finding.level == "error" for finding in findings)
+    if exit_code is None:
+        exit_code = FAILED if errors else 0
+    return Report(
+        address=survey.address,
+        exit_code=exit_code,
+        errors=errors,
+        warnings=sum(finding.level == "warning" for finding in findings),
+        findings=list(findings),
+        links=survey.links,
+        hosts=survey.hosts,
+    )

@@ -1,0 +1,88 @@
+"""Size and digest of the files that all hosts need alike, cheap also where they are large: of
+weights the header alone is read, which names every tensor, its type, its shape and its place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import swell.configs as configs_package
+from swell.cluster.cli.doctor.facts import FileFacts
+from swell.configs.schema import SERVE_FILES, Config
+
+_FLOORS = ("cluster", "configs", "coordinator", "engine", "kernels", "worker")
+_CODE = (".py", ".cpp", ".h")
+_WEIGHTS = ".safetensors"
+_READ_BYTES = 64 * 2**20
+"""Of a file this much at most is read: the tokenizers of large vocabularies have 40 MiB."""
+_MOST_FILES = 2000
+"""Of a model folder; checkpoints have some hundred."""
+_DIGEST_BYTES = 8
+
+
+def config_files(config: Config, salt: bytes) -> dict[str, FileFacts]:
+    """By name: the files of the model, and by key those that `serve` names. One that cannot be read
+    is missing."""
+    found: dict[str, FileFacts] = {}
+    folder = local_folder(config.model.path)
+    if folder is not None:
+        for path in sorted(_model_files(folder))[:_MOST_FILES]:
+            _add(found, path.name, path, salt)
+    for key in SERVE_FILES:
+        if name := getattr(config.serve, key):
+            _add(found, f"serve.{key}", Path(name), salt)
+    return found
+
+
+def local_folder(path: str) -> Path | None:
+    """The model's folder, or what this host's cache has of a hub id; None: nothing yet."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def source_digest() -> str:
+    """Of the source files of the package `swell` that this process runs."""
+    top = Path(str(configs_package.__file__)).parents[1]
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for path in sorted(_source_files(top)):
+        digest.update(path.relative_to(top).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _source_files(top: Path) -> Iterator[Path]:
+    """Those of packages: scripts beside them are not installed."""
+    for floor in _FLOORS:
+        for path in (top / floor).rglob("*"):
+            if path.suffix in _CODE and (path.parent / "__init__.py").is_file():
+                yield path
+
+
+def _model_files(folder: Path) -> Iterator[Path]:
+    """Not those of hidden folders, and no other formats of the same weights."""
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt", _WEIGHTS):
+            yield path
+
+
+def _add(found: dict[str, FileFacts], name: str, path: Path, salt: bytes) -> None:
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            length = _READ_BYTES
+            if path.suffix == _WEIGHTS:
+                length = min(length, int.from_bytes(file.read(8), "little"))
+            content = file.read(length)
+    except OSError:
+        return
+    digest = hashlib.blake2b(content, key=salt, digest_size=_DIGEST_BYTES).hexdigest()
+    found[name] = FileFacts(size_bytes=size_bytes, digest=digest)

@@ -1,0 +1,51 @@
+"""What runs on every host of a Ray cluster while it is asked: an actor's body. Answers are JSON, so
+that another version of Swell there can be named instead of breaking them."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from swell.cluster.cli.doctor.fact_collector import collect
+from swell.cluster.cli.doctor.facts import HostRequest, Part, RayFacts, Target
+from swell.cluster.cli.doctor.link_sockets import LinkListeners, try_links
+
+FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
+
+
+class HostProbe:
+    def __init__(self, token: bytes) -> None:
+        self._token = token
+        self._listeners: LinkListeners | None = None
+
+    def facts(self, request: HostRequest, object_store_bytes: int) -> bytes:
+        """`HostFacts`."""
+        return msgspec.json.encode(collect(request, _ray_facts(object_store_bytes)))
+
+    def listen(self, parts: list[Part]) -> bytes:
+        """`list[Listener]`, open until this process ends."""
+        self._listeners = self._listeners or LinkListeners(self._token)
+        return msgspec.json.encode([self._listeners.open(part) for part in parts])
+
+    def connect(self, source: str, targets: list[Target], timeout_s: float) -> bytes:
+        """`list[Link]`."""
+        return msgspec.json.encode(try_links(source, targets, self._token, timeout_s))
+
+
+def _ray_facts(object_store_bytes: int) -> RayFacts:
+    """The processes of a node have one environment, the GCS's on the head too."""
+    from ray._private import worker
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+    from ray._raylet import Config  # type: ignore[attr-defined]
+
+    node = worker._global_node
+    return RayFacts(
+        token_authentication=is_token_auth_enabled(),
+        check_period_s=Config.health_check_period_ms() / 1000,
+        check_timeout_s=Config.health_check_timeout_ms() / 1000,
+        check_failures=Config.health_check_failure_threshold(),
+        force_stop_replicas=os.environ.get(FORCE_STOP) == "1",
+        object_store_bytes=object_store_bytes,
+        session_folder=node.get_session_dir_path() if node is not None else None,
+    )

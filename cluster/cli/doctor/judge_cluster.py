@@ -1,0 +1,95 @@
+"""The Ray cluster: hosts that answer, room, settings. Pure."""
+
+from __future__ import annotations
+
+from swell.cluster.cli.doctor.checks import Finding, Verdict, judged, passed, problem
+from swell.cluster.cli.doctor.survey import Survey
+from swell.cluster.control.room import bundles, refusal
+from swell.configs.schema import ClusterConfig
+
+SLOWEST_CHECKS_S = 300.0
+"""Longer, and what is placed by Ray on a lost host is replaced too late."""
+
+
+def hosts(survey: Survey) -> list[Finding]:
+    if survey.address is None:
+        return []
+    verdicts = {host: Verdict(why, "an answer") for host, why in survey.silent.items()}
+    answered = f"{len(survey.hosts)} answered"
+    return judged("hosts", list(survey.hosts), verdicts, answered)
+
+
+def lost_hosts(survey: Survey) -> list[Finding]:
+    if survey.address is None:
+        return []
+    verdicts = {host: Verdict(why, "alive") for host, why in survey.lost.items()}
+    return judged("lost-hosts", [], verdicts, "none is lost")
+
+
+def room(survey: Survey) -> list[Finding]:
+    config = survey.resolved
+    if config is None:
+        return []
+    needed = config.parallel.data
+    reason = refusal(config, list(survey.nodes.values()), needed)
+    bundle, count = bundles(config)
+    each = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+    wanted = f"parallel.data={needed}: {needed * count} times {each}, each on one host"
+    if reason is not None:
+        return [problem("room", [], reason, wanted)]
+    return [passed("room", [], wanted)]
+
+
+def free_resources(survey: Survey) -> list[Finding]:
+    """Running engines hold what this configuration may need; then nothing is said."""
+    config = survey.resolved
+    if config is None or survey.address is None or survey.engines_running or room(survey)[0].remedy:
+        return []
+    reason = refusal(config, [survey.free], config.parallel.data)
+    if reason is not None:
+        return [problem("free-resources", [], f"{reason} free", "all of it")]
+    return [passed("free-resources", [], "nothing else reserves it")]
+
+
+def token_authentication(survey: Survey) -> list[Finding]:
+    if len(survey.nodes) < 2:
+        return []
+    known = {host: facts.ray for host, facts in survey.hosts.items() if facts.ray is not None}
+    verdicts = {
+        host: Verdict("RAY_AUTH_MODE is not token", "token")
+        for host, ray in known.items()
+        if not ray.token_authentication
+    }
+    return judged("token-authentication", list(known), verdicts, "token")
+
+
+def health_checks(survey: Survey) -> list[Finding]:
+    """The checks are those of the GCS. One that is not answered takes timeout and period."""
+    facts = survey.hosts.get(survey.head or "")
+    if facts is None or facts.ray is None or len(survey.nodes) < 2:
+        return []
+    ray = facts.ray
+    stall_s = (survey.config.cluster if survey.config else ClusterConfig()).stall_timeout_s
+    after_s = ray.check_failures * (ray.check_period_s + ray.check_timeout_s)
+    value = (
+        f"after {after_s:g} s: {ray.check_failures} checks of {ray.check_period_s:g} s and "
+        f"{ray.check_timeout_s:g} s"
+    )
+    verdict = Verdict(
+        value, f"from {stall_s:g} s (cluster.stall_timeout_s) to {SLOWEST_CHECKS_S:g} s"
+    )
+    is_good = stall_s <= after_s <= SLOWEST_CHECKS_S
+    hosts = [str(survey.head)]
+    return judged("health-checks", hosts, {hosts[0]: None if is_good else verdict}, value)
+
+
+def serve_settings(survey: Survey) -> list[Finding]:
+    known = {host: facts.ray for host, facts in survey.hosts.items() if facts.ray is not None}
+    if not known:
+        return []
+    verdicts = {
+        host: Verdict("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS is not 1", "1")
+        for host, ray in known.items()
+        if not ray.force_stop_replicas
+    }
+    return judged("serve-settings", list(known), verdicts, "1")

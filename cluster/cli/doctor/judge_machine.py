@@ -1,0 +1,199 @@
+"""What a host has: cores, memory to share, disk, files, GPUs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swell.cluster.cli.doctor.checks import Finding, Verdict, judged, minority
+from swell.cluster.cli.doctor.facts import HostFacts
+from swell.cluster.cli.doctor.survey import Survey
+from swell.configs.schema import ServeConfig
+
+MIB = 2**20
+SHM_FREE_BYTES = 256 * MIB
+"""For NCCL and gloo; containers often have 64 MiB in all."""
+DISK_FREE_BYTES = 2 * 2**30
+DISK_FREE_PART = 0.05
+"""Ray takes a disk that is fuller for full."""
+RESERVED_FILES = 1024
+"""File descriptors of an ingress beside its connections."""
+USED_GPU_PART = 0.05
+"""Of a GPU's memory, for what drivers and displays keep."""
+
+
+def cores(survey: Survey) -> list[Finding]:
+    return _each(
+        survey,
+        "cores",
+        lambda _host, facts: Verdict(str(facts.cores), "2") if facts.cores < 2 else None,
+        lambda facts: str(facts.cores),
+    )
+
+
+def shared_memory(survey: Survey) -> list[Finding]:
+    def verdict(_host: str, facts: HostFacts) -> Verdict | None:
+        wanted = facts.ray.object_store_bytes if facts.ray else 0
+        if facts.shm is None:
+            return Verdict("/dev/shm does not exist", "a tmpfs")
+        if facts.shm.total_bytes < wanted:
+            have = f"/dev/shm has {_mib(facts.shm.total_bytes)}"
+            return Verdict(have, f"{_mib(wanted)}, the size of Ray's object store")
+        if facts.shm.free_bytes < SHM_FREE_BYTES:
+            have = f"/dev/shm has {_mib(facts.shm.free_bytes)} free"
+            return Verdict(have, f"{_mib(SHM_FREE_BYTES)} free")
+        return None
+
+    return _each(
+        survey,
+        "shared-memory",
+        verdict,
+        lambda facts: f"{_mib(facts.shm.free_bytes)} free" if facts.shm else "",
+    )
+
+
+def disk(survey: Survey) -> list[Finding]:
+    def verdict(_host: str, facts: HostFacts) -> Verdict | None:
+        for found in facts.disks:
+            wanted = max(DISK_FREE_BYTES, int(found.total_bytes * DISK_FREE_PART))
+            if found.free_bytes < wanted:
+                return Verdict(
+                    f"{found.path} has {_mib(found.free_bytes)} free", f"{_mib(wanted)} free"
+                )
+        return None
+
+    return _each(
+        survey,
+        "disk",
+        verdict,
+        lambda facts: ", ".join(f"{d.path}: {_mib(d.free_bytes)} free" for d in facts.disks),
+    )
+
+
+def open_files(survey: Survey) -> list[Finding]:
+    serve = survey.config.serve if survey.config else ServeConfig()
+    wanted = serve.max_connections + RESERVED_FILES
+
+    def verdict(_host: str, facts: HostFacts) -> Verdict | None:
+        if 0 <= facts.open_files < wanted:
+            return Verdict(
+                str(facts.open_files),
+                f"{wanted}: serve.max_connections={serve.max_connections} and {RESERVED_FILES}",
+            )
+        return None
+
+    return _each(
+        survey,
+        "open-files",
+        verdict,
+        lambda facts: str(facts.open_files) if facts.open_files >= 0 else "unlimited",
+    )
+
+
+def gpu(survey: Survey) -> list[Finding]:
+    """Ray's count is what placement trusts."""
+
+    def verdict(host: str, facts: HostFacts) -> Verdict | None:
+        counted = int(survey.nodes.get(host, {}).get("GPU", 0))
+        usable, seen = len(facts.torch.gpus), len(facts.gpus.gpus)
+        if facts.gpus.error is not None:
+            return Verdict(facts.gpus.error, "an answer of nvidia-smi")
+        if usable < counted:
+            return Verdict(f"torch can use {usable} GPUs, nvidia-smi lists {seen}", f"{counted}")
+        if counted == 0 and max(usable, seen) > 0:
+            return Verdict(f"Ray counts none of {max(usable, seen)} GPUs", f"{max(usable, seen)}")
+        return None
+
+    def shown(facts: HostFacts) -> str:
+        if not facts.torch.gpus:
+            return "no GPU: skipped"
+        health = "" if facts.gpus.installed else ", without nvidia-smi: health not checked"
+        return f"{len(facts.torch.gpus)} x {facts.torch.gpus[0]}{health}"
+
+    return _each(survey, "gpu", verdict, shown)
+
+
+def gpu_versions(survey: Survey) -> list[Finding]:
+    """Of the hosts that report them: the others are named by `gpu`."""
+    drivers = {
+        host: f"driver {facts.gpus.gpus[0].driver}"
+        for host, facts in survey.hosts.items()
+        if facts.gpus.gpus
+    }
+    builds = {
+        host: f"torch {facts.torch.version}, CUDA {facts.torch.cuda}, NCCL {facts.torch.nccl}"
+        for host, facts in survey.hosts.items()
+        if facts.torch.gpus
+    }
+    hosts = list(drivers | builds)
+    value = ", ".join(next(iter(values.values())) for values in (drivers, builds) if values)
+    return (
+        judged("gpu-versions", hosts, minority(drivers) | minority(builds), value) if hosts else []
+    )
+
+
+def gpu_models(survey: Survey) -> list[Finding]:
+    values = {
+        host: ", ".join(sorted(set(facts.torch.gpus)))
+        for host, facts in survey.hosts.items()
+        if facts.torch.gpus
+    }
+    if not values:
+        return []
+    return judged("gpu-models", list(values), minority(values), next(iter(values.values())))
+
+
+def gpu_errors(survey: Survey) -> list[Finding]:
+    def verdict(facts: HostFacts) -> Verdict | None:
+        bad = [gpu for gpu in facts.gpus.gpus if gpu.uncorrected_errors]
+        return Verdict(
+            ", ".join(f"GPU {gpu.index}: {gpu.uncorrected_errors} errors" for gpu in bad),
+            "0 errors",
+        ) if bad else None  # fmt: skip
+
+    return _each_with_health(survey, "gpu-errors", verdict, "0 errors that ECC did not correct")
+
+
+def gpu_memory(survey: Survey) -> list[Finding]:
+    """Engines that run hold it rightly."""
+
+    def verdict(facts: HostFacts) -> Verdict | None:
+        full = [
+            f"GPU {gpu.index}: {_mib(gpu.used_bytes)} of {_mib(gpu.memory_bytes)} used"
+            for gpu in facts.gpus.gpus
+            if gpu.used_bytes and gpu.memory_bytes
+            if gpu.used_bytes > USED_GPU_PART * gpu.memory_bytes
+        ]
+        return Verdict(", ".join(full), f"at most {USED_GPU_PART:.0%}") if full else None
+
+    if survey.engines_running:
+        return []
+    return _each_with_health(survey, "gpu-memory", verdict, "free")
+
+
+def _each(
+    survey: Survey,
+    check: str,
+    verdict: Callable[[str, HostFacts], Verdict | None],
+    shown: Callable[[HostFacts], str],
+) -> list[Finding]:
+    """What hosts have, which need not be the same, is shown of one of them if it differs."""
+    verdicts = {host: verdict(host, facts) for host, facts in survey.hosts.items()}
+    texts = {host: shown(facts) for host, facts in survey.hosts.items()}
+    value = next(iter(texts.values()), "")
+    if len(set(texts.values())) > 1:
+        value = "; ".join(f"{host}: {text}" for host, text in list(texts.items())[:3])
+    return judged(check, list(survey.hosts), verdicts, value)
+
+
+def _each_with_health(
+    survey: Survey, check: str, verdict: Callable[[HostFacts], Verdict | None], value: str
+) -> list[Finding]:
+    """Of the hosts whose nvidia-smi lists GPUs; nothing where there is none."""
+    hosts = [host for host, facts in survey.hosts.items() if facts.gpus.gpus]
+    if not hosts:
+        return []
+    return judged(check, hosts, {host: verdict(survey.hosts[host]) for host in hosts}, value)
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes // MIB} MiB"

@@ -1,0 +1,22 @@
+"""A call that blocks is left alone after its deadline."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from swell.cluster.cli.doctor.deadline_call import within
+
+
+def test_a_result_and_an_error_come_back() -> None:
+    assert within(10.0, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        within(10.0, lambda: 1 / 0)
+
+
+def test_a_call_that_blocks_does_not_hold_up_the_caller() -> None:
+    forever = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.1, forever.wait)
+    forever.set()

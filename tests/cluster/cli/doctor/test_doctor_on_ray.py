@@ -1,0 +1,136 @@
+"""The command beside a real Ray of two nodes, of which one hangs; and without any Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from swell.cluster.cli.child_process import descendants
+from swell.cluster.cli.doctor.ray_hosts import _by_name, _lost, _reason
+from swell.cluster.cli.doctor.report import Report
+from tests.cluster.control.real_ray import RealRay
+from tests.faults.process import title
+from tests.test_layers import ROOT
+
+NANO = str(ROOT / "configs" / "models" / "nano")
+COMMAND_S = 250.0
+PATIENCE_S = 200
+"""How long a node may take that answers: it imports torch, on a machine that is busy."""
+LATE_S = 30
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[RealRay]:
+    made = RealRay()
+    try:
+        made.add_host()
+        yield made
+    finally:
+        made.close()
+
+
+def run(address: str, *words: str) -> tuple[int, Report]:
+    command = [sys.executable, "-m", "swell.cluster", "doctor", "--json", "--address", address]
+    command.append(f"--timeout={PATIENCE_S}")
+    done = subprocess.run([*command, *words], capture_output=True, timeout=COMMAND_S, check=False)
+    assert done.stdout, done.stderr.decode()[-2000:]
+    report = msgspec.json.decode(done.stdout, type=Report)
+    assert report.exit_code == done.returncode
+    return done.returncode, report
+
+
+def levels(report: Report, level: str) -> set[str]:
+    return {finding.check for finding in report.findings if finding.level == level}
+
+
+def other_raylet(world: RealRay) -> int:
+    assert world._other_host is not None
+    (found,) = [pid for pid in descendants(world._other_host.pid) if "raylet/raylet" in title(pid)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_nodes_answer_and_reach_each_other(world: RealRay) -> None:
+    address = ray.get_runtime_context().gcs_address
+    before = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+    code, report = run(address, NANO, "--set", "serve.host=0.0.0.0", "--set", "serve.port=0")
+    assert code == 0 and levels(report, "error") == set()
+    assert len(report.hosts) == 2
+    assert len(report.links) == 6 and not [link for link in report.links if link.error]
+    assert {link.part for link in report.links} == {"coordinator", "engines", "http"}
+    assert "token-authentication" in levels(report, "ok")  # Ray turns it on for its own cluster
+    assert all(facts.ray and facts.ray.session_folder for facts in report.hosts.values())
+    assert {a["name"] for a in ray.util.list_named_actors(all_namespaces=True)} == before
+    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_that_hangs_is_named_and_the_other_is_judged(world: RealRay) -> None:
+    address = ray.get_runtime_context().gcs_address
+    raylet = other_raylet(world)
+    os.kill(raylet, signal.SIGSTOP)
+    try:
+        code, report = run(address, NANO, "--timeout", str(LATE_S))
+    finally:
+        os.kill(raylet, signal.SIGCONT)
+    assert code == 1
+    assert "hosts" in levels(report, "error")
+    (found,) = [finding for finding in report.findings if finding.check == "hosts"]
+    assert found.value == f"no answer after {LATE_S} s"
+    (silent,) = found.hosts
+    assert len(report.hosts) == 1 and silent not in report.hosts
+    assert {"python", "files", "room"} <= levels(report, "ok")
+
+
+@pytest.mark.slow
+def test_no_ray_at_the_address() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        code, report = run(f"127.0.0.1:{closed.getsockname()[1]}", NANO)
+    assert code == 2 and levels(report, "error") == {"cluster"}
+
+
+@pytest.mark.slow
+def test_something_at_the_address_that_never_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code, report = run(f"127.0.0.1:{silent.getsockname()[1]}")
+    assert code == 2 and levels(report, "error") == {"cluster"}
+
+
+def node(host: str, node_id: str, *, alive: bool = True, **fields: object) -> dict[str, object]:
+    return {"NodeManagerAddress": host, "NodeID": node_id, "Alive": alive, **fields}
+
+
+def test_nodes_of_one_address_are_told_apart() -> None:
+    nodes = [node("10.0.0.2", "cc" * 28), node("10.0.0.1", "bb" * 28), node("10.0.0.1", "aa" * 28)]
+    found = {name: row["NodeID"][:2] for name, row in _by_name(nodes).items()}
+    assert found == {"10.0.0.1": "aa", "10.0.0.1/bbbbbb": "bb", "10.0.0.2": "cc"}
+
+
+def test_hosts_that_were_lost_are_those_that_nobody_took_out() -> None:
+    dead = {"alive": False, "DeathReason": "UNEXPECTED_TERMINATION"}
+    nodes = [
+        node("10.0.0.1", "a"),
+        node("10.0.0.1", "b", **dead, DeathReasonMessage="it was started again"),
+        node("10.0.0.2", "c", **dead, DeathReasonMessage="health check failed"),
+        node("10.0.0.3", "d", alive=False, DeathReason="EXPECTED_TERMINATION"),
+    ]
+    assert _lost(nodes) == {"10.0.0.2": "health check failed"}
+
+
+def test_reasons_are_one_line() -> None:
+    raised = RayTaskError("facts", "a traceback\nof many lines", ImportError("no swell\nthere"))
+    assert _reason(raised, 5.0) == "ImportError: no swell"
+    assert _reason(TimeoutError(), 5.0) == "no answer after 5 s"
+    assert "\n" not in _reason(ActorDiedError(), 5.0)

@@ -1,0 +1,47 @@
+"""`docs/doctor.md` lists every check with its remedy, and every field of the JSON."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from swell.cluster.cli.doctor import judge_cluster, judge_machine, judge_network
+from swell.cluster.cli.doctor.checks import CHECKS, Finding
+from swell.cluster.cli.doctor.facts import Link
+from swell.cluster.cli.doctor.report import Report
+from tests import marked_page
+from tests.cluster.cli.doctor.doctor_page import NAME, PAGE, table
+from tests.test_layers import ROOT
+
+
+def test_the_table_is_that_of_the_checks() -> None:
+    text = f"{marked_page.marker(NAME)}{table()}\n{marked_page.END}"
+    assert text in PAGE.read_text(), "python -m tests.cluster.cli.doctor.doctor_page"
+
+
+@pytest.mark.parametrize("kind", [Report, Finding, Link])
+def test_every_field_of_the_json_is_on_the_page(kind: type) -> None:
+    of_json = PAGE.read_text().partition("## JSON")[2]
+    assert {f"`{field}`" for field in kind.__struct_fields__} <= set(re.findall("`[^`]+`", of_json))
+
+
+def test_the_limits_are_those_of_the_judges() -> None:
+    text = " ".join(PAGE.read_text().split())
+    mib = judge_machine.MIB
+    for limit in (
+        f"`shared-memory`: {judge_machine.SHM_FREE_BYTES // mib} MiB free",
+        f"`disk`: {judge_machine.DISK_FREE_BYTES // mib} MiB and "
+        f"{judge_machine.DISK_FREE_PART:.0%} free",
+        f"`serve.max_connections` and {judge_machine.RESERVED_FILES}",
+        f"`gpu-memory`: {judge_machine.USED_GPU_PART:.0%} used",
+        f"and {judge_cluster.SLOWEST_CHECKS_S:g} s at the latest",
+        f"The limit is {judge_network.CLOCK_LIMIT_S:g} s.",
+    ):
+        assert limit in text
+
+
+def test_the_files_that_remedies_name_are_there() -> None:
+    for check in CHECKS.values():
+        for name in re.findall(r"docs/[a-z]+\.md", check.remedy):
+            assert (ROOT / name).is_file()

@@ -1,0 +1,107 @@
+"""The facts of this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from swell.cluster.cli.doctor import fact_collector
+from swell.cluster.cli.doctor.fact_collector import collect, collect_torch, find_compiler
+from swell.cluster.cli.doctor.facts import HostFacts, HostRequest
+from swell.configs.schema import Config, load
+
+NODE = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import takes seconds, and has a test of its own."""
+    monkeypatch.setattr(fact_collector, "_TORCH_PROBE", 'print(\'{"version": "2.13.0"}\')')
+
+
+def ask(config: Config | None = None) -> HostFacts:
+    return collect(
+        HostRequest(
+            node=NODE,
+            config=config,
+            libraries=("msgspec", "no-such-library"),
+            salt=b"s",
+            timeout_s=60.0,
+        )
+    )
+
+
+def test_a_machine_without_a_configuration() -> None:
+    found = ask()
+    assert found.python == platform.python_version()
+    assert found.libraries["msgspec"] and found.libraries["no-such-library"] is None
+    assert found.cores == len(os.sched_getaffinity(0))
+    assert found.address == NODE and f"lo {NODE}" in found.addresses
+    assert found.torch.version == "2.13.0" and found.ray is None
+    assert (found.unreadable, found.files, found.model_error, found.http_error) == (
+        {},
+        {},
+        None,
+        None,
+    )
+    assert all(0 <= disk.free_bytes <= disk.total_bytes for disk in found.disks) and found.disks
+
+
+def test_what_a_configuration_needs(tmp_path: Path) -> None:
+    with socket.create_server((NODE, 0)) as server:
+        overrides = {"serve.port": server.getsockname()[1], "serve.chat_template": "/no/where"}
+        (tmp_path / "config.json").write_text("{}")
+        found = ask(load(str(tmp_path), overrides))
+    assert found.http_error is not None and "is in use" in found.http_error
+    assert found.unreadable == {"serve.chat_template": "/no/where"}
+    assert found.model_error is not None and "names no architecture" in found.model_error
+    assert list(found.files) == ["config.json"]
+
+
+def test_a_host_without_the_interface() -> None:
+    found = ask(load("owner/name", {"cluster.interface": "10.99.99.0/24"}))
+    assert found.address is None and found.http_error is None
+
+
+def test_a_model_of_the_hub_needs_room_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/dev/shm/no/cache/yet")
+    assert "/dev/shm" in [disk.path for disk in ask(load("owner/name")).disks]
+    assert "/dev/shm" not in [disk.path for disk in ask(load(str(tmp_path))).disks]
+
+
+@pytest.mark.slow
+def test_torch_as_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    found = collect_torch(100.0)
+    assert found.error is None and found.version[0].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("probe", "error"),
+    [
+        ("raise ImportError('libtorch is damaged')", "ImportError: libtorch is damaged"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "exit code -11"),
+        ("import time; time.sleep(30)", "its import has not ended after 0.3 s"),
+    ],
+)
+def test_a_torch_that_is_broken(probe: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fact_collector, "_TORCH_PROBE", probe)
+    assert collect_torch(0.3 if "sleep" in probe else 30.0).error == error
+
+
+def test_a_compiler_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_compiler(10.0) is None
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!{sys.executable}\nprint('13.1.0')\n")
+    compiler.chmod(0o755)
+    assert find_compiler(10.0) == f"{compiler} 13.1.0"
+    compiler.write_text(f"#!{sys.executable}\nraise SystemExit(1)\n")
+    assert find_compiler(10.0) is None

@@ -1,0 +1,111 @@
+"""Files that differ have other digests, and large ones are not read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from swell.cluster.cli.doctor import file_digests
+from swell.cluster.cli.doctor.file_digests import config_files, local_folder, source_digest
+from swell.configs.schema import Config, load
+
+SALT = b"salt"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    write_weights(tmp_path, "F32", b"1234")
+    (tmp_path / "notes.md").write_text("no file of the model")
+    (tmp_path / "keys").write_text("secret\n")
+    return load(str(tmp_path), {"serve.api_keys_file": str(tmp_path / "keys")})
+
+
+def write_weights(folder: Path, kind: str, data: bytes) -> None:
+    header = {"w": {"dtype": kind, "shape": [1], "data_offsets": [0, len(data)]}}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_files_of_model_and_configuration_are_listed(config: Config) -> None:
+    found = config_files(config, SALT)
+    assert sorted(found) == [
+        "config.json",
+        "model.safetensors",
+        "serve.api_keys_file",
+        "tokenizer.json",
+    ]
+    assert found["config.json"].size_bytes == 2
+    assert config_files(config, SALT) == found
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "keys"])
+def test_a_letter_more_or_less_is_another_file(config: Config, name: str) -> None:
+    before = config_files(config, SALT)
+    path = Path(config.model.path, name)
+    path.write_text(path.read_text().swapcase() + " ")
+    key = "serve.api_keys_file" if name == "keys" else name
+    after = config_files(config, SALT)
+    assert {other for other in after if after[other] != before[other]} == {key}
+
+
+def test_of_weights_the_header_counts(config: Config) -> None:
+    """Their bytes are not read: a checkpoint would take minutes."""
+    folder = Path(config.model.path)
+    before = config_files(config, SALT)["model.safetensors"]
+    write_weights(folder, "F32", b"4321")
+    assert config_files(config, SALT)["model.safetensors"] == before
+    write_weights(folder, "I32", b"4321")
+    assert config_files(config, SALT)["model.safetensors"].digest != before.digest
+    write_weights(folder, "F32", b"12345678")
+    assert config_files(config, SALT)["model.safetensors"].size_bytes != before.size_bytes
+
+
+def test_a_printed_digest_says_nothing_of_a_key(config: Config) -> None:
+    """Who guesses the key cannot verify it: another run has another salt."""
+    key = "serve.api_keys_file"
+    assert config_files(config, SALT)[key].digest != config_files(config, b"other")[key].digest
+
+
+def test_what_cannot_be_read_is_missing(config: Config) -> None:
+    shutil.rmtree(config.model.path)
+    assert config_files(config, SALT) == {}
+
+
+@pytest.mark.parametrize("path", ["owner/not-in-any-cache", "./nowhere", "a/b/c", "/no/such/path"])
+def test_a_model_that_this_host_does_not_have(path: str) -> None:
+    assert local_folder(path) is None
+
+
+def test_the_hubs_cache_is_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts whose caches have other commits serve other models."""
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("c0ffee")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert local_folder("owner/name") == snapshot
+    assert sorted(config_files(load("owner/name"), SALT)) == ["config.json"]
+
+
+def test_the_digest_of_the_source_is_that_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = tmp_path / "swell"
+    for name in ("configs/__init__.py", "configs/schema.py", "kernels/__init__.py"):
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text("x = 1\n")
+    monkeypatch.setattr(file_digests.configs_package, "__file__", str(top / "configs/__init__.py"))
+    before = source_digest()
+    (top / "configs" / "models").mkdir()
+    (top / "configs" / "models" / "train.py").write_text("a script")
+    (top / "configs" / "demo.yaml").write_text("a: 1")
+    assert source_digest() == before
+    (top / "configs" / "schema.py").write_text("x = 2\n")
+    assert source_digest() != before

@@ -1,0 +1,73 @@
+"""What `nvidia-smi` prints, and that one that fails or hangs is a fact of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from swell.cluster.cli.doctor.facts import Gpu, GpuFacts
+from swell.cluster.cli.doctor.gpu_facts import collect_gpus, parse
+
+ROW = "0, NVIDIA H100 80GB HBM3, 570.124.06, 81559, 4, 0\n"
+H100 = Gpu(
+    index=0,
+    name="NVIDIA H100 80GB HBM3",
+    driver="570.124.06",
+    memory_bytes=81559 * 2**20,
+    used_bytes=4 * 2**20,
+    uncorrected_errors=0,
+)
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Put a script in the place of `nvidia-smi`."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def write(script: str) -> None:
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    return write
+
+
+def test_a_row_is_a_gpu() -> None:
+    assert parse(ROW) == (H100,)
+    (consumer,) = parse("1, NVIDIA GeForce RTX 4090, 570.1, [N/A], 1, [N/A]")
+    assert (consumer.memory_bytes, consumer.used_bytes) == (None, 2**20)
+    assert consumer.uncorrected_errors is None
+    assert parse("\n") == ()
+
+
+@pytest.mark.parametrize("text", ["No devices were found", "0, a, b", "x, a, b, 1, 2, 3"])
+def test_what_is_no_row_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="nvidia-smi printed"):
+        parse(text)
+
+
+def test_a_program_that_works(program: Callable[[str], None]) -> None:
+    program(f"test $# = 2 && printf '{ROW.strip()}\\n'")
+    assert collect_gpus(10.0) == GpuFacts(installed=True, gpus=(H100,))
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("echo 'NVIDIA-SMI has failed because'; exit 9", "nvidia-smi: NVIDIA-SMI has failed"),
+        ("exit 3", "nvidia-smi: exit code 3"),
+        ("echo ERR!", "nvidia-smi printed 'ERR!'"),
+        ("exec sleep 30", "nvidia-smi has no answer after 0.2 s"),
+    ],
+)
+def test_a_program_that_fails(program: Callable[[str], None], script: str, error: str) -> None:
+    program(script)
+    found = collect_gpus(0.2 if "sleep" in script else 10.0)
+    assert found.installed and found.gpus == ()
+    assert found.error is not None and found.error.startswith(error)
+
+
+def test_a_host_without_it() -> None:
+    assert collect_gpus(10.0, program="no-such-program") == GpuFacts()

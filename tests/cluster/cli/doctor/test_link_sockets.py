@@ -1,0 +1,114 @@
+"""Real connections of this machine: what is refused, silent or somebody else's is told apart."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from swell.cluster.cli.doctor.facts import Listener, Part, Target
+from swell.cluster.cli.doctor.link_sockets import (
+    TOKEN_BYTES,
+    LinkListeners,
+    try_link,
+    try_links,
+)
+
+HOST = "127.0.0.1"
+TOKEN, OTHER = b"t" * TOKEN_BYTES, b"o" * TOKEN_BYTES
+ANY = Part(name="engines", first=0, last=0, host=HOST)
+AHEAD_S = 100.0
+
+
+@pytest.fixture
+def listeners() -> Iterator[LinkListeners]:
+    ahead = LinkListeners(TOKEN, clock=lambda: time.time() + AHEAD_S)
+    with contextlib.closing(ahead):
+        yield ahead
+
+
+def target(port: int) -> Target:
+    return Target(name="b", part="engines", host=HOST, port=port)
+
+
+def at(listener: Listener) -> Target:
+    assert listener.error is None
+    return target(listener.port)
+
+
+@contextlib.contextmanager
+def stranger(answer: bytes | None) -> Iterator[Target]:
+    """Another server, which answers so and closes, or never does."""
+    with socket.create_server((HOST, 0)) as server:
+
+        def run() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.recv(TOKEN_BYTES)
+                sock.sendall(answer or b"")
+
+        thread = threading.Thread(target=run)
+        if answer is not None:
+            thread.start()
+        yield target(server.getsockname()[1])
+        if answer is not None:
+            thread.join()
+
+
+def test_a_listener_that_is_reached_tells_its_time(listeners: LinkListeners) -> None:
+    link = try_link("a", at(listeners.open(ANY)), TOKEN, 10.0)
+    assert (link.source, link.target, link.part, link.error) == ("a", "b", "engines", None)
+    assert abs(link.offset_s - AHEAD_S) <= link.round_trip_s / 2 + 0.001
+    assert 0 < link.round_trip_s < 10.0
+
+
+def test_it_listens_at_a_free_port_of_its_part(listeners: LinkListeners) -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        part = Part(name="coordinator", first=port, last=port, host=HOST)
+        found = listeners.open(part)
+        assert found.error is not None and f"none of the ports {port}-{port} is free" in found.error
+    elsewhere = listeners.open(Part(name="engines", first=0, last=0, host="203.0.113.9"))
+    assert elsewhere.error is not None and elsewhere.port == 0
+
+
+def test_what_does_not_answer_is_told_apart(listeners: LinkListeners) -> None:
+    port = listeners.open(ANY).port
+    with socket.socket() as closed:
+        closed.bind((HOST, 0))
+        refused = target(closed.getsockname()[1])
+        assert try_link("a", refused, TOKEN, 10.0).error == "refused"
+    with stranger(None) as silent:
+        assert try_link("a", silent, TOKEN, 0.2).error == "no answer after 0.2 s"
+    with stranger(OTHER) as other:
+        assert try_link("a", other, TOKEN, 10.0).error == "something else answers there"
+    with stranger(b"") as gone:
+        error = try_link("a", gone, TOKEN, 10.0).error
+        assert error == "the other end closed the connection"
+    assert try_link("a", target(port), OTHER, 10.0).error is not None
+
+
+def test_an_attempt_that_hangs_holds_up_no_other(listeners: LinkListeners) -> None:
+    with stranger(None) as silent:
+        found = try_links("a", [silent, at(listeners.open(ANY)), silent], TOKEN, 0.5)
+    assert [link.error for link in found] == [
+        "no answer after 0.5 s",
+        None,
+        "no answer after 0.5 s",
+    ]
+    assert try_links("a", [], TOKEN, 0.5) == []
+
+
+def test_nothing_is_left_open() -> None:
+    before = threading.active_count()
+    with contextlib.closing(LinkListeners(TOKEN)) as some:
+        port = some.open(ANY).port
+        idle = socket.create_connection((HOST, port))
+    with idle:
+        assert idle.recv(1) == b""
+        assert try_link("a", target(port), TOKEN, 10.0).error == "refused"
+    assert threading.active_count() == before
