@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -48,6 +49,8 @@ from swell.coordinator.coordinator import find
 from swell.coordinator.ground import ThreadGround
 from swell.coordinator.ports import free_port, next_free_port
 
+_INGRESS_ACTOR = re.compile(r"SERVE_REPLICA::(.+)#Ingress#")
+"""The name that Serve gives to the actor of an ingress, with that of the application."""
 _SERVE_PROXY_PORT = 8000
 """Where `serve run` starts Serve's proxy."""
 _OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -369,4 +372,20 @@ def build(args: dict[str, Any]) -> serve.Application:
         host = listening_host(config, node)
         config = with_port(config, next_free_port(host, _SERVE_PROXY_PORT + 1))
         print(f"Ray Serve's proxy has port {_SERVE_PROXY_PORT}; ours is {config.serve.port}")
-    return application(claim_port(config, node) if config.serve.port else config)
+    if config.serve.port and not _is_built_again():
+        config = claim_port(config, node)
+    return application(config)
+
+
+def _is_built_again() -> bool:
+    """Whether an application of ours that runs here is being deployed anew: then its ingresses have
+    its port already. Serve does not name the application that it builds."""
+    if not ray.is_initialized():
+        return False
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    found = [_INGRESS_ACTOR.match(actor["name"]) for actor in actors]
+    running = {match[1] for match in found if match}
+    known = serve.status().applications
+    return any(
+        known[name].status == ApplicationStatus.DEPLOYING for name in running if name in known
+    )

@@ -279,7 +279,7 @@ def _read(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     """The raw mapping and the folder that relative paths start from."""
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source)), Path.cwd()
-    path = Path(source)
+    path = Path(os.path.expanduser(source))
     if path.suffix not in (".yaml", ".yml"):
         return {"model": {"path": source}}, Path.cwd()
     try:

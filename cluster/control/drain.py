@@ -37,7 +37,8 @@ class Drain:
     def add(self, handle: EngineHandle, timeout_s: float, intent: Intent) -> None:
         """It may finish what it has, for so long once it gets no more requests."""
         handle.intent, handle.idle_polls = intent, 0
-        handle.leave_deadline_s = _now() + timeout_s
+        handle.left_at = _now()
+        handle.leave_deadline_s = handle.left_at + timeout_s
 
     def shorten(self, timeout_s: float) -> None:
         """Engines that leave have no longer than this from now on, unless they were named."""
@@ -63,12 +64,11 @@ class Drain:
                 await self._poll(leaving)
 
     async def _mark(self, handles: list[EngineHandle]) -> None:
-        """They get no more requests. The time that this takes is none of theirs."""
-        begun_at = _now()
+        """They get no more requests. The time until then is none of theirs."""
         epoch = await self._coordinator.leave([handle.rank for handle in handles])
         for handle in handles:
             handle.left_epoch = epoch
-            handle.leave_deadline_s += _now() - begun_at
+            handle.leave_deadline_s += _now() - handle.left_at
 
     async def _poll(self, handles: list[EngineHandle]) -> None:
         """Look at a later report of each."""

@@ -35,6 +35,8 @@ class EngineHandle:
     starting: asyncio.Task[None] | None = None
     """Until it is ready."""
     intent: Intent = Intent.STAY
+    left_at: float = 0.0
+    """When it was to leave, by the clock of the manager's event loop."""
     leave_deadline_s: float = 0.0
     """When it is detached even if it has requests, by the clock of the manager's event loop."""
     left_epoch: int = 0

@@ -179,6 +179,9 @@ def test_a_relative_source_file(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     loaded = load("a.yaml")
     assert loaded.model.path == str(tmp_path / "model") and loaded.parallel.tensor == 2
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir("/")
+    assert load("~/a.yaml") == loaded
 
 
 def test_a_mapping_is_not_changed() -> None:

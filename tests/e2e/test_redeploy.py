@@ -14,16 +14,21 @@ import httpx
 import pytest
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from swell.cluster.app import Contact, application
 from swell.configs.identity import identity
 from swell.configs.schema import load
+from swell.coordinator.ports import free_port
 from tests.e2e.cluster import NANO
 from tests.faults.process import alive, listeners
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 INGRESSES = 2
+DEPLOYED: list[dict[str, Any]] = []
+"""The applications of the file."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,26 @@ def deploy(**overrides: Any) -> int:
         return found
 
     return until(meet, "a manager of this configuration").port
+
+
+def deploy_file(name: str, prefix: str, **more: Any) -> ApplicationStatus:
+    """As `serve deploy` does with a file; how it ends."""
+    arguments = {"config": str(NANO), "cluster.drain_timeout_s": 1, **more}
+    app = {
+        "name": name,
+        "import_path": "swell.cluster.app:build",
+        "route_prefix": prefix,
+        "args": arguments,
+    }
+    others = [app for app in DEPLOYED if app["name"] != name]
+    DEPLOYED[:] = [*others, app]
+    _get_global_client().deploy_apps(ServeDeploySchema(applications=DEPLOYED))
+
+    def ended() -> ApplicationStatus | None:
+        found = serve.status().applications[name].status
+        return None if found == ApplicationStatus.DEPLOYING else found
+
+    return until(ended, "deployed, or not")
 
 
 def until(true: Callable[[], Any], what: str) -> Any:
@@ -133,3 +158,14 @@ def test_engines_go_with_their_configuration_and_the_port_stays(own_ray: None) -
     os.kill(victim, signal.SIGKILL)
     until(lambda: listeners(port) == INGRESSES and victim not in sockets(port).values(), "again")
     assert engine_pid(port) == second
+
+
+def test_an_application_of_a_file_keeps_its_port_and_another_one_does_not_get_it(
+    own_ray: None,
+) -> None:
+    port = free_port("127.0.0.1")
+    assert deploy_file("file", "/file", **{"serve.port": port}) == ApplicationStatus.RUNNING
+    settings = {"serve.port": port, "serve.max_body_bytes": 1_000_000}
+    assert deploy_file("file", "/file", **settings) == ApplicationStatus.RUNNING
+    assert deploy_file("other", "/other", **settings) == ApplicationStatus.DEPLOY_FAILED
+    assert "in use" in serve.status().applications["other"].message

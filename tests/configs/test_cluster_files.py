@@ -1,0 +1,214 @@
+"""The files for `ray up` and KubeRay: what Ray and Swell themselves say to them, and that they
+agree with each other and with the documentation."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.serve.schema import ServeDeploySchema
+
+from swell.configs.schema import Config, ConfigError, load, parse_override
+from tests.test_layers import ROOT
+
+RAY = ROOT / "configs" / "ray"
+KUBERNETES = ROOT / "configs" / "k8s"
+CLUSTERS = {"local": "app", "aws": "app-gpu", "gcp": "app-gpu"}
+"""File of `ray up` -> file of the application that it deploys."""
+DEPLOYMENTS = {"Ingress", "Manager", "ResponseStore"}
+PORT_OPTION = re.compile(r"--([a-z-]*port)=(\d+)")
+# Fields of KubeRay's API reference (v1.5), as far as our file may need them. The whole schema of
+# the resource is in a Kubernetes cluster: `kubectl apply --dry-run=server`.
+SERVICE_FIELDS = {"serveConfigV2", "rayClusterConfig", "serveService", "upgradeStrategy"}
+CLUSTER_FIELDS = {
+    *("rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs", "autoscalerOptions"),
+    *("enableInTreeAutoscaling", "gcsFaultToleranceOptions"),
+}
+HEAD_FIELDS = {"rayStartParams", "template", "serviceType", "headService"}
+WORKER_FIELDS = {
+    *("groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"),
+    *("idleTimeoutSeconds", "numOfHosts"),
+}
+
+
+def read(path: Path) -> dict[str, Any]:
+    found = yaml.safe_load(path.read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def cluster(name: str) -> dict[str, Any]:
+    return read(RAY / f"{name}.yaml")
+
+
+def service() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The RayService and the Service."""
+    first, second = yaml.safe_load_all((KUBERNETES / "rayservice.yaml").read_text())
+    return first, second
+
+
+def applications() -> dict[str, dict[str, Any]]:
+    found = {name: read(RAY / f"{name}.yaml") for name in set(CLUSTERS.values())}
+    return {**found, "k8s": yaml.safe_load(service()[0]["spec"]["serveConfigV2"])}
+
+
+def environment() -> dict[str, str]:
+    """What `environment.sh` sets in a shell that SSH has opened on 10.0.0.9."""
+    script = f". {RAY}/environment.sh; printf '%s\\0' \"SWELL_NODE=$SWELL_NODE\"; env -0"
+    start = {"HOME": "/home/x", "PATH": "/bin:/usr/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        env={**start, "SSH_CONNECTION": "10.0.0.1 40000 10.0.0.9 22"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(item.split("=", 1) for item in done.stdout.split("\0") if "=" in item)
+
+
+def settings(arguments: dict[str, Any]) -> Config:
+    """The configuration of `args`, as `swell.cluster.app:build` reads it; files of a host are those
+    of this checkout."""
+    arguments = dict(arguments)
+    source = str(arguments.pop("config")).replace("~/swell-source", str(ROOT))
+    return load(source, dict(parse_override(f"{key}={value}") for key, value in arguments.items()))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_ray_takes_the_cluster(name: str) -> None:
+    validate_config(prepare_config(cluster(name)))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_ray_refuses_a_cluster_with_a_wrong_key(name: str) -> None:
+    wrong = prepare_config(cluster(name))
+    wrong["setup_comands"] = []
+    with pytest.raises(jsonschema.ValidationError):
+        validate_config(wrong)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_cluster_copies_all_that_pip_needs_and_the_token(name: str) -> None:
+    mounts = cluster(name)["file_mounts"]
+    assert mounts.pop("~/.ray/auth_token") == "~/.ray/auth_token"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {package.split(".")[1] for package in project["tool"]["setuptools"]["packages"]}
+    files = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    assert mounts == {f"~/swell-source/{part}": part for part in folders | files}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_cluster_starts_ray_with_the_shared_options_and_deploys(name: str) -> None:
+    found = cluster(name)
+    head, deploy = found["head_start_ray_commands"][1:]
+    (worker,) = found["worker_start_ray_commands"][1:]
+    assert "ray start --head --port=6379 $SWELL_NODE" in head
+    assert "--autoscaling-config=~/ray_bootstrap_config.yaml" in head
+    assert worker.startswith("ray start --address=$RAY_HEAD_IP:6379 $SWELL_NODE")
+    assert f"serve deploy ~/swell-source/configs/ray/{CLUSTERS[name]}.yaml;" in deploy
+
+
+def test_clouds_differ_in_hosts_alone() -> None:
+    same = ("file_mounts", "rsync_exclude", "setup_commands", "head_start_ray_commands")
+    aws, gcp, local = (cluster(name) for name in ("aws", "gcp", "local"))
+    assert [aws[key] for key in same] == [gcp[key] for key in same]
+    assert local["file_mounts"] == aws["file_mounts"]
+
+
+@pytest.mark.parametrize("name", ["aws", "gcp"])
+def test_workers_of_a_cloud_are_spot_hosts_and_the_head_is_not(name: str) -> None:
+    kinds = cluster(name)["available_node_types"]
+    assert "SPOT" not in str(kinds["head"]).upper()
+    assert "SPOT" in str(kinds["gpu"]).upper() and kinds["gpu"]["min_workers"] == 2
+
+
+def test_environment_of_a_host() -> None:
+    found = environment()
+    assert found["PATH"].startswith("/home/x/swell-env/bin:")
+    assert found["RAY_AUTH_MODE"] == "token" and "OMP_NUM_THREADS" not in found
+    assert "--node-ip-address=10.0.0.9 " in found["SWELL_NODE"]
+
+
+def test_ports_of_ray_and_swell_are_apart_and_documented() -> None:
+    page = (ROOT / "docs" / "network.md").read_text()
+    ports = [int(port) for _, port in PORT_OPTION.findall(environment()["SWELL_NODE"])]
+    assert len(ports) == len(set(ports)) == 8
+    *fixed, first, last = ports
+    ray = {6379, 8265, *fixed, *range(first, last + 1)}
+    for name, app in applications().items():
+        config = settings(app["applications"][0]["args"])
+        assert config.cluster.port_range is not None, name
+        assert not ray & {*config.cluster.port_range, config.serve.port}, name
+        assert str(config.cluster.ports) in page and str(config.serve.port) in page
+    assert f"{min(fixed)}-{max(fixed)}" in page and f"{first}-{last}" in page
+
+
+@pytest.mark.parametrize("name", [*sorted(set(CLUSTERS.values())), "k8s"])
+def test_ray_serve_and_swell_take_the_application(name: str) -> None:
+    found = ServeDeploySchema(**applications()[name])
+    (app,) = found.applications
+    assert app.import_path == "swell.cluster.app:build"
+    assert {deployment.name for deployment in app.deployments} <= DEPLOYMENTS
+    config = settings(app.args)
+    assert config.parallel.data == 2 and config.serve.host == "interface"
+
+
+def test_swell_refuses_an_application_with_a_wrong_key() -> None:
+    with pytest.raises(ConfigError, match=r"serve\.prot"):
+        settings({"config": "nano", "serve.prot": 1})
+
+
+def test_the_fields_of_a_ray_service() -> None:
+    found, _ = service()
+    assert (found["apiVersion"], found["kind"]) == ("ray.io/v1", "RayService")
+    spec, ray = found["spec"], found["spec"]["rayClusterConfig"]
+    head, (worker,) = ray["headGroupSpec"], ray["workerGroupSpecs"]
+    for part, fields in (
+        (spec, SERVICE_FIELDS),
+        (ray, CLUSTER_FIELDS),
+        (head, HEAD_FIELDS),
+        (worker, WORKER_FIELDS),
+    ):
+        assert set(part) <= fields
+        parameters = part.get("rayStartParams", {})
+        assert all(isinstance(value, str) for value in parameters.values())
+    assert ray["authOptions"] == {"mode": "token"}
+    assert 1 <= worker["minReplicas"] <= worker["replicas"] <= worker["maxReplicas"]
+
+
+def test_traffic_reaches_pods_that_are_ready() -> None:
+    found, http = service()
+    worker = found["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]
+    (container,) = worker["spec"]["containers"]
+    assert http["spec"]["selector"].items() <= worker["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    probe = container["readinessProbe"]["httpGet"]
+    assert probe["path"] == "/ready"
+    arguments = applications()["k8s"]["applications"][0]["args"]
+    assert ports[probe["port"]] == arguments["serve.port"]
+    assert [port["targetPort"] for port in http["spec"]["ports"]] == [probe["port"]]
+
+
+def test_pods_have_the_environment_of_hosts() -> None:
+    ray = service()[0]["spec"]["rayClusterConfig"]
+    templates = [ray["headGroupSpec"]["template"], ray["workerGroupSpecs"][0]["template"]]
+    hosts = {key: value for key, value in environment().items() if key.startswith("RAY_")}
+    del hosts["RAY_AUTH_MODE"]  # KubeRay sets it, with the token
+    for template in templates:
+        pod = template["spec"]["containers"][0]["env"]
+        assert {item["name"]: item["value"] for item in pod} == hosts
+
+
+def test_the_image_has_all_that_pip_needs() -> None:
+    copied = re.findall(r"^COPY (.+) \S+$", (KUBERNETES / "Dockerfile").read_text(), re.M)
+    mounts = copy.copy(cluster("local")["file_mounts"])
+    del mounts["~/.ray/auth_token"]
+    assert {name for line in copied for name in line.split()} == set(mounts.values())
