@@ -102,7 +102,7 @@ class Ingress:
         self._responses.start()
 
     def find_requests(self, id: str, asking: int) -> list[RequestStory]:
-        """What ingress number `asking` is told of a request; itself it has asked already."""
+        """What this ingress knows of a request; empty if it is itself number `asking`."""
         if asking == self.llm.client_index:
             return []
         return self.services.recorder.find(id)

@@ -2,7 +2,7 @@
 # same values: change them here, and run `ray up` again.
 export PATH="$HOME/swell-env/bin:$PATH"
 
-# Ray answers only those that have the token in ~/.ray/auth_token. Without this, whoever reaches its ports controls the hosts.
+# Ray answers only those that have the token in ~/.ray/auth_token. Without this, every client of its ports controls the hosts.
 export RAY_AUTH_MODE=token
 
 # When Ray's GCS counts a host as lost: after six checks in a row without an answer, each of which takes period and timeout,

@@ -185,7 +185,7 @@ CHECKS: dict[str, Check] = {
         "Does Ray demand a token on a cluster of several hosts?",
         "warning",
         "ray get-auth-token --generate, copy ~/.ray/auth_token to all hosts, and start Ray with "
-        "RAY_AUTH_MODE=token: whoever reaches Ray's ports controls the hosts",
+        "RAY_AUTH_MODE=token: without it every client of Ray's ports controls the hosts",
     ),
     "health-checks": Check(
         "Does Ray's GCS find out that a host is lost, neither too early nor too late?",

@@ -1,5 +1,5 @@
-"""Asks every host of a Ray cluster, through one actor on each. No judgement; a host that does not
-answer is told from the others after a deadline, and holds up none of them."""
+"""Collects the facts of every host of a Ray cluster, through one actor on each. A host that
+does not answer before a deadline is reported as such, and delays none of the others."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def _connection(address: str) -> Iterator[None]:
 
 
 def _by_name(nodes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By address; several nodes of one address are told apart by the start of their ids."""
+    """By address; several nodes of one address differ by the start of their ids."""
     found: dict[str, dict[str, Any]] = {}
     for node in sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
         name = node["NodeManagerAddress"]
