@@ -20,8 +20,7 @@ from typing import Any
 import msgspec
 import ray
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from swell.cluster.api.admin.protocol import ChangeResult, RequestStory
@@ -38,6 +37,8 @@ from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.placement import Placement
 from swell.cluster.control.ray_cluster import RayCluster
 from swell.cluster.control.room import resolve_device
+from swell.cluster.control.upgrade_check import family_of, upgraded, with_model_of
+from swell.cluster.replica_peers import ReplicaPeers
 from swell.cluster.text.tokenizer import import_without_torch
 from swell.configs.identity import identity
 from swell.configs.log import StructuredLogger, configure_logging
@@ -69,10 +70,6 @@ _STATUS_TIMEOUT_S = 10.0
 """How long Serve's controller may take to give the status of an application."""
 _STATUS_POLL_S = 0.5
 """Between two calls for it."""
-_PEERS_TIMEOUT_S = 5.0
-"""How long an ingress waits for what the others know."""
-_PEER_TIMEOUT_S = 3.0
-"""The same, once Serve has named them."""
 _SAVE_TIMEOUT_S = 2.0
 """How long an answer to an operator may wait until the request is stored in the checkpoint."""
 
@@ -83,6 +80,8 @@ class Contact(msgspec.Struct, frozen=True):
     coordinator: CoordinatorContact
     port: int
     """Where all ingresses of the application listen."""
+    config: Config
+    """That of the engines, of which an ingress reads the model."""
 
 
 class IngressStatus(msgspec.Struct, frozen=True):
@@ -97,21 +96,23 @@ class IngressStatus(msgspec.Struct, frozen=True):
 class ManagerDeployment:
     """`ClusterManager` under Serve's supervision."""
 
-    async def __init__(self, config: Config) -> None:  # type: ignore[misc]
+    async def __init__(self, config: Config, family: str) -> None:  # type: ignore[misc]
+        """`family`: see `configs/identity.py`."""
         configure_logging()
         self._log = StructuredLogger("cluster.app")
         self._app = serve.get_replica_context().app_name
         namespace = f"swell-{self._app}"
-        self._identity = identity(config)
+        self._family, given = family, identity(config)
         self._ports = ingress_ports(config.cluster.port_range)
         self._serve = with_host(config, ray.util.get_node_ip_address()).serve
         cluster, ground = RayCluster(config.cluster), ThreadGround()
-        self._checkpoints = CheckpointStore(namespace, self._identity, cluster)
-        config = resolve_device(config, cluster.total_resources())
+        self._checkpoints = CheckpointStore(namespace, family, cluster)
+        self._resources = cluster.total_resources
+        config = resolve_device(config, self._resources())
         self._coordinator = CoordinatorHandle(config, namespace, self._checkpoints, cluster)
-        placement = Placement(config, self._identity, namespace, self._coordinator, cluster, ground)
+        placement = Placement(config, namespace, self._coordinator, cluster, ground)
         self._manager = ClusterManager(
-            config, self._coordinator, placement, self._checkpoints, ground
+            config, self._coordinator, placement, self._checkpoints, ground, given
         )
         await self._manager.start()
 
@@ -119,14 +120,15 @@ class ManagerDeployment:
         """Serve calls it in the event loop of the manager: one that hangs does not answer."""
 
     async def contact(self, wanted: str) -> Contact | None:
-        """None: this is the manager of another configuration."""
-        if wanted != self._identity:
+        """None: this is the manager of another family of configurations."""
+        if wanted != self._family:
             return None
         contact = self._coordinator.contact
         assert contact is not None
         host, port = self._serve.host, self._serve.port
         choose = partial(free_port, host, self._ports)
-        return Contact(contact, port or await self._checkpoints.port(choose))
+        config = self._manager.upgrader.serving.config
+        return Contact(contact, port or await self._checkpoints.port(choose), config)
 
     async def describe(self) -> dict[str, Any]:
         return await self._manager.describe()
@@ -139,6 +141,17 @@ class ManagerDeployment:
 
     async def drain(self, rank: int) -> ChangeResult:
         return await self._change(lambda: self._manager.drain(rank))
+
+    async def upgrade(self, settings: dict[str, Any]) -> ChangeResult:
+        """`settings`: a configuration, as sections of keys."""
+        running = self._manager.upgrader.wanted.config
+        try:
+            config, kept = await asyncio.to_thread(upgraded, running, settings)
+            resources = await asyncio.to_thread(self._resources)
+            await self._manager.upgrade(identity(config), resolve_device(config, resources))
+        except ScaleRefused as refused:
+            return ChangeResult(self._manager.target, str(refused))
+        return ChangeResult(self._manager.target, kept=kept)
 
     async def pause(self) -> ChangeResult:
         return await self._change(self._manager.pause)
@@ -177,11 +190,16 @@ class IngressDeployment:
     """`Ingress` under Serve's supervision, with its own HTTP server."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: Config, manager: DeploymentHandle, store: DeploymentHandle | None
+        self,
+        config: Config,
+        family: str,
+        manager: DeploymentHandle,
+        store: DeploymentHandle | None,
     ) -> None:
         configure_logging()
         import_without_torch()
-        contact = await _discover_manager(manager, identity(config))
+        contact = await _discover_manager(manager, family)
+        config = with_model_of(config, contact.config)
         node = ray.util.get_node_ip_address()
         self._host = host_address(config.cluster.interface, node)
         config = with_host(config, node)
@@ -221,50 +239,6 @@ class IngressDeployment:
     async def __del__(self) -> None:
         await self._edge.stop()
         await self._ingress.stop()
-
-
-class ReplicaPeers:
-    """`PeerStories` through Serve, which knows the replicas; it is asked for them at first use."""
-
-    def __init__(self, replicas: int) -> None:
-        context = serve.get_replica_context()
-        self._names = context.deployment, context.app_name
-        self._replicas = replicas
-        self._handle: DeploymentHandle | None = None
-        self._lock = asyncio.Lock()
-        """Held while Serve is asked: the first call of a handle prepares it."""
-        self._log = StructuredLogger("cluster.app")
-
-    async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
-        try:
-            async with asyncio.timeout(_PEERS_TIMEOUT_S):
-                answers = await self._ask(id, asking)
-        except Exception as error:  # any error of the call
-            answers = [error]
-        failed = [answer for answer in answers if isinstance(answer, BaseException)]
-        for failure in failed:
-            self._log.warning("an ingress is silent", error=f"{type(failure).__name__}: {failure}")
-        # Serve leaves out replicas that it has just found to be away.
-        complete = not failed and len(answers) >= self._replicas
-        return [story for one in answers if isinstance(one, list) for story in one], complete
-
-    async def _ask(self, id: str, asking: int) -> list[Any]:
-        """What each replica answers, or the error of its call."""
-        while True:
-            try:
-                async with self._lock:
-                    sent = await asyncio.to_thread(self._broadcast, id, asking)
-                answers: list[Any] = await sent.results_async(
-                    timeout_s=_PEER_TIMEOUT_S, return_exceptions=True
-                )
-                return answers
-            except DeploymentUnavailableError:  # Serve has not named the replicas yet
-                await asyncio.sleep(_DISCOVERY_POLL_S)
-
-    def _broadcast(self, id: str, asking: int) -> DeploymentBroadcastResponse:
-        if self._handle is None:
-            self._handle = serve.get_deployment_handle(*self._names, _check_exists=False)
-        return self._handle.broadcast("find_requests", id, asking)
 
 
 async def _discover_manager(manager: DeploymentHandle, wanted: str) -> Contact:
@@ -308,13 +282,16 @@ def application(config: Config) -> serve.Application:
     many = {"num_replicas": limits.ingress_replicas, "max_ongoing_requests": 100_000, **options}
     if hosts > 1:  # Serve itself may place all of them on one node
         many["max_replicas_per_node"] = -(-(limits.ingress_replicas or 1) // hosts)
-    manager = serve.deployment(name="Manager", **one)(ManagerDeployment).bind(config)
+    family = family_of(config)
+    manager = serve.deployment(name="Manager", **one)(ManagerDeployment).bind(config, family)
     store = None
     if limits.stored_responses:
         store = serve.deployment(name="ResponseStore", **one)(ResponseStoreService).bind(
             limits.stored_responses, limits.stored_response_bytes, limits.stored_response_age_s
         )
-    return serve.deployment(name="Ingress", **many)(IngressDeployment).bind(config, manager, store)
+    return serve.deployment(name="Ingress", **many)(IngressDeployment).bind(
+        config, family, manager, store
+    )
 
 
 def _hosts() -> int:

@@ -17,12 +17,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from swell.configs.network import check_interface, parse_ports
-
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Seconds = Annotated[float, Meta(gt=0)]
+from swell.configs.autoscaling import AutoscalingConfig, check_autoscaling
+from swell.configs.network import check_interface, ingress_ports, parse_ports
+from swell.configs.section import ConfigError as ConfigError
+from swell.configs.section import NonNegative, Port, Positive, Seconds, Section
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@,]+/?\Z", re.IGNORECASE)
 """The origin of a web page: scheme, name and port."""
@@ -31,14 +29,8 @@ SERVE_FILES = ("api_keys_file", "admin_keys_file", "chat_template")
 """Keys of `serve` that name files, which every host must have."""
 MAX_DRAIN_S = 4 * 3600.0
 """Longest drain that a request or the configuration may set."""
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message has the key, its value and the way out."""
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of every section."""
+MAX_BODY_BYTES = 32 * 1024 * 1024
+"""Half of what a message to an engine may have (`coordinator/handshakes.py`)."""
 
 
 class ModelConfig(Section, frozen=True):
@@ -128,7 +120,7 @@ class ServeConfig(Section, frozen=True):
     admin_keys_file: str | None = None
     """Keys of the admin API. None: it is open if `api_keys_file` is None too, else refused, since a
     user's key is not an operator's."""
-    max_body_bytes: Positive = 16 * 1024 * 1024
+    max_body_bytes: Annotated[int, Meta(ge=1, le=MAX_BODY_BYTES)] = 16 * 1024 * 1024
     """Longest HTTP body that is read. A conversation that fills a context of a million tokens has
     5 MB, and twice that with everything but ASCII escaped; the number of values in a body has its
     own limit (`cluster/text/schema/json_size.py`)."""
@@ -243,6 +235,7 @@ class Config(Section, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     serve: ServeConfig = ServeConfig()
     cluster: ClusterConfig = ClusterConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
 
 
 def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
@@ -347,6 +340,7 @@ def _check(config: Config) -> None:
             f"parallel.data={parallel.data} lies outside cluster.min_engines="
             f"{cluster.min_engines} .. cluster.max_engines={cluster.max_engines}"
         )
+    check_autoscaling(config.autoscaling, cluster.min_engines, cluster.max_engines)
 
 
 def _check_network(config: Config) -> None:
@@ -362,11 +356,14 @@ def _check_network(config: Config) -> None:
             f"serve.proxy_port={config.serve.proxy_port}: Ray Serve's proxy listens at one address "
             "for all hosts; write it in serve.host, as '0.0.0.0'"
         )
-    for key in ("port", "proxy_port"):
-        if (port := getattr(config.serve, key)) in (chosen or ()):
+    kept = ingress_ports(chosen) or range(0)
+    for key, allowed in (("port", kept), ("proxy_port", range(0))):
+        port = getattr(config.serve, key)
+        if port in (chosen or ()) and port not in allowed:
             raise ConfigError(
                 f"serve.{key}={port} lies in cluster.ports={ports}, which other sockets take; "
                 "choose one outside"
+                + (f", or one of {kept[0]}-{kept[-1]}, which ingresses keep" if allowed else "")
             )
 
 

@@ -8,7 +8,8 @@ keeps what it was given until its peer is there.
 An inbox listens twice: on an abstract `ipc` name for peers of its machine (it is no file: a killed
 process leaves nothing behind), and on TCP for others.
 
-The keys of a cluster are handed out through Ray. Without them no process completes the handshake.
+The keys of a cluster are handed out through Ray. Without them no process completes the handshake
+(`authenticator.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import itertools
 import os
 import secrets
@@ -32,6 +34,8 @@ from zmq.utils.monitor import recv_monitor_message
 from swell.configs import process
 from swell.configs.log import StructuredLogger
 from swell.configs.network import bind_free_port
+from swell.coordinator.authenticator import Authenticator
+from swell.coordinator.socket_options import connect_soon, detect_silence
 
 M = TypeVar("M")
 
@@ -54,6 +58,10 @@ class ChannelKeys(msgspec.Struct, frozen=True, array_like=True):
 
     public: bytes
     secret: bytes
+
+    def derive(self, purpose: str) -> bytes:
+        """[32] a secret of the members for one purpose."""
+        return hmac.digest(self.secret, purpose.encode(), "sha256")
 
 
 class ChannelAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -124,15 +132,6 @@ def _wait(socket: Any, timeout_s: float | None, waker: Waker | None) -> bool:
     return socket in ready
 
 
-def _detect_silence(socket: Any, silence_s: float) -> None:
-    """Let a connection end at both of its sides if nothing has come through it for `silence_s`,
-    though ZeroMQ's own threads, which also run during a long step, send heartbeats through it. It
-    is then opened again; what was under way is lost."""
-    silence_ms = round(silence_s * 1000)
-    socket.heartbeat_ivl = silence_ms // 4
-    socket.heartbeat_timeout = socket.tcp_maxrt = silence_ms - silence_ms // 4
-
-
 @functools.cache
 def _context_of(pid: int) -> Any:
     """One context with its two threads for all ends of a process that close without waiting."""
@@ -177,16 +176,14 @@ class Inbox(Generic[M]):
         silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
         """`name` and `port`: where a predecessor was found; it waits until they are free. Else
-        chosen here, the port by `bind_free_port`. `silence_s`: see `_detect_silence`."""
+        chosen here, the port by `bind_free_port`. `silence_s`: see `detect_silence`."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = _LINGER_MS
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.router_handover = True
-        _detect_silence(self._socket, silence_s)
-        self._socket.curve_server = True
-        self._socket.curve_publickey = keys.public
-        self._socket.curve_secretkey = keys.secret
+        detect_silence(self._socket, silence_s)
+        Authenticator(self._context, self._socket, keys.public, keys.secret)
         try:
             self._bind(ipc := f"ipc://@swell-{name or secrets.token_hex(8)}")
             if port:
@@ -194,7 +191,8 @@ class Inbox(Generic[M]):
             else:
                 bind_free_port(host, ports, lambda free: self._socket.bind(f"tcp://{host}:{free}"))
         except BaseException:
-            self._context.destroy(linger=0)
+            self._socket.close(linger=0)
+            self._context.term()
             raise
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = ChannelAddress(this_machine(), ipc, endpoint)
@@ -270,7 +268,7 @@ class Outlet(Generic[M]):
         identity: bytes | None = None,
         silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
-        """`silence_s`: see `_detect_silence`."""
+        """`silence_s`: see `detect_silence`."""
         self._context = self._make_context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         self._socket.linger = _LINGER_MS
@@ -278,7 +276,8 @@ class Outlet(Generic[M]):
         self.identity = identity or secrets.token_bytes(8).replace(b"\0", b"\1")
         """Names this connection at the inbox."""
         self._socket.identity = self.identity
-        _detect_silence(self._socket, silence_s)
+        detect_silence(self._socket, silence_s)
+        connect_soon(self._socket)
         self._socket.curve_serverkey = keys.public
         self._socket.curve_publickey = keys.public
         self._socket.curve_secretkey = keys.secret

@@ -1,10 +1,11 @@
 """What the coordinator publishes, and when: pure, with time as an argument.
 
 A change of load is published within `load_report_s` of the first one that is unpublished, however
-much traffic arrives meanwhile: the deadline is set once and never pushed back. A new roster is
-published at once, unless one was just before; and every `heartbeat_s` all reports are. So with N
-engines and I ingresses the coordinator sends I messages of a few bytes for each engine whose load
-has changed, and I messages of all N engines for each heartbeat and each new roster.
+much traffic arrives meanwhile: the deadline is set once and never pushed back. So is what is not
+about one engine, such as a pause. A new roster is published at once, unless one was just before;
+and every `heartbeat_s` all reports are. So with N engines and I ingresses the coordinator sends I
+messages of a few bytes for each engine whose load has changed, and I messages of all N engines for
+each heartbeat and each new roster.
 """
 
 from __future__ import annotations
@@ -75,13 +76,15 @@ class ClusterState:
         """Seconds until something is due."""
         return max(0.0, self._publish_at - now)
 
-    def due(self, now: float) -> Publication | None:
-        """What it is time to publish."""
+    def due(self, now: float, *, has_news: bool = False) -> Publication | None:
+        """What it is time to publish. `has_news`: something that is not about one engine."""
+        if has_news:
+            self._publish_at = min(self._publish_at, now + self._config.load_report_s)
         if now < self._publish_at:
             return None
         loads = self._take_changed_loads()
         is_whole, self._has_new_roster = self._has_new_roster, False
-        if is_whole or now >= self._heartbeat_at:
+        if is_whole or has_news or now >= self._heartbeat_at:
             self._heartbeat_at = self._publish_at = now + self._config.heartbeat_s
             if not is_whole:
                 return ClusterReports.of(self.view())

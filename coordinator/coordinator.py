@@ -14,8 +14,18 @@ from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.ground import ThreadGround
 from swell.coordinator.service import CoordinatorService
 
+_DISCOVERY = "discovery"
+"""Calls that do not wait for the end of a recovery, on threads of their own: those that do may take
+all others, and then no engine would find this coordinator before it has given them up."""
 
-@ray.remote(num_cpus=0, max_concurrency=16, max_restarts=-1, max_task_retries=-1)
+
+@ray.remote(
+    num_cpus=0,
+    max_concurrency=16,
+    max_restarts=-1,
+    max_task_retries=-1,
+    concurrency_groups={_DISCOVERY: 4},
+)
 class Coordinator(CoordinatorService):
     """Knows the members of a cluster; Ray starts it again where it dies. The public methods of the
     service are the actor's; each call runs on a thread of Ray's."""
@@ -41,6 +51,11 @@ class Coordinator(CoordinatorService):
             recover=inherited or ray.get_runtime_context().was_current_actor_reconstructed,
         )
 
+    @ray.method(concurrency_group=_DISCOVERY)  # type: ignore[untyped-decorator]
+    def probe(self) -> bool:
+        return super().probe()
+
+    @ray.method(concurrency_group=_DISCOVERY)  # type: ignore[untyped-decorator]
     def contact(self) -> CoordinatorContact:
         name = ray.get_runtime_context().get_actor_name() or ""
         return CoordinatorContact(self.address, self.keys, os.getpid(), name, self._namespace)

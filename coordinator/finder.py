@@ -30,6 +30,11 @@ _FIRST_CALL = 0.25
 silence."""
 
 
+_SILENT = 0.5
+"""After which a coordinator counts as silent, in units of the silence after which it is looked for:
+its heartbeats come several times as often."""
+
+
 def find_nothing() -> None:
     """The coordinator cannot move."""
 
@@ -45,6 +50,9 @@ class CoordinatorFinder:
         self._clock = ListeningClock(silence_s)
         self._next_at = self._patience_s
         """When `find` is called, by `_clock`."""
+        self._heard_at = 0.0
+        """When the coordinator has sent a message, by `_clock`."""
+        self._now = 0.0
         self._is_looking = False
         self._found: CoordinatorContact | None = None
         """What `find` has returned, until `check` has."""
@@ -53,12 +61,18 @@ class CoordinatorFinder:
     def on_message(self) -> None:
         """The coordinator has sent a message."""
         self._patience_s = self._silence_s
-        self._next_at = self._clock.read(self._ground.now()) + self._patience_s
+        self._heard_at = self._clock.read(self._ground.now())
+        self._next_at = self._heard_at + self._patience_s
+
+    @property
+    def is_silent(self) -> bool:
+        """As of the last `check`, the coordinator has not sent anything for some time."""
+        return self._now - self._heard_at > _SILENT * self._silence_s
 
     def check(self) -> CoordinatorContact | None:
         """Called by each turn of the loop, after it has taken in what has come: where the
         coordinator is, once each time that it was found."""
-        now = self._clock.advance(self._ground.now())
+        self._now = now = self._clock.advance(self._ground.now())
         if now >= self._next_at and not self._is_looking:
             self._next_at = now + self._patience_s
             self._is_looking = True

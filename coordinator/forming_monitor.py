@@ -13,7 +13,8 @@ is it?
    follow within a quarter of the limit hangs, and it is called off; an engine that served before
    hangs if it does not follow within half of the limit. If all follow, newcomers that reach not all
    are called off, or else all newcomers, and those who served before they came go on.
-4. Without a newcomer the engines cannot reach each other, and the group is formed again.
+4. An engine that is alone in its group is probed, too: it waits for no peer, and follows if only a
+   message of it was lost. Several without a newcomer cannot reach each other, and form again.
 
 All durations are time in which the coordinator listened (`listening_clock.py`).
 """
@@ -26,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from swell.coordinator.listening_clock import ListeningClock
-from swell.coordinator.wave_interface import CoordinatorWaves, GroupState
+from swell.coordinator.wave_interface import CoordinatorWaves, GroupState, Phase
 from swell.coordinator.wire import Broken, EngineReport
 
 _PROBE_SHARE = 0.25
@@ -105,10 +106,7 @@ class FormingMonitor:
         attempt = self._attempt
         if attempt is None or attempt.ranks != waves.ranks:
             attempt = self._attempt = _Attempt(waves.ranks, waves.epoch, at)
-        counters = tuple(
-            self._reports[rank].progress_counter if rank in self._reports else 0
-            for rank in waves.ranks
-        )
+        counters = tuple(map(self._progress, waves.ranks))
         joined = len(waves.acknowledged)
         if joined > attempt.most_joined or counters != attempt.counters:
             attempt.most_joined = max(joined, attempt.most_joined)
@@ -119,6 +117,11 @@ class FormingMonitor:
         else:
             is_over = at - attempt.probed_at > _PROBE_SHARE * self._limit_s
         return self._judge(attempt, waves, newcomers, at) if is_over else NOTHING
+
+    def _progress(self, rank: int) -> int:
+        """What an engine computes alone brings it no closer to the group."""
+        report = self._reports.get(rank)
+        return 0 if report is None or report.wave_phase == Phase.ALONE else report.progress_counter
 
     def _judge(
         self, attempt: _Attempt, waves: CoordinatorWaves, newcomers: Set[int], at: float
@@ -134,7 +137,7 @@ class FormingMonitor:
         unreached = cover(pairs, late)
         if unreached and unreached <= self._named_by_others(waves.ranks):
             return _call_off(unreached, pairs, waited_s)
-        if late:
+        if late or len(waves.ranks) == 1:
             attempt.probed_at, attempt.probe_epoch = at, waves.epoch + 1
             self._attempt = attempt
             return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
@@ -147,17 +150,19 @@ class FormingMonitor:
         assert attempt.probed_at is not None
         waited_s = at - attempt.progressed_at
         behind = self._behind(ranks, attempt.probe_epoch)
-        guilty: Set[int] = behind & late
-        if behind and not guilty:
+        pairs = self._unreached_pairs(set(ranks))
+        if hanging := behind & late:
+            self._broken.clear()
+            return _call_off(hanging, pairs, waited_s)
+        if behind:
             if at - attempt.probed_at <= _LAST_SHARE * self._limit_s:
                 self._attempt = attempt
                 return NOTHING
             return FormingFailure(Remedy.REMOVE, behind, waited_s)
-        pairs = self._unreached_pairs(set(ranks))
         self._broken.clear()
-        guilty = guilty or cover(pairs, late) or late
+        guilty = cover(pairs, late) or frozenset(late)
         if guilty and guilty != set(ranks):
-            return _call_off(frozenset(guilty), pairs, waited_s)
+            return _call_off(guilty, pairs, waited_s)
         return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
 
     def _behind(self, ranks: Iterable[int], epoch: int) -> frozenset[int]:

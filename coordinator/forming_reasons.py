@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from swell.coordinator.roster import Member
 
 
-def not_left(rank: int, member: Member | None, epoch: int, waited_s: float) -> str:
-    """An engine that hangs in its older group."""
+def not_followed(rank: int, member: Member | None, epoch: int, waited_s: float) -> str:
+    """An engine that hangs in its older group, or in one of its own."""
     name = f"engine {rank}" if member is None else named(member)
-    return f"{name} did not leave its group for that of epoch {epoch} in {waited_s:.1f} s"
+    return f"{name} did not follow to the group of epoch {epoch} in {waited_s:.1f} s"
 
 
 def not_formed(newcomer: Member, waited_s: float, peers: Sequence[Member], said: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterView, EngineReport, ScalingCounts
 
 # swell_sync_seconds only grows; a counter would be called swell_sync_seconds_total.
 _GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
@@ -33,7 +33,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
         lambda r: r.nans_in_logits,
     ),
 }
-_PHASES = ("idle", "prepare", "commit", "drain", "failed")
+_PHASES = ("idle", "pending", "prepare", "commit", "drain", "failed")
 
 
 class ViewCollector(Collector):
@@ -61,6 +61,7 @@ class ViewCollector(Collector):
         for phase in _PHASES:
             phases.add_metric([phase], float(phase == view.phase))
         yield phases
+        yield from _scaling(view.scaling)
         for name, (text, read) in _GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=["engine"])
             for report in view.reports:
@@ -71,3 +72,23 @@ class ViewCollector(Collector):
             for report in view.reports:
                 counter.add_metric([str(report.rank)], read(report))
             yield counter
+
+
+def _scaling(counts: ScalingCounts) -> Iterator[Metric]:
+    yield GaugeMetricFamily("swell_engines_target", "Engines wanted.", counts.target)
+    yield GaugeMetricFamily(
+        "swell_engines_pending", "Engines that wait for room in the Ray cluster.", counts.pending
+    )
+    yield GaugeMetricFamily(
+        "swell_draining_nodes",
+        "Hosts with engines that Ray will take away.",
+        counts.draining_nodes,
+    )
+    decisions = CounterMetricFamily(
+        "swell_autoscaler_decisions",
+        "Changes of the target by the autoscaler.",
+        labels=["direction"],
+    )
+    decisions.add_metric(["grow"], counts.grows)
+    decisions.add_metric(["shrink"], counts.shrinks)
+    yield decisions

@@ -28,6 +28,12 @@ def add(one: Counts, other: Counts) -> Counts:
     return sums
 
 
+def highest(one: Counts, other: Counts) -> Counts:
+    """The larger of both, number by number; a metric may be in one of them only."""
+    numbers = {name: list(map(max, one[name], other[name])) for name in one.keys() & other.keys()}
+    return {**one, **other, **numbers}
+
+
 class MetricsAggregator:
     """The sums for all ingresses are computed together, in the order of their indices: so they cost
     three additions for each, and do not shrink by rounding."""
@@ -60,6 +66,12 @@ class MetricsAggregator:
             self._unsummed = 0
             self._totals = self._sum_others()
         return self._totals.get(client_index, self._expired)
+
+    def total(self, name: str) -> list[float]:
+        """The sum of one metric over all ingresses, also those that are gone."""
+        parts = (counts for _, counts in self._newest.values())
+        found = [counts[name] for counts in (self._expired, *parts) if name in counts]
+        return [sum(numbers) for numbers in zip(*found, strict=True)]
 
     def _sum_others(self) -> dict[int, Counts]:
         indices = sorted(self._newest)

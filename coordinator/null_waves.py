@@ -30,7 +30,11 @@ class NullMember(EngineWaves):
 
     phase: Phase = Phase.RUNNING
 
-    lockstep = False
+    needs_coordinator = False
+
+    @property
+    def lockstep(self) -> bool:
+        return False
 
     def may_submit(self) -> bool:
         return self.phase is Phase.RUNNING and not self.voting and self.in_flight < self.depth
@@ -56,6 +60,9 @@ class NullMember(EngineWaves):
         return []
 
     def reconfigure(self, message: ReconfigureDistributedRequest) -> bool:
+        return False
+
+    def serve_alone(self, epoch: int) -> bool:
         return False
 
     def joined(self) -> list[CoordinatorMessage]:

@@ -15,6 +15,9 @@ import msgspec
 
 from swell.coordinator.channel import ChannelAddress
 
+MAX_LEFT = 256
+"""Engines that have left, of which a roster says so: more than leave between two views."""
+
 
 class MemberState(enum.StrEnum):
     ACTIVE = "active"
@@ -40,6 +43,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """Where workers of other engines can meet its own; None: it shares nothing with others."""
     num_blocks: int = 0
     """KV blocks of its cache."""
+    version: str = ""
+    """Of weights and limits: an answer comes from engines of one version. Empty: unknown."""
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
@@ -47,6 +52,9 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     epoch: int = 0
     members: tuple[Member, ...] = ()
+    left: tuple[int, ...] = ()
+    """Incarnations of engines that left on request, the newest `MAX_LEFT`. Who is no member any
+    more, and not here, was lost: perhaps by what it computed."""
 
     @property
     def ranks(self) -> list[int]:
@@ -99,13 +107,24 @@ def update_members(roster: Roster, ranks: Iterable[int], **changes: Any) -> Rost
     )
 
 
+def detach(roster: Roster, ranks: Iterable[int]) -> Roster:
+    """Take engines out that leave on request. Unknown ranks are ignored."""
+    chosen = set(ranks)
+    left = (m.incarnation for m in roster.members if m.rank in chosen)
+    return _next(roster, (m for m in roster.members if m.rank not in chosen), left)
+
+
 def remove(roster: Roster, ranks: Iterable[int]) -> Roster:
-    """Take engines out: they left, or died. Unknown ranks are ignored."""
+    """Take engines out that were lost. Unknown ranks are ignored."""
     gone = set(ranks)
     return _next(roster, (m for m in roster.members if m.rank not in gone))
 
 
-def _next(roster: Roster, members: Iterable[Member]) -> Roster:
-    """The same members make the same epoch."""
+def _next(roster: Roster, members: Iterable[Member], left: Iterable[int] = ()) -> Roster:
+    """The same members make the same epoch. Who has left and comes back has not left."""
     following = of(roster.epoch + 1, members)
-    return roster if following.members == roster.members else following
+    if following.members == roster.members:
+        return roster
+    present = {member.incarnation for member in following.members}
+    gone = [incarnation for incarnation in (*roster.left, *left) if incarnation not in present]
+    return msgspec.structs.replace(following, left=tuple(gone[-MAX_LEFT:]))

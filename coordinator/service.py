@@ -25,12 +25,14 @@ from swell.coordinator.listening_clock import ListeningClock
 from swell.coordinator.loop_calls import LoopCalls
 from swell.coordinator.metrics_aggregator import MetricsAggregator
 from swell.coordinator.null_waves import NullCoordinator
+from swell.coordinator.recovery import recovery_s
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.state_machine import CoordinatorStateMachine, JoinResult
 from swell.coordinator.subscribers import Subscribers
 from swell.coordinator.wave_interface import CoordinatorWaves, RankedCommands
 from swell.coordinator.waves import WaveCoordinator
 from swell.coordinator.wire import (
+    FIRST_TOKENS,
     ClusterView,
     CoordinatorHeartbeat,
     CoordinatorMessage,
@@ -51,24 +53,12 @@ _CHECK_INTERVAL_S = 0.05
 """
 _HEARTBEATS_PER_TIMEOUT = 4
 """Messages to each engine in the time after which it looks for another coordinator."""
+_NUMBER_BITS = 48
+"""Of the number of a coordinator."""
 
 
 class NotLeading(ValueError):
     """Another manager leads: what this one has called for does not happen."""
-
-
-def recovery_s(config: ClusterConfig, first_heard_s: float | None, *, has_moved: bool) -> float:
-    """How long a successor listens in all; `first_heard_s`: when the first engine introduced
-    itself. Where the predecessor was, peers connect within a second, and send each heartbeat. If it
-    was elsewhere, which only who `has_moved` knows before it is found, they have to notice its
-    silence first, which began for all at once, but for a heartbeat."""
-    soon_s = 1.0 + config.heartbeat_s
-    limit_s = soon_s + config.stall_timeout_s
-    if first_heard_s is None:
-        return limit_s
-    if first_heard_s <= soon_s and not has_moved:
-        return soon_s
-    return min(limit_s, first_heard_s + soon_s + config.heartbeat_s)
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -78,6 +68,10 @@ class Membership(msgspec.Struct, frozen=True):
     stalled_engines: list[StalledEngine] = []
     """Every engine that was found to have stalled."""
     manager_state: ManagerState = ManagerState()
+    first_tokens: list[float] = []
+    """`FIRST_TOKENS` of all ingresses together."""
+    versions: list[str] = []
+    """Versions of engines that ingresses need to finish their answers."""
 
 
 class CoordinatorService:
@@ -107,7 +101,9 @@ class CoordinatorService:
         self._inbox: Inbox[CoordinatorMessage] = ground.inbox(
             CoordinatorMessage, endpoint.keys, name=endpoint.name, port=endpoint.port
         )
-        waves: CoordinatorWaves = WaveCoordinator() if lockstep else NullCoordinator()
+        waves: CoordinatorWaves = NullCoordinator()
+        if lockstep:
+            waves = WaveCoordinator(number=ground.random_bits(_NUMBER_BITS))
         self._state_machine = CoordinatorStateMachine(config, waves, now)
         self._waker = ground.waker()
         self._calls = LoopCalls(ground, self._waker)
@@ -119,7 +115,7 @@ class CoordinatorService:
         self._peers: dict[int, bytes] = {}
         """Channel identities of engines, by incarnation: a rank may have had several."""
         self._unsent: dict[int, list[EngineCommand]] = {}
-        """For engines that join and have not sent `EngineHello` yet; the same key."""
+        """For engines that join and have not sent `EngineHello`, or to a predecessor; same key."""
         self._heartbeat_s = min(
             config.heartbeat_s, config.stall_timeout_s / _HEARTBEATS_PER_TIMEOUT
         )
@@ -127,7 +123,6 @@ class CoordinatorService:
         self._check_interval_s = min(_CHECK_INTERVAL_S, self._wake_interval_s / 2)
         self._heartbeats: dict[bytes, float] = {}
         """When each engine was sent the last `CoordinatorHeartbeat`."""
-        self._manager_state = ManagerState()
         self._epoch_seen = 0
         self._hellos: dict[int, EngineHello] = {}
         self._recovering = recover
@@ -176,7 +171,9 @@ class CoordinatorService:
             timeout_s,
             lambda: not ranks & self._state_machine.joining,
             finish,
-            lambda: self._change_for(owner, lambda now: self._state_machine.join(members, now)),
+            lambda: self._change_for(
+                owner, lambda now: self._state_machine.join(members, now, self._peers)
+            ),
         )
 
     def leave(self, ranks: list[int], owner: str = "") -> Roster:
@@ -264,23 +261,24 @@ class CoordinatorService:
         return Membership(
             self._state_machine.view(),
             list(self._state_machine.stalled_engines),
-            self._manager_state,
+            self._state_machine.manager_state,
+            first_tokens=self._metrics_aggregator.total(FIRST_TOKENS),
+            versions=self._subscribers.versions,
         )
 
     def _change_for(self, owner: str, step: Callable[[float], RankedCommands]) -> Roster:
         """A coordinator that was made anew, and knows of no manager, accepts each."""
-        if self._manager_state.owner not in ("", owner):
+        if self._state_machine.manager_state.owner not in ("", owner):
             raise NotLeading(f"the manager {owner!r} does not lead")
         return self._change(step)
 
     def _keep(self, state: ManagerState) -> ManagerState:
-        kept = self._manager_state
+        kept = self._state_machine.manager_state
         is_leader = kept.owner in ("", state.owner) or state.term > kept.term
         if is_leader and state.age >= kept.age and state != kept:
-            self._manager_state = state
-            self._state_machine.phase = state.phase
+            self._state_machine.manager_state = state
             self._send_heartbeats()
-        return self._manager_state
+        return self._state_machine.manager_state
 
     def _change(self, step: Callable[[float], RankedCommands]) -> Roster:
         self._send(step(self._ground.now()))
@@ -305,16 +303,16 @@ class CoordinatorService:
             case _:
                 if isinstance(message, EngineReport):
                     self._send_heartbeat_if_due(peer, now)
+                    if self._recovering or message.incarnation in self._unsent:
+                        self._inbox.send(peer, Introduce())
                 if self._state_machine.member(message.rank, message.incarnation) is not None:
                     self._peers[message.incarnation] = peer
                     self._send(self._state_machine.on_message(message, now))
-                elif self._recovering and isinstance(message, EngineReport):
-                    self._inbox.send(peer, Introduce())
 
     def _on_hello(self, peer: bytes, hello: EngineHello, now: float) -> None:
         """What a predecessor has sent to it counts also if it comes late."""
         self._peers[hello.member.incarnation] = peer
-        if hello.manager_state.age > self._manager_state.age:
+        if hello.manager_state.age > self._state_machine.manager_state.age:
             self._keep(hello.manager_state)
         self._epoch_seen = max(self._epoch_seen, hello.roster_epoch)
         if self._recovering:
@@ -332,7 +330,7 @@ class CoordinatorService:
         roster = self._state_machine.roster
         epoch = max(self._epoch_seen, roster.epoch)
         report_s = load_report_s(self._config, len(roster.members))
-        return CoordinatorHeartbeat(epoch, self._manager_state, report_s)
+        return CoordinatorHeartbeat(epoch, self._state_machine.manager_state, report_s)
 
     def _send_heartbeat_if_due(self, peer: bytes, now: float) -> None:
         """To an engine that has sent something, member or not: one that is gone costs nothing."""
@@ -346,7 +344,7 @@ class CoordinatorService:
 
     def _on_subscribe(self, peer: bytes, subscription: Subscribe, now: float) -> None:
         self._epoch_seen = max(self._epoch_seen, subscription.epoch)
-        is_new = self._subscribers.on_message(peer, now)
+        is_new = self._subscribers.on_message(peer, now, subscription.versions)
         if subscription.counts:
             self._metrics_aggregator.record(subscription.client_index, subscription.counts, now)
         if self._recovering:

@@ -11,7 +11,7 @@ stalled is taken out at once. One that replaces a worker stays, marked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
@@ -20,7 +20,7 @@ from swell.coordinator import roster as rosters
 from swell.coordinator.cluster_state import ClusterState
 from swell.coordinator.engine_monitor import STUCK_FACTOR, EngineMonitor, StalledEngine
 from swell.coordinator.forming_monitor import FormingMonitor, Remedy
-from swell.coordinator.forming_reasons import named, not_formed, not_joined, not_left
+from swell.coordinator.forming_reasons import named, not_followed, not_formed, not_joined
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wave_interface import CoordinatorWaves, GroupState, Phase, RankedCommands
 from swell.coordinator.wire import (
@@ -33,6 +33,7 @@ from swell.coordinator.wire import (
     EngineReport,
     Introduce,
     Joined,
+    ManagerState,
     Paused,
     Publication,
     ReconfigureDistributedRequest,
@@ -63,8 +64,7 @@ class CoordinatorStateMachine:
         """Engines that were found to have stalled; the manager ends their processes."""
         self.commit_s = 0.0
         """How long the last change kept the group from stepping."""
-        self.phase = "idle"
-        """Of the manager's change of engines, as it reported."""
+        self.manager_state = ManagerState()
         self._engine_monitor = EngineMonitor(config.stall_timeout_s, now)
         self._forming_monitor = FormingMonitor(STUCK_FACTOR * config.stall_timeout_s, now)
         self._joining: dict[int, Member] = {}
@@ -83,7 +83,7 @@ class CoordinatorStateMachine:
         self._stopped_at: float | None = None
         self._committed: tuple[tuple[int, ...], Roster] | None = None
         """The group that the roster follows, and that roster; None: one of them changes."""
-        self._published: tuple[object, ...] = ()
+        self._published: dict[str, object] = {}
         """Of the newest view that was published, what is not about one engine."""
 
     @property
@@ -115,24 +115,24 @@ class CoordinatorStateMachine:
         return self.roster.find(rank, incarnation)
 
     def view(self) -> ClusterView:
-        state, stalls, commit_s, phase = self._status
-        return msgspec.structs.replace(
-            self.cluster_state.view(),
-            wave=self.waves.wave,
-            state=state,
-            stalls=stalls,
-            commit_s=commit_s,
-            phase=phase,
-        )
+        status = self._status
+        return msgspec.structs.replace(self.cluster_state.view(), wave=self.waves.wave, **status)
 
     @property
-    def _status(self) -> tuple[str, int, float, str]:
-        return str(self.waves.group_state), len(self.stalled_engines), self.commit_s, self.phase
+    def _status(self) -> dict[str, object]:
+        """Of a view, what is neither about one engine nor the wave."""
+        return {
+            "state": str(self.waves.group_state),
+            "stalls": len(self.stalled_engines),
+            "commit_s": self.commit_s,
+            "phase": self.manager_state.phase,
+            "scaling": self.manager_state.scaling,
+        }
 
     def publication(self, now: float) -> Publication | None:
         """What it is time to publish. What is not about one engine goes with all reports."""
-        due = self.cluster_state.due(now)
-        if due is None or (isinstance(due, EngineLoads) and self._status == self._published):
+        due = self.cluster_state.due(now, has_news=self._status != self._published)
+        if due is None or isinstance(due, EngineLoads):
             return due
         self._published = self._status
         view = self.view()
@@ -201,14 +201,18 @@ class CoordinatorStateMachine:
 
     # ---------------------------------------------------------------- calls of the manager
 
-    def join(self, members: Iterable[Member], now: float) -> RankedCommands:
-        """Engines are ready; one that is a member already stays. A taken rank is a ValueError."""
+    def join(
+        self, members: Iterable[Member], now: float, heard: Container[int] = ()
+    ) -> RankedCommands:
+        """Engines are ready; one that is a member already stays. A taken rank is a ValueError.
+        `heard`: incarnations that have introduced themselves to this coordinator."""
         newcomers = [m for m in members if self.member(m.rank, m.incarnation) is None]
         rosters.join(self.roster, newcomers)  # raises
         self._joining.update({member.rank: member for member in newcomers})
         for member in newcomers:
             self.called_off.pop(member.rank, None)
         self._sync_monitor(now)
+        self._engine_monitor.on_hellos([m.rank for m in newcomers if m.incarnation in heard], now)
         return self._sync_roster(self.waves.change(self._with(self._joining)), now)
 
     def finish_join(self, ranks: set[int], timeout_s: float) -> JoinResult:
@@ -257,19 +261,10 @@ class CoordinatorStateMachine:
     def tick(self, now: float) -> RankedCommands:
         """Remove engines that have stalled, and let no group form for ever."""
         sends: RankedCommands = []
-        for stalled in self._engine_monitor.check(now, self._may_rest()):
+        may_rest = frozenset({*self.roster.ranks, *self._joining}) - self.waves.stepping
+        for stalled in self._engine_monitor.check(now, may_rest):
             sends += self._remove_stalled(stalled, now)
         return [*sends, *self._check_forming(now)]
-
-    def _may_rest(self) -> frozenset[int]:
-        """Engines that may be without progress: while a group forms its deadline counts."""
-        match self.waves.group_state:
-            case GroupState.SERVING:
-                return self._repairing()
-            case GroupState.PAUSING:
-                return self._repairing() | self.waves.acknowledged
-            case _:
-                return frozenset({*self.roster.ranks, *self._joining})
 
     def _remove_stalled(self, stalled: StalledEngine, now: float) -> RankedCommands:
         self.stalled_engines.append(stalled)
@@ -286,7 +281,7 @@ class CoordinatorStateMachine:
             case Remedy.REMOVE:
                 for rank in sorted(failure.ranks):
                     member = self.current_member(rank)
-                    reason = not_left(rank, member, waves.epoch, failure.waited_s)
+                    reason = not_followed(rank, member, waves.epoch, failure.waited_s)
                     sends += self._remove_stalled(StalledEngine(rank, reason), now)
             case Remedy.CALL_OFF:
                 for rank in sorted(failure.ranks):
@@ -324,7 +319,9 @@ class CoordinatorStateMachine:
     def advance_epoch(self, epoch: int, now: float) -> None:
         """An ingress has seen this epoch of a predecessor: ours comes after it."""
         if epoch > self.roster.epoch:
-            self.cluster_state.change(lambda roster: Roster(epoch + 1, roster.members), now)
+            self.cluster_state.change(
+                lambda roster: msgspec.structs.replace(roster, epoch=epoch + 1), now
+            )
 
     # ---------------------------------------------------------------- inside
 
@@ -360,7 +357,8 @@ class CoordinatorStateMachine:
 
         def step(roster: Roster) -> Roster:
             roster = rosters.join(roster, arrived) if arrived else roster
-            roster = rosters.remove(roster, set(roster.ranks) - stays)
+            gone = set(roster.ranks) - stays
+            roster = rosters.remove(rosters.detach(roster, gone & self.detached), gone)
             repaired = [
                 m.rank
                 for m in roster.members

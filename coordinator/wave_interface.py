@@ -28,10 +28,18 @@ class Phase(enum.IntEnum):
     """Whether an engine steps."""
 
     OUT = 0
-    """Its groups are broken, or being formed: no steps."""
+    """Its groups are broken, or it is in none: no steps."""
     STOPPED = 1
     RUNNING = 2
     PAUSED = 3
+    ALONE = 4
+    """Its group is broken or paused, and no coordinator is there to go on with it: until one is, it
+    steps with no other engine."""
+    FORMING = 5
+    """Its groups are being formed: no steps."""
+
+
+WITHOUT_GROUP = frozenset({Phase.OUT, Phase.FORMING})
 
 
 class GroupState(enum.StrEnum):
@@ -68,8 +76,15 @@ class EngineWaves(ABC):
     pause_number: int = 0
     """Of the newest pause of this epoch that was requested of it."""
 
-    lockstep: ClassVar[bool]
-    """Engines step together: also those without rows, as long as one of them has work."""
+    @property
+    @abstractmethod
+    def lockstep(self) -> bool:
+        """Engines step together: also those without rows, as long as one of them has work."""
+
+    @property
+    @abstractmethod
+    def needs_coordinator(self) -> bool:
+        """A request that comes now is not computed before a message of the coordinator."""
 
     @abstractmethod
     def may_submit(self) -> bool:
@@ -104,6 +119,11 @@ class EngineWaves(ABC):
         `message.ranks` stays out until the next such message."""
 
     @abstractmethod
+    def serve_alone(self, epoch: int) -> bool:
+        """Step without the other engines of the group of `epoch`, which is broken or paused; if
+        that fails, too, call `broken`. False: it steps, or is not the newest; nothing changes."""
+
+    @abstractmethod
     def joined(self) -> list[CoordinatorMessage]:
         """The groups have formed."""
 
@@ -135,7 +155,19 @@ class CoordinatorWaves(ABC):
     """Ranks that have answered in this group state."""
 
     lockstep: ClassVar[bool]
-    """As `EngineWaves.lockstep`."""
+    """Engines step together."""
+
+    @property
+    def stepping(self) -> frozenset[int]:
+        """Ranks whose work must progress: those of the group, until they have answered a pause.
+        Whoever is to join it waits for it, and while a group forms its deadline counts."""
+        match self.group_state:
+            case GroupState.SERVING:
+                return frozenset(self.ranks)
+            case GroupState.PAUSING:
+                return frozenset(self.ranks) - self.acknowledged
+            case _:
+                return frozenset()
 
     # ---------------------------------------------------------------- messages of engines
 

@@ -37,8 +37,12 @@ The rules. An *epoch* is one fixed group of engines; a *wave* is one run of it.
     not followed is sent again: it ignores what it has followed. What a report says about an epoch
     or a wave counts as the message that said so. Not so a pause, which may be an older one: pauses
     of an epoch are numbered, and a paused engine answers its `Pause` again. If it receives a newer
-    one, a `Resume` was lost: the others run and wait for it, so it runs and votes. A `Broken` that
-    is lost while a group forms is left to the deadline of the forming (`forming_monitor.py`).
+    one, a `Resume` was lost: the others run and wait for it, so it runs and votes.
+10. An engine whose group is broken, or is paused for a change, needs a coordinator. While none is
+    heard, it may step alone (`standalone_monitor.py`). It keeps its epoch, and is in no group: it
+    ignores all but a newer epoch, sends nothing of waves, and reports that it is alone, which says
+    `Broken`. So whichever coordinator it hears forms the next group with it, and of several engines
+    that are alone each computes only what it has.
 """
 
 from __future__ import annotations
@@ -47,6 +51,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swell.coordinator.wave_interface import (
+    WITHOUT_GROUP,
     CoordinatorWaves,
     EngineWaves,
     GroupState,
@@ -77,13 +82,26 @@ class WaveMember(EngineWaves):
     finishing: bool = False
     """The last all-reduce result said that no step need follow."""
 
-    lockstep = True
+    @property
+    def lockstep(self) -> bool:
+        return self.phase is not Phase.ALONE
+
+    @property
+    def needs_coordinator(self) -> bool:
+        """Peers that have stopped begin the next wave when the coordinator says so."""
+        if self.phase is Phase.STOPPED:
+            return len(self.ranks) > 1
+        return self.phase not in (Phase.RUNNING, Phase.ALONE)
 
     def may_submit(self) -> bool:
+        if self.phase is Phase.ALONE:
+            return self.in_flight < self.depth
         return self.phase is Phase.RUNNING and not self.finishing and self.in_flight < self.depth
 
     def on_all_reduce(self, working: int, pausing: int, has_work: bool) -> list[CoordinatorMessage]:
         self.in_flight -= 1
+        if self.phase is Phase.ALONE:
+            return []
         agreed = pausing == len(self.ranks)
         self.finishing = agreed or not working
         if not self.finishing or self.in_flight:
@@ -105,7 +123,7 @@ class WaveMember(EngineWaves):
         return []
 
     def pause(self, message: Pause) -> list[CoordinatorMessage]:
-        if message.epoch != self.epoch or self.phase is Phase.OUT:
+        if message.epoch != self.epoch or self.phase in WITHOUT_GROUP | {Phase.ALONE}:
             return []
         if message.number <= self.pause_number and self.phase is Phase.PAUSED:
             return self._paused(message.number)
@@ -126,6 +144,16 @@ class WaveMember(EngineWaves):
             return False
         self._leave()
         self.epoch, self.wave, self.ranks = message.epoch, message.wave, tuple(message.ranks)
+        if self.rank in self.ranks:
+            self.phase = Phase.FORMING
+        return True
+
+    def serve_alone(self, epoch: int) -> bool:
+        waits = self.phase in WITHOUT_GROUP | {Phase.PAUSED}
+        if epoch != self.epoch or not waits or self.rank not in self.ranks:
+            return False
+        self._leave()
+        self.phase = Phase.ALONE
         return True
 
     def joined(self) -> list[CoordinatorMessage]:
@@ -179,6 +207,8 @@ class WaveCoordinator(CoordinatorWaves):
     """Of the newest pause of this epoch."""
     epoch_before: int = 0
     """The newest one of a predecessor that is known: ours come after it."""
+    number: int = 0
+    """Of this coordinator alone."""
 
     lockstep = True
 
@@ -213,14 +243,14 @@ class WaveCoordinator(CoordinatorWaves):
     ) -> RankedCommands:
         if rank not in self.ranks:
             return []
+        if epoch == self.epoch and phase in (Phase.OUT, Phase.ALONE):
+            return self.broken(epoch)
         if self.group_state is GroupState.FORMING:
             if epoch < self.epoch:
                 return [(rank, self._new_group())]
             return self.joined(rank, epoch) if phase is Phase.PAUSED else []
         if epoch != self.epoch:
             return []
-        if phase is Phase.OUT:
-            return self.broken(epoch)
         if self.group_state is GroupState.PAUSING and (phase is Phase.PAUSED or not voting):
             waits = rank not in self.acknowledged
             return [(rank, Pause(epoch, self.pause_number))] if waits else []
@@ -317,7 +347,9 @@ class WaveCoordinator(CoordinatorWaves):
         return [(rank, self._new_group()) for rank in addressed]
 
     def _new_group(self) -> ReconfigureDistributedRequest:
-        return ReconfigureDistributedRequest(self.epoch, list(self.ranks), self.wave)
+        return ReconfigureDistributedRequest(
+            self.epoch, list(self.ranks), self.wave, coordinator=self.number
+        )
 
     def _resume(self) -> RankedCommands:
         self.group_state, self.running = GroupState.SERVING, True

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from swell.coordinator.roster import Member, Roster
 
@@ -19,6 +19,8 @@ from swell.coordinator.roster import Member, Roster
 
 Counts = dict[str, list[float]]
 """Counts since the start of an ingress: numbers that only grow, by metric."""
+FIRST_TOKENS = "swell_time_to_first_token_seconds"
+"""Of them, the requests by their time to first token, and the sum of these times."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
@@ -30,6 +32,8 @@ class Subscribe(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
     has a newer one sends it."""
     counts: Counts = {}
     """Of its requests. Unless empty, the answer is `OtherIngressCounts`."""
+    versions: list[str] | None = None
+    """Of engines by which its unfinished answers have begun; None: as it said before."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
@@ -114,6 +118,20 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
 
+class ScalingCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the manager wants, in numbers."""
+
+    target: int = 0
+    """Engines wanted; 0: unknown."""
+    pending: int = 0
+    """Engines that wait for room in the Ray cluster."""
+    grows: int = 0
+    """How often the autoscaler has raised the target since the manager's start."""
+    shrinks: int = 0
+    draining_nodes: int = 0
+    """Hosts with engines that Ray will take away."""
+
+
 class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
     """Everything that an ingress routes by: the first message to it, and with each new roster.
 
@@ -132,7 +150,8 @@ class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False)
     commit_s: float = 0.0
     """How long the last change of the group kept its engines from stepping, in seconds."""
     phase: str = "idle"
-    """Of the manager's change of engines: idle | prepare | commit | drain | failed."""
+    """Of the manager's change of engines: idle | pending | prepare | commit | drain | failed."""
+    scaling: ScalingCounts = ScalingCounts()
 
     def with_loads(self, loads: Mapping[int, EngineLoad]) -> ClusterView:
         """The view after these newer loads, by rank."""
@@ -156,24 +175,15 @@ class ClusterReports(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=Fal
     stalls: int = 0
     commit_s: float = 0.0
     phase: str = "idle"
+    scaling: ScalingCounts = ScalingCounts()
 
     @classmethod
     def of(cls, view: ClusterView) -> ClusterReports:
-        return cls(
-            view.roster.epoch,
-            view.reports,
-            view.wave,
-            view.state,
-            view.stalls,
-            view.commit_s,
-            view.phase,
-        )
+        return cls(view.roster.epoch, *astuple(view)[1:])
 
     def view(self, roster: Roster) -> ClusterView:
         """The whole, with the roster of this epoch."""
-        return ClusterView(
-            roster, self.reports, self.wave, self.state, self.stalls, self.commit_s, self.phase
-        )
+        return ClusterView(roster, *astuple(self)[1:])
 
 
 class EngineLoads(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
@@ -208,7 +218,7 @@ class ManagerState(msgspec.Struct, frozen=True, array_like=True):
     owner: str = ""
     """The manager that leads; empty: none has spoken yet."""
     phase: str = "idle"
-    """Of the change of engines: idle, prepare, commit, drain or failed."""
+    """Of the change of engines: idle, pending, prepare, commit, drain or failed."""
     target: int = 0
     """Engines wanted; 0: unknown."""
     pause_requested: bool = False
@@ -221,6 +231,7 @@ class ManagerState(msgspec.Struct, frozen=True, array_like=True):
     """Grows with each manager that takes over."""
     number: int = 0
     """Grows with each change of what is wanted."""
+    scaling: ScalingCounts = ScalingCounts()
 
     @property
     def age(self) -> tuple[int, int]:
@@ -352,6 +363,9 @@ class ReconfigureDistributedRequest(msgspec.Struct, frozen=True, tag=3, array_li
     """The wave at which the group begins."""
     store: tuple[str, int] | None = None
     """Where the workers meet; None if there is one engine."""
+    coordinator: int = 0
+    """A number of the coordinator that commands it. One before it may have named the same epoch to
+    engines that are lost, and keys of that group may be left in the store."""
 
 
 class Introduce(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):

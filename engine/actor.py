@@ -34,11 +34,15 @@ _EXIT_GRACE_S = 10.0
 class EngineActor:
     """`start` loads, begins to serve and answers with `EngineReady`; `ended` waits for the end."""
 
-    def __init__(self, config: Config, rank: int, coordinator: CoordinatorContact) -> None:
+    def __init__(
+        self, config: Config, rank: int, coordinator: CoordinatorContact, version: str = ""
+    ) -> None:
+        """`version`: of the configuration, as the roster lists it."""
         configure_logging()
         self._log = StructuredLogger("engine", rank=rank)
         self._config = config
         self._rank = rank
+        self._version = version
         self._coordinator = coordinator
         self._server: EngineServer | None = None
         self._loading = threading.Lock()
@@ -78,6 +82,7 @@ class EngineActor:
             self._coordinator.address,
             ThreadGround(host, cluster.stall_timeout_s, other_ports(cluster.port_range)),
             partial(find, self._coordinator, cluster.stall_timeout_s),
+            version=self._version,
         )
         self._status = "serving"
         freeze_gc()

@@ -40,10 +40,12 @@ class ClientTracker:
         """A message that counts."""
         self._on_message(client, now).received += 1
 
-    def on_keep_alive(self, client: bytes, message: KeepAlive, now: float) -> KeepAliveReply:
+    def on_keep_alive(
+        self, client: bytes, message: KeepAlive, now: float, waits_for_coordinator: bool = False
+    ) -> KeepAliveReply:
         """The answer: what the ingress has sent and what has come differ if something was lost."""
         known = self._on_message(client, now)
-        return KeepAliveReply(message.sent, known.received, known.last_seq)
+        return KeepAliveReply(message.sent, known.received, known.last_seq, waits_for_coordinator)
 
     def advance(self, now: float) -> None:
         """Every message that was there has been taken in."""

@@ -7,7 +7,8 @@ aborting the collectives. Without this thread an engine would wait for commands 
 it: whatever ends the thread ends the process.
 
 It also keeps what the coordinator sends to all engines (`CoordinatorHeartbeat`), and looks for it
-when it is silent: the one that it finds, at the same address or at another one, is sent that.
+when it is silent: the one that it finds, at the same address or at another one, is sent that. If
+the group stops stepping meanwhile, it lets the engine serve alone (`standalone_monitor.py`).
 
 The loop and this thread share two queues, of messages and of commands, and an `EngineSnapshot`
 that the loop replaces whole.
@@ -36,6 +37,17 @@ from swell.coordinator.wire import (
     ManagerState,
     ReconfigureDistributedRequest,
 )
+from swell.engine.standalone_monitor import StandaloneMonitor
+
+
+class ServeAlone(msgspec.Struct, frozen=True):
+    """The client's own command: no coordinator is heard, and the group of `epoch` does not step."""
+
+    epoch: int
+
+
+LoopCommand = EngineCommand | ServeAlone
+"""What the client hands over to the engine's loop."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
@@ -95,7 +107,8 @@ class CoordinatorClient:
         self._keys, self._address = keys, coordinator
         self._finder = CoordinatorFinder(ground, find, config.stall_timeout_s)
         self._kept = CoordinatorHeartbeat(0, ManagerState())
-        self.commands: queue.SimpleQueue[EngineCommand] = queue.SimpleQueue()
+        self._standalone_monitor = StandaloneMonitor(config, ground.now())
+        self.commands: queue.SimpleQueue[LoopCommand] = queue.SimpleQueue()
         self._heartbeat_s = min(config.heartbeat_s, config.stall_timeout_s / 4)
         self._outlet: Outlet[EngineCommand] = ground.outlet(coordinator, EngineCommand, keys)
         self._snapshot = snapshot
@@ -108,6 +121,11 @@ class CoordinatorClient:
         self._waker = ground.waker()
         self._stopping = False
         self._loop: Loop | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """The coordinator has sent nothing for some time."""
+        return self._finder.is_silent
 
     @property
     def load_report_s(self) -> float:
@@ -161,6 +179,7 @@ class CoordinatorClient:
             if command is not None:
                 self._handle_command(command)
             self._follow_coordinator()
+            self._check_standalone()
         self._send_messages()
 
     def _send_hello(self) -> None:
@@ -176,6 +195,23 @@ class CoordinatorClient:
         self._address = found.address
         self._outlet = self._ground.outlet(found.address, EngineCommand, self._keys)
         self._send_hello()
+
+    def _check_standalone(self) -> None:
+        seen = self._snapshot
+        is_due = self._standalone_monitor.check(
+            seen.phase,
+            seen.epoch,
+            self._progress_counter(),
+            self._ground.now(),
+            may_serve=seen.member.rank in seen.ranks
+            and self._newest_epoch <= seen.epoch
+            and not self._kept.manager_state.pause_requested,
+        )
+        if is_due:
+            if seen.phase is not Phase.PAUSED:  # else it is inside no collective
+                self._abort_collectives()
+            self.commands.put(ServeAlone(seen.epoch))
+            self._on_command()
 
     def _send_messages(self) -> None:
         while not self._messages.empty():
@@ -203,6 +239,7 @@ class CoordinatorClient:
 
     def _handle_command(self, command: EngineCommand) -> None:
         self._finder.on_message()
+        self._standalone_monitor.on_command(self._ground.now())
         if isinstance(command, CoordinatorHeartbeat):
             self._keep(command)
             return

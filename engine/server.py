@@ -21,10 +21,9 @@ from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox
 from swell.coordinator.finder import FindCoordinator, find_nothing
 from swell.coordinator.ground import THREADS, Ground, drive
 from swell.coordinator.roster import Member
-from swell.coordinator.wave_interface import Phase
+from swell.coordinator.wave_interface import WITHOUT_GROUP, Phase
 from swell.coordinator.wire import (
     CoordinatorMessage,
-    EngineCommand,
     EngineReport,
     Introduce,
     Pause,
@@ -34,8 +33,14 @@ from swell.coordinator.wire import (
     StartDPWave,
 )
 from swell.engine.client_tracker import ClientTracker
-from swell.engine.coordinator_client import CoordinatorClient, EngineSnapshot
+from swell.engine.coordinator_client import (
+    CoordinatorClient,
+    EngineSnapshot,
+    LoopCommand,
+    ServeAlone,
+)
 from swell.engine.core import EngineCore
+from swell.engine.engine_report import report_of
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
 from swell.engine.load_reporter import LoadReporter
 from swell.engine.request import Request
@@ -70,9 +75,10 @@ class EngineServer:
         coordinator: ChannelAddress,
         ground: Ground = THREADS,
         find_coordinator: FindCoordinator = find_nothing,
+        version: str = "",
     ) -> None:
         self._ground = ground
-        self.rank = rank
+        self.rank, self.version = rank, version
         self.incarnation = ground.random_bits(48)
         self.repairs = 0
         self.core = core
@@ -81,13 +87,14 @@ class EngineServer:
         self._resets = 0
         self._progress_at_forming = 0
         self._log = StructuredLogger("engine", rank=rank)
+        self._keys = keys
         self._inbox: Inbox[EngineMessage] = ground.inbox(EngineMessage, keys)
         self._waker = ground.waker()
         self._reporter = LoadReporter(config.cluster)
         self._client_tracker = ClientTracker(config.cluster.stall_timeout_s)
         self._check_interval_s = config.cluster.heartbeat_s
         self._checked_at = 0.0
-        self._reconfiguration: ReconfigureDistributedRequest | None = None
+        self._reconfiguration: ReconfigureDistributedRequest | ServeAlone | None = None
         self._repair_unreported = False
         """Workers were replaced, and no `Repaired` was sent yet."""
         self._describe()
@@ -129,6 +136,7 @@ class EngineServer:
             incarnation=self.incarnation,
             store=executor.store,
             num_blocks=limits.num_blocks,
+            version=self.version,
         )
         """The engine as the roster lists it."""
 
@@ -195,7 +203,8 @@ class EngineServer:
         if clients.is_replaced(peer):
             return
         if isinstance(message, KeepAlive):
-            self._inbox.send(peer, clients.on_keep_alive(peer, message, now))
+            reply = clients.on_keep_alive(peer, message, now, self._waits_for_coordinator)
+            self._inbox.send(peer, reply)
             return
         clients.on_message(peer, now)
         self._reporter.changed()
@@ -213,6 +222,10 @@ class EngineServer:
                 for identity in message.identities:
                     self.core.abort_client(identity)
 
+    @property
+    def _waits_for_coordinator(self) -> bool:
+        return self.core.wave_member.needs_coordinator and self._coordinator_client.is_silent
+
     def _check_peers(self, now: float) -> None:
         """Every `heartbeat_s`: drop silent clients, and check the workers while idle."""
         if now - self._checked_at < self._check_interval_s:
@@ -228,7 +241,7 @@ class EngineServer:
                 ]
                 self._send(client, aborted)
                 self._client_tracker.forget(client)
-        if not self.core.has_work and self.core.wave_member.phase is not Phase.OUT:
+        if not self.core.has_work and self.core.wave_member.phase not in WITHOUT_GROUP:
             self.core.executor.check()
 
     def _check_conservation(self) -> None:
@@ -270,7 +283,7 @@ class EngineServer:
 
     # ---------------------------------------------------------------- groups and workers
 
-    def _handle_command(self, command: EngineCommand) -> None:
+    def _handle_command(self, command: LoopCommand) -> None:
         member = self.core.wave_member
         match command:
             case StartDPWave():
@@ -279,42 +292,49 @@ class EngineServer:
                 self._send_to_coordinator(member.pause(command))
             case Resume():
                 self._send_to_coordinator(member.resume(command))
-            case ReconfigureDistributedRequest():
+            case ReconfigureDistributedRequest() | ServeAlone():
                 self._reconfiguration = command
             case Introduce():
                 """The coordinator client has done so."""
 
     async def _reconfigure(self) -> None:
-        """Join the group of the newest epoch."""
+        """Join the group of the newest epoch, or serve without one."""
         request, self._reconfiguration = self._reconfiguration, None
         member = self.core.wave_member
         drained = member.phase is Phase.PAUSED
-        if request is None or not member.reconfigure(request):
-            return
+        match request:
+            case ReconfigureDistributedRequest() if member.reconfigure(request):
+                ranks, store, number = request.ranks, request.store, request.coordinator
+            case ServeAlone() if member.serve_alone(request.epoch):
+                ranks, store, number = [self.rank], None, 0
+            case _:
+                return
         self._send_to_coordinator([])  # it has left its older group: what follows may take long
         if not drained:
             self.core.discard_steps_in_flight()
-        self._log.info("reconfiguring", epoch=request.epoch, ranks=request.ranks, drained=drained)
-        if self.rank in request.ranks:
-            regrouped = await self._ground.run(
-                self.core.regroup,
-                GroupPlan(
-                    generation=0,
-                    epoch=request.epoch,
-                    engines=len(request.ranks),
-                    index=request.ranks.index(self.rank),
-                    expert_store=request.store,
-                    keep_states=drained,
-                ),
-            )
-            self._progress_at_forming = self.core.progress
+        self._log.info("reconfiguring", epoch=request.epoch, ranks=ranks, drained=drained)
+        if self.rank not in ranks:
+            return
+        plan = GroupPlan(
+            generation=0,
+            epoch=request.epoch,
+            engines=len(ranks),
+            index=ranks.index(self.rank),
+            expert_store=store,
+            keep_states=drained,
+            expert_secret=self._keys.derive(f"epoch {request.epoch} of {number} at {store}"),
+        )
+        regrouped = await self._ground.run(self.core.regroup, plan)
+        self._progress_at_forming = self.core.progress
+        if isinstance(request, ReconfigureDistributedRequest):
             self._send_to_coordinator(member.joined())
-            self._log.info(
-                "reconfigured",
-                epoch=request.epoch,
-                experts_moved=sum(worker.experts_moved for worker in regrouped),
-                experts_loaded=sum(worker.experts_loaded for worker in regrouped),
-            )
+        self._log.info(
+            "reconfigured",
+            epoch=request.epoch,
+            phase=member.phase.name,
+            experts_moved=sum(worker.experts_moved for worker in regrouped),
+            experts_loaded=sum(worker.experts_loaded for worker in regrouped),
+        )
 
     async def _recover(self, failure: ExecutorError) -> None:
         """Replace what was lost, and form the engine's own groups again; an engine that shares
@@ -359,31 +379,12 @@ class EngineServer:
             self._coordinator_client.send(messages)
 
     def _report(self) -> EngineReport:
-        core, scheduler, member = self.core, self.core.scheduler, self.core.wave_member
-        return EngineReport(
+        return report_of(
+            self.core,
             rank=self.rank,
             incarnation=self.incarnation,
-            epoch=member.epoch,
-            running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
-            waiting_tokens=scheduler.waiting_tokens(),
-            kv_usage=scheduler.kv.usage,
-            steps=core.num_steps,
-            progress_counter=core.progress,
             progress_at_forming=self._progress_at_forming,
-            preemptions=scheduler.num_preemptions,
-            prefix_queries=scheduler.kv.num_queried_tokens,
-            prefix_hits=scheduler.kv.num_hit_tokens,
-            wave=member.wave,
-            wave_phase=int(member.phase),
-            pausing=member.voting,
-            waves=core.num_waves,
-            dummy_steps=core.num_dummy_steps,
-            sync_s=core.sync_s,
             repairs=self.repairs,
             resets=self._resets,
-            nans_in_logits=scheduler.num_nans_in_logits,
-            started_requests=scheduler.num_started_requests,
-            started_tokens=scheduler.num_started_tokens,
             roster_epoch=self._coordinator_client.roster_epoch,
         )

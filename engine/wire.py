@@ -237,6 +237,8 @@ class KeepAliveReply(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=Fal
     """Messages of this connection that had come before the `KeepAlive`."""
     seq: int
     """`EngineCoreOutputs.seq` of the last message through this connection; 0: there was none."""
+    waits_for_coordinator: bool = False
+    """It computes nothing before a message of the coordinator, and that is silent."""
 
 
 EngineAnswer = EngineCoreOutputs | KeepAliveReply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -40,6 +41,17 @@ def pytest_sessionstart() -> None:
 
     reaper.start()
     initialize_vector_math()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settings_of_ray_end_with_their_module() -> Iterator[None]:
+    """A Ray that a test starts in this process leaves its own in the environment, such as the mode
+    of authentication: a cluster that another test starts would have it."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("RAY_") and name not in before]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 Deaths = list[tuple[str, BaseException]]

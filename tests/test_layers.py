@@ -30,7 +30,14 @@ MAY_IMPORT: dict[str, list[str]] = {
     ],
     "cluster/cli/*": ["cluster.*"],
     "cluster/__main__.py": ["cluster.cli.*"],
-    "cluster/app.py": ["cluster.api.*", "cluster.control.*", "cluster.client.*", "cluster.text.*"],
+    "cluster/app.py": [
+        "cluster.api.*",
+        "cluster.control.*",
+        "cluster.client.*",
+        "cluster.text.*",
+        "cluster.replica_peers",
+    ],
+    "cluster/replica_peers.py": ["cluster.api.*"],
     "cluster/api/*": ["cluster.api.*", "cluster.client.*", "cluster.text.*"],
     "cluster/control/*": ["cluster.control.*", "cluster.client.*", "cluster.text.*"],
     "cluster/local.py": ["cluster.client.*", "cluster.text.*"],
@@ -48,6 +55,7 @@ LIBRARIES: dict[str, list[str]] = {
     # Library -> the only files of ours that may import it, at their top or inside.
     "ray": [
         "cluster/app.py",
+        "cluster/replica_peers.py",
         "cluster/control/ray_cluster.py",
         "cluster/cli/*",
         "coordinator/coordinator.py",
@@ -76,7 +84,7 @@ LIBRARIES: dict[str, list[str]] = {
     ],
     "prometheus_client": ["*/metrics.py"],
     "opentelemetry": ["cluster/api/tracing/otlp.py"],
-    "zmq": ["coordinator/channel.py"],
+    "zmq": ["coordinator/authenticator.py", "coordinator/channel.py"],
 }
 
 ON_A_GROUND: dict[str, tuple[str, ...]] = {
@@ -85,6 +93,7 @@ ON_A_GROUND: dict[str, tuple[str, ...]] = {
     "cluster/client/*": (),
     "cluster/control/*": ("cluster/control/ray_cluster.py",),
     "coordinator/*": (
+        "coordinator/authenticator.py",
         "coordinator/channel.py",
         "coordinator/coordinator.py",
         "coordinator/ground.py",

@@ -9,8 +9,9 @@ split a layer are neighbours. Engines that share experts add a third axis:
     expert      one stage over all engines: they hold the stage's experts;
                 rank = engine * tensor + tensor_rank
 
-Every group is a stateless process group over a store. Its keys begin with a number that is new to
-the store: the generation for the engine's own groups, the epoch for groups between engines. A group
+Every group is a stateless process group over a store. Its keys begin with a name that is new to the
+store: it derives from a secret of the members (`group_secret.py`) and from a number, the generation
+for the engine's own groups, the epoch for groups between engines. A group
 can be left, aborted and formed again while the process keeps its model and weights: layers refer to
 the engine's own groups, whose transport is replaced, and read `data` and `expert` from the mesh
 when they compute. Nothing here is global: threads of one process may each have a mesh over a
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from swell.configs.log import first_line
 from swell.configs.schema import ParallelConfig
+from swell.worker.group_secret import GroupSecret
 from swell.worker.groups import (
     Group,
     GroupError,
@@ -107,9 +109,9 @@ class Mesh:
     ) -> Mesh:
         """The mesh of worker `rank` (0 .. parallel.world - 1) of an engine.
 
-        With `store`, join the engine's own groups, of generation `epoch`: blocks until every other
-        worker of the engine has joined, and raises `GroupError` if one does not. Without, groups of
-        several workers are not formed before the first `regroup`.
+        With `store`, join the engine's own groups, of generation `epoch`, without a secret: blocks
+        until every other worker of the engine has joined, and raises `GroupError` if one does not.
+        Without, groups of several workers are not formed before the first `regroup`.
         """
         assert 0 <= rank < parallel.world, f"rank {rank} of a world of {parallel.world}"
         stage, tensor_rank = divmod(rank, parallel.tensor)
@@ -120,7 +122,7 @@ class Mesh:
         mesh.shares_experts, mesh.device = parallel.expert, torch.device(device)
         mesh.host = host
         if store is not None:
-            mesh._form_own(store, timeout_s)
+            mesh._form_own(store, timeout_s, b"")
         return mesh
 
     def begin(self, generation: int) -> None:
@@ -153,7 +155,7 @@ class Mesh:
         for group in self._between_engines():
             group.close()
         if own_store is not None:
-            self._form_own(own_store, timeout_s)
+            self._form_own(own_store, timeout_s, plan.secret)
         if plan.engines == 1:
             self.data, self.sync, self.expert = SoloGroup(), SoloGroup(), self.tensor
         else:
@@ -189,11 +191,10 @@ class Mesh:
     def _between_engines(self) -> list[Group]:
         return [group for group in (self.data, self.sync, self.expert) if group is not self.tensor]
 
-    def _form_own(self, store: dist.Store, timeout_s: float) -> None:
-        keys = dist.PrefixStore(f"generation{self.generation}", store)
-        kind = self.device.type
+    def _form_own(self, store: dist.Store, timeout_s: float, secret: bytes) -> None:
+        kind, plan = self.device.type, f"generation{self.generation}"
         groups = (self.tensor, self.pipeline, self.feedback)
-        self._form([(group, kind, None) for group in groups], keys, timeout_s)
+        self._form([(group, kind, None) for group in groups], store, timeout_s, secret, plan)
 
     def _form_between_engines(self, plan: GroupPlan, store: dist.Store, timeout_s: float) -> None:
         suffix, tensor, engines = f"{self.stage}.{self.tensor_rank}", self.tensor.size, plan.engines
@@ -201,22 +202,25 @@ class Mesh:
         self.sync = make_group(f"sync{suffix}", plan.index, engines)
         rank = plan.index * tensor + self.tensor_rank
         self.expert = make_group(f"expert{self.stage}", rank, engines * tensor)
-        keys, kind = dist.PrefixStore(f"epoch{plan.epoch}", store), self.device.type
+        kind, secret = self.device.type, plan.expert_secret
         groups = [(self.data, kind, 1), (self.sync, "cpu", 1), (self.expert, kind, tensor)]
-        self._form(groups, keys, timeout_s)
+        self._form(groups, store, timeout_s, secret, f"epoch{plan.epoch}")
 
     def _form(
         self,
         groups: Sequence[tuple[Group, str, int | None]],
         store: dist.Store,
         timeout_s: float,
+        secret: bytes,
+        plan: str,
     ) -> None:
         """Each with its device type and the ranks that an engine has in it (None: it is within
-        one engine)."""
+        one engine). `plan`: new to the store."""
         try:
             for group, kind, ranks in groups:
                 if isinstance(group, ProcessGroup):
-                    self._open(group, kind, ranks, store, timeout_s)
+                    own = GroupSecret(secret, f"{plan}/{group.name}")
+                    self._open(group, kind, ranks, store, timeout_s, own)
         except BaseException:
             for group, _kind, _ranks in groups:
                 group.close()
@@ -229,12 +233,11 @@ class Mesh:
         engine_ranks: int | None,
         store: dist.Store,
         timeout_s: float,
+        secret: GroupSecret,
     ) -> None:
-        keys = dist.PrefixStore(group.name, store)
+        rank, size, aborted = group.rank, group.size, self._aborted
         try:
-            group.reopen(
-                connect(kind, keys, group.rank, group.size, timeout_s, self._aborted, self.host)
-            )
+            group.reopen(connect(kind, store, rank, size, timeout_s, aborted, secret, self.host))
         except (RuntimeError, OSError) as error:
             text = f"group {group.name!r} could not be formed at {self.host}: {first_line(error)}"
             absent = error.ranks if engine_ranks and isinstance(error, PeersAbsent) else []

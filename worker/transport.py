@@ -1,11 +1,12 @@
 """The backend of a group's operations: gloo between CPUs, NCCL between GPUs.
 
 Another thread can abort a transport while an operation blocks in it. NCCL has that built in; for
-gloo see `gloo_abort.py`, which only `GlooTransport` uses.
+gloo see `gloo_sockets.py`, which only `GlooTransport` uses.
 """
 
 from __future__ import annotations
 
+import hmac
 import socket
 import threading
 import time
@@ -15,9 +16,16 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from swell.worker.gloo_abort import Address, listening_device, shut_down_connections
+from swell.worker.gloo_sockets import (
+    Address,
+    listening_device,
+    refuse_connections,
+    shut_down_connections,
+)
+from swell.worker.group_secret import TOKEN_BYTES, GroupSecret
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend  # dist.Backend is a class of names
@@ -44,6 +52,10 @@ class PeersAbsent(OSError):
     def __init__(self, message: str, ranks: list[int]) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+class ForeignMember(OSError):
+    """A process that does not know the secret of the group has taken the place of a rank."""
 
 
 ExchangeAddresses = Callable[[str], list[str]]
@@ -169,32 +181,35 @@ def connect(
     size: int,
     timeout_s: float,
     aborted: threading.Event,
+    secret: GroupSecret,
     host: str = "127.0.0.1",
 ) -> Transport:
-    """Find the other ranks through `store`, whose keys only this group uses, and connect to them.
+    """Find the other ranks through `store` and connect to them, if they know the secret.
 
     `host`: the address of this machine at which the other ranks reach it. What the machine's own
     name resolves to does not matter.
 
     Raises `PeersAbsent` if peers do not announce themselves in time, or have not when `aborted` is
-    set, or if their hosts do not answer; `RuntimeError` when store or peers are gone.
+    set, or if their hosts do not answer; `ForeignAddress` and `ForeignMember` when somebody poses
+    as one; `RuntimeError` when store or peers are gone.
     """
     start = TRANSPORTS[device_type]
+    keys = dist.PrefixStore(secret.prefix, store)
 
     def exchange_addresses(address: str) -> list[str]:
         """Publish this rank's address and return those of all ranks."""
-        store.set(f"address{rank}", address)
-        keys = [f"address{peer}" for peer in range(size)]
+        keys.set(f"address{rank}", secret.sign(rank, address))
+        names = [f"address{peer}" for peer in range(size)]
         deadline = time.monotonic() + timeout_s
-        while not store.check(keys):
+        while not keys.check(names):
             is_aborted = aborted.wait(POLL_S)
             if is_aborted or time.monotonic() > deadline:
-                absent = [peer for peer in range(size) if not store.check(keys[peer : peer + 1])]
+                absent = [peer for peer in range(size) if not keys.check(names[peer : peer + 1])]
                 when = "before it was aborted" if is_aborted else f"in {timeout_s:g} s"
                 raise PeersAbsent(f"ranks {absent} of {size} did not come {when}", absent)
-        return [store.get(key).decode() for key in keys]
+        return [secret.open(peer, keys.get(name).decode()) for peer, name in enumerate(names)]
 
-    return start(store, rank, size, timeout_s, exchange_addresses, host)
+    return start(keys, rank, size, timeout_s, exchange_addresses, secret, host)
 
 
 def _gloo(
@@ -203,11 +218,12 @@ def _gloo(
     size: int,
     timeout_s: float,
     exchange: ExchangeAddresses,
+    secret: GroupSecret,
     host: str,
 ) -> Transport:
-    device, (host, port) = listening_device(host)
+    device, own_address = listening_device(host)
     members = []
-    for address in exchange(f"{host} {port}"):
+    for address in exchange("{} {}".format(*own_address)):
         peer_host, _, peer_port = address.rpartition(" ")
         members.append((peer_host, int(peer_port)))
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
@@ -221,8 +237,31 @@ def _gloo(
             where = ", ".join(f"{peer} at {members[peer][0]}" for peer in absent)
             raise PeersAbsent(f"no connection to ranks {where}: {error}", absent) from error
         raise
+    transport = GlooTransport(backend, set(members), timeout_s)
+    _check_members(transport, rank, size, secret)
+    refuse_connections(own_address)
     backend.set_timeout(timedelta(seconds=timeout_s))
-    return GlooTransport(backend, set(members), timeout_s)
+    return transport
+
+
+def _check_members(transport: Transport, rank: int, size: int, secret: GroupSecret) -> None:
+    """Exchange tokens through the group. All ranks have formed it when this returns: none needs to
+    connect any more. Raises ForeignMember."""
+    own = torch.frombuffer(bytearray(secret.token(rank)), dtype=torch.uint8)
+    tokens = [torch.empty(TOKEN_BYTES, dtype=torch.uint8) for _ in range(size)]
+    allgather = transport.backend.allgather  # type: ignore[attr-defined]  # not in torch's stub
+    transport.wait(allgather([tokens], [own]))
+    foreign = [
+        peer
+        for peer, token in enumerate(tokens)
+        if not hmac.compare_digest(bytes(token.tolist()), secret.token(peer))
+    ]
+    if foreign:
+        transport.close()
+        raise ForeignMember(
+            f"ranks {foreign} of {size} do not know the secret of this group: a stranger reaches "
+            "the network of cluster.interface, see docs/security.md"
+        )
 
 
 def _answers(address: Address) -> bool:
@@ -242,6 +281,7 @@ def _nccl(
     size: int,
     timeout_s: float,
     exchange: ExchangeAddresses,
+    secret: GroupSecret,
     host: str,
 ) -> Transport:
     exchange(host)

@@ -89,6 +89,10 @@ class GroupPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The store of the workers of these engines; None if there is one engine."""
     keep_states: bool = False
     """True: all steps are done, slots and KV cache stay valid. False: all slots become empty."""
+    secret: bytes = b""
+    """What only the engine's own workers know (see `group_secret.py`)."""
+    expert_secret: bytes = b""
+    """What only the workers of the engines that share experts know."""
 
 
 class Regroup(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):

@@ -156,10 +156,9 @@ class Worker:
         moved = loaded = 0
         self.mesh.regroup(plan, store, expert_store)
         if self.config.parallel.expert:
+            count = self._count_progress if plan.engines > 1 else self._count_unless_aborted
             try:
-                moved, loaded = rebalance(
-                    self.model, self.mesh, self.config.model, self._count_progress
-                )
+                moved, loaded = rebalance(self.model, self.mesh, self.config.model, count)
             except BaseException:
                 self.mesh.abort()  # peers in a collective must not wait for this worker
                 raise
@@ -224,6 +223,14 @@ class Worker:
 
     def _count_progress(self) -> None:
         self._progress_counter += 1
+
+    def _count_unless_aborted(self) -> None:
+        """No peer waits for experts that an engine loads for itself alone, but it may be awaited in
+        a newer group."""
+        assert self.mesh is not None
+        if self.mesh.is_aborted:
+            raise GroupError("aborted while it loaded experts for itself")
+        self._count_progress()
 
     def _connect(self, address: tuple[str, int], absent: Sequence[int] = ()) -> dist.Store:
         """A client of the store at `address`, or the store that this worker hosts. Raises

@@ -19,6 +19,8 @@ from swell.cluster.client.request_history import RequestRecord
 
 ENGINES = "x-swell-engine"
 """The header that names the ranks that served, in order."""
+VERSION = "x-swell-version"
+"""The header that names the version of weights and limits that served."""
 Batches = AsyncIterator[OutputBatch]
 
 

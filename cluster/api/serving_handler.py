@@ -14,9 +14,10 @@ from starlette.requests import Request
 from swell.cluster.api.disconnect import run_until_disconnect
 from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.request_recorder import RequestRecorder
-from swell.cluster.api.response_writer import ENGINES, ResponseWriter, usage_of
+from swell.cluster.api.response_writer import ENGINES, VERSION, ResponseWriter, usage_of
 from swell.cluster.api.routing import json_response, request_id
 from swell.cluster.api.tracing.trace_context import trace_headers
+from swell.cluster.client.answer_version import AnswerVersion
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import Deadline
 from swell.cluster.client.merged_outputs import MergedOutputs
@@ -69,7 +70,7 @@ class ServingHandler:
                     sum(map(_tokens, prompts)),  # a token is written as fast as a byte is read
                     lambda: msgspec.json.encode(answer.full_response(prompts, usage)),
                 )
-                return json_response(whole, headers={ENGINES: outputs.served_ranks})
+                return json_response(whole, headers=_headers(outputs))
             # The status line waits for the first token: what fails before it has a status.
             await run_until_disconnect(request.receive, outputs.first())
             # The headers leave with the first token, and uvicorn sends no trailers: ranks that
@@ -78,7 +79,7 @@ class ServingHandler:
             events = answer.stream(
                 outputs, len(states), sent_engines=ranks, engines=lambda: outputs.served_ranks
             )
-            return EventStreamResponse(events, {ENGINES: ranks}, on_end=ending.pop_all().close)
+            return EventStreamResponse(events, _headers(outputs), on_end=ending.pop_all().close)
 
     async def _submit(
         self,
@@ -92,7 +93,7 @@ class ServingHandler:
         if this fails before its end. Other tasks run in between."""
         self._check_rank(request_params.data_parallel_rank)
         headers, id = trace_headers(request) or None, request_id(request)
-        work = 0
+        work, version = 0, AnswerVersion()
         for prompt in request_params.prompts:
             for child in request_params.children(id, prompt, trace_headers=headers):
                 states.append(
@@ -103,6 +104,7 @@ class ServingHandler:
                         child.child_index,
                         prompt=child.prompt_text,
                         text_start=request_params.text_start,
+                        answer_version=version,
                     )
                 )
                 record.journeys.append(states[-1].journey)
@@ -127,6 +129,11 @@ class ServingHandler:
         if rank is not None and active and rank not in active:
             problem = f"takes no requests; the engines are {active}"
             raise bad_value("data_parallel_rank", rank, problem)
+
+
+def _headers(outputs: MergedOutputs) -> dict[str, str]:
+    version = {VERSION: outputs.version} if outputs.version else {}
+    return {ENGINES: outputs.served_ranks, **version}
 
 
 def _tokens(output: RequestOutput) -> int:

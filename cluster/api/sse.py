@@ -55,10 +55,19 @@ class _Stream:
 
     def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
         self._empty = self._kind(id=id, created=created, model=model, choices=[])
-        head = {"id": id, "object": self._empty.object, "created": created, "model": model}
-        self._head = b"data: " + _encode(head)[:-1] + b',"choices":[{"index":'
+        self._head = self._make_head()
         self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._text_only_tail = b"," + _encode(TEXT_ONLY)[1:] + self._end
+
+    def _make_head(self) -> bytes:
+        """Everything before the number of a choice."""
+        return b"data: " + _encode(self._empty).removesuffix(b"]}") + b'{"index":'
+
+    def set_version(self, version: str) -> None:
+        """The version that gives the answer, once it is known; empty: it is unknown."""
+        if version:
+            self._empty = msgspec.structs.replace(self._empty, system_fingerprint=version)
+            self._head = self._make_head()
 
     def chunk(
         self,

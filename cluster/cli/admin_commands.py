@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 
 import msgspec
 
-from swell.cluster.api.admin.protocol import Accepted, ClusterState, DrainRequest, ScaleRequest
+from swell.cluster.api.admin.protocol import (
+    Accepted,
+    ClusterState,
+    DrainRequest,
+    ScaleRequest,
+    UpgradeRequest,
+)
 from swell.cluster.cli.console import print_table
 from swell.cluster.cli.http_client import Client, ServerError
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.configs.schema import load
 
 _POLL_S = 0.2
 _UNREACHABLE_S = 10.0
@@ -26,12 +35,24 @@ def status(args: argparse.Namespace) -> int:
         print(msgspec.json.format(msgspec.json.encode(state), indent=2).decode())
         return 0
     print(f"state {state.state}, {_summary(state)}, coordinator pid {state.coordinator.pid}")
-    print(_phase(state))
-    columns = ("engine", "state", "node", "pid", "running", "waiting", "KV cache", "steps")
+    for line in _notes(state):
+        print(line)
+    columns = (
+        "engine",
+        "state",
+        "version",
+        "node",
+        "pid",
+        "running",
+        "waiting",
+        "KV cache",
+        "steps",
+    )
     rows = [
         (
             engine.rank,
             engine.state,
+            engine.version,
             (engine.node or "-")[:12],
             engine.pid or "-",
             engine.running,
@@ -45,6 +66,32 @@ def status(args: argparse.Namespace) -> int:
     return 0
 
 
+def _notes(state: ClusterState) -> Iterator[str]:
+    """What happens, and what is wrong, one line each."""
+    if state.coordinator.error is not None:
+        yield f"coordinator: {state.coordinator.error}"
+    yield _phase(state)
+    if (missing := state.rescale).failures:
+        again = _next_try(missing.next_try_s or 0.0)
+        yield f"an engine is missing: {missing.failures} attempts failed, the next one {again}"
+    if (room := state.pending) is not None:
+        yield f"wait for room: engines {room.ranks} ({room.reason}); each asks for {room.bundles}"
+    if (load := state.autoscaling) is not None:
+        yield f"autoscaling: {load.min_engines} .. {load.max_engines} engines; {load.reason}"
+    for host in state.draining_nodes:
+        yield f"host {host.node[:12]} is taken away, engines there: {host.engines}"
+    if (left := state.leftovers) is not None:
+        again = _next_try(left.next_try_s)
+        text = f"left of ended engines: {left.names} ({left.reason})"
+        yield f"{text}; {left.failures} attempts to end it failed, the next one {again}"
+    error = f" ({state.upgrade.error})" if state.upgrade.error else ""
+    yield f"version {state.upgrade.version}, upgrade: {state.upgrade.phase}{error}"
+
+
+def _next_try(wait_s: float) -> str:
+    return f"in {wait_s:g} s" if wait_s else "is under way"
+
+
 def scale(args: argparse.Namespace) -> int:
     request = ScaleRequest(engines=args.engines, drain_timeout_s=args.drain_timeout)
     return _change(args, "/admin/scale", request)
@@ -52,6 +99,35 @@ def scale(args: argparse.Namespace) -> int:
 
 def drain(args: argparse.Namespace) -> int:
     return _change(args, "/admin/drain", DrainRequest(rank=args.rank))
+
+
+def upgrade(args: argparse.Namespace) -> int:
+    """Returns when all engines are of the new version. Raises ServerError if it is rolled back."""
+    config = load(args.config, dict(args.set))
+    request = UpgradeRequest(config=msgspec.to_builtins(config))
+    asyncio.run(_upgrade(Client(args.url, args.api_key), request))
+    return 0
+
+
+async def _upgrade(client: Client, request: UpgradeRequest) -> None:
+    accepted = await client.post("/admin/upgrade", request, Accepted)
+    if accepted.kept:
+        print(f"an upgrade does not change {', '.join(accepted.kept)}", flush=True)
+    started, reported = time.monotonic(), ""
+    while True:
+        state = await _get_state(client)
+        found, versions = state.upgrade, Counter(engine.version for engine in state.engines)
+        counts = ", ".join(f"{count} of {name}" for name, count in sorted(versions.items()))
+        line = f"upgrade to {found.version}: {found.phase}; engines: {counts}"
+        if line != reported:
+            print(f"[{time.monotonic() - started:5.1f} s] {line}", flush=True)
+            reported = line
+        match found.phase:
+            case "failed":
+                raise ServerError(f"the upgrade failed: {found.error}")
+            case "idle":
+                return
+        await asyncio.sleep(_POLL_S)
 
 
 def _change(args: argparse.Namespace, path: str, request: RequestBody) -> int:
@@ -104,8 +180,8 @@ async def _get_state(client: Client) -> ClusterState:
 
 
 def _phase(state: ClusterState) -> str:
-    error = f" ({state.rescale.error})" if state.rescale.error else ""
-    return f"change of engines: {state.rescale.phase}{error}"
+    reason = state.rescale.error or (state.pending.reason if state.pending else "")
+    return f"change of engines: {state.rescale.phase}{f' ({reason})' if reason else ''}"
 
 
 def _summary(state: ClusterState) -> str:

@@ -115,6 +115,7 @@ def _ray(address: str | None) -> Iterator[None]:
             namespace="swell",
             **quiet,
         )
+        ray_settings.protect_token()
         ray_settings.end_idle_daemons()
         yield
     finally:

@@ -54,6 +54,11 @@ def _drain(parser: argparse.ArgumentParser) -> None:
     _server(parser)
 
 
+def _upgrade(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    _server(parser)
+
+
 def _generate(parser: argparse.ArgumentParser) -> None:
     _config(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="+")
@@ -110,6 +115,11 @@ COMMANDS = {
     "status": Command("show a cluster", "swell.cluster.cli.admin_commands:status", _status),
     "scale": Command("grow or shrink a cluster", "swell.cluster.cli.admin_commands:scale", _scale),
     "drain": Command("take an engine out", "swell.cluster.cli.admin_commands:drain", _drain),
+    "upgrade": Command(
+        "replace the engines by those of another configuration, one by one",
+        "swell.cluster.cli.admin_commands:upgrade",
+        _upgrade,
+    ),
     "pause": Command("let all engines stop", "swell.cluster.cli.admin_commands:pause", _status),
     "resume": Command("let them go on", "swell.cluster.cli.admin_commands:resume", _status),
     "generate": Command(
@@ -125,7 +135,7 @@ COMMANDS = {
 }
 
 EXPECTED = (
-    "swell.configs.schema:ConfigError",
+    "swell.configs.section:ConfigError",
     "swell.cluster.cli.launch:StartupError",
     "swell.cluster.text.sampling_params:BadRequest",
     "swell.cluster.cli.http_client:ServerError",

@@ -7,7 +7,9 @@ death is noticed does not change: a process's socket closes, and Serve's health 
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 _SETTINGS = {
     # A replica that does not answer is stopped at once: requests that reach it wait.
@@ -48,6 +50,14 @@ def set_defaults() -> None:
     """Set variables that the user has not set. Call it before `ray.init`."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def protect_token() -> None:
+    """Take Ray's token, which Ray writes for everybody to read, away from other accounts. Call it
+    after `ray.init`."""
+    token = Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):  # there is none, or it is somebody else's
+        token.chmod(0o600)
 
 
 def end_idle_daemons() -> None:

@@ -4,10 +4,11 @@ whose engine cannot continue."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from swell.cluster.client.admission import Admission, TooManyWaiting
+from swell.cluster.client.answer_version import AnswerVersion
 from swell.cluster.client.deadline import RequestTimedOut
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.engine_core_client import ConnectEngines, EngineCallFailed, EngineCalls
@@ -71,7 +72,11 @@ class AsyncLLM:
         """When the newest view came."""
         self._log = StructuredLogger("cluster.ingress", client=self.client_index)
         self._processor = OutputProcessor(
-            detokenizer, stream_interval=config.serve.stream_interval, stats=metrics, clock=clock
+            detokenizer,
+            stream_interval=config.serve.stream_interval,
+            stats=metrics,
+            clock=clock,
+            on_error=self._log_error,
         )
         self._client = connect(
             self.client_index,
@@ -83,6 +88,7 @@ class AsyncLLM:
             on_messages_lost=self._on_messages_lost,
             on_unreachable=self._on_unreachable,
             engines_in_use=self._engines_in_use,
+            versions_in_use=self._versions_in_use,
             metrics=metrics,
         )
         self._calls = EngineCalls(self._client, clock)
@@ -140,10 +146,12 @@ class AsyncLLM:
         *,
         prompt: str | None = None,
         text_start: TextStart = TextStart.NEW_TEXT,
+        answer_version: AnswerVersion | None = None,
     ) -> RequestState:
         """Send a request, which gives answer number `index` to its prompt, to an engine, or keep
         it until there is one. Its outputs come into the state's queue. Raises NoEngine if there
-        never was an engine; if it raises, nothing of the request is kept."""
+        never was an engine; if it raises, nothing of the request is kept. `answer_version` is
+        shared by all requests that answer together."""
         if not self.has_seen_engine:
             raise NoEngine("no engine is ready yet")
         state = self._processor.add_request(
@@ -154,6 +162,7 @@ class AsyncLLM:
             prompt=prompt,
             index=index,
             text_start=text_start,
+            answer_version=answer_version,
         )
         try:
             self._placer.place(state)
@@ -207,6 +216,16 @@ class AsyncLLM:
         states = self._processor.request_states.values()
         return frozenset(state.engine for state in states if state.engine is not None)
 
+    def _versions_in_use(self) -> list[str]:
+        states = self._processor.request_states.values()
+        versions = {state.answer_version.required for state in states}
+        return sorted(version for version in versions if version)
+
+    def _log_error(self, state: RequestState) -> None:
+        """`/admin/requests/ID` takes the id, as long as the ingress remembers the request."""
+        reason = " ".join(str(state.stop_reason).split())
+        self._log.warning("request failed", id=state.external_id, reason=reason, ranks=state.ranks)
+
     def _on_outputs(self, message: EngineCoreOutputs) -> None:
         if message.utility_output is not None:
             self._calls.on_answer(message.utility_output)
@@ -225,9 +244,9 @@ class AsyncLLM:
     def _on_messages_lost(self, engine: EngineId) -> None:
         self._placer.migrate_all(engine, MigrationReason.MESSAGES_LOST)
 
-    def _on_unreachable(self, engines: frozenset[EngineId]) -> None:
+    def _on_unreachable(self, engines: Mapping[EngineId, str]) -> None:
         self._readiness.set_unreachable(engines)
-        self._placer.set_unreachable(engines)
+        self._placer.set_unreachable(frozenset(engines))
 
     def _fail(
         self,

@@ -68,6 +68,11 @@ class EngineConnection:
         """When the newest keep-alive that is known to have come was sent, or a later one."""
         self._asked_at = -float("inf")
         """When the last keep-alive was sent."""
+        self.num_unanswered = 0
+        """Keep-alives in a row without an answer: the engine is out of reach, or inside a step or
+        the forming of a group."""
+        self.waits_for_coordinator = False
+        """By its newest answer the engine computes nothing, and its coordinator is silent."""
         self._log = StructuredLogger("cluster.link", rank=member.rank)
         self._open()
 
@@ -83,8 +88,10 @@ class EngineConnection:
         received is known to have come."""
         if not self._outlet.is_connected():
             return now - self._reached_at
-        if self._confirmed != (self._sent, self._last_seq) or now >= self._asked_at + interval_s:
+        is_all_known = self._confirmed == (self._sent, self._last_seq) and not self.num_unanswered
+        if not is_all_known or now >= self._asked_at + interval_s:
             self._asked_at = now
+            self.num_unanswered += 1
             self._outlet.send(KeepAlive(self._sent))
         return 0.0
 
@@ -101,7 +108,8 @@ class EngineConnection:
 
     def _on_message(self, message: EngineAnswer) -> None:
         if isinstance(message, KeepAliveReply):
-            self._reached_at = self._asked_at
+            self._reached_at, self.num_unanswered = self._asked_at, 0
+            self.waits_for_coordinator = message.waits_for_coordinator
             if (message.sent, self._last_seq) != (message.received, message.seq):
                 self._replace("the counts differ")
             else:

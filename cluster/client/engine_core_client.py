@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Protocol
 
 import msgspec
@@ -45,10 +45,19 @@ _IDLE_KEEP_ALIVES = 4
 ingress that sends nothing."""
 
 
+_UNANSWERED_SHARE = 0.5
+"""Keep-alives in a row without an answer, in units of those in `silence_s`: more are not excused
+while the coordinator is silent."""
+_NOT_REACHED = "is not reached by this ingress"
+_WAITS = "waits for the coordinator, which is silent"
+_NO_ANSWER = "does not answer this ingress, and the coordinator is silent"
+
+
 OnView = Callable[[ClusterView, list[EngineId]], None]
 OnLoads = Callable[[list[EngineLoad]], None]
 EnginesInUse = Callable[[], Set[EngineId]]
-OnUnreachable = Callable[[frozenset[EngineId]], None]
+OnUnreachable = Callable[[Mapping[EngineId, str]], None]
+VersionsInUse = Callable[[], list[str]]
 
 
 class EngineCoreClient(Protocol):
@@ -83,6 +92,7 @@ class ConnectEngines(Protocol):
         on_messages_lost: OnMessagesLost,
         on_unreachable: OnUnreachable,
         engines_in_use: EnginesInUse,
+        versions_in_use: VersionsInUse,
         metrics: MetricsExchange,
     ) -> EngineCoreClient: ...
 
@@ -95,11 +105,14 @@ class AsyncEngineCoreClient:
     that have changed since, of engines of the newest view; `on_outputs` with each
     message of an engine; `on_messages_lost` where messages to or from an engine were lost, which
     has dropped its requests then, or will do so as soon as it can be reached; `on_unreachable` with
-    all engines that this ingress has not reached for `silence_s`, when they change.
+    all engines that this ingress cannot use, and why, when they change. It has not reached them for
+    `silence_s`, or they say that they wait for a silent coordinator. While the coordinator reports,
+    it finds engines that compute nothing; while it is silent, they are those that do not answer.
 
-    Every `heartbeat_s` the coordinator gets the newest epoch that was seen and the counters of this
-    ingress, and each engine that has something of it (`engines_in_use`) a keep-alive; other engines
-    get one before they forget it. The coordinator answers with the counters of all other
+    Every `heartbeat_s` the coordinator gets the newest epoch that was seen, the counters of this
+    ingress and the versions by which its answers have begun (`versions_in_use`), and each engine
+    that has something of it (`engines_in_use`) a keep-alive; other engines get one before they
+    forget it. The coordinator answers with the counters of all other
     ingresses (`metrics`). From the same message a coordinator that was started again at its address
     learns its subscribers, and the epoch from which to continue. What it sends about an older
     epoch is dropped; at the first message about a newer one whose view is missing, that view is
@@ -120,6 +133,7 @@ class AsyncEngineCoreClient:
         on_messages_lost: OnMessagesLost,
         on_unreachable: OnUnreachable,
         engines_in_use: EnginesInUse,
+        versions_in_use: VersionsInUse,
         metrics: MetricsExchange,
         ground: Ground = THREADS,
         find: FindCoordinator = find_nothing,
@@ -135,11 +149,14 @@ class AsyncEngineCoreClient:
         self._on_messages_lost = on_messages_lost
         self._on_unreachable = on_unreachable
         self._engines_in_use = engines_in_use
+        self._versions_in_use = versions_in_use
         self._metrics = metrics
         self._silence_s = silence_s
         self._idle_s = silence_s / _IDLE_KEEP_ALIVES
         self._connections: dict[EngineId, EngineConnection] = {}
-        self._unreachable: frozenset[EngineId] = frozenset()
+        self._unreachable: dict[EngineId, str] = {}
+        """Why they cannot be used."""
+        self._max_unanswered = _UNANSWERED_SHARE * silence_s / heartbeat_s
         self._roster = Roster()
         self._epoch_requested = 0
         """The newest of which the view was requested."""
@@ -173,7 +190,8 @@ class AsyncEngineCoreClient:
         while True:
             self._follow_coordinator()
             counts = self._metrics.counts()
-            self._outlet.send(Subscribe(self._client_index, self._roster.epoch, counts))
+            versions = self._versions_in_use()
+            self._outlet.send(Subscribe(self._client_index, self._roster.epoch, counts, versions))
             self._check_engines()
             await asyncio.sleep(self._heartbeat_s)
 
@@ -186,15 +204,27 @@ class AsyncEngineCoreClient:
         self._outlet = self._connect()
 
     def _check_engines(self) -> None:
-        now, in_use = self._ground.now(), self._engines_in_use()
-        unreachable = frozenset(
-            engine
-            for engine, connection in self._connections.items()
-            if connection.check(now, 0.0 if engine in in_use else self._idle_s) > self._silence_s
-        )
+        now, closely = self._ground.now(), self._engines_in_use() | self._unreachable.keys()
+        unreachable = {}
+        for engine, connection in self._connections.items():
+            unreached_s = connection.check(now, 0.0 if engine in closely else self._idle_s)
+            reason = _NOT_REACHED if unreached_s > self._silence_s else self._fault(engine)
+            if reason is not None:
+                unreachable[engine] = reason
         if unreachable != self._unreachable:
             self._unreachable = unreachable
             self._on_unreachable(unreachable)
+
+    def _fault(self, engine: EngineId) -> str | None:
+        """Why an engine that is connected cannot be used. One that did not answer while the
+        coordinator was silent has to answer first."""
+        connection = self._connections[engine]
+        if connection.waits_for_coordinator:
+            return _WAITS
+        is_suspect = self._finder.is_silent or engine in self._unreachable
+        if is_suspect and connection.num_unanswered > self._max_unanswered:
+            return _NO_ANSWER
+        return None
 
     def _on_message(self, message: IngressMessage) -> None:
         """A message that cannot be handled affects no other. Views are repeated with each

@@ -46,6 +46,11 @@ class MergedOutputs:
         return ",".join(map(str, ranks))
 
     @property
+    def version(self) -> str:
+        """That of the engines that served so far; empty: none has, or it is unknown."""
+        return self._states[0].answer_version.version or ""
+
+    @property
     def num_output_tokens(self) -> int:
         """Sampled so far by all requests."""
         return sum(parent.num_output_tokens for parent in self._parents)

@@ -13,7 +13,7 @@ from prometheus_client.utils import floatToGoString
 
 from swell.cluster.client.stats import IterationStats, StatsSink
 from swell.cluster.text.schema.known_fields import IGNORED_FIELDS
-from swell.coordinator.metrics_aggregator import add
+from swell.coordinator.metrics_aggregator import add, highest
 from swell.coordinator.wire import Counts
 from swell.engine.wire import FinishReason
 
@@ -99,7 +99,9 @@ class Counter:
 class PrometheusStats(StatsSink, Collector):
     """A `StatsSink` with a registry of its own, so that several may be in one process.
 
-    It exports the sum of its own counters and those of all other ingresses, as last received.
+    It exports the sum of its own counters and those of all other ingresses, as last received, and
+    nothing before it knows these: a counter that shrinks would look like a restart, and its whole
+    value like an increase.
     """
 
     def __init__(self) -> None:
@@ -141,7 +143,7 @@ class PrometheusStats(StatsSink, Collector):
         )
         own = [metric for metric in vars(self).values() if isinstance(metric, Histogram | Counter)]
         self._metrics = [*own, *self._of_request.values()]
-        self._other_counts: Counts = {}
+        self._other_counts: Counts | None = None
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -180,10 +182,13 @@ class PrometheusStats(StatsSink, Collector):
         return {metric.name: metric.numbers for metric in self._metrics}
 
     def set_other_counts(self, counts: Counts) -> None:
-        """The sum of those of all other ingresses."""
-        self._other_counts = counts
+        """The sum of those of all other ingresses. A coordinator that was restarted has forgotten
+        those that are gone: the sums stay until the others have counted as much."""
+        self._other_counts = highest(self._other_counts or {}, counts)
 
     def collect(self) -> Iterator[Metric]:
+        if self._other_counts is None:
+            return
         total = add(self.counts(), self._other_counts)
         for metric in self._metrics:
             yield metric.to_family(total[metric.name])

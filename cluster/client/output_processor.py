@@ -11,6 +11,7 @@ from itertools import zip_longest
 
 import msgspec
 
+from swell.cluster.client.answer_version import AnswerVersion
 from swell.cluster.client.logprobs_processor import LogprobsProcessor
 from swell.cluster.client.output_text import OutputText
 from swell.cluster.client.outputs import RequestOutput, RequestOutputCollector, RequestOutputKind
@@ -48,9 +49,11 @@ class OutputProcessor:
         stream_interval: int = 1,
         stats: StatsSink | None = None,
         clock: Callable[[], float] = THREADS.now,
+        on_error: Callable[[RequestState], None] = lambda _state: None,
     ) -> None:
         """`stream_interval`: tokens between two outputs of a request, at least; the parameters of a
-        request may set a larger one."""
+        request may set a larger one. `on_error` gets each request that ends with an error, whose
+        `stop_reason` says which."""
         self.request_states: dict[str, RequestState] = {}
         """Of all unfinished requests, by id."""
         self._detokenizer = detokenizer
@@ -58,6 +61,7 @@ class OutputProcessor:
         self._stream_interval = stream_interval
         self._stats = stats or StatsSink()
         self._clock = clock
+        self._on_error = on_error
 
     def add_request(
         self,
@@ -70,6 +74,7 @@ class OutputProcessor:
         index: int = 0,
         arrival_s: float | None = None,
         text_start: TextStart = TextStart.NEW_TEXT,
+        answer_version: AnswerVersion | None = None,
     ) -> RequestState:
         """Expect outputs of `request`. `prompt` is the text that was sent, if it was one;
         `arrival_s` is a reading of this processor's clock, where the request came earlier than
@@ -89,6 +94,7 @@ class OutputProcessor:
             index=index,
             stream_interval=max(self._stream_interval, params.stream_interval or 1),
             arrival_s=self._clock() if arrival_s is None else arrival_s,
+            answer_version=answer_version,
         )
         self.request_states[request.request_id] = state
         return state
@@ -162,6 +168,7 @@ class OutputProcessor:
 
         def fail(state: RequestState) -> Exception:
             state.finish_reason = reason
+            state.stop_reason = f"{type(error).__name__}: {error}"
             return error
 
         return self._end(list(self.request_states) if request_ids is None else request_ids, fail)
@@ -191,3 +198,5 @@ class OutputProcessor:
         reason, num_tokens = str(state.finish_reason), len(state.output_token_ids)
         state.journey.finish(now_s, *state.placement, reason, num_tokens)
         stats.finished.append(state.times.finish(reason, num_tokens, now_s))
+        if state.finish_reason is FinishReason.ERROR:
+            self._on_error(state)

@@ -143,6 +143,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
+    version: str = ""
+    """Of the engines that gave it; empty: unknown."""
     prompt_logprobs: LogprobTable | None = None
     """Of `prompt_token_ids`, if requested; the first has none. Of deltas, the first alone holds
     them."""
@@ -151,7 +153,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         """Merge a later output of the same answer into this one: deltas are joined, other kinds
         replaced."""
         self.finished = self.finished or newer.finished
-        self.num_cached_tokens = newer.num_cached_tokens
+        self.num_cached_tokens, self.version = newer.num_cached_tokens, newer.version
         if newer.prompt_logprobs is not None:
             self.prompt_logprobs = newer.prompt_logprobs
         if aggregate:

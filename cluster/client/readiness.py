@@ -9,6 +9,8 @@ that was stopped, or whose coordinator was, wakes to views of which the first is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from swell.cluster.client.engine_connection import EngineId
@@ -36,7 +38,7 @@ class ReadinessTracker:
         self._limit_s = stall_timeout_s
         self._monitor: ProgressMonitor[EngineId] = ProgressMonitor(stall_timeout_s)
         self._active: list[EngineId] = []
-        self._unreachable: frozenset[EngineId] = frozenset()
+        self._unreachable: Mapping[EngineId, str] = {}
         self._repairing: list[int] = []
         self._state = _SERVING
         self._forming_s: float | None = None
@@ -63,8 +65,8 @@ class ReadinessTracker:
         elif self._forming_s is None:
             self._forming_s = self._monitor.read(now)
 
-    def set_unreachable(self, engines: frozenset[EngineId]) -> None:
-        """This ingress does not reach these engines, whatever the coordinator reports."""
+    def set_unreachable(self, engines: Mapping[EngineId, str]) -> None:
+        """This ingress cannot use these engines, whatever the coordinator reports, and why."""
         self._unreachable = engines
 
     def check(self, now: float) -> ReadyState:
@@ -78,8 +80,8 @@ class ReadinessTracker:
             f"engine {rank} has work but made no progress for {time_s:.1f} s"
             for rank, time_s in stuck.items()
         ]
-        unreachable = [key.rank for key in self._active if key in self._unreachable]
-        reasons += [f"engine {rank} is not reached by this ingress" for rank in unreachable]
+        unreachable = {k.rank: self._unreachable[k] for k in self._active if k in self._unreachable}
+        reasons += [f"engine {rank} {reason}" for rank, reason in unreachable.items()]
         ranks = [k.rank for k in self._active if k.rank not in stuck and k.rank not in unreachable]
         is_silent = now - view_at > self._limit_s
         if self._forming_s is not None and not is_silent:

@@ -25,8 +25,9 @@ class RequestPlacer:
     Resumption: what an engine held that has left the roster, that replaces a worker while another
     one could compute, that dropped it, or whose messages were lost, is sent to another engine, or
     to the same again, as the next attempt, with the outputs that were already seen; that engine
-    recomputes them and continues. Without an engine a request waits: for `cluster.start_timeout_s`
-    if it had one, else for `serve.no_engine_timeout_s`.
+    recomputes them and continues. An answer that has begun continues on an engine of its version
+    alone. Without an engine a request waits: for `cluster.start_timeout_s` if it had one, else for
+    `serve.no_engine_timeout_s`.
     """
 
     def __init__(
@@ -66,11 +67,10 @@ class RequestPlacer:
     def on_view(self, view: ClusterView, lost: Sequence[EngineId]) -> None:
         """Route by the new view; then move the requests of lost engines, then those of engines that
         compute nothing, then place those that have no engine."""
-        before, self._roster = self._roster, view.roster
+        self._roster = view.roster
         self._router.update(view)
         for engine in lost:
-            was = before.find(*engine)
-            left = was is not None and was.state is MemberState.LEAVING
+            left = engine.incarnation in view.roster.left
             self.migrate_all(engine, MigrationReason.LEFT if left else MigrationReason.DIED)
         self._use_active_engines()
 
@@ -79,33 +79,33 @@ class RequestPlacer:
         self._router.update_loads(loads)
 
     def set_unreachable(self, engines: frozenset[EngineId]) -> None:
-        """This ingress does not reach these engines. They get no requests, and where another one
-        does, their requests continue there."""
+        """This ingress cannot use these engines. They get no requests, and if it can use another
+        one, their requests continue there."""
         self._unreachable = engines
         self._router.set_unreachable(engines)
         self._use_active_engines()
 
     def _use_active_engines(self) -> None:
-        if not self._router.active_ranks:
-            return
         for member in self._roster.members:
             if member.state is MemberState.REPAIRING:
-                self.migrate_all(EngineId.of(member), MigrationReason.REPAIRING)
+                self._migrate_where_possible(EngineId.of(member), MigrationReason.REPAIRING)
             elif self._unreachable and EngineId.of(member) in self._unreachable:
-                self.migrate_all(EngineId.of(member), MigrationReason.UNREACHABLE)
+                self._migrate_where_possible(EngineId.of(member), MigrationReason.UNREACHABLE)
         for request_id in self._queue.request_ids:
             self.place(self._processor.request_states[request_id])
 
     def place(self, state: RequestState) -> None:
         """Begin the request's next attempt, or keep the request until there is an engine. Attempts
-        after the first may run on any engine."""
-        request = state.request
+        after the first may run on any engine of the answer's version."""
+        request, version = state.request, state.answer_version.required
         try:
             route = self._router.choose(
                 request.request_id,
                 request.prompt_token_ids + state.output_token_ids,
                 salt=request.cache_salt,
-                rank=None if state.ranks else request.data_parallel_rank,
+                rank=None if state.ranks or version is not None else request.data_parallel_rank,
+                version=version,
+                max_tokens=request.max_tokens - len(state.output_token_ids),
             )
         except NoEngine as error:
             self._enqueue(state, str(error))
@@ -113,7 +113,7 @@ class RequestPlacer:
         member = self._roster.find(route.rank)
         assert member is not None, f"the router chose engine {route.rank}, which is not here"
         engine, now_s = EngineId.of(member), self._clock()
-        state.assign(engine, route, now_s)
+        state.assign(engine, member.version, route, now_s)
         state.journey.add(JourneyEventType.ROUTED, now_s, *state.placement)
         self._client.send(engine, state.engine_request())
         if state.attempt > 1:
@@ -123,6 +123,14 @@ class RequestPlacer:
         """Continue the requests of an engine elsewhere."""
         states = self._processor.request_states.values()
         self.migrate([state for state in states if state.engine == engine], reason)
+
+    def _migrate_where_possible(self, engine: EngineId, reason: MigrationReason) -> None:
+        """Continue those requests of an engine elsewhere for which there is another one."""
+        states = self._processor.request_states.values()
+        here = [state for state in states if state.engine == engine]
+        versions = {state.answer_version.required_elsewhere for state in here}
+        placeable = {version for version in versions if self._router.can_place(version)}
+        self.migrate([s for s in here if s.answer_version.required_elsewhere in placeable], reason)
 
     def migrate(self, states: Sequence[RequestState], reason: MigrationReason) -> None:
         """End the attempts of these requests, also in their engine if it is there, and place the

@@ -8,6 +8,7 @@ import sys
 
 from msgspec.structs import replace
 
+from swell.cluster.client.answer_version import AnswerVersion
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.journey import Journey
 from swell.cluster.client.logprobs_processor import LogprobsProcessor
@@ -50,7 +51,7 @@ class MigrationReason(enum.StrEnum):
     REPAIRING = "the engine replaces a worker"
     DROPPED = "the engine dropped it"
     MESSAGES_LOST = "messages to or from the engine were lost"
-    UNREACHABLE = "this ingress does not reach the engine"
+    UNREACHABLE = "the engine is out of reach, or waits for the coordinator"
 
 
 class RequestState:
@@ -78,10 +79,14 @@ class RequestState:
         index: int,
         stream_interval: int,
         arrival_s: float,
+        answer_version: AnswerVersion | None = None,
     ) -> None:
+        """`answer_version`: shared with other requests for the same answer."""
         self.request = request
+        self.answer_version = answer_version or AnswerVersion()
         self.request_id = request.request_id
-        self._external_id = request.external_req_id or request.request_id
+        self.external_id = request.external_req_id or request.request_id
+        """Of the HTTP request, in an ingress; several requests may be for one."""
         self.queue = queue
         """Where the outputs go; None: the caller of `OutputProcessor.process_outputs` gets them."""
         self.times = RequestTimes(len(request.prompt_token_ids), arrival_s)
@@ -134,9 +139,10 @@ class RequestState:
         """There is no engine for the request now."""
         self._placement = queued
 
-    def assign(self, engine: EngineId, route: Route, now_s: float) -> None:
-        """The attempt begins: the engine gets `engine_request()`."""
+    def assign(self, engine: EngineId, version: str, route: Route, now_s: float) -> None:
+        """The attempt begins: the engine, of this version, gets `engine_request()`."""
         self.release()
+        self.answer_version.begin(version)
         self._placement = route
         self.engine, self.started, self.unread = engine, False, False
         self.ranks.append(engine.rank)
@@ -172,6 +178,8 @@ class RequestState:
         """Leave the engine's load count, or the queue."""
         if self._placement is not None:
             self._placement.release()
+            if isinstance(self._placement, Route):
+                self.answer_version.end()
             self._placement = None
 
     def engine_request(self) -> EngineCoreRequest:
@@ -261,17 +269,19 @@ class RequestState:
             stop_reason=self.stop_reason,
         )
         return RequestOutput(
-            request_id=self._external_id,
+            request_id=self.external_id,
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=[completion],
             finished=finished,
             prompt=self._prompt,
             num_cached_tokens=self.num_cached_tokens,
+            version=self.answer_version.version or "",
             prompt_logprobs=self._logprobs.pop_prompt_logprobs(delta_only=is_delta),
         )
 
     def _on_first_token(self, num_cached_tokens: int) -> None:
         """Of an attempt. Cached tokens are those of the first one that gave a token."""
+        self.answer_version.on_token()
         if not self.output_token_ids:
             self.num_cached_tokens = num_cached_tokens
         came_s = self.times.last_token_s

@@ -27,8 +27,8 @@ from itertools import cycle, islice
 
 from swell.cluster.client.admission import Backlog
 from swell.cluster.client.engine_connection import EngineId
-from swell.cluster.client.hash_ring import HashRing
 from swell.cluster.client.prefix_index import PrefixIndex
+from swell.cluster.client.routable_engines import Candidates, RoutableEngines
 from swell.cluster.client.routed_engine import MAX_TRACKED_BLOCKS, Route, RoutedEngine
 from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineLoad
@@ -65,29 +65,23 @@ class Router:
         self._roster = Roster()
         self._engines: dict[int, RoutedEngine] = {}
         self._index = PrefixIndex()
-        self._active: list[int] = []
         self._unreachable: frozenset[EngineId] = frozenset()
-        self._set_routable()
+        self._routable = RoutableEngines(self._roster, self._unreachable)
         self._reported = _BacklogSum(RoutedEngine.waiting)
         self._own = _BacklogSum(RoutedEngine.own_waiting)
 
     @property
     def active_ranks(self) -> list[int]:
-        return self._routable
+        return self._routable.active.ranks
+
+    def can_place(self, version: str | None) -> bool:
+        """Whether an engine of this version, or of any, takes a request now."""
+        return bool(self._candidates(version, 0).ranks)
 
     def set_unreachable(self, engines: frozenset[EngineId]) -> None:
         """These engines get no requests; a successor at the rank of one does."""
         self._unreachable = engines
-        self._set_routable()
-
-    def _set_routable(self) -> None:
-        self._routable = [
-            rank
-            for rank in self._active
-            if EngineId(rank, self._engines[rank].incarnation) not in self._unreachable
-        ]
-        self._routable_set = frozenset(self._routable)
-        self._ring = HashRing(self._routable)
+        self._routable = RoutableEngines(self._roster, engines)
 
     def update(self, view: ClusterView) -> None:
         """Apply the roster and the load reports. An engine that was started again, or whose workers
@@ -124,8 +118,7 @@ class Router:
             gone.forget_all()
             self._reported.remove(gone)
             self._own.remove(gone)
-        self._active = [m.rank for m in roster.members if m.state is MemberState.ACTIVE]
-        self._set_routable()
+        self._routable = RoutableEngines(roster, self._unreachable)
 
     def choose(
         self,
@@ -134,18 +127,23 @@ class Router:
         *,
         salt: str | None = None,
         rank: int | None = None,
+        version: str | None = None,
+        max_tokens: int = 0,
     ) -> Route:
         """Choose an engine, and count the request's load there until the route is released. With
-        `rank`, that engine. Raises NoEngine."""
+        `rank`, that engine; with `version`, one that may continue an answer of it. `max_tokens`:
+        how many the answer may still get. Raises NoEngine."""
         active = self.active_ranks
         if rank is not None and rank not in active:
             raise NoEngine(f"engine {rank} takes no requests; active: {active}")
-        if not active:
-            raise NoEngine("no engine takes requests now")
+        candidates = self._candidates(version, len(token_ids) + max_tokens)
+        if not candidates.ranks:
+            which = "engine" if version is None else f"engine of version {version}"
+            raise NoEngine(f"no {which} takes requests now")
         block_hashes: list[bytes] = []
         extend_block_hashes(block_hashes, pack_tokens(token_ids), self._block_tokens, salt)
         if rank is None:
-            rank = self._pick(request_id, len(token_ids), block_hashes)
+            rank = self._pick(request_id, len(token_ids), block_hashes, candidates)
         engine = self._engines[rank]
         known = engine.cached_blocks(block_hashes)
         cached = known * self._block_tokens
@@ -162,11 +160,22 @@ class Router:
         """The same where reports are too old: what other ingresses have sent is not known."""
         return self._own.total(max_rows)
 
-    def _pick(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> int:
+    def _candidates(self, version: str | None, num_tokens: int) -> Candidates:
+        if version is not None:
+            return self._routable.of_version(version)
+        return self._routable.long_enough(num_tokens)
+
+    def _pick(
+        self,
+        request_id: str,
+        tokens: int,
+        block_hashes: Sequence[bytes],
+        candidates: Candidates,
+    ) -> int:
         """The best engine for a prompt of so many tokens, whose full blocks are `block_hashes`."""
-        longest = self._index.longest(block_hashes, self._routable_set)
+        longest = self._index.longest(block_hashes, candidates.as_set)
         conversation = block_hashes[longest] if longest < len(block_hashes) else request_id.encode()
-        considered = self._considered(conversation, block_hashes[:longest])
+        considered = self._considered(candidates, conversation, block_hashes[:longest])
         engines = {rank: self._engines[rank] for rank in considered}
         found = {rank: engine.cached_blocks(block_hashes) for rank, engine in engines.items()}
         diverges = any(
@@ -195,11 +204,13 @@ class Router:
             ),
         )
 
-    def _considered(self, conversation: bytes, prefix: Sequence[bytes]) -> list[int]:
+    def _considered(
+        self, candidates: Candidates, conversation: bytes, prefix: Sequence[bytes]
+    ) -> list[int]:
         """The engines that are scored; `prefix` is the longest that one of them holds."""
-        if len(self._routable) <= MAX_SCORED:
-            return self._routable
-        neighbours = self._ring.neighbours(conversation, CONSIDERED)
+        if len(candidates.ranks) <= MAX_SCORED:
+            return candidates.ranks
+        neighbours = candidates.ring.neighbours(conversation, CONSIDERED)
         if not prefix:
             return neighbours
         holders = self._index.holders(prefix[-1])
@@ -208,7 +219,7 @@ class Router:
             known = [*islice(cycle(holders), start, start + CONSIDERED)]
         else:
             known = [*holders]
-        return list(dict.fromkeys([*neighbours, *self._routable_set.intersection(known)]))
+        return list(dict.fromkeys([*neighbours, *candidates.as_set.intersection(known)]))
 
 
 class _BacklogSum:

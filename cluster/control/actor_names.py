@@ -7,15 +7,15 @@ stray.
     swell-app - engine - 3 - 0f3a..91 - 7c01d2e4
     namespace            rank  tag      start
 
-The tag is a digest of the configuration and of the coordinator's key: an engine with another one
-cannot be used here.
+The tag is a digest of the version and of the coordinator's key: an engine with another one cannot
+be used here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from swell.coordinator.roster import Roster
@@ -54,17 +54,17 @@ def is_group(text: str, namespace: str) -> bool:
     return parse(text, namespace) is not None or (rank != text and rank.isdecimal())
 
 
-def engine_tag(identity: str, coordinator: str) -> str:
-    """Of engines with this configuration whose coordinator has this public key."""
-    return hashlib.sha256(f"{identity} {coordinator}".encode()).hexdigest()[:_TAG_DIGITS]
+def engine_tag(version: str, coordinator: str) -> str:
+    """Of engines of this version whose coordinator has this public key."""
+    return hashlib.sha256(f"{version} {coordinator}".encode()).hexdigest()[:_TAG_DIGITS]
 
 
 def candidates(
-    actors: Iterable[str], groups: Collection[str], namespace: str, tag: str
+    actors: Iterable[str], groups: Collection[str], namespace: str, tags: Container[str]
 ) -> list[EngineName]:
-    """Engines that may be adopted: of our tag, and with their placement group."""
+    """Engines that may be adopted: with one of our tags, and with their placement group."""
     names = (parse(actor, namespace) for actor in actors if actor in groups)
-    return sorted(name for name in names if name is not None and name.tag == tag)
+    return sorted(name for name in names if name is not None and name.tag in tags)
 
 
 def find_strays(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 K = TypeVar("K")
@@ -15,9 +15,16 @@ Batch = dict[K, BaseException | None]
 """What was done, in the order of the jobs: None, or what it raised."""
 
 
-async def in_batches(jobs: Mapping[K, Coroutine[Any, Any, None]]) -> AsyncGenerator[Batch[K], None]:
+def _works(key: object) -> bool:
+    return False
+
+
+async def in_batches(
+    jobs: Mapping[K, Coroutine[Any, Any, None]], is_idle: Callable[[K], bool] = _works
+) -> AsyncGenerator[Batch[K], None]:
     """Run the jobs. What has succeeded waits for the others as long again as the first of it took,
-    and what fails never ends that wait. The jobs that are left are cancelled with the iterator."""
+    but not for those that are idle then: they wait for something else, perhaps without end. What
+    fails never ends that wait. The jobs that are left are cancelled with the iterator."""
     clock = asyncio.get_running_loop().time
     tasks = {asyncio.create_task(job): key for key, job in jobs.items()}
     pending, begun = set(tasks), clock()
@@ -32,7 +39,9 @@ async def in_batches(jobs: Mapping[K, Coroutine[Any, Any, None]]) -> AsyncGenera
             batch |= {tasks[task]: _raised(task) for task in tasks if task in done}
             if due is None and None in batch.values():
                 due = clock() + _AS_LONG_AGAIN * (clock() - begun)
-            if not pending or (due is not None and clock() >= due):
+            is_over = due is not None and clock() >= due
+            has_ready = None in batch.values()
+            if is_over or not pending or (has_ready and all(is_idle(tasks[t]) for t in pending)):
                 ended, batch, due = batch, {}, None
                 yield {key: ended[key] for key in tasks.values() if key in ended}
     finally:

@@ -13,7 +13,9 @@ from typing import TypeVar
 import msgspec
 
 from swell.cluster.control.ray_port import RayPort
+from swell.cluster.control.versions import UpgradeRecord
 from swell.coordinator.contact import CoordinatorEndpoint
+from swell.coordinator.wire import ManagerState, ScalingCounts
 
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
     owner: str = ""
     """The manager that took over last: it leads."""
     identity: str = ""
-    """Of the configuration that it manages; the rest is void for another one."""
+    """Of what no upgrade changes of its configuration; the rest is void for another one."""
     target: int = 0
     """Engines wanted; 0: unknown."""
     pause_requested: bool = False
@@ -40,11 +42,27 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
     """Grows with each manager that takes over."""
     number: int = 0
     """Grows with each change of what is wanted."""
+    upgrade: UpgradeRecord = UpgradeRecord()
+    """The versions of the engines."""
 
     @property
     def age(self) -> tuple[int, int]:
         """To be compared with that of a `ManagerState`: the greater one is newer."""
         return self.term, self.number
+
+    def manager_state(self, phase: str, scaling: ScalingCounts) -> ManagerState:
+        """What coordinator and engines keep of it."""
+        return ManagerState(
+            self.owner,
+            phase,
+            self.target,
+            self.pause_requested,
+            self.served,
+            self.data,
+            self.term,
+            self.number,
+            scaling,
+        )
 
 
 class CheckpointStore:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
+from swell.cluster.control.versions import UpgradeRecord
 from swell.configs.log import StructuredLogger
 from swell.coordinator.ground import Ground
 from swell.coordinator.wire import ManagerState
@@ -63,6 +64,7 @@ class CheckpointWriter:
                 kept.data,
                 kept.term,
                 kept.number,
+                previous.upgrade,
             )
         self._newest = ClusterCheckpoint(term=previous.term, number=previous.number)
         same = previous.data in (0, self._data)
@@ -120,7 +122,9 @@ class CheckpointWriter:
             was_away = False
             await asyncio.sleep(settle_s)
 
-    def make(self, target: int, pause_requested: bool, served: bool) -> ClusterCheckpoint:
+    def make(
+        self, target: int, pause_requested: bool, served: bool, upgrade: UpgradeRecord
+    ) -> ClusterCheckpoint:
         """The next one, or the newest if nothing has changed since."""
         before = self._newest
         wanted = ClusterCheckpoint(
@@ -132,6 +136,7 @@ class CheckpointWriter:
             self._data,
             before.term,
             before.number,
+            upgrade,
         )
         if wanted != before:
             self._newest = msgspec.structs.replace(wanted, number=before.number + 1)

@@ -37,8 +37,10 @@ def describe(
     error: str | None,
     trouble: Trouble | None,
     leftovers: Leftovers | None,
+    upgrade: Mapping[str, Any],
+    **scaling: Any,
 ) -> dict[str, Any]:
-    """`handles`: engines that serve or start, by rank."""
+    """`handles`: engines that serve or start, by rank. `scaling`: as `scaling_status.py` has it."""
     reports = {report.rank: report for report in view.reports}
     states = {member.rank: member.state for member in view.roster.members}
     return {
@@ -57,6 +59,7 @@ def describe(
             "failures": trouble.times if trouble else 0,
             "next_try_s": round(trouble.next_try_s, 1) if trouble else None,
         },
+        "upgrade": dict(upgrade),
         "leftovers": None
         if leftovers is None
         else {
@@ -65,6 +68,7 @@ def describe(
             "failures": leftovers.failures,
             "next_try_s": round(leftovers.next_try_s, 1),
         },
+        **scaling,
     }
 
 
@@ -73,6 +77,7 @@ def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> di
     return {
         "rank": handle.rank,
         "state": state,
+        "version": handle.version_name,
         "pid": handle.ready.pid if handle.ready else None,
         "node": handle.ready.node if handle.ready else None,
         "running": report.running,

@@ -153,6 +153,13 @@ def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfi
     return scale(state, fleet, state.change.target - 1, limits)
 
 
+def follow_load(state: ControlState, engines: int, limits: ClusterConfig) -> ControlState:
+    """The autoscaler wants another number. A start that fails ends no such change: it is tried
+    again, ever more slowly, for as long as the load wants it."""
+    change = Change(engines, engines, limits.drain_timeout_s, ChangeStage.REQUESTED)
+    return replace(state, change=change)
+
+
 def set_pause(state: ControlState, pause_requested: bool) -> ControlState:
     """Raises ScaleRefused."""
     if state.leadership is Leadership.DEPOSED:
@@ -238,10 +245,12 @@ def trouble(state: ControlState, fleet: FleetView, now: float) -> Trouble | None
 
 
 def phase(state: ControlState, fleet: FleetView, now: float) -> str:
-    """idle, prepare, commit, drain or failed, as `/admin/cluster` names them. It is failed while
-    nothing happens before the next attempt, too."""
+    """idle, pending, prepare, commit, drain or failed, as `/admin/cluster` names them. It is failed
+    while nothing happens before the next attempt, too."""
     if fleet.is_committing:
         return "commit"
+    if fleet.starting and fleet.starting == fleet.pending:
+        return "pending"
     if fleet.starting:
         return "prepare"
     if fleet.any_leaving:

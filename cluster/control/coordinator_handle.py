@@ -22,7 +22,7 @@ from swell.cluster.control.actor_errors import (
 )
 from swell.cluster.control.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray_port import Actor, RayPort
-from swell.configs.log import StructuredLogger
+from swell.configs.log import StructuredLogger, first_line
 from swell.configs.schema import Config
 from swell.coordinator.contact import CoordinatorContact
 from swell.coordinator.roster import Member, Roster
@@ -189,8 +189,15 @@ class CoordinatorHandle:
 
     async def _kill_if_unresponsive(self) -> None:
         """Kill it if it does not answer a second call: the caller that waited may have been stopped
-        itself. Its successor has as long to answer: it may be stopped, too."""
+        itself. Its successor has as long to answer: it may be stopped, too. A manager that does not
+        reach Ray's GCS is perhaps cut off, and kills nobody: Ray would do it much later, and end a
+        coordinator that serves."""
         async with self._probe_lock:
+            try:
+                await self._checkpoints.read()
+            except Exception as error:
+                self._log.warning("coordinator is silent, and so is Ray", error=first_line(error))
+                return
             try:
                 limit_s = 1.0 + 2 * self._config.cluster.heartbeat_s
                 await asyncio.wait_for(self._send("probe"), limit_s)

@@ -9,6 +9,7 @@ from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.engine_handle import EngineHandle
 from swell.cluster.control.fleet_view import Intent
 from swell.configs.log import StructuredLogger
+from swell.configs.schema import MAX_DRAIN_S
 
 _IDLE_POLLS = 2
 """A request may be on its way when the first is taken."""
@@ -27,6 +28,9 @@ class Drain:
     ) -> None:
         self._load_report_s, self._coordinator = load_report_s, coordinator
         self._engines, self._detach = engines, detach
+        self.held: Mapping[int, bool] = {}
+        """Ranks whose answers could continue on no other engine, and whether some would have to: no
+        drain time ends these. Replaced whole."""
         self._log = StructuredLogger("cluster.drain")
 
     @property
@@ -57,11 +61,18 @@ class Drain:
                 marked |= {handle.name for handle in fresh}
                 await self._mark(fresh)
             now = _now()
-            due = [h for h in leaving if h.idle_polls >= _IDLE_POLLS or now >= h.leave_deadline_s]
+            due = [handle for handle in leaving if self._is_due(handle, now)]
             if due:
                 await self._detach(due)
             else:
                 await self._poll(leaving)
+
+    def _is_due(self, handle: EngineHandle, now: float) -> bool:
+        is_idle = handle.idle_polls >= _IDLE_POLLS
+        is_needed = self.held.get(handle.rank)
+        if is_needed is None:
+            return is_idle or now >= handle.leave_deadline_s
+        return (is_idle and not is_needed) or now >= handle.left_at + MAX_DRAIN_S
 
     async def _mark(self, handles: list[EngineHandle]) -> None:
         """They get no more requests. The time until then is none of theirs."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.ray_port import Actor, Group
+from swell.cluster.control.versions import Version
 from swell.coordinator.roster import Member
 from swell.coordinator.wire import EngineReport
 from swell.engine.ready import EngineReady
@@ -20,6 +21,13 @@ class StartFailed(RuntimeError):
         self.permanent = permanent
 
 
+class NoRoom(StartFailed):
+    """There was no room for an engine: nothing of it was started."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, permanent=False)
+
+
 @dataclass(eq=False)
 class EngineHandle:
     """One engine that was placed, or is about to be."""
@@ -27,11 +35,17 @@ class EngineHandle:
     rank: int
     name: str = ""
     """Of this start alone."""
+    version: Version | None = None
+    """What it runs; None: unknown."""
+    is_extra: bool = False
+    """It starts beside those that are wanted, for an upgrade."""
     actor: Actor | None = None
     group: Group | None = None
     in_doubt: bool = False
     """Ray was called to make or to end something of it, and has not answered."""
     ready: EngineReady | None = None
+    waits_for_room: str | None = None
+    """Why it cannot be placed yet; None: it is, or is about to be."""
     starting: asyncio.Task[None] | None = None
     """Until it is ready."""
     intent: Intent = Intent.STAY
@@ -56,7 +70,7 @@ class EngineHandle:
     @property
     def leaving(self) -> bool:
         """It takes no new requests, and is to end; one that is starting is not wanted any more."""
-        return self.intent is not Intent.STAY
+        return self.intent in (Intent.LEAVE, Intent.DRAIN)
 
     def on_poll(self, report: EngineReport | None) -> None:
         """Count how often in a row it has no requests. `report`: its newest, which counts if it was
@@ -64,6 +78,10 @@ class EngineHandle:
         is_new = report is not None and report.roster_epoch >= self.left_epoch
         is_busy = report is None or report.running + report.waiting > 0
         self.idle_polls = self.idle_polls + 1 if is_new and not is_busy else 0
+
+    @property
+    def version_name(self) -> str:
+        return "" if self.version is None else self.version.name
 
     @property
     def member(self) -> Member:
@@ -78,4 +96,5 @@ class EngineHandle:
             incarnation=self.ready.incarnation,
             store=self.ready.store,
             num_blocks=limits.num_blocks,
+            version=self.version_name,
         )

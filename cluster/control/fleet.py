@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from swell.cluster.control.actor_errors import ActorRaised
@@ -18,6 +18,7 @@ from swell.cluster.control.drain import Drain
 from swell.cluster.control.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
 from swell.cluster.control.placement import Placement
+from swell.cluster.control.versions import Version
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.roster import MemberState
@@ -39,8 +40,8 @@ class Fleet:
         config: ClusterConfig,
         coordinator: CoordinatorHandle,
         placement: Placement,
-        *,
         on_death: OnDeath,
+        *,
         on_change: Callable[[], None],
     ) -> None:
         self.engines: dict[int, EngineHandle] = {}
@@ -52,8 +53,9 @@ class Fleet:
         """A task drains the engines that leave."""
         self._config = config
         self._coordinator, self._placement = coordinator, placement
-        self._on_death, self._on_change = on_death, on_change
+        self._on_death, self.on_change = on_death, on_change
         self._drain = Drain(config.load_report_s, coordinator, self.engines, self._detach)
+        self._vacating: frozenset[int] = frozenset()
         self._num_stalled_seen = 0
         """Entries of `Membership.stalled_engines` that were handled."""
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -72,7 +74,17 @@ class Fleet:
             (Place.ENDING, self.ending),
         )
         found = [
-            EngineStatus(rank, place, handle.intent, handle.in_transition)
+            EngineStatus(
+                rank,
+                place,
+                handle.intent,
+                handle.in_transition,
+                waits_for_room=handle.waits_for_room is not None,
+                node=handle.ready.node if handle.ready else None,
+                version=handle.version_name,
+                is_extra=handle.is_extra,
+                is_vacating=rank in self._vacating and handle.leaving,
+            )
             for place, table in tables
             for rank, handle in table.items()
         ]
@@ -82,10 +94,10 @@ class Fleet:
 
     # ---------------------------------------------------------------- starting
 
-    async def adopt(self) -> list[EngineHandle]:
-        """Take over the engines that an earlier manager left. Returns those that still have to
-        load or to join: they are in `starting`, for `grow`."""
-        serving, newcomers = await self._placement.adopt()
+    async def adopt(self, versions: Sequence[Version]) -> list[EngineHandle]:
+        """Take over the engines of these versions that an earlier manager left. Returns those that
+        still have to load or to join: they are in `starting`, for `grow`."""
+        serving, newcomers = await self._placement.adopt(versions)
         for handle in serving:
             self._add_engine(handle)
             self._watch(handle)
@@ -94,9 +106,9 @@ class Fleet:
         self.starting.update({handle.rank: handle for handle in newcomers})
         return newcomers
 
-    def add_starting(self, ranks: Iterable[int]) -> list[EngineHandle]:
-        """New engines, for `grow`."""
-        handles = [self._placement.plan(rank) for rank in ranks]
+    def add_starting(self, versions: Mapping[int, Version]) -> list[EngineHandle]:
+        """New engines, for `grow`, by rank."""
+        handles = [self._placement.plan(rank, version) for rank, version in versions.items()]
         self.starting.update({handle.rank: handle for handle in handles})
         return handles
 
@@ -108,8 +120,9 @@ class Fleet:
         those that were cancelled."""
         failures: dict[int, BaseException] = {}
         by_rank = {handle.rank: handle for handle in handles}
-        jobs = in_batches({rank: self._prepare(handle) for rank, handle in by_rank.items()})
-        async with contextlib.aclosing(jobs) as batches:
+        jobs = {rank: self._prepare(handle) for rank, handle in by_rank.items()}
+        prepared = in_batches(jobs, lambda rank: by_rank[rank].waits_for_room is not None)
+        async with contextlib.aclosing(prepared) as batches:
             async for batch in batches:
                 failures |= {rank: error for rank, error in batch.items() if error}
                 ready = [by_rank[rank] for rank, error in batch.items() if error is None]
@@ -118,17 +131,26 @@ class Fleet:
         failures = {rank: why for rank, why in failures.items() if not by_rank[rank].leaving}
         for rank in failures:
             del self.starting[rank]
-        self._on_change()
+        self.on_change()
         return failures
 
     async def _join_batch(self, handles: list[EngineHandle]) -> dict[int, BaseException]:
         """They serve then, but for those that were cancelled before it began, and for those that
         have failed: why, by rank."""
+        handles = [handle for handle in handles if not handle.leaving]
         for handle in handles:
             self._watch(handle)
         async with self.group_change_lock:
             handles = [handle for handle in handles if not handle.leaving]
-            failures = await self._join(handles) if handles else {}
+            failures: dict[int, BaseException] = {
+                handle.rank: StartFailed(
+                    f"it ended before it joined: {handle.ended}", permanent=False
+                )
+                for handle in handles
+                if handle.ended is not None
+            }
+            living = [handle for handle in handles if handle.rank not in failures]
+            failures |= await self._join(living) if living else {}
         for handle in handles:
             if handle.rank not in failures:
                 del self.starting[handle.rank]
@@ -162,7 +184,7 @@ class Fleet:
                 await self._placement.end(handle)
         finally:
             del self.starting[handle.rank]
-            self._on_change()
+            self.on_change()
 
     async def _join(self, handles: list[EngineHandle]) -> dict[int, BaseException]:
         """Returns why those that have not joined did not, by rank; their group forms without them.
@@ -179,14 +201,16 @@ class Fleet:
         """The place of the engines in the roster changes meanwhile."""
         for handle in handles:
             handle.in_transition = True
-        self._on_change()
+        self.on_change()
         try:
             yield
         finally:
             for handle in handles:
                 handle.in_transition = False
+            self.on_change()
 
     def _add_engine(self, handle: EngineHandle) -> None:
+        handle.is_extra = False
         handle.joined_at = asyncio.get_running_loop().time()
         self.engines[handle.rank] = handle
         if handle.ended is not None:
@@ -202,6 +226,18 @@ class Fleet:
     def shorten_drain(self, timeout_s: float) -> None:
         """Engines that leave have no longer than this from now on, unless they were named."""
         self._drain.shorten(timeout_s)
+
+    def move(self, rank: int) -> None:
+        """Its host goes away: another one is started in its place."""
+        self.engines[rank].intent = Intent.MOVE
+
+    def stay(self, rank: int) -> None:
+        """Its host stays."""
+        self.engines[rank].intent = Intent.STAY
+
+    def set_replaced(self, held: Mapping[int, bool], vacating: frozenset[int]) -> None:
+        """Of the engines that leave: see `Drain.held`, and `EngineStatus.is_vacating`."""
+        self._drain.held, self._vacating = held, vacating
 
     def keep(self, rank: int) -> None:
         """It was leaving, and is wanted again."""
@@ -222,7 +258,7 @@ class Fleet:
             raise
         finally:
             self._draining = False
-            self._on_change()
+            self.on_change()
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Until no engine has requests left, or the time is over."""
@@ -309,7 +345,7 @@ class Fleet:
         self.ending[rank] = self.engines.pop(rank)
         lived_s = asyncio.get_running_loop().time() - handle.joined_at - stopped_s
         self._log.warning("engine died", rank=rank, reason=why, lived_s=round(lived_s, 1))
-        if not handle.leaving:
+        if handle.intent is Intent.STAY:
             self._on_death(rank, lived_s, why)
         try:
             await self._coordinator.remove_failed([rank])
@@ -318,7 +354,13 @@ class Fleet:
                 await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))
             finally:  # an engine that could not be ended must not count for ever
                 del self.ending[rank]
-                self._on_change()
+                self.on_change()
+
+    async def starting_texts(self) -> list[str]:
+        """What newcomers are busy with, for people who wait for them."""
+        starting = sorted(self.starting.items())
+        texts = await asyncio.gather(*(self._placement.status(handle) for _, handle in starting))
+        return [f"engine {rank}: {text}" for (rank, _), text in zip(starting, texts, strict=True)]
 
     async def refresh(self, reports: list[EngineReport]) -> None:
         """Read the workers of engines that have replaced some."""
@@ -342,7 +384,7 @@ class Fleet:
                 await work
             except Exception as error:
                 self._log.error("failed", error=f"{type(error).__name__}: {error}")
-                self._on_change()
+                self.on_change()
 
         task = asyncio.create_task(run())
         self._tasks[task] = None

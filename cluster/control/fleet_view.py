@@ -21,6 +21,9 @@ class Intent(enum.Enum):
     """What the manager has decided about an engine."""
 
     STAY = "stay"
+    MOVE = "move"
+    """Its host goes away: it serves on, and does not count, until its replacement serves or its
+    time is nearly over."""
     LEAVE = "leave"
     """There are more than the target: it may be kept, if the target grows again."""
     DRAIN = "drain"
@@ -34,6 +37,19 @@ class EngineStatus:
     intent: Intent = Intent.STAY
     in_transition: bool = False
     """A change of its place in the roster is under way: it is neither kept nor cancelled."""
+    waits_for_room: bool = False
+    """It starts when the Ray cluster has room for it."""
+    node: str | None = None
+    """Where it serves; None: it starts."""
+    version: str = ""
+    is_extra: bool = False
+    """It starts beside those that are wanted, and counts when it serves."""
+    is_vacating: bool = False
+    """It leaves, and counts until it has gone: another one takes its place."""
+
+    @property
+    def is_present(self) -> bool:
+        return self.is_vacating or (self.intent is Intent.STAY and not self.is_extra)
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,11 @@ class FleetView:
         return self._ranks(Place.STARTING)
 
     @property
+    def pending(self) -> list[int]:
+        """Those of them that wait for room."""
+        return [e.rank for e in self.engines if e.waits_for_room and e.intent is Intent.STAY]
+
+    @property
     def any_leaving(self) -> bool:
         return any(engine.intent is not Intent.STAY for engine in self.engines)
 
@@ -67,7 +88,11 @@ class FleetView:
     def num_present(self) -> int:
         """Engines that count towards the target. One that has died counts until its rank is free
         for its replacement."""
-        return sum(engine.intent is Intent.STAY for engine in self.engines)
+        return sum(engine.is_present for engine in self.engines)
+
+    def of(self, place: Place) -> list[EngineStatus]:
+        """Engines in that place that do not leave."""
+        return [e for e in self.engines if e.place is place and e.intent is Intent.STAY]
 
     @property
     def can_be_kept(self) -> list[int]:
@@ -88,4 +113,5 @@ class FleetView:
         self, place: Place, intent: Intent = Intent.STAY, *, may_be_moving: bool = True
     ) -> list[int]:
         found = (e for e in self.engines if e.place is place and e.intent is intent)
-        return [engine.rank for engine in found if may_be_moving or not engine.in_transition]
+        counted = (engine for engine in found if not engine.is_extra)
+        return [engine.rank for engine in counted if may_be_moving or not engine.in_transition]

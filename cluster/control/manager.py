@@ -38,9 +38,11 @@ from swell.cluster.control.control_state import (
     StartFailure,
 )
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.elasticity import Elasticity
 from swell.cluster.control.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.fleet import Fleet
 from swell.cluster.control.placement import Placement
+from swell.cluster.control.upgrader import Upgrader
 from swell.configs.log import StructuredLogger
 from swell.configs.process import exit_on_error_async
 from swell.configs.schema import Config
@@ -49,10 +51,9 @@ from swell.coordinator.roster import Roster
 from swell.coordinator.service import Membership, NotLeading
 from swell.coordinator.wire import ClusterView, ManagerState
 
-_VIEW_TIMEOUT_S = 2.0
-"""How long a description waits for the coordinator before it gives what was known last."""
-_LEADER_TIMEOUT_S = 2.0
-"""How long a pause waits for the answer whether another manager has taken over."""
+_ANSWER_TIMEOUT_S = 2.0
+"""How long a description waits for the coordinator before it gives what was known last, and a pause
+for the answer whether another manager has taken over."""
 _PAUSE_S = 1.0
 """After something failed that is tried again."""
 
@@ -67,7 +68,9 @@ class ClusterManager:
         placement: Placement,
         checkpoints: CheckpointStore,
         ground: Ground,
+        identity: str,
     ) -> None:
+        """`identity`: of the configuration as it was given; see `configs/identity.py`."""
         self._limits = config.cluster
         self._coordinator = coordinator
         self._placement = placement
@@ -80,11 +83,11 @@ class ClusterManager:
         placement.may_end = partial(self._checkpoints.confirm_leader, self._limits.stall_timeout_s)
         self._wake = asyncio.Event()
         self._fleet = Fleet(
-            config.cluster,
-            coordinator,
-            placement,
-            on_death=self._on_death,
-            on_change=self._wake.set,
+            config.cluster, coordinator, placement, self._on_death, on_change=self._wake.set
+        )
+        self.upgrader = Upgrader(identity, config, self._fleet, placement)
+        self._elasticity = Elasticity(
+            config, self._fleet, placement, lambda: (self.target, self.upgrader.wanted.config)
         )
         self._state: ControlState = control_state.initial(config)
         self._view = ClusterView(Roster())
@@ -103,9 +106,10 @@ class ClusterManager:
                 is_paused=self._view.state == "paused",
                 limits=self._limits,
             )
+            self.upgrader.take_over(previous.upgrade)
             await self.save()
             await self._coordinator.take_over(self._manager_state)
-            newcomers = await self._fleet.adopt()
+            newcomers = await self.upgrader.adopt(self.target)
             if not previous.target:
                 self._state = control_state.adopt(self._state, self._fleet.view(), self._limits)
             if newcomers:
@@ -114,6 +118,7 @@ class ClusterManager:
                 (self._reconcile_forever, "reconcile"),
                 (self._watch_membership_forever, "membership"),
                 (self._placement.strays.collect_forever, "strays"),
+                (self._elasticity.follow_nodes_forever, "nodes"),
             ):
                 self._fleet.spawn(exit_on_error_async(loop, f"manager: {name}"))
 
@@ -157,12 +162,20 @@ class ClusterManager:
         ScaleRefused; the state is then unchanged."""
         async with self._scale_lock:
             grows = engines > len(self._fleet.view().staying)
-            reason = await self._placement.refusal(engines) if grows else None
+            reason = await self._placement.refusal(self.upgrader.wanted, engines) if grows else None
             fleet = self._fleet.view()
             state = control_state.scale(self._state, fleet, engines, self._limits, drain_timeout_s)
             if reason is not None:
                 raise ScaleRefused(reason)
             self._begin(state)
+
+    async def upgrade(self, identity: str, config: Config) -> None:
+        """Replace all engines by those of another configuration, one after the other. Returns when
+        that outlives this manager. Raises ScaleRefused."""
+        try:
+            await self.upgrader.begin(identity, config, self.target, self.save)
+        finally:  # one that failed was perhaps written
+            self._wake.set()
 
     def drain(self, rank: int) -> None:
         """Take one engine out; the target falls with it. Raises ScaleRefused."""
@@ -181,28 +194,26 @@ class ClusterManager:
         """Let all engines keep their requests and compute nothing. A change that is under way goes
         on: newcomers are paused as they join, and engines that leave hand over what they have.
         Raises ScaleRefused if another manager has taken over."""
-        await self._set_pause(True)
-        await self._apply_pause(self._coordinator.pause)
+        await self._set_pause(True, self._coordinator.pause)
 
     async def resume(self) -> None:
         """Raises ScaleRefused if another manager has taken over."""
-        await self._set_pause(False)
-        await self._apply_pause(self._coordinator.resume)
+        await self._set_pause(False, self._coordinator.resume)
 
-    async def _apply_pause(self, call: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await call()
-        except NotLeading:  # another manager has taken over since that was looked up
-            raise ScaleRefused(control_state.TAKEN_OVER) from None
-
-    async def _set_pause(self, pause_requested: bool) -> None:
+    async def _set_pause(
+        self, pause_requested: bool, command: Callable[[], Awaitable[None]]
+    ) -> None:
         is_leader = True
         with contextlib.suppress(TimeoutError):  # then no successor can take over either
-            is_leader = await asyncio.wait_for(self._checkpoints.is_leader(), _LEADER_TIMEOUT_S)
+            is_leader = await asyncio.wait_for(self._checkpoints.is_leader(), _ANSWER_TIMEOUT_S)
         if not is_leader:
             raise ScaleRefused(control_state.TAKEN_OVER)
         self._state = control_state.set_pause(self._state, pause_requested)
         self._wake.set()
+        try:
+            await command()
+        except NotLeading:  # another manager has taken over since that was looked up
+            raise ScaleRefused(control_state.TAKEN_OVER) from None
 
     async def save(self) -> None:
         """Returns when the newest request outlives this manager. Raises ScaleRefused if another one
@@ -211,7 +222,8 @@ class ClusterManager:
             raise ScaleRefused(control_state.TAKEN_OVER)
 
     def _checkpoint(self) -> ClusterCheckpoint:
-        return self._checkpoints.make(self.target, self.pause_requested, self._state.has_served)
+        served, record = self._state.has_served, self.upgrader.record
+        return self._checkpoints.make(self.target, self.pause_requested, served, record)
 
     # ---------------------------------------------------------------- what operators see
 
@@ -236,7 +248,7 @@ class ClusterManager:
         """The body of `GET /admin/cluster`."""
         silence = None
         try:
-            self._view = await asyncio.wait_for(self._coordinator.view(), _VIEW_TIMEOUT_S)
+            self._view = await asyncio.wait_for(self._coordinator.view(), _ANSWER_TIMEOUT_S)
         except Exception as error:  # it is stopped, or was lost and is made anew
             silence = f"it does not answer ({type(error).__name__}); it is called again and again"
             self._log.warning("the coordinator does not answer", error=type(error).__name__)
@@ -250,6 +262,8 @@ class ClusterManager:
             error=self.error,
             trouble=self.trouble,
             leftovers=self._placement.strays.leftovers(),
+            **self._elasticity.describe(),
+            upgrade=self.upgrader.describe(),
         )
 
     async def not_ready_reason(self) -> tuple[str, bool]:
@@ -258,12 +272,8 @@ class ClusterManager:
         trouble = self.trouble
         if trouble is not None and trouble.exhausted and not self._state.has_served:
             return trouble.reason, True
-        starting = sorted(self._fleet.starting.items())
-        texts = await asyncio.gather(*(self._placement.status(handle) for _, handle in starting))
-        lines = [f"engine {rank}: {text}" for (rank, _), text in zip(starting, texts, strict=True)]
-        if self.error is not None:
-            lines.append(self.error)
-        return "; ".join(lines) or "the first engine", False
+        texts = [*await self._fleet.starting_texts(), self.error]
+        return "; ".join(filter(None, texts)) or "the first engine", False
 
     # ---------------------------------------------------------------- what is wanted, what is
 
@@ -283,9 +293,10 @@ class ClusterManager:
 
     def _reconcile(self) -> float | None:
         """Begin what is missing. Returns when to plan again if nothing happens."""
+        extra_wait_s = self.upgrader.reconcile(self._state.change, self._grow)
         self._state, plan = control_state.plan(self._state, self._fleet.view(), self._now())
         self._execute(plan)
-        return plan.wait_s
+        return min(filter(None, (plan.wait_s, extra_wait_s)), default=None)
 
     def _execute(self, plan: Plan) -> None:
         for rank in plan.keep:
@@ -295,7 +306,7 @@ class ClusterManager:
         for rank in plan.leave:
             self._fleet.leave(rank, self._state.change.drain_timeout_s)
         if plan.start:
-            handles = self._fleet.add_starting(plan.start)
+            handles = self._fleet.add_starting(self.upgrader.versions_of(plan.start))
             self._fleet.spawn(self._grow(handles, is_requested=plan.is_requested))
         self._fleet.drain()
 
@@ -303,11 +314,9 @@ class ClusterManager:
         if not await self._checkpoints.is_leader():
             await self._step_down()
             return
-
-        def on_joined(ranks: list[int]) -> None:
-            self._on_starts(ranks, {}, is_requested=is_requested)
-
+        on_joined = partial(self._on_starts, failures={}, is_requested=is_requested)
         errors = await self._fleet.grow(handles, on_joined)
+        errors = self.upgrader.take_failures(handles, errors, self.target)
         failures = {}
         for rank, error in errors.items():
             self._log.error("engine did not start", rank=rank, error=str(error))
@@ -339,17 +348,7 @@ class ClusterManager:
 
     @property
     def _manager_state(self) -> ManagerState:
-        wanted = self._checkpoint()
-        return ManagerState(
-            wanted.owner,
-            self.phase,
-            wanted.target,
-            wanted.pause_requested,
-            wanted.served,
-            wanted.data,
-            wanted.term,
-            wanted.number,
-        )
+        return self._checkpoint().manager_state(self.phase, self._elasticity.counts())
 
     @property
     def _leads(self) -> bool:
@@ -388,6 +387,8 @@ class ClusterManager:
         if now.manager_state.owner not in ("", self._checkpoints.owner):
             await self._step_down()
             return
+        if self.upgrader.set_needed(now.versions):
+            self._wake.set()
         if now.manager_state != self._manager_state:
             self._coordinator.save_manager_state(self._manager_state)
         if self.pause_requested and now.view.state == "serving":
@@ -395,3 +396,5 @@ class ClusterManager:
         if not self.pause_requested and now.view.state == "paused":
             await self._coordinator.resume()
         await self._fleet.compare(now)
+        if (state := self._elasticity.follow_load(now, self._state)) is not None:
+            self._begin(state)

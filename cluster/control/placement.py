@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from swell.cluster.control import actor_names, room
 from swell.cluster.control.actor_errors import (
@@ -15,10 +15,11 @@ from swell.cluster.control.actor_errors import (
 )
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
-from swell.cluster.control.engine_handle import EngineHandle, StartFailed
+from swell.cluster.control.engine_handle import EngineHandle, NoRoom, StartFailed
 from swell.cluster.control.fleet_view import Intent
-from swell.cluster.control.ray_port import RayPort
+from swell.cluster.control.ray_port import Group, RayPort
 from swell.cluster.control.strays import StrayCollector
+from swell.cluster.control.versions import Version
 from swell.configs.log import StructuredLogger, first_line
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.ground import Ground
@@ -39,6 +40,8 @@ _STATUS_S = 2.0
 """How long it may take to answer `status`."""
 _RESERVE_TIMEOUT_S = 10.0
 """How long resources may take to become free: what was killed holds them for some seconds."""
+_ROOM_S = 2.0
+"""Until an engine counts as waiting for room, and between two looks at what it lacks."""
 _POLL_S = 0.1
 _START_BITS = 32
 """Of the part of a name that only one start has."""
@@ -50,15 +53,13 @@ class Placement:
     def __init__(
         self,
         config: Config,
-        identity: str,
         namespace: str,
         coordinator: CoordinatorHandle,
         ray: RayPort,
         ground: Ground,
     ) -> None:
-        """`identity`: of the configuration as it was given; see `configs/identity.py`."""
+        """`config`: its section `cluster` is that of all versions."""
         self._config = config
-        self._identity = identity
         self._namespace = namespace
         self._coordinator = coordinator
         self._ray = ray
@@ -68,32 +69,48 @@ class Placement:
         self.may_end: Callable[[], Awaitable[bool]] = _always
         """Called before an engine is ended that only seems to have stopped: a manager that is cut
         off from Ray knows of no other engine, and what it would end serves elsewhere."""
+        self.on_waiting: Callable[[], None] = _ignore
+        """Called when an engine begins or ends to wait for room."""
         self.strays = StrayCollector(ray, namespace, lambda: {*self._known, coordinator.name})
         self._log = StructuredLogger("cluster.placement")
 
-    async def refusal(self, engines: int) -> str | None:
-        """Why the Ray cluster can never hold so many; None: it could, if it were empty, or its
-        hosts are not known while the GCS is away: what is wanted then is tried until it is."""
+    async def refusal(self, version: Version, engines: int) -> str | None:
+        """Why the Ray cluster can never hold so many of it; None: it could, if it were empty, or
+        hosts may join, or they are not known while the GCS is away: what is wanted then is tried
+        until it is."""
+        may_join = self._config.autoscaling.waits_for_room
+        return None if may_join else await self._refusal(version, engines)
+
+    async def _refusal(self, version: Version, engines: int) -> str | None:
+        """The same for the hosts that are there."""
         try:
             nodes = await self._ray.node_resources()
         except GcsUnavailable:
             return None
-        return room.refusal(self._config, nodes, engines)
+        return room.refusal(version.config, nodes, engines)
 
-    async def adopt(self) -> tuple[list[EngineHandle], list[EngineHandle]]:
-        """What an earlier manager left: engines that serve, and engines that load or have not
-        joined yet. Everything else with a name of this cluster is ended."""
+    async def draining_nodes(self) -> dict[str, float]:
+        """Nodes that Ray takes away, by id, and in how many seconds. Raises `GcsUnavailable`."""
+        return await self._ray.draining_nodes()
+
+    async def adopt(
+        self, versions: Sequence[Version]
+    ) -> tuple[list[EngineHandle], list[EngineHandle]]:
+        """What an earlier manager left of these versions: engines that serve, and engines that load
+        or have not joined yet. Everything else with a name of this cluster is ended."""
         self._known.clear()
         roster = (await self._coordinator.view()).roster
         actors = await self._ray.actor_names(self._namespace)
         groups = await self._ray.groups()
-        found = actor_names.candidates(actors, groups, self._namespace, self._tag)
+        tags = {self._tag(version): version for version in versions}
+        found = actor_names.candidates(actors, groups, self._namespace, tags)
         handles = {
             name: EngineHandle(
                 name.rank,
                 str(name),
-                await self._ray.find_actor(str(name), self._namespace),
-                groups[str(name)],
+                tags[name.tag],
+                actor=await self._ray.find_actor(str(name), self._namespace),
+                group=groups[str(name)],
             )
             for name in found
         }
@@ -143,72 +160,111 @@ class Placement:
         """Read `ready` again. Raises TimeoutError or ActorError if the engine does not answer."""
         handle.ready = await asyncio.wait_for(self._ray.call(handle.actor, "ready"), _ANSWER_S)
 
-    def plan(self, rank: int) -> EngineHandle:
+    def plan(self, rank: int, version: Version) -> EngineHandle:
         start = f"{self._ground.random_bits(_START_BITS):0{_START_BITS // 4}x}"
-        name = EngineName(self._namespace, rank, self._tag, start)
+        name = EngineName(self._namespace, rank, self._tag(version), start)
         self._known.add(str(name))
-        return EngineHandle(rank, str(name))
+        return EngineHandle(rank, str(name), version)
 
     async def start(self, handle: EngineHandle) -> None:
         """Reserve resources, start the processes, load. Raises StartFailed and leaves nothing; one
         that is cancelled leaves all to its caller, who ends it.
 
-        An engine that was adopted while it loaded is waited for."""
+        An engine that was adopted while it loaded is waited for. One that finds no room waits for
+        it without limit where hosts may join: Ray's autoscaler sees the placement group."""
         try:
+            if handle.actor is None:
+                await self.strays.collect()
+                await self._reserve(handle)
             async with asyncio.timeout(self._config.cluster.start_timeout_s):
                 if handle.actor is None:
-                    await self.strays.collect()
-                    await self._reserve(handle)
                     await self._create(handle)
                 handle.ready = await self._ray.call(handle.actor, "start", handle.group)
         except asyncio.CancelledError:
             raise
         except TimeoutError as error:
             await self.kill(handle)
-            raise _explain(error, handle.rank, self._config) from error
+            raise _explain(error, handle) from error
         except BaseException as error:
             await self.end(handle)
             if isinstance(error, StartFailed):
                 raise
-            raise _explain(error, handle.rank, self._config) from error
+            raise _explain(error, handle) from error
 
     async def _reserve(self, handle: EngineHandle) -> None:
-        bundle, count = room.bundles(self._config)
+        assert handle.version is not None
+        bundle, count = room.bundles(handle.version.config)
         handle.in_doubt = True
         handle.group = await self._ray.create_group(handle.name, bundle, count)
         handle.in_doubt = False
-        if await self._ray.wait_for_group(handle.group, _RESERVE_TIMEOUT_S):
-            return
-        if reason := await self.refusal(1):
-            raise StartFailed(reason, permanent=False)  # a host may join
-        free = await self._ray.free_resources()
-        raise StartFailed(
-            f"no room for engine {handle.rank}: it needs "
-            + ", ".join(f"{count} times {amount:g} {kind}" for kind, amount in bundle.items())
-            + "; free: "
-            + ", ".join(f"{free.get(kind, 0.0):g} {kind}" for kind in bundle),
-            permanent=False,
-        )
+        try:
+            async with asyncio.timeout(self._extra_wait_s(handle)):
+                await self._wait_for_room(handle)
+        except TimeoutError:
+            raise NoRoom(handle.waits_for_room or await self._lack(handle)) from None
+        finally:
+            if handle.waits_for_room is not None:
+                handle.waits_for_room = None
+                self.on_waiting()
+
+    def _extra_wait_s(self, handle: EngineHandle) -> float | None:
+        """An extra engine does not wait without limit: an upgrade goes on without it."""
+        return self._config.cluster.start_timeout_s if handle.is_extra else None
+
+    async def _wait_for_room(self, handle: EngineHandle) -> None:
+        waits = self._config.autoscaling.waits_for_room
+        timeout_s = _ROOM_S if waits else _RESERVE_TIMEOUT_S
+        while not await self._is_reserved(handle.group, timeout_s):
+            reason = await self._lack(handle)
+            if not waits:
+                raise NoRoom(reason)  # a host may join
+            was_known, handle.waits_for_room = handle.waits_for_room is not None, reason
+            if not was_known:
+                self._log.warning("waits for room", rank=handle.rank, reason=reason)
+                self.on_waiting()
+
+    async def _is_reserved(self, group: Group, timeout_s: float) -> bool:
+        try:
+            return await self._ray.wait_for_group(group, timeout_s)
+        except GcsUnavailable:
+            if not self._config.autoscaling.waits_for_room:
+                raise
+            return False
+
+    async def _lack(self, handle: EngineHandle) -> str:
+        """What an engine needs that is not there."""
+        assert handle.version is not None
+        if reason := await self._refusal(handle.version, 1):
+            return reason
+        bundle, count = room.bundles(handle.version.config)
+        try:
+            free = await self._ray.free_resources()
+        except GcsUnavailable as error:
+            return f"no room for engine {handle.rank} yet: {first_line(error)}"
+        needs = ", ".join(f"{count} times {amount:g} {kind}" for kind, amount in bundle.items())
+        there = ", ".join(f"{free.get(kind, 0.0):g} {kind}" for kind in bundle)
+        return f"no room for engine {handle.rank}: it needs {needs}; free: {there}"
 
     async def _create(self, handle: EngineHandle) -> None:
-        contact = self._coordinator.contact
-        assert contact is not None
+        contact, version = self._coordinator.contact, handle.version
+        assert contact is not None and version is not None
         handle.in_doubt = True
         handle.actor = await self._ray.create_engine(
             handle.name,
             self._namespace,
             handle.group,
-            num_gpus=room.gpus_of_process(self._config),
-            config=self._config,
+            num_gpus=room.gpus_of_process(version.config),
+            config=version.config,
             rank=handle.rank,
             coordinator=contact,
+            version=version.name,
         )
         handle.in_doubt = False
 
     async def status(self, handle: EngineHandle) -> str:
         """What a newcomer is busy with, for people who wait for it."""
         if handle.actor is None:
-            return "waiting for resources"
+            return handle.waits_for_room or "waiting for resources"
         try:
             text: str = await asyncio.wait_for(self._ray.call(handle.actor, "status"), _STATUS_S)
             return text
@@ -269,15 +325,18 @@ class Placement:
             if handle.in_doubt:
                 self.strays.suspect(f"engine {handle.rank} may be left: Ray has not answered")
 
-    @property
-    def _tag(self) -> str:
+    def _tag(self, version: Version) -> str:
         contact = self._coordinator.contact
         assert contact is not None, "the coordinator is opened first"
-        return actor_names.engine_tag(self._identity, contact.keys.public.hex())
+        return actor_names.engine_tag(version.name, contact.keys.public.hex())
 
 
 async def _always() -> bool:
     return True
+
+
+def _ignore() -> None:
+    """Nobody wants to know."""
 
 
 def _cancel_watcher(handle: EngineHandle) -> None:
@@ -285,14 +344,16 @@ def _cancel_watcher(handle: EngineHandle) -> None:
         handle.exit_watcher.cancel()
 
 
-def _explain(error: BaseException, rank: int, config: Config) -> StartFailed:
+def _explain(error: BaseException, handle: EngineHandle) -> StartFailed:
+    rank, version = handle.rank, handle.version
+    assert version is not None
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, ConfigError | ValueError | FileNotFoundError):
         return StartFailed(str(cause), permanent=True)
     if isinstance(error, TimeoutError) and not isinstance(error, GcsUnavailable):
         return StartFailed(
             f"engine {rank} was not ready after cluster.start_timeout_s="
-            f"{config.cluster.start_timeout_s:g}: it hangs, or its weights load too slowly",
+            f"{version.config.cluster.start_timeout_s:g}: it hangs, or its weights load too slowly",
             permanent=False,
         )
     if isinstance(cause, ActorDied | ActorUnavailable):

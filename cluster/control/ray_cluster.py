@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
@@ -53,6 +55,9 @@ _REMOVED = "REMOVED"
 _GCS_TIMEOUT_S = 10.0
 """How long Ray's GCS may take to answer."""
 _NAME_BYTES = 8
+_RESERVED = "CREATED"
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.5
+"""Between two looks at a placement group."""
 
 
 class RayCluster:
@@ -95,6 +100,16 @@ class RayCluster:
         nodes = await _call_gcs(ray.nodes)
         return [dict(node["Resources"]) for node in nodes if node["Alive"]]
 
+    async def draining_nodes(self) -> dict[str, float]:
+        gcs = ray._private.worker.global_worker.gcs_client
+        deadlines_ms = await _call_gcs(partial(gcs.get_draining_nodes, timeout=_GCS_TIMEOUT_S))
+        alive = {node["NodeID"] for node in await _call_gcs(ray.nodes) if node["Alive"]}
+        return {
+            node: max(0.0, at_ms / 1000 - time.time()) if at_ms else math.inf
+            for node, at_ms in deadlines_ms.items()
+            if node in alive
+        }
+
     async def free_resources(self) -> dict[str, float]:
         return dict(await _call_gcs(ray.available_resources))
 
@@ -112,7 +127,14 @@ class RayCluster:
             raise RuntimeError(str(error)) from None
 
     async def wait_for_group(self, group: PlacementGroup, timeout_s: float) -> bool:
-        return await asyncio.to_thread(group.wait, timeout_s)
+        """Each look is a short call: many groups may wait for long, and threads are few."""
+        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
+        while not await _call_gcs(partial(_is_reserved, group)):
+            if time.monotonic() + pause_s > deadline:
+                return False
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        return True
 
     async def remove_group(self, group: PlacementGroup) -> None:
         await self._change(partial(remove_placement_group, group))
@@ -145,6 +167,7 @@ class RayCluster:
         config: Config,
         rank: int,
         coordinator: CoordinatorContact,
+        version: str,
     ) -> Any:
         placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         options = self.engine_class.options(
@@ -154,7 +177,7 @@ class RayCluster:
             num_gpus=num_gpus,
             scheduling_strategy=placed,
         )
-        return await self._change(partial(options.remote, config, rank, coordinator))
+        return await self._change(partial(options.remote, config, rank, coordinator, version))
 
     async def get_or_create_coordinator(
         self,
@@ -232,6 +255,10 @@ def _translate(error: RayError) -> ActorError:
     if isinstance(error, RayActorError):
         return ActorDied(str(error))
     return ActorError(f"{type(error).__name__}: {error}")
+
+
+def _is_reserved(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group).get("state") == _RESERVED)
 
 
 def _kv(function: Callable[..., T], *args: object) -> Callable[[], T]:

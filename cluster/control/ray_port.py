@@ -52,6 +52,10 @@ class RayPort(Protocol):
     async def node_resources(self) -> list[dict[str, float]]:
         """The same of each node; a bundle of a group must fit on one of them."""
 
+    async def draining_nodes(self) -> dict[str, float]:
+        """Nodes that will be taken away, by id: seconds until they are, 0 if that time is over,
+        infinite if it is not known. Ray places no group on them."""
+
     async def free_resources(self) -> dict[str, float]:
         """What of them no group or actor has reserved."""
 
@@ -90,6 +94,7 @@ class RayPort(Protocol):
         config: Config,
         rank: int,
         coordinator: CoordinatorContact,
+        version: str,
     ) -> Actor:
         """An `EngineActor` in the first bundle of the group; it is never started again. Raises
         ValueError if the name is taken."""

@@ -77,6 +77,9 @@ class StrayCollector:
             async with asyncio.timeout(_TIMEOUT_S):
                 while await self._end_strays(ended):
                     await asyncio.sleep(_POLL_S)
+        except asyncio.CancelledError:
+            self._due.set()  # whatever is left, nobody else looks for it
+            raise
         except Exception as error:  # whatever Ray says, it is tried again
             self._failures += 1
             self.suspect(first_line(error) if str(error) else f"not gone within {_TIMEOUT_S:g} s")

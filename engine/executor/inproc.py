@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -233,7 +234,9 @@ class InprocExecutor(Executor):
 
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         self._generation += 1
-        plan = msgspec.structs.replace(groups, generation=self._generation)
+        plan = msgspec.structs.replace(
+            groups, generation=self._generation, secret=secrets.token_bytes()
+        )
         futures = [thread.call("regroup", plan, self._rendezvous_store) for thread in self._threads]
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
         while wait(futures, timeout=_POLL_S)[1] and time.monotonic() < deadline + _JOIN_S:

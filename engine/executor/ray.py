@@ -7,6 +7,7 @@ is added by the same call.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -273,9 +274,10 @@ class RayExecutor(Executor):
         self._generation += 1
         self._results.clear()
         store = self._store if self._config.parallel.world > 1 else None
-        self._send_all(
-            Regroup(msgspec.structs.replace(groups, generation=self._generation, store=store))
+        plan = msgspec.structs.replace(
+            groups, generation=self._generation, store=store, secret=secrets.token_bytes()
         )
+        self._send_all(Regroup(plan))
         self._heartbeats.forming(self._generation)
         absent, regrouped = set(self._workers), []
         deadline = time.monotonic() + self._config.cluster.start_timeout_s

@@ -27,6 +27,7 @@ from swell.cluster.client.engine_core_client import (
     OnLoads,
     OnUnreachable,
     OnView,
+    VersionsInUse,
 )
 from swell.cluster.control.http_port import claim_port
 from swell.configs.log import configure_logging
@@ -61,6 +62,7 @@ class BareEngine:
         on_messages_lost: OnMessagesLost,
         on_unreachable: OnUnreachable,
         engines_in_use: EnginesInUse,
+        versions_in_use: VersionsInUse,
         metrics: MetricsExchange,
     ) -> None:
         self._core = core

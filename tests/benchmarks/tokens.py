@@ -27,6 +27,7 @@ from swell.cluster.client.engine_core_client import (
     OnLoads,
     OnUnreachable,
     OnView,
+    VersionsInUse,
 )
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.tokenizer import load_tokenizer
@@ -63,6 +64,7 @@ class StubEngine:
         on_messages_lost: OnMessagesLost,
         on_unreachable: OnUnreachable,
         engines_in_use: EnginesInUse,
+        versions_in_use: VersionsInUse,
         metrics: MetricsExchange,
     ) -> None:
         self.requests: list[str] = []

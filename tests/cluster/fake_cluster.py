@@ -14,6 +14,7 @@ import json
 import queue
 import secrets
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from swell.configs.schema import Config, load
 from swell.coordinator import roster as rosters
 from swell.coordinator.channel import Inbox, make_keys
 from swell.coordinator.roster import Member, MemberState, Roster
-from swell.coordinator.wire import ClusterView, CoordinatorMessage, Subscribe
+from swell.coordinator.wire import ClusterView, CoordinatorMessage, OtherIngressCounts, Subscribe
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutput,
@@ -40,6 +41,7 @@ from swell.engine.wire import (
     FinishReason,
     JourneyEvent,
     KeepAlive,
+    KeepAliveReply,
 )
 from swell.engine.wire import JourneyEventType as Kind
 from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
@@ -109,6 +111,8 @@ class FakeCoordinator(_Threaded):
         for peer, message in self.inbox.receive(LOOK_S):
             if isinstance(message, Subscribe):
                 self.epochs_seen.append(message.epoch)
+                if message.counts:
+                    self.inbox.send(peer, OtherIngressCounts({}))
                 if peer not in self._subscribers:
                     self._subscribers[peer] = None
                     self.inbox.send(peer, self.view)
@@ -152,6 +156,9 @@ class FakeEngine(_Threaded):
         """Aborts are recorded, and not handled."""
         self.keep_alives = 0
         self.counts: dict[bytes, int] = {}
+        """Messages with outputs, by connection."""
+        self.received: Counter[bytes] = Counter()
+        """Messages that have come, keep-alives not counted."""
         self._script = script
         self._thread.start()
 
@@ -212,6 +219,7 @@ class FakeEngine(_Threaded):
 
     def turn(self) -> None:
         for peer, message in self.inbox.receive(LOOK_S):
+            self.received[peer] += not isinstance(message, KeepAlive)
             match message:
                 case EngineCoreRequest():
                     before = self.requests.get(message.request_id)
@@ -227,6 +235,8 @@ class FakeEngine(_Threaded):
                     self._abort(message)
                 case KeepAlive():
                     self.keep_alives += 1
+                    counts = self.received[peer], self.counts.get(peer, 0)
+                    self.inbox.send(peer, KeepAliveReply(message.sent, *counts))
         if self.credit_steps and self.requests:
             self.credit_steps -= 1
             self._step()
@@ -387,6 +397,9 @@ class FakeCluster:
 
     async def remove(self, rank: int) -> None:
         await self.change(lambda now: rosters.remove(now, [rank]))
+
+    async def detach(self, rank: int) -> None:
+        await self.change(lambda now: rosters.detach(now, [rank]))
 
     async def kill(self, engine: FakeEngine) -> None:
         await asyncio.to_thread(engine.close)

@@ -17,6 +17,8 @@ SAME = {
     "parallel.data": 7,
     "serve.port": 0,
     "serve.ingress_replicas": 3,
+    "autoscaling.enabled": True,
+    "autoscaling.queue_s": 3.0,
     "cluster.max_engines": 9,
     "cluster.drain_timeout_s": 1.0,
 }
@@ -63,7 +65,10 @@ def test_all_keys_count_except_named_ones() -> None:
 def test_excluded_keys_are_read_by_no_engine_worker_or_coordinator() -> None:
     """An engine that is adopted was built from the value before."""
     root = Path(module.__file__).parents[1]
-    keys = [key for part in module._NOT_OF_ENGINES.values() for key in part] + ["serve"]
+    keys = [key for part in module._NOT_OF_ENGINES.values() for key in part] + [
+        "serve",
+        "autoscaling",
+    ]
     reads = re.compile(rf"config\.(?:\w+\.)?({'|'.join(keys)})\b")
     found = {
         (path.relative_to(root).as_posix(), match[1])

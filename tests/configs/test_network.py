@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import socket
 
+import msgspec
 import pytest
 
+from swell.cluster.control.http_port import claim_port
 from swell.configs import network
 from swell.configs.network import (
     NCCL_INTERFACE,
@@ -145,6 +147,18 @@ def test_ports_are_a_range_that_serve_does_not_use() -> None:
     for key in ("port", "proxy_port"):
         with pytest.raises(ConfigError, match=rf"serve\.{key}=21050 lies in cluster\.ports"):
             load(source, {f"serve.{key}": 21_050})
+    assert load(source, {"serve.port": 21_012}).serve.port == 21_012
+    with pytest.raises(ConfigError, match="21012 lies in"):
+        load(source, {"serve.proxy_port": 21_012})
+
+
+def test_a_configuration_whose_port_was_chosen_can_be_read_again() -> None:
+    source = {"model": {"path": "m"}, "cluster": {"ports": "21000-21099"}}
+    for chosen in (
+        claim_port(load(source, {"serve.port": 0})),
+        claim_port(load({"model": {"path": "m"}}, {"serve.port": 0})),
+    ):
+        assert load(msgspec.to_builtins(chosen)) == chosen
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_an_unknown_section_is_named_with_the_known_ones() -> None:
         ("scheduler.steps_in_flight", [1, 16], [0, 17]),
         ("scheduler.max_chunk_tokens", [0, 64], [-1]),
         ("serve.port", [0, 65535], [-1, 65536]),
-        ("serve.max_body_bytes", [1], [0]),
+        ("serve.max_body_bytes", [1, 2**25], [0, 2**25 + 1]),
         ("cluster.stall_timeout_s", [0.001, 30], [0, -1]),
         ("cluster.load_report_s", [0.05], [0]),
     ],

@@ -60,7 +60,7 @@ class Model:
         groups = (Group(1, ranks, ((),) * b.engines, (0,) * b.engines),) if ranks else ()
         budget = Budget(
             len(b.jobs), b.pauses, b.newcomers, b.detaches, b.deaths, b.losses, b.restarts,
-            b.late_reports, b.errors, b.drops,
+            b.late_reports, b.errors, b.drops, b.alones,
         )  # fmt: skip
         return State(
             (*inside, *outside), groups, self.fresh(epoch=1, ranks=ranks, target_ranks=ranks), (),
@@ -216,7 +216,8 @@ class Model:
 
     def _unharmed(self, left: Budget) -> bool:
         b = self.bounds
-        return (left.deaths, left.losses, left.restarts) == (b.deaths, b.losses, b.restarts)
+        spent = (left.deaths, left.losses, left.restarts, left.alones)
+        return spent == (b.deaths, b.losses, b.restarts, b.alones)
 
     def submit(self, state: State, rank: int) -> State:
         engine = state.engines[rank]

@@ -181,6 +181,11 @@ BOUNDS = {
     "drop, three requests": Bounds(2, 1, (K1,) * 3, drops=1, reports=True),
     "drop, newcomer": Bounds(1, 1, newcomers=1, drops=1, reports=True),
     "drop, death": Bounds(3, 1, deaths=1, drops=1, reports=True, errors=1),
+    "alone, restart": Bounds(2, 1, losses=1, restarts=1, reports=True, alones=1),
+    "alone, drop": Bounds(3, 1, deaths=1, drops=1, reports=True, errors=1, alones=1),
+    "alone, repair": Bounds(2, 1, losses=1, reports=True, errors=1, alones=2),
+    "alone, pause": Bounds(2, 1, pauses=1, reports=True, alones=1),
+    "alone, newcomer": Bounds(1, 1, newcomers=1, reports=True, alones=2),
     "late reports": Bounds(2, 1, (K1,), reports=True, late_reports=2),
 }
 """Explored by the tests: engines, steps in flight, requests, and what else may happen."""
@@ -196,6 +201,9 @@ LARGE = {
     "restart, two pauses": Bounds(2, 1, pauses=2, restarts=1, reports=True),
     "restart, newcomer": Bounds(2, 1, newcomers=1, restarts=1, reports=True),
     "restart, repair, work": Bounds(2, 1, (K1,), losses=1, restarts=1, reports=True, errors=1),
+    "alone, restart, pause": Bounds(2, 1, pauses=1, losses=1, restarts=1, reports=True, alones=1),
+    "alone, pause, repair": Bounds(2, 1, pauses=1, losses=1, reports=True, errors=1, alones=1),
+    "alone, death": Bounds(2, 1, newcomers=1, deaths=1, reports=True, errors=1, alones=2),
     "two restarts": Bounds(2, 1, (K1,), pauses=1, restarts=2, reports=True),
 }
 """Explored when asked."""

@@ -225,10 +225,13 @@ RULES = {
         "tuple(newest.ranks)", "restart, newcomers",
     ),
     "a report reveals what broke": Rule(
-        _C, "report", "phase is Phase.OUT", "False", "restart, repair"
+        _C, "report", "phase in (Phase.OUT, Phase.ALONE)", "False", "restart, repair"
+    ),
+    "an engine that goes on alone is not in its group": Rule(
+        _C, "report", "phase in (Phase.OUT, Phase.ALONE)", "phase is Phase.OUT", "alone, restart"
     ),
     "an engine that forms its group is not broken": Rule(
-        _C, "report", "if self.group_state is GroupState.FORMING:", "if False:", "restart"
+        _M, "reconfigure", "self.phase = Phase.FORMING", "pass", "restart"
     ),
     "an engine that has left is not broken": Rule(
         _C, "report", "if rank not in self.ranks:", "if False:", "restart, detach"

@@ -24,7 +24,7 @@ class EngineState(enum.IntEnum):
     FORMING = 2
     INSIDE = 3
     BROKEN = 4
-    """Waits to be told the next group."""
+    """Waits to be told the next group, or computes alone meanwhile."""
     REPAIRING = 5
 
 
@@ -113,6 +113,8 @@ class Budget(NamedTuple):
     """Steps and groups that fail because a peer is gone."""
     drops: int = 0
     """Connections that are reset: all that is under way one way is lost."""
+    alones: int = 0
+    """Engines of a broken group that go on alone, whether or not a coordinator is there."""
 
 
 class State(NamedTuple):
@@ -146,6 +148,7 @@ class Bounds:
     """Reports that arrive behind other messages."""
     errors: int = 0
     drops: int = 0
+    alones: int = 0
 
 
 Transition = tuple[str, bool, State]

@@ -22,6 +22,7 @@ from swell.coordinator.wire import (
 from tests.coordinator.model import Model
 from tests.coordinator.model_state import (
     Bounds,
+    Budget,
     Engine,
     EngineState,
     Fields,
@@ -115,6 +116,12 @@ def _accidents(
         yield "is not heard", spend(after, "drops")
     if state.left.deaths:
         yield "dies", spend(_die(model, state, rank), "deaths")
+    if state.left.alones and engine.place in (EngineState.BROKEN, EngineState.INSIDE):
+        left = model.leave(state, rank)
+        after, may = model.call_engine(left, rank, "serve_alone", engine.fields.epoch)
+        if may:
+            broken = after.engines[rank]._replace(place=EngineState.BROKEN)
+            yield "goes on alone", spend(model.with_engine(after, rank, broken), "alones")
     if state.left.losses and engine.place in (
         EngineState.INSIDE,
         EngineState.FORMING,
@@ -273,14 +280,6 @@ def _notice_death(model: Model, state: State, rank: int) -> State:
 def _operator(model: Model, state: State) -> Iterator[Transition]:
     assert state.coordinator is not None
     left, wanted = state.left, _target_ranks(state)
-    coordinator = WaveCoordinator(*state.coordinator)
-    if coordinator.group_state is GroupState.FORMING and any(
-        state.engines[rank].place is EngineState.BROKEN
-        and state.engines[rank].fields.epoch == coordinator.epoch
-        and not state.engines[rank].outbox
-        for rank in coordinator.ranks
-    ):
-        yield "deadline", True, model.command(state, "broken", coordinator.epoch)
     if left.pauses:
         yield "pause", False, spend(model.command(state, "pause"), "pauses")
     if state.coordinator[_PAUSE_REQUESTED]:
@@ -371,10 +370,15 @@ def is_quiescent(state: State, bounds: Bounds) -> bool:
         and all(
             _rests(engine, coordinator, phase)
             if rank in group
-            else engine.fields.phase is Phase.OUT or state.left.restarts < bounds.restarts
+            else engine.fields.phase is Phase.OUT or _is_excused(state.left, bounds)
             for rank, engine in enumerate(state.engines)
         )
     )
+
+
+def _is_excused(left: Budget, bounds: Bounds) -> bool:
+    """An engine that was taken out may not know it: the manager ends it all the same."""
+    return left.restarts < bounds.restarts or left.drops < bounds.drops
 
 
 def _rests(engine: Engine, coordinator: WaveCoordinator, phase: Phase) -> bool:

@@ -219,3 +219,12 @@ def test_many_engines_report_less_often() -> None:
     most = MAX_REPORTS_PER_LOAD_REPORT_S
     assert load_report_s(CONFIG, 1) == load_report_s(CONFIG, most) == CONFIG.load_report_s
     assert 4 * most / load_report_s(CONFIG, 4 * most) == most / CONFIG.load_report_s
+
+
+def test_what_is_about_no_engine_is_published_as_soon_as_a_load() -> None:
+    cluster_state, at = cluster_state_of(0), 0.125 + CONFIG.load_report_s
+    assert cluster_state.due(0.125, has_news=True) is None
+    assert cluster_state.wait_s(0.125) == CONFIG.load_report_s
+    assert isinstance(cluster_state.due(at, has_news=True), ClusterReports)
+    assert cluster_state.due(at) is None
+    assert cluster_state.wait_s(at) == CONFIG.heartbeat_s

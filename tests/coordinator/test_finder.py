@@ -117,3 +117,13 @@ def test_time_in_which_it_did_not_listen_is_no_silence() -> None:
     search.ground.time_s += 100.0
     search.turn(3)
     assert search.asked_at == []
+
+
+def test_a_coordinator_is_silent_for_some_time_before_it_is_looked_for() -> None:
+    search = Search()
+    search.turn(int(SILENCE_S / 2))
+    assert not search.finder.is_silent
+    search.turn(1)
+    assert search.finder.is_silent and search.asked_at == []
+    search.finder.on_message()
+    assert not search.finder.is_silent

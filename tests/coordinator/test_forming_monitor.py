@@ -55,7 +55,7 @@ class Cluster:
                     rank,
                     found.incarnation,
                     reported(rank),
-                    wave_phase=Phase.OUT,
+                    wave_phase=Phase.FORMING,
                     progress_counter=progress(rank),
                 )
                 self.machine.on_message(report, self.now)
@@ -110,6 +110,16 @@ def test_only_the_newcomer_that_hangs_is_called_off(cluster) -> None:
     assert cluster.forming == (0, 1, 3)
     form(cluster.machine)
     assert cluster.machine.roster.ranks == [0, 1, 3] and list(cluster.machine.called_off) == [2]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_newcomers_that_hang_are_called_off_though_nobody_else_is_there(count: int) -> None:
+    cluster = Cluster(0)
+    cluster.join(range(count))
+    hung_at = cluster.epoch
+    cluster.run(LIMIT_S + PROBE_S + 3 * TICK_S, lambda _: hung_at, lambda _: 0)
+    assert list(cluster.machine.called_off) == list(range(count))
+    assert cluster.machine.joining == set() and cluster.machine.waves.ranks == ()
 
 
 def test_the_newcomer_whom_the_others_do_not_reach_is_called_off(cluster) -> None:
@@ -187,7 +197,7 @@ def test_an_engine_that_does_not_leave_its_older_group_hangs(cluster) -> None:
         LIMIT_S + 2 * TICK_S, lambda rank: old if rank == behind else cluster.epoch, lambda _: 0
     )
     [stalled] = cluster.machine.stalled_engines
-    assert stalled.rank == behind and "did not leave its group" in stalled.reason
+    assert stalled.rank == behind and "did not follow to the group" in stalled.reason
     assert member(behind).address.tcp.removeprefix("tcp://") in stalled.reason
     assert cluster.forming == (0, 2) and cluster.machine.roster.ranks == [0]
 
@@ -238,6 +248,18 @@ def test_the_first_engines_are_not_called_off() -> None:
     assert cluster.forming == (0, 1) and cluster.machine.joining == {0, 1}
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_an_engine_that_is_alone_and_does_not_follow_the_probe_hangs(cluster, hangs: bool) -> None:
+    """It waits for no peer. One that follows is kept: only a message of it was lost."""
+    cluster.machine.remove_failed([1], cluster.now)
+    assert cluster.forming == (0,)
+    begun = cluster.epoch
+    cluster.run(LIMIT_S + 2 * TICK_S, lambda _: begun, lambda _: 0)
+    assert cluster.machine.stalled_engines == [] and cluster.epoch == begun + 1
+    cluster.run(LIMIT_S / 2 + TICK_S, lambda _: begun if hangs else cluster.epoch, lambda _: 0)
+    assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [0] * hangs
+
+
 def test_time_in_which_the_coordinator_was_stopped_does_not_count(cluster) -> None:
     cluster.join(range(2, 3))
     cluster.run(LIMIT_S / 2, lambda _: cluster.epoch, lambda _: 0)
@@ -272,3 +294,19 @@ def test_an_engine_that_hangs_while_the_others_wait_for_a_pause_is_found(cluster
             cluster.machine.on_message(report, cluster.now)
         cluster.machine.tick(cluster.now)
     assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [1]
+
+
+def test_an_engine_that_computes_alone_and_does_not_follow_is_not_waited_for(cluster) -> None:
+    """It does not hear this coordinator, though it is heard."""
+    alone_in = cluster.epoch
+    cluster.machine.on_message(EngineReport(1, 7, alone_in, wave_phase=Phase.ALONE), cluster.now)
+    assert cluster.forming == (0, 1) and cluster.epoch == alone_in + 1
+    for step in range(round((LIMIT_S + 2 * TICK_S) / TICK_S)):
+        cluster.now += TICK_S
+        for rank, epoch, phase in ((0, cluster.epoch, Phase.FORMING), (1, alone_in, Phase.ALONE)):
+            counter = step if phase is Phase.ALONE else 0
+            report = EngineReport(rank, 7, epoch, 1, progress_counter=counter, wave_phase=phase)
+            cluster.machine.on_message(report, cluster.now)
+        cluster.machine.tick(cluster.now)
+    assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [1]
+    assert cluster.forming == (0,)

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.roster import Roster
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterView, EngineReport, ScalingCounts
 from tests.coordinator.test_roster import roster_of
 
 
@@ -73,4 +73,13 @@ def test_an_empty_cluster_has_no_series_of_engines() -> None:
 def test_one_phase_is_the_current_one() -> None:
     values = scrape(ClusterView(Roster(), phase="drain"), "phase")
     phases = {phase: value for (name, phase), value in values.items() if phase}
-    assert phases == {"idle": 0, "prepare": 0, "commit": 0, "drain": 1, "failed": 0}
+    assert phases == {"idle": 0, "pending": 0, "prepare": 0, "commit": 0, "drain": 1, "failed": 0}
+
+
+def test_what_the_manager_wants_is_shown() -> None:
+    values = scrape(ClusterView(Roster(), scaling=ScalingCounts(5, 2, 3, 1, 1)), "direction")
+    assert values["swell_engines_target", ""] == 5
+    assert values["swell_engines_pending", ""] == 2
+    assert values["swell_draining_nodes", ""] == 1
+    assert values["swell_autoscaler_decisions_total", "grow"] == 3
+    assert values["swell_autoscaler_decisions_total", "shrink"] == 1

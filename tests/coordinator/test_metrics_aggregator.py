@@ -41,6 +41,10 @@ def test_all_others_are_counted_once(said):
             for name in NAMES
             if any(name in counts for counts in others)
         }
+        for name in NAMES:
+            total = metrics_aggregator.total(name)
+            assert total[:1] == [float(sum(c[name] for c in true.values()))][: len(total)]
+            assert bool(total) == any(name in counts for counts in true.values())
 
 
 def test_the_dead_are_not_kept_apart_for_ever():

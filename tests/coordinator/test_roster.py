@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from swell.coordinator import roster as functions
 from swell.coordinator.channel import ChannelAddress
-from swell.coordinator.roster import Member, MemberState, Roster, join, leave, remove
+from swell.coordinator.roster import (
+    MAX_LEFT,
+    Member,
+    MemberState,
+    Roster,
+    detach,
+    join,
+    leave,
+    remove,
+)
 
 ADDRESS = ChannelAddress("machine", "ipc://@a", "tcp://127.0.0.1:1")
 
@@ -22,7 +31,8 @@ def roster_of(*ranks: int) -> Roster:
 
 
 ranks = st.lists(st.integers(0, 6), max_size=4)
-steps = st.lists(st.tuples(st.sampled_from(["join", "leave", "remove"]), ranks), max_size=12)
+names = st.sampled_from(["join", "leave", "remove", "detach"])
+steps = st.lists(st.tuples(names, ranks), max_size=12)
 
 
 @given(steps)
@@ -70,3 +80,19 @@ def test_a_removed_rank_can_be_taken_again() -> None:
 def test_newcomers_that_join_together_make_one_epoch() -> None:
     assert roster_of(4, 2, 0).epoch == 1
     assert roster_of(4, 2, 0).ranks == [0, 2, 4]
+
+
+def test_who_left_on_request_is_told_from_who_was_lost() -> None:
+    roster = join(Roster(), [member(rank, incarnation=10 + rank) for rank in range(4)])
+    roster = remove(detach(leave(roster, [0, 1, 2]), [1, 0, 7]), [2])
+    assert roster.ranks == [3] and roster.left == (10, 11)
+    roster = join(roster, [member(1, incarnation=11), member(0, incarnation=20)])
+    assert roster.left == (10,), "engine 1 is back"
+    assert remove(roster, [1]).left == (10,)
+
+
+def test_it_is_known_of_the_newest_that_left() -> None:
+    roster = Roster()
+    for incarnation in range(MAX_LEFT + 5):
+        roster = detach(join(roster, [member(0, incarnation=incarnation)]), [0])
+    assert roster.left == tuple(range(5, MAX_LEFT + 5))

@@ -14,9 +14,11 @@ from swell.configs.schema import load
 from swell.coordinator.channel import ChannelAddress, Outlet, make_keys
 from swell.coordinator.contact import CoordinatorEndpoint
 from swell.coordinator.ground import ThreadGround
+from swell.coordinator.recovery import recovery_s
 from swell.coordinator.roster import Roster
-from swell.coordinator.service import CoordinatorService, NotLeading, recovery_s
+from swell.coordinator.service import CoordinatorService, NotLeading
 from swell.coordinator.state_machine import CoordinatorStateMachine
+from swell.coordinator.wave_interface import Phase
 from swell.coordinator.wire import (
     ClusterReports,
     ClusterView,
@@ -26,6 +28,7 @@ from swell.coordinator.wire import (
     EngineLoads,
     EngineReport,
     IngressMessage,
+    Introduce,
     Joined,
     ManagerState,
     OtherIngressCounts,
@@ -406,6 +409,28 @@ def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
         joins[-1].join(SOON_S)
         assert service.view().roster.ranks == [0]
         service.remove_failed([0])
+
+
+def test_an_engine_that_has_introduced_itself_to_a_predecessor_does_so_again(connect_to) -> None:
+    """It was stopped while this coordinator listened. Its group has an epoch that is not known."""
+    service, connect = connect_to
+    engine, outlet = member(0), connect()
+    joining = threading.Thread(target=service.join, args=([engine], SOON_S))
+    joining.start()
+    while 0 not in service._state_machine.joining:
+        time.sleep(0.001)
+    stopped = int(Phase.STOPPED)
+    outlet.send(EngineReport(0, engine.incarnation, epoch=5, wave_phase=stopped))
+    assert isinstance(next_command(outlet), Introduce)
+    outlet.send(EngineHello(engine, epoch=5, ranks=[0], phase=stopped))
+    while not (isinstance(command := next_command(outlet), ReconfigureDistributedRequest)):
+        assert command is not None, "no group was formed"
+    while command.epoch <= 5:  # what had waited for its hello comes first
+        command = next_command(outlet)
+        assert isinstance(command, ReconfigureDistributedRequest)
+    outlet.send(Joined(0, engine.incarnation, command.epoch))
+    joining.join(SOON_S)
+    assert service.view().roster.ranks == [0]
 
 
 @pytest.fixture

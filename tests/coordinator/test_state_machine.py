@@ -9,7 +9,7 @@ from swell.configs.schema import load
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.state_machine import CoordinatorStateMachine
-from swell.coordinator.wave_interface import Phase
+from swell.coordinator.wave_interface import GroupState, Phase
 from swell.coordinator.waves import WaveCoordinator
 from swell.coordinator.wire import (
     Broken,
@@ -109,6 +109,53 @@ def test_an_engine_leaves_the_roster_once_its_group_goes_on_without_it(lockstep)
     assert states(lockstep) == {0: MemberState.ACTIVE, 1: MemberState.LEAVING}
     form(lockstep)
     assert lockstep.roster.ranks == [0]
+
+
+@pytest.mark.parametrize("kind", ["dense", "lockstep"])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_the_roster_says_of_an_engine_that_is_gone_whether_it_left(kind, is_lost, request) -> None:
+    machine = request.getfixturevalue(kind)
+    machine.join([member(0), member(1, incarnation=8)], 0.0)
+    form(machine)
+    machine.leave([1], 0.0)
+    if is_lost:
+        machine.remove_failed([1], 0.0)
+    else:
+        machine.detach([1], 0.0)
+        machine.on_message(Paused(0, 7, machine.waves.epoch, 1), 0.0)
+        machine.on_message(Paused(1, 8, machine.waves.epoch, 1), 0.0)
+    form(machine)
+    machine.advance_epoch(50, 0.0)
+    assert machine.roster.ranks == [0] and machine.roster.epoch == 51
+    assert machine.roster.left == (() if is_lost else (8,))
+
+
+def test_a_detached_engine_that_dies_first_was_lost(lockstep) -> None:
+    lockstep.join([member(0), member(1)], 0.0)
+    form(lockstep)
+    lockstep.leave([1], 0.0)
+    lockstep.detach([1], 0.0)
+    lockstep.remove_failed([1], 0.0)
+    form(lockstep)
+    assert lockstep.roster.ranks == [0] and lockstep.roster.left == ()
+
+
+def test_who_waits_for_the_group_to_pause_makes_no_progress_and_is_not_to_blame(lockstep) -> None:
+    """A successor adopts a group of one that hangs, and a newcomer that has a request."""
+    group, outside = member(0), member(1)
+    hellos = [
+        EngineHello(group, epoch=1, ranks=[0], phase=Phase.RUNNING),
+        EngineHello(outside),
+    ]
+    lockstep.recover(1, hellos, 0.0)
+    assert lockstep.waves.group_state is GroupState.PAUSING
+    for second in range(1, 11):
+        stepping = EngineReport(0, 7, 1, progress_counter=9, wave_phase=Phase.RUNNING)
+        lockstep.on_message(stepping, float(second))
+        lockstep.on_message(EngineReport(1, 7, waiting=1), float(second))
+        lockstep.tick(float(second))
+    assert [stalled.rank for stalled in lockstep.stalled_engines] == [0]
+    assert lockstep.waves.ranks == (1,)
 
 
 def test_a_detached_engine_that_is_repaired_meanwhile_goes_all_the_same(lockstep) -> None:
@@ -260,6 +307,16 @@ def test_an_engine_that_a_successor_has_heard_of_is_lost_when_it_is_silent(kind,
         state_machine.tick(now)
     assert [engine.rank for engine in state_machine.stalled_engines] == [1, 2]
     assert state_machine.roster.ranks == [0]
+
+
+def test_a_newcomer_that_has_introduced_itself_has_no_more_time_than_others(lockstep) -> None:
+    """Its group forms without it, though it has sent no report."""
+    for rank in range(2):
+        lockstep.join([member(rank)], 0.0, heard={member(0).incarnation})
+    for tick in range(30):
+        lockstep.on_message(EngineReport(0, 7), tick / 4)
+        lockstep.tick(tick / 4)
+    assert [engine.rank for engine in lockstep.stalled_engines] == [1]
 
 
 def test_the_epoch_advances_past_one_that_was_seen(dense) -> None:

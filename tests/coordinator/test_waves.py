@@ -44,6 +44,23 @@ def test_a_stopped_engine_with_work_runs_first_and_then_reports() -> None:
     scenario.rest()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "phase", "needs"),
+    [
+        ((0, 1), Phase.RUNNING, False),
+        ((0, 1), Phase.STOPPED, True),
+        ((0,), Phase.STOPPED, False),
+        ((0,), Phase.PAUSED, True),
+        ((0,), Phase.OUT, True),
+        ((0,), Phase.FORMING, True),
+        ((), Phase.OUT, True),
+    ],
+)
+def test_who_cannot_begin_alone_needs_the_coordinator(ranks, phase, needs) -> None:
+    member = WaveMember(0, 1, 1, phase=phase, ranks=ranks)
+    assert member.needs_coordinator == needs
+
+
 def test_the_first_wave_starts_although_its_number_is_that_of_everybody() -> None:
     scenario = Scenario(Bounds(2, 2, (K1,)))
     scenario.perform("1 gets a request", "1 is delivered").rest()
@@ -244,3 +261,67 @@ def test_an_engine_that_comes_after_the_recovery_forms_a_group_of_a_newer_epoch(
     assert waves.introduced(1, 20) == [], "those that serve go on"
     [(_, command), _] = waves.change((0, 1), lost=True) or waves.broken(8)
     assert isinstance(command, ReconfigureDistributedRequest) and command.epoch == 21
+
+
+def _broken_member() -> WaveMember:
+    member = WaveMember(1, 0, 2, epoch=3, wave=5, phase=Phase.RUNNING, ranks=(0, 1), in_flight=2)
+    member.broken("a peer is gone")
+    return member
+
+
+def test_an_engine_alone_steps_for_its_own_rows_and_says_nothing_of_waves() -> None:
+    member = _broken_member()
+    assert member.lockstep and not member.may_submit()
+    assert member.serve_alone(3)
+    assert (member.phase, member.epoch, member.ranks) == (Phase.ALONE, 3, (0, 1))
+    assert not member.lockstep and member.may_submit()
+    assert member.work_arrived() == []
+    member.submitted()
+    member.submitted()
+    assert not member.may_submit()
+    for working in (1, 0):
+        assert member.on_all_reduce(working, 0, has_work=False) == []
+    assert (member.phase, member.wave, member.in_flight) == (Phase.ALONE, 5, 0)
+
+
+def test_an_engine_leaves_a_pause_alone() -> None:
+    member = WaveMember(
+        1, 0, 1, epoch=3, phase=Phase.PAUSED, ranks=(0, 1), voting=True, pause_number=2
+    )
+    assert member.serve_alone(3)
+    assert (member.phase, member.voting, member.pause_number) == (Phase.ALONE, False, 0)
+    assert member.resume(Resume(3)) == [] and member.phase is Phase.ALONE
+
+
+def test_only_an_engine_of_a_group_that_does_not_step_goes_alone() -> None:
+    assert not _broken_member().serve_alone(2), "an older group"
+    assert not WaveMember(1, 0, 1, epoch=3, phase=Phase.RUNNING, ranks=(0, 1)).serve_alone(3)
+    assert not WaveMember(1, 0, 1, epoch=3, phase=Phase.OUT, ranks=(0,)).serve_alone(3), "it left"
+
+
+def test_an_engine_alone_follows_a_newer_group_only() -> None:
+    member = _broken_member()
+    assert member.serve_alone(3)
+    for message in (StartDPWave(3, 9), Resume(3)):
+        (member.start if isinstance(message, StartDPWave) else member.resume)(message)
+    assert member.pause(Pause(3, 1)) == []
+    assert (member.phase, member.voting) == (Phase.ALONE, False)
+    assert not member.reconfigure(ReconfigureDistributedRequest(3, [1]))
+    assert member.reconfigure(ReconfigureDistributedRequest(4, [1], 6))
+    assert (member.phase, member.epoch, member.lockstep) == (Phase.FORMING, 4, True)
+
+
+@pytest.mark.parametrize("state", [GroupState.SERVING, GroupState.PAUSING, GroupState.FORMING])
+def test_a_coordinator_forms_the_next_group_with_an_engine_that_is_alone(state: GroupState) -> None:
+    """Also while this group forms: it was given up there."""
+    waves = WaveCoordinator(3, 5, False, state, (0, 1), (0, 1))
+    commands = waves.report(1, 3, 5, Phase.ALONE, False)
+    assert commands == [(rank, ReconfigureDistributedRequest(4, [0, 1], 6)) for rank in (0, 1)]
+
+
+def test_a_report_reveals_a_group_that_broke_while_it_formed() -> None:
+    waves = WaveCoordinator(3, 5, False, GroupState.FORMING, (0, 1), (0, 1))
+    assert waves.report(1, 3, 5, Phase.FORMING, False) == [], "it may form yet"
+    commands = waves.report(1, 3, 5, Phase.OUT, False)
+    assert commands == [(rank, ReconfigureDistributedRequest(4, [0, 1], 6)) for rank in (0, 1)]
+    assert waves.broken(3) == [], "its message comes after all"

@@ -47,6 +47,7 @@ def test_steps_without_rows_at_the_end_of_a_wave(depth: int) -> None:
             for name, most in [
                 ("newcomers", 2), ("pauses", 3), ("detaches", 2), ("deaths", 3), ("losses", 3),
                 ("restarts", 3), ("late_reports", 4), ("errors", 3), ("drops", 3),
+                ("alones", 3),
             ]
         }
     ),

@@ -26,8 +26,7 @@ STALL = "cluster.stall_timeout_s=3"
 DENSE = ["parallel.data=2", "parallel.tensor=2", STALL]
 EXPERT = ["parallel.data=2", "parallel.expert=true", STALL]
 SIZES = [
-    fault_types.scale(f"scale-to-{size}", size - before)
-    for before, size in pairwise((2, 1, 3, 1, 2))
+    fault_types.scale(f"scale-to-{size}", size - before) for before, size in pairwise((2, 3, 1, 2))
 ]
 
 MOVES = ("kill-engine", "scale-down")
@@ -65,8 +64,6 @@ def assert_kept(cell: Cell) -> None:
         ("kill-engine", "rescale-prepare"),
         ("kill-worker", "decode"),
         ("stop-worker", "prefill"),
-        ("kill-manager", "decode"),
-        ("kill-coordinator", "decode"),
         ("kill-engine+manager", "decode"),
     ],
 )
@@ -77,7 +74,6 @@ def test_dense(dense: Trial, fault: str, moment: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "moment"),
     [
-        ("kill-engine", "decode"),
         ("kill-engine", "wave-start"),
         ("stop-worker", "decode"),
         ("kill-coordinator", "decode"),
@@ -89,11 +85,11 @@ def test_expert_parallel(expert: Trial, fault: str, moment: str) -> None:
 
 
 def test_dense_grows_and_shrinks(dense: Trial) -> None:
-    assert_kept(dense.row("1, 3, 1, 2", SIZES, DECODE))
+    assert_kept(dense.row("3, 1, 2", SIZES, DECODE))
 
 
 def test_expert_parallel_grows_and_shrinks(expert: Trial) -> None:
-    assert_kept(expert.row("1, 3, 1, 2", SIZES, DECODE))
+    assert_kept(expert.row("3, 1, 2", SIZES, DECODE))
 
 
 def test_random_faults_in_a_row(expert: Trial) -> None:

@@ -198,3 +198,30 @@ def test_a_restarted_coordinator_is_rebuilt_from_its_engines(cluster) -> None:
     cluster.join(2)
     tracker.submit(2)
     tracker.check()
+
+
+def test_engines_of_a_broken_group_go_on_alone_until_there_is_a_coordinator() -> None:
+    with Cluster(cluster={"stall_timeout_s": 1.0}) as cluster:
+        cluster.join(0, 1)
+        tracker = RequestTracker(cluster)
+        for rank in (0, 1):
+            tracker.submit(rank, 200)
+        cluster.until(lambda: all(cluster.tokens.values()))
+        cluster.service.stop()
+        members = [engine.server.core.wave_member for engine in cluster.engines.values()]
+        cluster.engines[1].executor.step_s = 3.0  # it seems to be gone
+        cluster.until(lambda: members[0].phase is Phase.ALONE)
+        cluster.engines[1].executor.step_s = 0.0005
+        tracker.check()
+        cluster.until(lambda: members[1].phase is Phase.ALONE)
+        for rank in (0, 1):
+            tracker.submit(rank)
+        tracker.check()
+        cluster.settle()
+        cluster.start_coordinator()
+        cluster.until(lambda: all(member.epoch > 1 for member in members))
+        tracker.submit(0, 100)
+        tracker.check()
+        cluster.settle()
+        assert cluster.service.view().roster.ranks == [0, 1]
+        assert len(steps(cluster)) == 1

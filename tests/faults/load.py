@@ -102,6 +102,8 @@ class Answer:
     """Tokens of the prompt and of the answer."""
     engines: str = ""
     """`x-swell-engine`."""
+    version: str = ""
+    """`x-swell-version`."""
     chunks_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
     error: str | None = None
@@ -174,6 +176,7 @@ async def send_request(
                 text = (await response.aread()).decode(errors="replace")
                 raise _Refused(f"{response.status_code}: {text[:300]}")
             answer.engines = response.headers.get("x-swell-engine", "")
+            answer.version = response.headers.get("x-swell-version", "")
             if request.body.get("stream"):
                 await _read_events(answer, response)
             else:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from swell.cluster.client.routable_engines import Candidates
 from swell.cluster.client.router import Router
 
 
 class LeastLoaded(Router):
     """The engine with the fewest requests, reported or sent since; the lowest rank among equals."""
 
-    def _pick(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> int:
-        return min(self._active, key=self._requests)
+    def _pick(
+        self,
+        request_id: str,
+        tokens: int,
+        block_hashes: Sequence[bytes],
+        candidates: Candidates,
+    ) -> int:
+        return min(candidates.ranks, key=self._requests)
 
     def _requests(self, rank: int) -> int:
         engine = self._engines[rank]
@@ -24,9 +31,15 @@ class RoundRobin(Router):
 
     _turn = 0
 
-    def _pick(self, request_id: str, tokens: int, block_hashes: Sequence[bytes]) -> int:
+    def _pick(
+        self,
+        request_id: str,
+        tokens: int,
+        block_hashes: Sequence[bytes],
+        candidates: Candidates,
+    ) -> int:
         self._turn += 1
-        return self._active[self._turn % len(self._active)]
+        return candidates.ranks[self._turn % len(candidates.ranks)]
 
 
 POLICIES: dict[str, type[Router]] = {

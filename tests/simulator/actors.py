@@ -8,9 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from swell.cluster.control.actor_errors import ActorError
 from swell.cluster.control.checkpoint_store import CheckpointStore
-from swell.cluster.control.control_state import ChangeStage
+from swell.cluster.control.control_state import ChangeStage, ControlState
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.engine_handle import EngineHandle
 from swell.cluster.control.manager import ClusterManager
@@ -24,7 +26,7 @@ from swell.engine.core import EngineCore
 from swell.engine.ready import EngineReady
 from swell.engine.server import EngineServer
 from tests.simulator.ground import SimGround
-from tests.simulator.model import SimExecutor
+from tests.simulator.model import BROKEN_WEIGHTS, SimExecutor
 from tests.simulator.process import Process
 from tests.simulator.ray_port import SimRay
 
@@ -32,6 +34,21 @@ if TYPE_CHECKING:
     from tests.simulator.control_plane import ControlPlane
 
 NAMESPACE, IDENTITY = "sim", "0" * 12
+
+
+def identity(weights: int) -> str:
+    """Of the configuration with these weights."""
+    return f"{weights:012x}"
+
+
+def weights_of(version: str) -> int:
+    return int(version.partition("-")[2], 16)
+
+
+def with_weights(config: Config, weights: int) -> Config:
+    model = msgspec.structs.replace(config.model, seed=weights)
+    return msgspec.structs.replace(config, model=model)
+
 
 Done = Callable[[Any], None]
 
@@ -60,6 +77,11 @@ class SimCoordinator(CoordinatorService):
             recover=inherited or restarted,
         )
         plane.coordinators.append((process, self))
+
+    def leave(self, ranks: list[int], owner: str = "") -> Roster:
+        for call in self._plane.on_leave:
+            call(ranks)
+        return super().leave(ranks, owner)
 
     def detach(self, ranks: list[int], timeout_s: float, owner: str = "") -> Roster:
         for call in self._plane.on_detach:
@@ -98,17 +120,23 @@ class SimEngine:
         config: Config,
         rank: int,
         coordinator: CoordinatorContact,
+        version: str,
     ) -> None:
         self._plane, self.process, self.rank = plane, process, rank
+        self.version = version
         self._config, self._coordinator = config, coordinator
         self._load_s = 0.2 + plane.load_times.random()
         self._loading = asyncio.Lock()
         self._ended = asyncio.Event()
         self.executor = SimExecutor(
-            process, plane.scenario.step_s, plane.groups if config.parallel.expert else None
+            process,
+            plane.scenario.step_s,
+            plane.groups if config.parallel.expert else None,
+            config.model.seed,
         )
         self.executor.on_poison = partial(self._call_all, plane.on_poison)
         self.server: EngineServer | None = None
+        self.cannot_load = False
         plane.engines.append(self)
 
     def _call_all(self, calls: list[Callable[[Process], None]]) -> None:
@@ -119,6 +147,9 @@ class SimEngine:
         async with self._loading:
             if self.server is None:
                 await asyncio.sleep(self._load_s)
+                if self._config.model.seed == BROKEN_WEIGHTS:
+                    self.cannot_load = True
+                    raise ValueError("the weights are broken")
                 self._serve()
         return self.ready()
 
@@ -133,6 +164,7 @@ class SimEngine:
             self._coordinator.address,
             ground,
             finder(self._plane, self.process, self._coordinator),
+            version=self.version,
         )
         task = self.process.loop.create_task(self.server.serve(), name="engine")
         task.add_done_callback(self._on_end)
@@ -180,9 +212,16 @@ class SimEngine:
 
 
 class ObservedManager(ClusterManager):
-    """Says which number of engines it falls back to when a requested change fails."""
+    """Says which number of engines it falls back to when a requested change fails, and when the
+    number falls."""
 
     on_failed_change: Done
+    on_shrink: Callable[[], None]
+
+    def _begin(self, state: ControlState) -> None:
+        if state.change.target < self.target:
+            self.on_shrink()
+        super()._begin(state)
 
     async def _grow(self, handles: list[EngineHandle], *, is_requested: bool) -> None:
         await super()._grow(handles, is_requested=is_requested)
@@ -198,11 +237,17 @@ class SimManager:
         ray, ground = SimRay(plane.ray, process), SimGround(process, plane.net)
         checkpoints = CheckpointStore(NAMESPACE, IDENTITY, ray)
         self._coordinator = CoordinatorHandle(plane.config, NAMESPACE, checkpoints, ray)
-        placement = Placement(plane.config, IDENTITY, NAMESPACE, self._coordinator, ray, ground)
+        placement = Placement(plane.config, NAMESPACE, self._coordinator, ray, ground)
         self.manager = ObservedManager(
-            plane.config, self._coordinator, placement, checkpoints, ground
+            with_weights(plane.config, plane.deployed),
+            self._coordinator,
+            placement,
+            checkpoints,
+            ground,
+            identity(plane.deployed),
         )
         self.manager.on_failed_change = plane.on_failed_change
+        self.manager.on_shrink = plane.operator.on_shrink
         self.has_started = False
         process.loop.create_task(self._start(), name="manager")
 
@@ -226,7 +271,7 @@ class SimManager:
         async def run() -> None:
             try:
                 result = getattr(self.manager, call)(*args)
-                if call == "scale":  # it begins when it is known that there is room
+                if call in ("scale", "upgrade"):  # it begins when it is known that there is room
                     await result
                 on_begun(self.manager.target)
                 if call in ("pause", "resume"):

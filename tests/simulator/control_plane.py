@@ -26,6 +26,7 @@ from tests.simulator.groups import SimGroups
 from tests.simulator.kernel import WORLD, Kernel
 from tests.simulator.model import NumberDetokenizer
 from tests.simulator.network import Network, NetworkOptions
+from tests.simulator.node_provider import NodeProvider
 from tests.simulator.operator import Operator
 from tests.simulator.process import Process
 from tests.simulator.ray import SimRayCluster
@@ -34,6 +35,7 @@ from tests.simulator.scenario import HOSTS, Request, Scenario
 STALL_TIMEOUT_S = 10.0
 HEARTBEAT_S = 1.0
 DRAIN_TIMEOUT_S = 5.0
+MAX_ENGINES = 4
 
 RESOURCES = {HOSTS[0]: {"CPU": 1.0}, HOSTS[1]: {"CPU": 2.0}, HOSTS[2]: {"CPU": 3.0}}
 
@@ -44,7 +46,11 @@ _RESTART_S = 1.0
 _POLL_S = 0.1
 
 
-def make_config(engines: int, expert: bool) -> Config:
+AUTOSCALING = {"queue_s": 0.05, "kv_usage": 0.05, "grow_after_s": 0.5, "shrink_after_s": 4.0}
+"""So that the little load of a scenario moves the target."""
+
+
+def make_config(engines: int, expert: bool, autoscaled: bool = False) -> Config:
     return load(
         {
             "model": {"path": "none", "device": "cpu"},
@@ -56,8 +62,9 @@ def make_config(engines: int, expert: bool) -> Config:
                 "heartbeat_s": HEARTBEAT_S,
                 "cpus_per_worker": 1.0,
                 "drain_timeout_s": DRAIN_TIMEOUT_S,
-                "max_engines": 4,
+                "max_engines": MAX_ENGINES,
             },
+            "autoscaling": {"enabled": autoscaled, **AUTOSCALING},
         }
     )
 
@@ -198,17 +205,21 @@ class ControlPlane:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.kernel = Kernel(scenario.seed)
-        self.config = make_config(scenario.engines, scenario.expert)
+        self.config = make_config(scenario.engines, scenario.expert, scenario.autoscaled)
         self.net = Network(self.kernel, NetworkOptions.with_silence(STALL_TIMEOUT_S))
         self.groups = SimGroups(self.kernel, self.net)
         self.load_times = self.kernel.random("load")
         self.engines: list[SimEngine] = []
         """Of all starts, living or not."""
         self.coordinators: list[tuple[Process, SimCoordinator]] = []
+        self.resources: dict[str, dict[str, float]] = {**RESOURCES}
+        """Of each host now, as a new node of it would have them."""
+        if scenario.autoscaled:
+            self.resources |= {host: {} for host in HOSTS[1:]}
         self.ray = SimRayCluster(
             self.kernel,
             self.net,
-            RESOURCES,
+            self.resources,
             partial(SimEngine, self),
             partial(SimCoordinator, self),
         )
@@ -217,9 +228,14 @@ class ControlPlane:
         """Called with each view that an ingress applies."""
         self.on_poison: list[Callable[[Process], None]] = []
         """Called when an engine computes a request that ends it."""
+        self.on_leave: list[Callable[[list[int]], None]] = []
+        """Called when a coordinator is told that engines leave."""
         self.on_detach: list[Callable[[list[int]], None]] = []
         """Called when a coordinator is to take out engines that leave."""
+        self.deployed = 0
+        """The weights of the configuration with which Serve starts a manager."""
         self.operator = Operator(self)
+        self.provider = NodeProvider(self) if scenario.autoscaled else None
         self.manager = self._new_manager()
         self.past_ingresses: list[SimIngress] = []
         self.ingresses = [SimIngress(self, index) for index in range(scenario.ingresses)]
@@ -247,6 +263,11 @@ class ControlPlane:
             self.kernel.at(self.kernel.now + _RESTART_S, WORLD, self._restart_manager)
             return
         self.manager = self._new_manager()
+
+    def redeploy(self, weights: int) -> None:
+        """Serve replaces the manager by one with another configuration."""
+        self.deployed = weights
+        self.manager.process.kill()
 
     def _look_for_contact(self) -> None:
         if self.manager.has_started:
@@ -294,7 +315,7 @@ class ControlPlane:
         if self.ray.away:
             self.kernel.at(self.kernel.now + _NODE_RESTART_S, WORLD, self._restore, host)
         else:
-            self.ray.restore_host(host, RESOURCES[host])
+            self.ray.restore_host(host, self.resources[host])
 
     @property
     def living_engines(self) -> list[SimEngine]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from tests.simulator.connection import Side
-from tests.simulator.control_plane import RESOURCES, ControlPlane
+from tests.simulator.control_plane import ControlPlane
 from tests.simulator.kernel import WORLD
 from tests.simulator.process import Process
 from tests.simulator.scenario import HOSTS, Fault
@@ -213,7 +213,29 @@ class FaultInjector:
         self._note(fault, host, away_s)
         ray.lose_host(host, list(ray.processes.values()))
         at = self._kernel.now + away_s
-        self._kernel.at(at, WORLD, ray.restore_host, host, RESOURCES[host])
+        self._kernel.at(at, WORLD, self._restore_host, host)
+
+    def _restore_host(self, host: str) -> None:
+        self._plane.ray.restore_host(host, self._plane.resources[host])
+
+    def drain_host(self, fault: Fault, side: Side | None) -> None:
+        """Ray has a notice that a host will be taken away, as spot capacity is; another one of its
+        name comes later. It is away at once if the notice is too short for Ray to have it."""
+        host, ray = self._pick(fault, HOSTS[1:]), self._plane.ray
+        if host in ray.lost_hosts or host in ray.draining or host not in ray.nodes:
+            return
+        self._note(fault, f"{host} has notice", fault.time_s)
+        ray.draining[host] = at = self._kernel.now + fault.time_s
+        self._kernel.at(at, WORLD, self._take_host, fault, host, at)
+
+    def _take_host(self, fault: Fault, host: str, at: float) -> None:
+        ray = self._plane.ray
+        if ray.draining.get(host) != at or host in ray.lost_hosts:
+            return  # it was lost before
+        away_s = ray.options.node_timeout_s + _POWER_S
+        self._note(fault, f"{host} is taken", away_s)
+        ray.lose_host(host, list(ray.processes.values()))
+        self._kernel.at(self._kernel.now + away_s, WORLD, self._restore_host, host)
 
     def kill_ingress(self, fault: Fault, side: Side | None) -> None:
         process = self._process(fault, side, ("ingress",))
@@ -245,5 +267,6 @@ FAULTS: dict[str, Callable[[FaultInjector, Fault, Side | None], None]] = {
     "lose-host": FaultInjector.lose_host,
     "kill-ingress": FaultInjector.kill_ingress,
     "kill-control": FaultInjector.kill_control,
+    "drain-host": FaultInjector.drain_host,
     "lose-host-for-good": FaultInjector.lose_host_for_good,
 }

@@ -126,7 +126,7 @@ class SimGroups:
 
     def __init__(self, kernel: Kernel, net: Network) -> None:
         self._kernel, self._net = kernel, net
-        self._groups: dict[tuple[Any, int], SimGroup] = {}
+        self._groups: dict[tuple[Any, int, bytes], SimGroup] = {}
         self._stores: dict[tuple[str, int], Process] = {}
         self._times = kernel.random("groups")
         net.on_change.append(self._on_change)
@@ -158,7 +158,7 @@ class SimGroups:
         assert store is not None
         while not self._answers(store, process):
             await self._wait(begun, is_aborted, f"the store at {store} does not answer", [0])
-        key = (store, plan.epoch)
+        key = (store, plan.epoch, plan.expert_secret)
         group = self._groups.setdefault(key, SimGroup(self, plan.engines))
         assert group.engines == plan.engines, "two plans of one epoch"
         assert plan.index not in group.members, "it comes twice"

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 from itertools import count
 
+from swell.cluster.control.versions import UpgradeStage
 from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import JourneyEventType
-from tests.simulator.actors import SimEngine
+from tests.simulator.actors import SimEngine, weights_of
 from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
 from tests.simulator.faults import FaultInjector
 from tests.simulator.model import expected_tokens, text_of
@@ -95,8 +96,13 @@ class Run:
         if plane.operator.unanswered or self.prober.is_under_way or not plane.manager.has_started:
             return False
         states = [ingress.llm.view.state for ingress in plane.ingresses if ingress.llm]
-        if "forming" in states or ("paused" in states and not plane.operator.paused):
+        if not {"forming", "pausing"}.isdisjoint(states):
             return False  # what a cut held back may come late
+        if "paused" in states and not plane.operator.paused:
+            return False
+        stage = plane.manager.manager.upgrader.record.stage
+        if stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
+            return False
         fleet = plane.manager.manager._fleet
         if fleet.starting or fleet.ending or not fleet._placement.strays.is_done:
             return False  # as the state says
@@ -108,11 +114,14 @@ class Run:
     # ---------------------------------------------------------------- laws
 
     def _check_requests(self) -> list[str]:
-        """Each accepted request ends once, with the text of the undisturbed run."""
+        """Each accepted request ends once, with the text of the undisturbed run of the version that
+        it names: no answer mixes versions."""
         broken = []
         for each in self.plane.requests:
             request, name = each.request, f"r{each.number}"
-            expected = expected_tokens(request.prompt, request.max_tokens, request.seed)
+            version = each.state.answer_version.version if each.state is not None else None
+            weights = weights_of(version) if version else 0
+            expected = expected_tokens(request.prompt, request.max_tokens, request.seed, weights)
             if each.ended_with_ingress:
                 continue
             if each.end == "abort" and each.gives_up:
@@ -163,11 +172,17 @@ class Run:
         plane, operator = self.plane, self.plane.operator
         broken = [f"{operation} was never answered" for operation in operator.unanswered]
         target = plane.manager.manager.target
-        if target not in operator.wanted:
-            broken.append(f"{target} engines are the target, not {operator.wanted}")
+        if target not in operator.may_be_wanted:
+            broken.append(f"{target} engines are the target, not {operator.may_be_wanted}")
         if len(plane.living_engines) != target:
             names = [engine.process.name for engine in plane.living_engines]
             broken.append(f"{target} engines are wanted, and these live: {names}")
+        record = plane.manager.manager.upgrader.record
+        if record.stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
+            broken.append(f"an upgrade is {record.stage} for ever")
+        for engine in plane.living_engines:
+            if engine.version != record.wanted:
+                broken.append(f"{engine.process.name} is not of the version {record.wanted}")
         if len(plane.ray.groups) > target:
             broken.append(f"placement groups are left: {sorted(plane.ray.groups)}")
         for ingress in plane.ingresses:

@@ -27,6 +27,8 @@ from tests.simulator.process import Process
 VOCAB_SIZE = 50
 NUM_BLOCKS = 256
 MAX_MODEL_LEN = 512
+BROKEN_WEIGHTS = 3
+"""Engines do not load them."""
 POISON_SEED = 99
 """A request with it ends each engine that computes it."""
 
@@ -35,15 +37,16 @@ _REPAIR_S = 3.0
 """A lost worker is replaced in less."""
 
 
-def next_token(last: int, position: int, seed: int) -> int:
-    return (last * 31 + position * 17 + seed * 7 + (last ^ position) * 5) % VOCAB_SIZE
+def next_token(last: int, position: int, seed: int, weights: int = 0) -> int:
+    mixed = last * 31 + position * 17 + seed * 7 + (last ^ position) * 5 + weights * 13
+    return mixed % VOCAB_SIZE
 
 
-def expected_tokens(prompt: Sequence[int], count: int, seed: int) -> list[int]:
+def expected_tokens(prompt: Sequence[int], count: int, seed: int, weights: int) -> list[int]:
     """The outputs of a request by definition."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens[-1], len(tokens), seed))
+        tokens.append(next_token(tokens[-1], len(tokens), seed, weights))
     return tokens[len(prompt) :]
 
 
@@ -113,11 +116,16 @@ class SimExecutor(Executor):
     """Reads the tokens of its own slots only: what a slot lost is missing in its answers."""
 
     def __init__(
-        self, process: Process, step_s: float = 0.004, groups: SimGroups | None = None
+        self,
+        process: Process,
+        step_s: float = 0.004,
+        groups: SimGroups | None = None,
+        weights: int = 0,
     ) -> None:
         """`step_s`: of a step, its tokens aside. `groups`: where engines that share experts
-        meet."""
+        meet. `weights`: on which every token depends."""
         self.process = process
+        self._weights = weights
         self._step_s = step_s
         self.member: SimMember | None = None
         self.last_step: SimGroupStep | None = None
@@ -150,7 +158,7 @@ class SimExecutor(Executor):
             if samples:
                 tokens, seed = self._rows[slot]
                 end = start + count
-                tokens[end] = next_token(tokens[end - 1], end, seed)
+                tokens[end] = next_token(tokens[end - 1], end, seed, self._weights)
                 sampled.append(tokens[end])
         time_s = self._step_s + _TOKEN_S * sum(plan.num_tokens)
         if self._groups is not None:

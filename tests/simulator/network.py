@@ -1,8 +1,8 @@
 """The network between processes: who listens where, what connects, and what goes wrong.
 
-An outlet that is refused tries again after `reconnect_s`; one whose packets vanish tries at the
-times of TCP's SYN packets (1, 3, 7 ... seconds). Both come to nothing until something changes, so
-such outlets wait in a list, and a change gives each its next time.
+An outlet that is refused tries again after `reconnect_s`; one whose packets vanish sends a second
+one after 1 s, as TCP does, and begins anew after `connect_s`. Both come to nothing until something
+changes, so such outlets wait in a list, and a change gives each its next time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.handshakes import HANDSHAKE_S
+from swell.coordinator.socket_options import CONNECT_S
 from tests.simulator.connection import READY, Side
 from tests.simulator.kernel import WORLD, Kernel
 from tests.simulator.process import Process
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 _FIRST_PORT = 20_000
 _BIND_RETRY_S = 0.05
+_SECOND_PACKET_S = 1.0
+"""After which TCP repeats the packet that begins a connection."""
 _LONGEST_RETRANSMISSION_S = 120.0
 
 Path = tuple[str, str]
@@ -36,7 +40,9 @@ class NetworkOptions:
     """One way, on average."""
     reconnect_s: float = 0.1
     """ZMQ_RECONNECT_IVL."""
-    handshake_timeout_s: float = 30.0
+    connect_s: float = CONNECT_S
+    """ZMQ_CONNECT_TIMEOUT."""
+    handshake_timeout_s: float = HANDSHAKE_S
     """ZMQ_HANDSHAKE_IVL."""
     heartbeat_s: float | None = None
     """ZMQ_HEARTBEAT_IVL; None: an idle side never notices that the other one is gone."""
@@ -179,7 +185,10 @@ class Network:
         for outlet in waiting:
             tried_s = now - outlet.trying_since
             if outlet.was_blocked:
-                after_s = 2.0 ** math.ceil(math.log2(tried_s + 1.0)) - 1.0
+                attempt_s = self.options.connect_s + reconnect_s
+                spent_s = tried_s % attempt_s
+                next_s = _SECOND_PACKET_S if spent_s <= _SECOND_PACKET_S else attempt_s
+                after_s = tried_s - spent_s + next_s
             else:
                 after_s = math.ceil(tried_s / reconnect_s) * reconnect_s
             self.kernel.at(outlet.trying_since + after_s, outlet.process, self.connect, outlet)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swell.cluster.control.control_state import TAKEN_OVER, ScaleRefused
+from tests.simulator.actors import identity, with_weights
 from tests.simulator.kernel import WORLD
 from tests.simulator.scenario import Operation
 
@@ -22,17 +23,24 @@ class Operator:
     def __init__(self, plane: ControlPlane) -> None:
         self._plane, self._kernel = plane, plane.kernel
         self.wanted = {plane.scenario.engines}
-        """Numbers of engines of which the cluster may want any one."""
+        """Numbers of engines of which the cluster may want any one, unless it is autoscaled."""
         self.paused: bool | None = False
         """Whether the engines are to be paused; None: a request for it is under way."""
         self.changed_at = 0.0
         """When something was begun or accepted last."""
         self.shrunk_at = float("-inf")
-        """When fewer engines were asked for, the last time."""
+        """When fewer engines were wanted, the last time, by an operator or the autoscaler."""
         self._waiting: deque[Operation] = deque()
         self._attempts = 0
         for operation in plane.scenario.operations:
             self._kernel.at(operation.at, WORLD, self._add, operation)
+
+    @property
+    def may_be_wanted(self) -> set[int]:
+        limits = self._plane.config.cluster
+        if self._plane.scenario.autoscaled:
+            return set(range(limits.min_engines, limits.max_engines + 1))
+        return self.wanted
 
     @property
     def unanswered(self) -> list[Operation]:
@@ -41,6 +49,9 @@ class Operator:
     def on_failed_change(self, target: int) -> None:
         """A requested change has failed, and the manager says what it wants now."""
         self.wanted.add(target)
+
+    def on_shrink(self) -> None:
+        self.shrunk_at = self._kernel.now
 
     def _add(self, operation: Operation) -> None:
         self._waiting.append(operation)
@@ -51,18 +62,30 @@ class Operator:
         if not self._waiting:
             return
         operation, manager = self._waiting[0], self._plane.manager
+        if operation.kind == "redeploy":
+            self._plane.redeploy(operation.argument)
+            self._on_answered()
+            return
         self._attempts += 1
         attempt, again_s = self._attempts, _REPEAT_S
         if manager.process.alive and manager.has_started:
             again_s = _TIMEOUT_S
-            has_argument = operation.kind in ("scale", "drain")
             manager.do(
                 operation.kind,
-                (operation.argument,) if has_argument else (),
+                self._arguments(operation),
                 lambda target: self._on_begun(operation, target),
                 lambda result: self._on_end(operation, attempt, result),
             )
         self._kernel.at(self._kernel.now + again_s, WORLD, self._repeat, attempt)
+
+    def _arguments(self, operation: Operation) -> tuple[Any, ...]:
+        number = operation.argument
+        match operation.kind:
+            case "scale" | "drain":
+                return (number,)
+            case "upgrade":
+                return identity(number), with_weights(self._plane.config, number)
+        return ()
 
     def _repeat(self, attempt: int) -> None:
         """It was not answered in time."""
@@ -72,7 +95,7 @@ class Operator:
     def _on_begun(self, operation: Operation, target: int) -> None:
         self.changed_at = self._kernel.now
         if target < max(self.wanted):
-            self.shrunk_at = self._kernel.now
+            self.on_shrink()
         self.wanted.add(target)
         if operation.kind in ("pause", "resume"):
             self.paused = None
@@ -81,6 +104,8 @@ class Operator:
         """A manager says what came of it: accepted, and the target; or why it was not."""
         self._kernel.trace(f"operator {operation.kind} {result!r}".encode())
         self.changed_at = self._kernel.now
+        if not self._waiting or operation is not self._waiting[0]:
+            return  # an earlier attempt was answered before, and the next request has begun
         if isinstance(result, int):
             self.wanted = {result}
             if operation.kind in ("pause", "resume"):
@@ -90,6 +115,10 @@ class Operator:
                 self._kernel.at(self._kernel.now + _REPEAT_S, WORLD, self._repeat, attempt)
             return
         if attempt == self._attempts:
-            self._waiting.popleft()
-            self._attempts += 1
-            self._kernel.soon(WORLD, self._try)
+            self._on_answered()
+
+    def _on_answered(self) -> None:
+        self.changed_at = self._kernel.now
+        self._waiting.popleft()
+        self._attempts += 1
+        self._kernel.soon(WORLD, self._try)

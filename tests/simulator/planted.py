@@ -17,8 +17,9 @@ from swell.cluster.client.journey import Journey
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.request_placer import RequestPlacer
 from swell.cluster.client.request_state import RequestState
+from swell.cluster.client.routable_engines import RoutableEngines
 from swell.cluster.client.router import Router
-from swell.cluster.control import actor_names, control_state
+from swell.cluster.control import actor_names, control_state, upgrade
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.fleet import Fleet
 from swell.cluster.control.manager import ClusterManager
@@ -33,11 +34,13 @@ from swell.engine.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, KeepAliveReply
 from tests.simulator.faults import FAULTS
 from tests.simulator.laws import judge
+from tests.simulator.model import BROKEN_WEIGHTS
 from tests.simulator.scenario import (
     HOSTS,
     SLOW_STEP_S,
     AtMessage,
     Fault,
+    Operation,
     Request,
     Scenario,
     draw,
@@ -166,6 +169,32 @@ def _crowd(scenario: Scenario) -> Scenario:
     )
 
 
+def _silent_coordinator(scenario: Scenario) -> Scenario:
+    """Its host is cut off, and Ray starts no other one; engines share experts."""
+    faults = Fault("cut", 3.8, 0, 45.0), Fault("gcs-away", 4.3, 0, 45.0)
+    return replace(scenario, engines=2, expert=True, faults=faults, operations=())
+
+
+def _upgrading(weights: int) -> Callable[[Scenario], Scenario]:
+    """The one engine is replaced while it gives long answers, and something dies meanwhile."""
+
+    def shape(scenario: Scenario) -> Scenario:
+        requests = [Request(3.1 + 0.05 * index, 0, (index,), 300, index) for index in range(8)]
+        kills = [Fault("kill", 5.0 + 2.0 * index, scenario.seed + index) for index in range(2)]
+        return replace(
+            scenario,
+            engines=1,
+            ingresses=1,
+            expert=False,
+            requests=tuple(requests),
+            faults=tuple(kills),
+            operations=(Operation(3.3, "upgrade", weights),),
+            step_s=SLOW_STEP_S,
+        )
+
+    return shape
+
+
 LOSSES = ("drop",)
 PROCESSES = ("kill", "kill-control", "stop")
 
@@ -189,6 +218,9 @@ BUGS = {
     ),
     "ingress: engines that are not reached get requests": Bug(
         Router, "set_unreachable", _nothing, ("cut", "half-cut")
+    ),
+    "ingress: who waits for a silent coordinator gets requests": Bug(
+        AsyncEngineCoreClient, "_fault", _nothing, shape=_silent_coordinator
     ),
     "engine: lost clients keep requests": Bug(
         EngineCore, "abort_client", lambda right, self, client: [], LOSSES
@@ -228,6 +260,21 @@ BUGS = {
     ),
     "manager: an engine that is kept goes on leaving": Bug(
         CoordinatorHandle, "cancel_leave", _not_sent, LOSSES
+    ),
+    "ingress: an answer continues on any version": Bug(
+        RoutableEngines,
+        "of_version",
+        lambda right, self, version: self.active,
+        shape=_upgrading(1),
+    ),
+    "ingress: what it needs is not said": Bug(
+        AsyncLLM, "_versions_in_use", lambda right, self: [], shape=_upgrading(1)
+    ),
+    "manager: a version that is needed is not made again": Bug(
+        upgrade, "unmet", lambda right, *args: [], shape=_upgrading(1)
+    ),
+    "manager: a version that does not load is not rolled back": Bug(
+        upgrade, "_roll_back", lambda right, state, reason: state, shape=_upgrading(BROKEN_WEIGHTS)
     ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, PROCESSES),
 }

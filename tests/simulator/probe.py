@@ -69,13 +69,8 @@ class Prober:
         )
 
     def _is_comparable(self) -> bool:
-        """An idle engine that would not compute is known to nobody, and slow ones answer late.
-        Engines that share experts may have been about to change their group when the coordinator
-        stopped, and no ingress knows it."""
+        """An idle engine that would not compute is known to nobody, and slow ones answer late."""
         plane = self._plane
-        is_led = bool(plane.coordinator and plane.coordinators[-1][0].runs)
-        if plane.scenario.expert and not is_led:
-            return False
         return not (
             any(engine.executor.hangs for engine in plane.living_engines)
             or plane.operator.paused is None

@@ -81,6 +81,8 @@ class SimRayCluster:
         self.values: dict[bytes, bytes] = {}
         self.lost_hosts: dict[str, None] = {}
         """Hosts without power."""
+        self.draining: dict[str, float] = {}
+        """Hosts that will be taken away, and when; infinite if that is not known."""
         self.away = False
         """The GCS does not answer."""
         self.on_end: list[Callable[[Process], None]] = []
@@ -119,6 +121,10 @@ class SimRayCluster:
         """It is there again, without processes, as a new node."""
         self.lost_hosts.pop(host, None)
         self.net.reunite(host, self._others(host))
+        self.draining.pop(host, None)
+        self.set_resources(host, resources)
+
+    def set_resources(self, host: str, resources: Mapping[str, float]) -> None:
         self.nodes[host] = dict(resources)
         self._reserve()
 
@@ -143,6 +149,7 @@ class SimRayCluster:
             return
         self.kernel.trace(b"ray: lost " + host.encode())
         self.nodes.pop(host, None)
+        self.draining.pop(host, None)
         for actor in list(self.actors.values()):
             actor.lose_host(host)
         for group in self.groups.values():
@@ -235,7 +242,7 @@ class SimRayCluster:
     def _place(self, group: SimGroup) -> list[str]:
         """On one node if all of it fits there, else on as few as come first; or nowhere."""
         room: dict[str, int] = {}
-        for host in self.nodes:
+        for host in [host for host in self.nodes if host not in self.draining]:
             left = self.free(host)
             fits = (
                 int((left.get(kind, 0.0) + _EPSILON) / amount)

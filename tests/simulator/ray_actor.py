@@ -72,6 +72,8 @@ class SimActor:
         """As soon as its group has its resources."""
         if self.dead:
             return
+        if self.group is not None and self.group.removed:
+            return  # it waits for ever, with its name
         if self.group is not None and not self.group.hosts:
             self.group.when_reserved.append(self.start)
             return

@@ -69,6 +69,16 @@ class SimRay:
         nodes = self._cluster.nodes
         return await self._request(lambda: [dict(resources) for resources in nodes.values()])
 
+    async def draining_nodes(self) -> dict[str, float]:
+        cluster, kernel = self._cluster, self._process.kernel
+        return await self._request(
+            lambda: {
+                host: max(0.0, at - kernel.now)
+                for host, at in cluster.draining.items()
+                if host in cluster.nodes
+            }
+        )
+
     async def free_resources(self) -> dict[str, float]:
         cluster = self._cluster
         return await self._request(lambda: _sum([cluster.free(host) for host in cluster.nodes]))
@@ -123,12 +133,13 @@ class SimRay:
         config: Config,
         rank: int,
         coordinator: CoordinatorContact,
+        version: str,
     ) -> SimActor:
         if (namespace, name) in self._cluster.actors:
             raise ValueError(f"an actor of the name {name} is there already")
 
         def make(process: Process, again: bool) -> Any:
-            return self._cluster.make_engine(process, again, config, rank, coordinator)
+            return self._cluster.make_engine(process, again, config, rank, coordinator, version)
 
         return await self._create(name, namespace, make, concurrency=_ENGINE_CALLS, group=group)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.simulator.model import POISON_SEED, VOCAB_SIZE
+from tests.simulator.model import BROKEN_WEIGHTS, POISON_SEED, VOCAB_SIZE
 
 HOSTS = ("host0", "host1", "host2")
 """The first one has Ray's GCS."""
@@ -65,9 +65,9 @@ class Operation:
 
     at: float
     kind: str
-    """scale, drain, pause or resume."""
+    """scale, drain, upgrade, pause or resume; redeploy is what Serve does."""
     argument: int = 0
-    """Of scale: how many engines; of drain: which rank."""
+    """Of scale: how many engines; of drain: which rank; of upgrade and redeploy: which weights."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Scenario:
     """Of the manager, and of the coordinator beside it."""
     step_s: float = FAST_STEP_S
     """How long a step takes, its tokens aside."""
+    autoscaled: bool = False
+    """The number of engines follows the load, and hosts have resources when engines need them."""
 
 
 TRIGGERS = (
@@ -137,6 +139,9 @@ def draw(
     if expert:
         faults = _aim_at_groups(Random(f"groups:{seed}"), faults)
     operations += _draw_reversals(Random(f"reversals:{seed}"), operations)
+    if not expert and (upgrades := Random(f"upgrades:{seed}")).random() < 0.3:
+        operations += _draw_upgrades(upgrades)
+        requests = _draw_long(upgrades, requests)
     if (burst := Random(f"burst:{seed}")).random() < 0.2:
         requests = _draw_burst(burst, requests, faults[0])
     requests = _draw_late(Random(f"late:{seed}"), requests, faults)
@@ -154,6 +159,7 @@ def draw(
         tuple(sorted(operations, key=lambda operation: operation.at)),
         Random(f"control:{seed}").choice(HOSTS),
         Random(f"step:{seed}").choice((FAST_STEP_S, FAST_STEP_S, SLOW_STEP_S)),
+        Random(f"autoscaled:{seed}").random() < 0.25,
     )
 
 
@@ -222,6 +228,26 @@ def _draw_operation(random: Random) -> list[Operation]:
     if kind == "pause":
         return [Operation(at, kind), Operation(at + random.choice((0.1, 2.0, 30.0)), "resume")]
     return [Operation(at, kind, random.randint(1, 3) if kind == "scale" else random.randint(0, 2))]
+
+
+def _draw_upgrades(random: Random) -> list[Operation]:
+    """One or two, to weights that perhaps do not load; the second one perhaps cancels the first."""
+    at = _BEGIN_S + random.random() * _SPAN_S
+    kind = random.choice(("upgrade", "upgrade", "redeploy"))
+    first = Operation(at, kind, random.choice((1, 1, 1, BROKEN_WEIGHTS)))
+    if random.random() < 0.6:
+        return [first]
+    after_s = random.choice((0.05, 0.5, 2.0, 10.0))
+    kind = random.choice(("upgrade", "upgrade", "redeploy"))
+    return [first, Operation(at + after_s, kind, random.choice((0, 2, 2)))]
+
+
+def _draw_long(random: Random, requests: list[Request]) -> list[Request]:
+    """Some answers are so long that versions change meanwhile."""
+    return [
+        replace(request, max_tokens=random.randint(100, 400)) if random.random() < 0.4 else request
+        for request in requests
+    ]
 
 
 def _draw_fault(random: Random, kinds: tuple[str, ...]) -> Fault:

@@ -121,8 +121,21 @@ def test_a_long_cut_ends_the_connection_on_each_side_alone() -> None:
     client.ask(2)
     world.run(10.0)
     world.net.reunite("host1", ["host0"])
-    world.run(20.0)  # TCP tries to connect at ever longer intervals
+    world.run(20.0)
     assert client.numbers() == [2]
+
+
+@pytest.mark.parametrize("cut_s", [7.3, 12.9, 33.7, 70.1])
+def test_a_link_that_is_back_is_used_soon_however_long_it_was_cut(cut_s: float) -> None:
+    world = EchoWorld(options=HEARTBEATS)
+    world.settle()
+    world.net.isolate("host1", ["host0"])
+    world.run(cut_s)
+    client = world.clients[0]
+    client.ask(1)
+    world.net.reunite("host1", ["host0"])
+    world.run(HEARTBEATS.connect_s)
+    assert client.numbers() == [1]
 
 
 def test_without_heartbeats_only_the_side_that_sends_notices_a_cut() -> None:

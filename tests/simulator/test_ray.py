@@ -80,7 +80,7 @@ class RayHosts:
 
     async def engine(self, name: str, cpus: float = 2.0) -> SimActor:
         group = await self.ray.create_group(name, {"CPU": cpus}, 1)
-        return await self.ray.create_engine(name, "ns", group, 0, CONFIG, 0, CONTACT)
+        return await self.ray.create_engine(name, "ns", group, 0, CONFIG, 0, CONTACT, "")
 
     async def coordinator(self) -> SimActor:
         endpoint = self.ray.new_endpoint()
@@ -122,7 +122,7 @@ def test_a_change_fails_while_the_gcs_is_away_and_is_done_before_later_ones() ->
         group = await hosts.ray.create_group("engine", {"CPU": 1.0}, 1)
         hosts.cluster.set_away(True)
         with pytest.raises(GcsUnavailable):
-            await hosts.ray.create_engine("engine", "ns", group, 0, CONFIG, 0, CONTACT)
+            await hosts.ray.create_engine("engine", "ns", group, 0, CONFIG, 0, CONTACT, "")
         hosts.later(1.0, hosts.cluster.set_away, False)
         assert await hosts.ray.actor_names("ns") == ["engine"]
 

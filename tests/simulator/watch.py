@@ -6,8 +6,8 @@ since which an ingress reaches an engine that could serve. A clock at half the r
 
 from __future__ import annotations
 
-from swell.cluster.client.engine_connection import EngineId
 from swell.coordinator.roster import MemberState
+from swell.coordinator.wave_interface import Phase
 from swell.coordinator.wire import ClusterView
 from tests.simulator.actors import SimEngine
 from tests.simulator.control_plane import (
@@ -36,8 +36,6 @@ _LOSS_S = 2 * HEARTBEAT_S
 """Until the loss of a connection's messages is noticed, and the engine knows."""
 _RETRANSMISSIONS_S = 2.5
 """Of two messages in a row, or more of them."""
-_BRIEF_S = 0.4 * STALL_TIMEOUT_S
-"""A disturbance of less is no reason to end an engine."""
 _EXCUSED_S = 2 * STALL_TIMEOUT_S
 """After a longer one: its engine may be ended as long after it."""
 
@@ -53,7 +51,8 @@ class Watch:
         self.broken: dict[str, None] = {}
         self.slowest_s = 0.0
         """Of all requests: the time after its bound began until it had ended."""
-        self._served_since: dict[SimIngress, float] = {}
+        self._served_since: dict[tuple[SimIngress, str | None], float] = {}
+        """Of each version, and of any one."""
         self._unended: dict[SimRequest, None] = dict.fromkeys(plane.requests)
         self._unawaited: dict[tuple[Process, bytes, str, int], tuple[float, int]] = {}
         """Requests that an engine has, and nobody awaits: for how long it has computed since, and
@@ -65,6 +64,7 @@ class Watch:
         self._epochs: dict[SimIngress, int] = {}
         plane.ray.on_end.append(self._on_end)
         plane.on_view.append(self._on_view)
+        plane.on_leave.append(self._on_leave)
         plane.on_detach.append(self._on_detach)
 
     def look(self) -> None:
@@ -94,8 +94,11 @@ class Watch:
 
     # ---------------------------------------------------------------- each request ends in time
 
-    def could_serve(self, ingress: SimIngress, engine: SimEngine) -> bool:
-        """The engine runs, and the ingress reaches it and knows it."""
+    def could_serve(
+        self, ingress: SimIngress, engine: SimEngine, version: str | None = None
+    ) -> bool:
+        """The engine runs, and the ingress reaches it and knows it, for an answer of this version
+        or one that has not begun."""
         server, net = engine.server, self._plane.net
         if server is None or not engine.process.runs or engine.executor.hangs:
             return False
@@ -103,15 +106,17 @@ class Watch:
             return False
         if net.is_blocked(ingress.process.host, engine.process.host):
             return False
-        if self._plane.scenario.expert and not self._is_led(engine):
+        is_alone = server.core.wave_member.phase is Phase.ALONE
+        if self._plane.scenario.expert and not (is_alone or self._is_led(engine)):
             return False
         member = ingress.llm.view.roster.find(engine.rank, server.incarnation)
-        return member is not None and engine.rank in ingress.llm.active_ranks
+        candidates = ingress.llm._placer._router._candidates(version, 0)
+        return member is not None and engine.rank in candidates.ranks
 
     def _is_led(self, engine: SimEngine) -> bool:
-        """Engines that share experts need the coordinator to go on without one that was lost. It
-        is made again when Ray has noticed its end, and found where it has moved to, not while
-        Ray's GCS is away."""
+        """Engines that share experts need the coordinator to go on without one that was lost, until
+        they go on alone. It is made again when Ray has noticed its end, and found where it has
+        moved to, not while Ray's GCS is away."""
         coordinator, plane = self._plane.coordinator, self._plane
         if coordinator is None or engine.server is None:
             return False
@@ -123,11 +128,12 @@ class Watch:
 
     def _look_at_paths(self) -> None:
         engines = self._plane.living_engines
-        for ingress in self._plane.ingresses:
-            if any(self.could_serve(ingress, engine) for engine in engines):
-                self._served_since.setdefault(ingress, self._kernel.now)
+        versions = [None, *dict.fromkeys(engine.version for engine in self._plane.engines)]
+        for key in [(i, version) for i in self._plane.ingresses for version in versions]:
+            if any(self.could_serve(key[0], engine, key[1]) for engine in engines):
+                self._served_since.setdefault(key, self._kernel.now)
             else:
-                self._served_since.pop(ingress, None)
+                self._served_since.pop(key, None)
 
     def _look_at_requests(self) -> None:
         if self._plane.operator.paused is not False:
@@ -136,7 +142,9 @@ class Watch:
         over = max(faults.begun_at, self._plane.operator.changed_at)
         bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s
         for each in list(self._unended):
-            since = self._served_since.get(self._plane.ingresses[each.request.ingress])
+            version = each.state.answer_version.required if each.state is not None else None
+            ingress = self._plane.ingresses[each.request.ingress]
+            since = self._served_since.get((ingress, version))
             if since is None:
                 continue
             taken_s = now - max(over, since, each.request.at)
@@ -152,14 +160,14 @@ class Watch:
             llm = ingress.llm
             if llm is None or not llm._placer._unreachable or not ingress.process.runs:
                 continue
-            unreachable = llm._placer._unreachable
-            reached = [
-                member
-                for member in llm.view.roster.members
-                if member.state is MemberState.ACTIVE and EngineId.of(member) not in unreachable
+            unreachable, router = llm._placer._unreachable, llm._placer._router
+            stay = [
+                state
+                for state in llm._processor.request_states.values()
+                if state.engine in unreachable
+                and router.can_place(state.answer_version.required_elsewhere)
             ]
-            stay = [s for s in llm._processor.request_states.values() if s.engine in unreachable]
-            if reached and stay:
+            if stay:
                 self._break(f"{stay[0].request_id} stays at an engine that is not reached")
 
     def _compute_s(self, request: SimRequest) -> float:
@@ -216,14 +224,23 @@ class Watch:
             return
         now = self._kernel.now
         begun, until = self._disturbed.get(engine.process, (now, now))
-        if now - until > _EXCUSED_S or (until < now - 2 * LOOK_S and until - begun < _BRIEF_S):
+        is_over = until < now - 2 * LOOK_S and until - begun < self._brief_s
+        if now - until > _EXCUSED_S or is_over:
             begun = now
         self._disturbed[engine.process] = (begun, now)
+
+    @property
+    def _brief_s(self) -> float:
+        """A disturbance of less is no reason to end an engine. What it sent then may come after
+        twice the time, a heartbeat after what it sent before; two looks may miss a bit each."""
+        faults = self._faults
+        silence_s = STALL_TIMEOUT_S / faults.fastest_clock - HEARTBEAT_S / faults.slowest_clock
+        return silence_s / 2 - 2 * LOOK_S
 
     def _is_excused(self, engine: SimEngine) -> bool:
         """It was disturbed for long, and not long ago."""
         begun, until = self._disturbed.get(engine.process, (0.0, 0.0))
-        was_long = until - begun > _BRIEF_S and self._kernel.now - until < _EXCUSED_S
+        was_long = until - begun > self._brief_s and self._kernel.now - until < _EXCUSED_S
         return was_long or engine.executor.hangs
 
     def _look_at_roster(self) -> None:
@@ -234,18 +251,32 @@ class Watch:
             member = engine.server and roster.find(engine.rank, engine.server.incarnation)
             if member and member.state is MemberState.LEAVING:
                 self._leaving.setdefault(engine.process, self._kernel.now)
-            elif member:
+            elif member and engine.rank not in coordinator._state_machine.detached:
                 self._leaving.pop(engine.process, None)
+
+    def _on_leave(self, ranks: list[int]) -> None:
+        """A coordinator that ends at once has perhaps told the ingresses before."""
+        for engine in self._plane.living_engines:
+            if engine.rank in ranks:
+                self._leaving.setdefault(engine.process, self._kernel.now)
 
     def _on_detach(self, ranks: list[int]) -> None:
         """An engine that leaves, and can finish what it has, has the time to. One that is not
         heard of, or to which a request is still on its way, seems to be idle."""
+        self._look_at_times_to_finish(ranks)
+        for engine in self._plane.living_engines:
+            if engine.rank in ranks:  # a coordinator that was restarted knew it as one that stays
+                self._leaving.setdefault(engine.process, self._kernel.now)
+
+    def _look_at_times_to_finish(self, ranks: list[int]) -> None:
         net = self._plane.net
         if self._plane.operator.paused is not False or net.slow_hosts or net.lossy_hosts:
             return
         for engine in self._plane.living_engines:
             if engine.rank not in ranks or engine.server is None or self._is_disturbed(engine):
                 continue
+            if engine.process.host in self._plane.ray.draining:
+                continue  # it has as long as its host has
             since = self._leaving.get(engine.process, self._kernel.now)
             left_s = DRAIN_TIMEOUT_S / self._faults.fastest_clock - (self._kernel.now - since)
             if engine.server.core.scheduler.requests and left_s > LOOK_S:
@@ -263,16 +294,24 @@ class Watch:
         has just asked for fewer, it decides by what it knows."""
         if self._kernel.now - self._plane.operator.shrunk_at < _SHRINK_S:
             return
-        if process in self._leaving:
+        if process in self._leaving or self._is_cancelled(process):
             return
         staying = [each for each in self._plane.living_engines if not self._is_excused(each)]
         ended = [each for each in staying if each.process is process]
+        manager = self._plane.manager.manager
+        if ended and (ended[0].cannot_load or ended[0].version != manager.upgrader.record.wanted):
+            return
         if (
             ended
             and not self._is_disturbed(ended[0])
-            and len(staying) <= min(self._plane.operator.wanted)
+            and len(staying) <= min(self._plane.operator.may_be_wanted)
         ):
             self._break(f"{process.name} was ended at {self._kernel.now:.2f} s, and was healthy")
+
+    def _is_cancelled(self, process: Process) -> bool:
+        """It loads, and fewer are wanted since: while Ray's GCS is away it cannot be ended."""
+        starting = self._plane.manager.manager._fleet.starting.values()
+        return any(each.leaving and process.name.startswith(f"{each.name}.") for each in starting)
 
     # ---------------------------------------------------------------- epochs never fall
 

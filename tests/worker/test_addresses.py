@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from swell.configs.schema import load
 from swell.worker import transport
+from swell.worker.group_secret import GroupSecret
 from swell.worker.groups import make_group
 from swell.worker.mesh import GroupError, Mesh
 from swell.worker.transport import connect
@@ -17,6 +18,7 @@ from swell.worker.wire import GroupPlan
 from swell.worker.worker import Worker
 from tests.worker.test_mesh import in_threads
 
+SECRET = GroupSecret(b"secret", "group")
 HOSTS = ("127.0.0.3", "127.0.0.5")
 PAIR = load({"model": {"path": "m"}, "parallel": {"data": 2, "expert": True}}).parallel
 
@@ -30,16 +32,18 @@ def client(store: dist.TCPStore) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", store.port, is_master=False)
 
 
-def hosts(addresses: list[bytes]) -> list[str]:
-    return [address.decode().rpartition(" ")[0] for address in addresses]
+def hosts(store: dist.Store, secret: GroupSecret) -> list[str]:
+    """Of the two ranks of a group, as they have published them."""
+    published = [store.get(f"{secret.prefix}/address{rank}").decode() for rank in range(2)]
+    return [secret.open(rank, text).split()[0] for rank, text in enumerate(published)]
 
 
 def test_peers_connect_to_each_others_configured_address(store) -> None:
     def form(rank: int) -> None:
-        connect("cpu", client(store), rank, 2, 20.0, threading.Event(), HOSTS[rank]).close()
+        connect("cpu", client(store), rank, 2, 20, threading.Event(), SECRET, HOSTS[rank]).close()
 
     in_threads(2, form)
-    assert hosts([store.get(f"address{rank}") for rank in range(2)]) == list(HOSTS)
+    assert hosts(store, SECRET) == list(HOSTS)
 
 
 def test_groups_between_engines_are_at_the_address_of_the_worker(store) -> None:
@@ -51,8 +55,7 @@ def test_groups_between_engines_are_at_the_address_of_the_worker(store) -> None:
 
     in_threads(2, form)
     for group in ("data0.0", "sync0.0", "expert0"):
-        keys = [f"epoch7/{group}/address{rank}" for rank in range(2)]
-        assert hosts([store.get(key) for key in keys]) == list(HOSTS)
+        assert hosts(store, GroupSecret(b"", f"epoch7/{group}")) == list(HOSTS)
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
@@ -76,9 +79,10 @@ def test_absent_peers_are_named_by_engine_not_by_rank(store) -> None:
     keys = client(store)
     group = mesh.expert = make_group("expert0", 1, 6)
     for rank in (0, 2, 3):
-        dist.PrefixStore("expert0", store).set(f"address{rank}", "127.0.0.1 1")
+        signed = SECRET.sign(rank, "127.0.0.1 1")
+        dist.PrefixStore(SECRET.prefix, store).set(f"address{rank}", signed)
     with pytest.raises(GroupError) as raised:
-        mesh._open(group, "cpu", 2, keys, 0.1)
+        mesh._open(group, "cpu", 2, keys, 0.1, SECRET)
     assert raised.value.absent == (2,)
 
 

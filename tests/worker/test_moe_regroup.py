@@ -178,6 +178,30 @@ def test_a_worker_that_cannot_read_its_experts(
         assert answers(engine_group, [[0], [1]]) == truth[:2]
 
 
+def test_an_engine_that_loads_experts_for_itself_leaves_it_for_a_newer_group(
+    tiny_moe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps those that it had, and has all or none of each."""
+    folder, truth = tiny_moe("mixtral")
+    real = experts.load_weight_shards
+    with EngineGroup(folder) as engine_group:
+        first, second = engine_group.add(), engine_group.add()
+        engine_group.regroup(first, second)
+        [had] = first.local_experts()
+
+        def is_aborted(wanted: Any, config: Any, progress: Any) -> int:
+            first.workers[0].abort(first.generation)
+            return real(wanted, config, progress)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(experts, "load_weight_shards", is_aborted)
+            broken(first.regroup(GroupPlan(0, None, engine_group.epoch)))
+        assert first.local_experts() == [had] and 0 < len(had) < 4
+        [moved] = engine_group.regroup(first, second)[0]
+        assert (moved.experts_moved, moved.experts_loaded) == (0, 0)
+        assert answers(engine_group, [[0], [1]]) == truth[:2]
+
+
 def test_dummy_experts_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
     tiny_models.make(tmp_path, "qwen3_moe")
     (tmp_path / "model.safetensors").unlink()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.protocol_base import Body
 from swell.cluster.api.timings import Timings
@@ -39,6 +41,13 @@ class DrainRequest(RequestBody, kw_only=True):
         _RANKS.check("rank", self.rank)
 
 
+class UpgradeRequest(RequestBody, kw_only=True):
+    config: dict[str, Any]
+    """The whole configuration of the new version, as sections of keys: one that it leaves out gets
+    its default. The sections `serve`, `cluster` and `autoscaling` and the number of engines stay as
+    they are."""
+
+
 class SwitchRequest(RequestBody, kw_only=True):
     """The body of pause and resume: it has no fields, but must be JSON."""
 
@@ -50,6 +59,8 @@ class ChangeResult(msgspec.Struct, frozen=True):
     """The number of engines that is wanted now."""
     refusal: str | None = None
     """The reason of a refusal; None: accepted."""
+    kept: list[str] = []
+    """Keys of a requested configuration that differ, and stay as they are."""
 
 
 class Accepted(Body, kw_only=True):
@@ -59,6 +70,8 @@ class Accepted(Body, kw_only=True):
     status: str = "accepted"
     target: int | None = None
     """The number of engines that is wanted now."""
+    kept: list[str] | UnsetType = UNSET
+    """Of an upgrade: keys of the configuration that differ, and stay as they are."""
 
 
 class WorkerState(Body, kw_only=True):
@@ -71,6 +84,8 @@ class WorkerState(Body, kw_only=True):
 class EngineState(Body, kw_only=True):
     rank: int
     state: str
+    version: str = ""
+    """Of weights and limits."""
     pid: int | None = None
     node: str | None = None
     running: int = 0
@@ -93,8 +108,9 @@ class CoordinatorState(Body, kw_only=True):
 
 
 class RescaleState(Body, kw_only=True):
-    """`phase` is idle, prepare, commit, drain or failed; `error` says why it failed. A start that
-    fails without a requested change is retried, ever more slowly."""
+    """`phase` is idle, pending (engines wait for room), prepare, commit, drain or failed; `error`
+    says why it failed. A start that fails without a requested change is retried, ever more slowly.
+    """
 
     phase: str
     error: str | None = None
@@ -102,6 +118,19 @@ class RescaleState(Body, kw_only=True):
     """Consecutive failed starts of the missing engine."""
     next_try_s: float | None = None
     """Seconds until the next attempt; 0: one is running."""
+
+
+class UpgradeState(Body, kw_only=True):
+    """`phase` is idle, in progress, rolling back or failed (and rolled back), `error` says why."""
+
+    phase: str = "idle"
+    version: str = ""
+    """Of which all engines are to be."""
+    previous: str | None = None
+    """The one that was wanted before, until no engine is of it."""
+    model: str = ""
+    """`model.path` of the version that is wanted."""
+    error: str | None = None
 
 
 class LeftoverState(Body, kw_only=True):
@@ -117,6 +146,54 @@ class LeftoverState(Body, kw_only=True):
     """Seconds until the next attempt; 0: one is running."""
 
 
+class ScalingDecision(Body, kw_only=True):
+    """The autoscaler has moved the target."""
+
+    before: int
+    engines: int
+    reason: str
+    age_s: float
+
+
+class AutoscalingState(Body, kw_only=True):
+    """The load that the autoscaler follows, and what it wants."""
+
+    min_engines: int
+    max_engines: int
+    queue_s: float | None = None
+    """How long a new request would wait for a slot; null, here and below: not known."""
+    kv_usage: float | None = None
+    """Share of the KV blocks in use, on average over the engines."""
+    ttft_s: float | None = None
+    """Time to first token of nine of ten requests of the last seconds."""
+    recommended: int | None = None
+    """Engines that this load wants. The target follows when it has wanted them for
+    `autoscaling.grow_after_s`, or fewer for `shrink_after_s`."""
+    reason: str
+    shrink_after_s: float
+    last_decision: ScalingDecision | None = None
+
+
+class PendingEngines(Body, kw_only=True):
+    """Engines that wait for room in the Ray cluster: their placement groups are there, so that
+    Ray's autoscaler adds hosts for them."""
+
+    ranks: list[int]
+    reason: str
+    bundles: list[dict[str, float]]
+    """Ray resources that each of them asks for; a bundle must fit on one host."""
+
+
+class DrainingNode(Body, kw_only=True):
+    """A host that Ray takes away: its engines are replaced elsewhere, and leave."""
+
+    node: str
+    left_s: float | None = None
+    """Seconds until it is taken away; null: not known."""
+    engines: list[int] = []
+    """Ranks of those that are there yet."""
+
+
 class ClusterState(Body, kw_only=True):
     """`epoch` counts memberships, `wave` counts waves, `target` is the wanted number of engines;
     `state` is starting, serving, changing, paused, degraded (engines are missing, and starting them
@@ -129,8 +206,14 @@ class ClusterState(Body, kw_only=True):
     engines: list[EngineState]
     coordinator: CoordinatorState
     rescale: RescaleState
+    upgrade: UpgradeState = msgspec.field(default_factory=UpgradeState)
     leftovers: LeftoverState | None = None
     """None: there are none."""
+    autoscaling: AutoscalingState | None = None
+    """None: it is off."""
+    pending: PendingEngines | None = None
+    """None: none waits for room."""
+    draining_nodes: list[DrainingNode] = []
 
 
 class Health(Body, kw_only=True):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -32,6 +33,7 @@ _MAX_BODY_BYTES = 64 * 1024
 _CHANGES: dict[str, type[RequestBody]] = {
     "scale": admin.ScaleRequest,
     "drain": admin.DrainRequest,
+    "upgrade": admin.UpgradeRequest,
     "pause": admin.SwitchRequest,
     "resume": admin.SwitchRequest,
 }
@@ -113,7 +115,9 @@ class AdminRoutes:
         arguments = msgspec.structs.astuple(decode(body, kind))
         change: admin.ChangeResult = await self._call_manager(method, *arguments)
         if change.refusal is None:
-            return json_response(admin.Accepted(target=change.target), 202)
+            return json_response(
+                admin.Accepted(target=change.target, kept=change.kept or UNSET), 202
+            )
         raise HTTPError(400, change.refusal, "refused")
 
     async def _call_manager(self, method: str, *args: object) -> Any:

@@ -225,8 +225,9 @@ class ChatCompletion(Body, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     service_tier: str | None = None
-    """This and the next are always null: there is one tier, and a seed is enough."""
+    """Always null: there is one tier."""
     system_fingerprint: str | None = None
+    """The version of weights and limits that gave the whole answer."""
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     timings: Timings | UnsetType = UNSET
@@ -270,6 +271,7 @@ class ChatChunk(Body, kw_only=True):
     object: str = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str | UnsetType = UNSET
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

@@ -57,6 +57,7 @@ class ChatResponseWriter(ResponseWriter):
             model=self.model,
             choices=[self._choice(part) for part in output.outputs],
             usage=usage,
+            system_fingerprint=output.version or None,
             prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
             prompt_logprobs=None if prompt is None else prompt_logprobs_body(prompt),
             timings=self.timings(),
@@ -114,6 +115,7 @@ class ChatResponseWriter(ResponseWriter):
 
     def _begin(self, output: RequestOutput) -> Iterable[bytes]:
         """The role of all choices. They answer one prompt, whose token ids come with the first."""
+        self._stream.set_version(output.version)
         ids = output.prompt_token_ids if self._body.return_token_ids else None
         usage = usage_of([output], 0) if self._continuous_usage else None
         for choice in range(self.n):

@@ -67,8 +67,9 @@ class Completion(Body, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage
     service_tier: str | None = None
-    """This and the next are always null."""
+    """Always null."""
     system_fingerprint: str | None = None
+    """The version of weights and limits that gave the whole answer."""
     timings: Timings | UnsetType = UNSET
 
 
@@ -92,6 +93,7 @@ class CompletionChunk(Body, kw_only=True):
     object: str = "text_completion"
     created: int
     model: str
+    system_fingerprint: str | UnsetType = UNSET
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET

@@ -49,6 +49,7 @@ class CompletionResponseWriter(ResponseWriter):
             model=self.model,
             choices=choices,
             usage=self._shown_usage(usage),
+            system_fingerprint=outputs[0].version or None,
             timings=self.timings(),
         )
 
@@ -76,6 +77,8 @@ class CompletionResponseWriter(ResponseWriter):
         begins = choice not in self._echoed_chars
         prompt = ""
         if begins:
+            if not self._echoed_chars:
+                self._stream.set_version(output.version)
             prompt = self._echo(output)
             self._echoed_chars[choice] = len(prompt)
         if part.finish_reason is None and not self._extra_fields_per_chunk:

@@ -61,7 +61,12 @@ _ENGINES = {
         "description": "Ranks of the engines that served, in order, comma-separated. A stream that "
         "moved later says them all in a comment before its end: `: x-swell-engine 0,1`.",
         "schema": {"type": "string"},
-    }
+    },
+    "x-swell-version": {
+        "description": "The version of weights and limits that gave the whole answer, as in "
+        "`system_fingerprint` and `/admin/cluster`.",
+        "schema": {"type": "string"},
+    },
 }
 
 
@@ -185,6 +190,11 @@ OPERATIONS = (
     ),
     _change("/admin/scale", "Grow or shrink to a number of engines.", body=admin.ScaleRequest),
     _change("/admin/drain", "Take one engine out when it has finished.", body=admin.DrainRequest),
+    _change(
+        "/admin/upgrade",
+        "Replace the engines by those of another configuration, one after the other.",
+        body=admin.UpgradeRequest,
+    ),
     _change(
         "/admin/pause", "Let all engines stop; requests wait in them.", body=admin.SwitchRequest
     ),

@@ -18,7 +18,7 @@ from swell.cluster.api.chat.convert import to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.disconnect import with_deadline
 from swell.cluster.api.http_errors import HTTPError, error_info
-from swell.cluster.api.response_writer import ENGINES
+from swell.cluster.api.response_writer import ENGINES, VERSION
 from swell.cluster.api.responses.background import (
     BackgroundRunner,
     detached_request,
@@ -123,7 +123,10 @@ class ResponseRoutes:
         if params.stream:
             return reply
         await writer.finalize()
-        return json_response(response, headers={ENGINES: reply.headers[ENGINES]})
+        served = {
+            name: value for name, value in reply.headers.items() if name in (ENGINES, VERSION)
+        }
+        return json_response(response, headers=served)
 
     def _writer(self, answer: _Answer, params: RequestParams) -> ResponsesWriter:
         body = answer.body

@@ -26,7 +26,7 @@ from swell.configs.schema import ServeConfig
 _ALL = "*"
 _METHODS = "GET, POST, DELETE, OPTIONS"
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-request-id", "x-request-timeout-s")
-_EXPOSED = "x-request-id, request-id, x-swell-engine, x-swell-warning, retry-after"
+_EXPOSED = "x-request-id, request-id, x-swell-engine, x-swell-version, x-swell-warning, retry-after"
 _MAX_AGE_S = 600
 """For how long a browser may cache a preflight."""
 

@@ -1,1 +1,1 @@
-"""`swell doctor`: facts of every host are collected there, and judged here by pure functions."""
+"""`swell doctor`: facts of every host are collected there, and checked here by pure functions."""

@@ -44,7 +44,7 @@ CHECKS: dict[str, Check] = {
         "Does the Ray cluster answer at `--address`?",
         "error",
         "start Ray (ray start --head), correct the address, or let this host through to the GCS; "
-        "with token authentication copy ~/.ray/auth_token here",
+        "with token authentication set RAY_AUTH_MODE=token and copy ~/.ray/auth_token here",
     ),
     "hosts": Check(
         "Does every host run a process of ours and answer in time?",
@@ -217,7 +217,7 @@ def problem(check: str, hosts: Sequence[str], value: str, expected: str) -> Find
     )
 
 
-def judged(
+def to_findings(
     check: str, hosts: Sequence[str], verdicts: Mapping[str, Verdict | None], value: str
 ) -> list[Finding]:
     """One finding for the hosts that share a verdict; without any, one for all `hosts` with

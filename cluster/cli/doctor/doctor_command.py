@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 
 from swell.cluster.cli.doctor.checks import Finding, passed, problem
-from swell.cluster.cli.doctor.judges import judge
 from swell.cluster.cli.doctor.report import (
     FAILED,
     UNREACHABLE,
@@ -14,6 +13,8 @@ from swell.cluster.cli.doctor.report import (
     print_json,
     print_report,
 )
+from swell.cluster.cli.doctor.run_checks import run_checks
+from swell.cluster.cli.doctor.serve_file import read_source
 from swell.cluster.cli.doctor.survey import Survey, read_requirements
 from swell.configs.schema import Config, ConfigError, load
 
@@ -28,14 +29,15 @@ def doctor(args: argparse.Namespace) -> int:
 def examine(
     source: str | None, overrides: dict[str, object], address: str | None, timeout_s: float
 ) -> Report:
-    """Without a configuration, or with one that is wrong, only what concerns the hosts."""
+    """Without a configuration, or with one that is wrong, only what concerns the hosts. `source`
+    may also be a file for Ray Serve or KubeRay."""
     config, found = _load(source, overrides)
     requirements = read_requirements()
     if address is None:
         from swell.cluster.cli.doctor.this_machine import ask_machine
 
         survey = ask_machine(config, requirements, timeout_s)
-        return _report(survey, [*found, *judge(survey)])
+        return _report(survey, [*found, *run_checks(survey)])
     from swell.cluster.cli.doctor.ray_hosts import ClusterSilent, ask_cluster
 
     try:
@@ -45,14 +47,15 @@ def examine(
         silent = problem("cluster", [], str(error), "an answer")
         return _report(survey, [*found, silent], UNREACHABLE)
     answered = passed("cluster", [], f"{address}, {len(survey.nodes)} hosts")
-    return _report(survey, [*found, answered, *judge(survey)])
+    return _report(survey, [*found, answered, *run_checks(survey)])
 
 
 def _load(source: str | None, overrides: dict[str, object]) -> tuple[Config | None, list[Finding]]:
     if source is None:
         return None, []
     try:
-        config = load(source, overrides)
+        named, of_file = read_source(source)
+        config = load(named, {**of_file, **overrides})
     except ConfigError as error:
         return None, [problem("configuration", [], str(error), "a valid configuration")]
     return config, [passed("configuration", [], source)]

@@ -1,4 +1,4 @@
-"""The facts of the host on which this runs. No judgement, and every wait ends."""
+"""The facts of the host on which this runs. It is not checked here, and every wait ends."""
 
 from __future__ import annotations
 

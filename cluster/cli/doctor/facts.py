@@ -1,5 +1,5 @@
-"""What is known of one host: collected there (`fact_collector.py`, `host_probe.py`), judged by the
-one that asked."""
+"""What is known of one host: collected there (`fact_collector.py`, `host_probe.py`), checked by
+who asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that was found out about the hosts, as one value: what is judged."""
+"""Everything that was found out about the hosts, as one value: what the checks read."""
 
 from __future__ import annotations
 

@@ -69,10 +69,15 @@ class ThreadedCluster:
         self.threads: list[threading.Thread] = []
         self.url = ""
 
-    def add_engine(self, rank: int) -> None:
+    def add_engine(self, rank: int, version: str = "") -> None:
         core = EngineCore(self.config, SlowExecutor(600, 4), ExecutorLimits(600, MAX_MODEL_LEN, 50))
         server = EngineServer(
-            self.config, rank, core, self.coordinator.keys, self.coordinator.address
+            self.config,
+            rank,
+            core,
+            self.coordinator.keys,
+            self.coordinator.address,
+            version=version,
         )
         thread = threading.Thread(target=server.run)
         thread.start()

@@ -81,6 +81,7 @@ EFFECTIVE: dict[str, str] = {
     "DetokenizeRequest": "model tokens",
     "ScaleRequest": "engines drain_timeout_s",
     "DrainRequest": "rank",
+    "UpgradeRequest": "config",
     "SwitchRequest": "",
     # Parts of them.
     "StreamOptions": "include_usage continuous_usage_stats",

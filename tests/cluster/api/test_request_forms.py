@@ -31,6 +31,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5, 6]},
     "/admin/scale": {"engines": 2},
     "/admin/drain": {"rank": 0},
+    "/admin/upgrade": {"config": {"model": {"path": "m"}}},
     "/admin/pause": {},
     "/admin/resume": {},
 }

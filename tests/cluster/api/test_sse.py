@@ -146,3 +146,19 @@ def test_errors_and_the_end() -> None:
     event = sse.event(ErrorBody(error=ErrorDetail(message="m", type="server_error")))
     assert json.loads(payload(event))["error"]["message"] == "m"
     assert sse.DONE == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("version", ["", "2-0f3a91c2d4e5"])
+def test_events_name_the_version_once_it_is_known(version: str) -> None:
+    """As the typed chunk does; one that is unknown is absent."""
+    head: dict[str, Any] = {"id": "i", "created": 7, "model": "m"}
+    if version:
+        head["system_fingerprint"] = version
+    chat, text = sse.ChatStream("i", 7, "m"), sse.CompletionStream("i", 7, "m")
+    choice = ChatChunkChoice(index=1, delta=ChatDelta(content="a"))
+    one = CompletionChunkChoice(index=1, text="a")
+    for stream in (chat, text):
+        stream.set_version(version)
+    assert chat.chunk("a", 1) == sse.event(ChatChunk(**head, choices=[choice]))
+    assert text.chunk("a", 1) == sse.event(CompletionChunk(**head, choices=[one]))
+    assert chat.end(usage(1, 2)) == [sse.event(ChatChunk(**head, choices=[], usage=usage(1, 2)))]

@@ -35,7 +35,7 @@ def test_without_a_store_nothing_is_stored_or_found() -> None:
 @pytest.mark.parametrize("limit", [0, 5])
 def test_the_store_is_deployed_where_responses_are_stored(limit: int) -> None:
     config = load({"model": {"path": "m"}, "serve": {"stored_responses": limit}})
-    _config, _manager, store = application(config)._bound_deployment.init_args
+    *_others, store = application(config)._bound_deployment.init_args
     assert (store is not None) == (limit > 0)
     if store is not None:
         assert store._bound_deployment.init_args[0] == limit

@@ -69,6 +69,7 @@ class ScriptedCluster:
         self.cores: dict[int, EngineCore] = {}
         self.roster = Roster()
         self.metrics = PrometheusStats()
+        self.metrics.set_other_counts({})
         self._incarnations: dict[int, int] = {}
         self.llm = AsyncLLM(
             detokenizer(),
@@ -123,9 +124,16 @@ class ScriptedCluster:
 
     def lose(self, rank: int) -> None:
         """The engine is gone, and with it what it counted."""
+        self._take_out(rank, rosters.remove)
+
+    def detach(self, rank: int) -> None:
+        """The engine leaves on request, whatever it still has."""
+        self._take_out(rank, rosters.detach)
+
+    def _take_out(self, rank: int, step: Callable[[Roster, list[int]], Roster]) -> None:
         member = self.roster.find(rank)
         assert member is not None
-        self.roster = rosters.remove(self.roster, [rank])
+        self.roster = step(self.roster, [rank])
         del self.cores[rank]
         self.tell([EngineId.of(member)])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -54,6 +54,7 @@ class Ingress(ThreadGround):
         self.views: list[tuple[ClusterView, list[EngineId]]] = []
         self.loads: list[list[EngineLoad]] = []
         self.in_use: frozenset[EngineId] = frozenset()
+        self.unreachable: Mapping[EngineId, str] = {}
         self.client = AsyncEngineCoreClient(
             ADDRESS,
             KEYS,
@@ -64,11 +65,15 @@ class Ingress(ThreadGround):
             on_loads=self.loads.append,
             on_outputs=lambda outputs: None,
             on_messages_lost=lambda engine: None,
-            on_unreachable=lambda engines: None,
+            on_unreachable=self._on_unreachable,
             engines_in_use=lambda: self.in_use,
+            versions_in_use=list,
             metrics=self,
             ground=self,
         )
+
+    def _on_unreachable(self, engines: Mapping[EngineId, str]) -> None:
+        self.unreachable = dict(engines)
 
     def counts(self) -> dict[str, list[float]]:
         return {}
@@ -176,6 +181,77 @@ def test_only_engines_in_use_get_a_keep_alive_with_each_heartbeat() -> None:
         assert isinstance(idle.sent[-1], KeepAlive), "what was sent may be lost"
         ingress.now = clock  # type: ignore[method-assign]
         ingress.client.close()
+
+    asyncio.run(scenario())
+
+
+class Heartbeats:
+    """An ingress on a scripted clock, and two engines: the first one gives each keep-alive this
+    answer, or none; the other one answers, and waits for nobody."""
+
+    def __init__(self) -> None:
+        self.ingress = Ingress()
+        self.answer: bool | None = False
+        """`KeepAliveReply.waits_for_coordinator` of the first engine; None: it does not answer."""
+        self._time_s = self.ingress.now()
+        self.ingress.now = lambda: self._time_s  # type: ignore[method-assign]
+        self.ingress.coordinator.take(ClusterView(roster(1, 0, 1)))
+
+    def turn(self, count: int, *, is_coordinator_heard: bool) -> None:
+        client = self.ingress.client
+        for _ in range(count):
+            client._follow_coordinator()
+            client._check_engines()
+            for outlet, waits in zip(self.ingress.outlets[1:], (self.answer, False), strict=True):
+                sent, outlet.sent = outlet.sent, []
+                for message in sent if waits is not None else ():
+                    outlet.take(KeepAliveReply(message.sent, message.sent, 0, waits))
+            if is_coordinator_heard:
+                self.ingress.coordinator.take(ClusterView(roster(1, 0, 1)))
+            self._time_s += HEARTBEAT_S
+
+    @property
+    def unreachable(self) -> list[int]:
+        return [engine.rank for engine in self.ingress.unreachable]
+
+
+_SILENCE_TURNS = int(SILENCE_S / HEARTBEAT_S)
+
+
+def test_an_engine_that_waits_for_the_coordinator_is_not_used() -> None:
+    async def scenario() -> None:
+        heartbeats = Heartbeats()
+        heartbeats.turn(_SILENCE_TURNS, is_coordinator_heard=True)
+        assert heartbeats.unreachable == []
+        heartbeats.answer = True
+        heartbeats.turn(_SILENCE_TURNS, is_coordinator_heard=True)
+        assert heartbeats.unreachable == [0]
+        assert "waits for the coordinator" in heartbeats.ingress.unreachable[EngineId(0, 0)]
+        heartbeats.answer = False
+        heartbeats.turn(2, is_coordinator_heard=True)
+        assert heartbeats.unreachable == [], "it is asked with each heartbeat meanwhile"
+        heartbeats.ingress.client.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_does_not_answer_while_the_coordinator_is_silent_has_to_answer_first() -> None:
+    """While it reports, an engine may be inside a long step: the coordinator knows its progress."""
+
+    async def scenario() -> None:
+        heartbeats = Heartbeats()
+        heartbeats.turn(1, is_coordinator_heard=True)
+        heartbeats.answer = None
+        heartbeats.turn(2 * _SILENCE_TURNS, is_coordinator_heard=True)
+        assert heartbeats.unreachable == []
+        heartbeats.turn(_SILENCE_TURNS, is_coordinator_heard=False)
+        assert heartbeats.unreachable == [0]
+        heartbeats.turn(_SILENCE_TURNS, is_coordinator_heard=True)
+        assert heartbeats.unreachable == [0]
+        heartbeats.answer = False
+        heartbeats.turn(2, is_coordinator_heard=True)
+        assert heartbeats.unreachable == []
+        heartbeats.ingress.client.close()
 
     asyncio.run(scenario())
 

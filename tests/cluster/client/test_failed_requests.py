@@ -18,6 +18,17 @@ WHY = "the model's logits for this request are no numbers"
 ERRORS = 'swell_request_success_total{finished_reason="error"}'
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_tokens": 60}
 
+ANSWERS = [
+    ("/v1/completions", body([1], 60)),
+    ("/v1/completions", body([1], 60, n=3)),
+    ("/v1/completions", body([1], 60, stream=True)),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {**CHAT, "stream": True}),
+    ("/v1/responses", {"model": "fake", "input": "a"}),
+    ("/v1/messages", CHAT),
+    ("/v1/messages", {**CHAT, "stream": True}),
+]
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -32,19 +43,7 @@ async def answer_of(cluster: FakeCluster, engine: FakeEngine, path: str, payload
     return await asked
 
 
-@pytest.mark.parametrize(
-    ("path", "payload"),
-    [
-        ("/v1/completions", body([1], 60)),
-        ("/v1/completions", body([1], 60, n=3)),
-        ("/v1/completions", body([1], 60, stream=True)),
-        ("/v1/chat/completions", CHAT),
-        ("/v1/chat/completions", {**CHAT, "stream": True}),
-        ("/v1/responses", {"model": "fake", "input": "a"}),
-        ("/v1/messages", CHAT),
-        ("/v1/messages", {**CHAT, "stream": True}),
-    ],
-)
+@pytest.mark.parametrize(("path", "payload"), ANSWERS)
 def test_before_the_first_token_it_is_a_500_that_says_so(
     folder: Path, path: str, payload: Any
 ) -> None:
@@ -58,6 +57,42 @@ def test_before_the_first_token_it_is_a_500_that_says_so(
         assert len(engine.arrived) == (payload.get("n") or 1), "nobody else gets it"
 
     play(folder, scene)
+
+
+def failures(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The fields of the log lines about requests that failed."""
+    lines = (record for record in caplog.records if record.message == "request failed")
+    return [vars(record)["fields"] for record in lines]
+
+
+@pytest.mark.parametrize(("path", "payload"), ANSWERS)
+def test_the_log_names_the_request_and_the_reason(
+    folder: Path, path: str, payload: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        engine = await cluster.join(0, steps=0)
+        await answer_of(cluster, engine, path, payload)
+        found = failures(caplog)
+        assert len(found) == await cluster.metric(ERRORS)
+        for line in found:
+            assert (line["reason"], line["ranks"]) == (WHY, [0])
+            story = await cluster.client.get(f"/admin/requests/{line['id']}")
+            assert [each["request_id"] for each in story.json()["requests"]] == [line["id"]]
+
+    play(folder, scene)
+
+
+def test_the_log_names_a_request_that_found_no_engine(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.kill(await cluster.join(0))
+        answer = await cluster.client.post("/v1/completions", json=body([1], 60))
+        assert answer.status_code == 503
+        (line,) = failures(caplog)
+        assert line["ranks"] == [] and line["reason"].startswith("NoEngine: ")
+
+    play(folder, scene, **{"serve.no_engine_timeout_s": 0.1})
 
 
 def test_a_stream_that_began_ends_with_an_error(folder: Path) -> None:

@@ -213,7 +213,7 @@ def test_one_stream_lives_through_fifty_rescales(folder: Path) -> None:
             await stream.has(rank)
             await cluster.join(rank, steps=1)
             await cluster.mark(rank - 1, MemberState.LEAVING)
-            await cluster.remove(rank - 1)
+            await cluster.detach(rank - 1)
         cluster.engines[-1].allow()
         assert (await stream.done).ids == truth([1], 60)
         assert stream.comments == [": x-swell-engine " + ",".join(map(str, range(51)))]

@@ -98,4 +98,28 @@ def test_any_ingress_shows_what_one_alone_would(seen: list[tuple[bool, Iteration
         (one if here else other).record(stats)
     one.set_other_counts(other.counts())
     other.set_other_counts(one.counts())
+    alone.set_other_counts({})
     assert one.render() == other.render() == alone.render()
+
+
+def test_an_ingress_that_does_not_know_the_others_shows_no_counters():
+    """Else its first scrape would be lower than the one before, of its predecessor."""
+    stats = PrometheusStats()
+    stats.resubmitted()
+    assert stats.render() == b""
+    stats.set_other_counts({})
+    assert b"swell_resubmitted_requests_total 1.0" in stats.render()
+
+
+def test_the_sums_never_shrink():
+    stats, others = PrometheusStats(), PrometheusStats()
+    others.resubmitted()
+    others.refused("too_many_waiting_requests")
+    stats.set_other_counts(others.counts())
+    forgetful = PrometheusStats()
+    forgetful.refused("too_many_waiting_requests")
+    forgetful.refused("too_many_waiting_requests")
+    stats.set_other_counts(forgetful.counts())
+    text = stats.render()
+    assert b"swell_resubmitted_requests_total 1.0" in text
+    assert b'swell_refused_requests_total{reason="too_many_waiting_requests"} 2.0' in text

@@ -356,6 +356,7 @@ def test_statistics_follow_a_scripted_clock() -> None:
 
 def test_metrics_have_the_contracts_names_and_values() -> None:
     clock, stats = [0.0], PrometheusStats()
+    stats.set_other_counts({})
     out = processor(stats=stats, clock=lambda: clock[0])
     scripted(out, clock)
     params = SamplingParams()

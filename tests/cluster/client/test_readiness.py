@@ -105,10 +105,10 @@ def test_who_repairs_or_leaves_is_not_ready() -> None:
 def test_an_engine_that_this_ingress_does_not_reach_is_not_ready() -> None:
     readiness = ReadinessTracker(LIMIT_S)
     readiness.on_view(view(member(0), member(1)), 0.0)
-    readiness.set_unreachable(frozenset({EngineId.of(member(1))}))
+    readiness.set_unreachable({EngineId.of(member(1)): "is not reached by this ingress"})
     state = readiness.check(0.0)
     assert state.ranks == [0] and state.reason == "engine 1 is not reached by this ingress"
-    readiness.set_unreachable(frozenset())
+    readiness.set_unreachable({})
     assert readiness.check(0.0).ranks == [0, 1]
 
 
@@ -195,6 +195,9 @@ def test_a_probe_says_that_the_manager_gives_no_answer(folder: Path) -> None:
         ("scale", '{"engines": 3}', (3, None)),
         ("scale", '{"drain_timeout_s": 1.5, "engines": 3}', (3, 1.5)),
         ("drain", '{"rank": 1}', (1,)),
+        ("upgrade", '{"config": {"model": {"path": "m"}}}', ({"model": {"path": "m"}},)),
+        ("upgrade", '{"config": 3}', None),
+        ("upgrade", "{}", None),
         ("pause", "{}", ()),
         ("pause", " ", ()),
         ("resume", "", ()),

@@ -49,7 +49,7 @@ def make_state(processor: OutputProcessor, request: EngineCoreRequest = REQUEST)
 
 def assign(state: RequestState, router: Router, rank: int = 0) -> EngineCoreRequest:
     route = router.choose(state.request_id, state.request.prompt_token_ids, rank=rank)
-    state.assign(EngineId(rank, 1), route, 0.0)
+    state.assign(EngineId(rank, 1), "", route, 0.0)
     return state.engine_request()
 
 
@@ -174,7 +174,7 @@ def test_the_first_token_of_each_attempt_says_that_its_prompt_is_computed() -> N
     state = make_state(processor)
     for attempt, cached in ((1, 1), (2, 0)):
         route = router.choose(state.request_id, REQUEST.prompt_token_ids)
-        state.assign(EngineId(route.rank, 1), route, 0.0)
+        state.assign(EngineId(route.rank, 1), "", route, 0.0)
         assert route.uncomputed_tokens
         for _ in range(2):
             output = EngineCoreOutput("r", [3], num_cached_tokens=cached, attempt=attempt)

@@ -13,6 +13,7 @@ from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
 
 CONFIG = load({"model": {"path": "m"}})
 KEYS = ChannelKeys(b"public", b"secret")
+VERSION = "2-0f3a91c2d4e5"
 CONTACT = CoordinatorContact(ChannelAddress("m", "i", "t"), KEYS, 1)
 PATIENCE_S = 60.0
 """How long Ray may take to notice a death, or to start a process, on a machine that is busy."""
@@ -72,7 +73,9 @@ class Cluster:
 
     async def engine_in(self, group: Group, name: str, rank: int = 0) -> Actor:
         self._actors.append(
-            await self.ray.create_engine(name, self.namespace, group, 0, CONFIG, rank, CONTACT)
+            await self.ray.create_engine(
+                name, self.namespace, group, 0, CONFIG, rank, CONTACT, VERSION
+            )
         )
         return self._actors[-1]
 

@@ -36,6 +36,12 @@ class Bounds:
     failures: int = 0
     """Starts that fail, or groups that do not form."""
     take_overs: int = 0
+    loads: int = 0
+    """Numbers that the autoscaler wants."""
+    waits: int = 0
+    """Starts that find no room, and wait."""
+    notices: int = 0
+    """Engines whose host will be taken away."""
 
 
 @dataclass(frozen=True)
@@ -129,19 +135,31 @@ class Model:
             yield "checkpoint", replace(world, checkpoint=self._checkpoint(world.state))
         can_move = not world.fleet.is_committing
         for number, batch in enumerate(world.batches):
-            if batch.is_joining or not self._alive(world, batch):
+            alive = self._alive(world, batch)
+            if not alive and self._waiting(world, batch):
+                continue
+            if batch.is_joining or not alive:
                 yield self._finish(world, number, ())
             elif can_move:
                 yield self._join(world, number)
         for engine in world.engines:
-            is_cancelled = engine.place is Place.STARTING and engine.intent is not Intent.STAY
+            leaves = engine.intent in (Intent.LEAVE, Intent.DRAIN)
+            is_cancelled = engine.place is Place.STARTING and leaves
             if engine.place is Place.ENDING or is_cancelled:
                 yield f"end {engine.rank}", _without(world, engine.rank)
-            elif engine.intent is not Intent.STAY and engine.in_transition:
+            elif leaves and engine.in_transition:
                 ending = replace(engine, place=Place.ENDING, in_transition=False)
                 yield f"detached {engine.rank}", _with(world, ending)
-            elif engine.intent is not Intent.STAY and can_move:
+            elif engine.intent is Intent.MOVE:
+                if len(world.fleet.staying) >= world.state.change.target:
+                    yield self._leave_host(world, engine)
+            elif leaves and can_move:
                 yield f"detach {engine.rank}", _with(world, replace(engine, in_transition=True))
+
+    @staticmethod
+    def _leave_host(world: World, engine: EngineStatus) -> Move:
+        """Its replacement serves, or its host goes."""
+        return f"leave host {engine.rank}", _with(world, replace(engine, intent=Intent.DRAIN))
 
     def plan(self, world: World) -> Move:
         fleet, change = world.fleet, world.state.change
@@ -188,7 +206,9 @@ class Model:
                 started.append(engine.rank)
                 serving = replace(engine, place=Place.SERVING, in_transition=False)
                 world = _with(world, serving)
-        world = _put_batch(world, number, None)
+        waiting = self._waiting(world, batch)
+        rest = Batch(waiting, batch.is_requested) if waiting else None
+        world = _put_batch(world, number, rest)
         failures = {rank: self.control.StartFailure("no room") for rank in failing}
         state = self.control.on_starts_finished(
             world.state, world.fleet, started, failures, world.now, is_requested=batch.is_requested
@@ -205,7 +225,12 @@ class Model:
             if engine.rank in batch.ranks
             and engine.place is Place.STARTING
             and engine.intent is Intent.STAY
+            and not engine.waits_for_room
         ]
+
+    @staticmethod
+    def _waiting(world: World, batch: Batch) -> tuple[int, ...]:
+        return tuple(rank for rank in batch.ranks if rank in world.fleet.pending)
 
     # ---------------------------------------------------------------- what may happen
 
@@ -216,6 +241,12 @@ class Model:
             for engines in range(1, left.max_engines + 1):
                 state = self.control.scale(world.state, world.fleet, engines, limits)
                 yield f"scale {engines}", self._accept(world, state, engines, "scales")
+        if left.loads:
+            for engines in range(1, left.max_engines + 1):
+                state = self.control.follow_load(world.state, engines, limits)
+                after = self._accept(world, state, engines, "loads")
+                yield f"load wants {engines}", replace(after, whole=engines)
+        yield from self._of_hosts(world)
         if left.drains and world.state.change.target > 1:
             for rank in world.fleet.staying:
                 state = self.control.drain(world.state, world.fleet, rank, limits)
@@ -241,6 +272,21 @@ class Model:
                         yield name, _spend(after, "failures")
         if left.take_overs:
             yield "take-over", self._succeed(world)
+
+    def _of_hosts(self, world: World) -> Iterator[Move]:
+        for engine in world.engines:
+            stays, rank = engine.intent is Intent.STAY, engine.rank
+            starts = engine.place is Place.STARTING and stays and not engine.in_transition
+            if starts and (engine.waits_for_room or world.left.waits):
+                changed = replace(engine, waits_for_room=not engine.waits_for_room)
+                after = _with(world, changed)
+                is_new = changed.waits_for_room
+                yield f"room for {rank}: {not is_new}", _spend(after, "waits") if is_new else after
+            if engine.place is Place.SERVING and stays and world.left.notices:
+                moving = _with(world, replace(engine, intent=Intent.MOVE))
+                yield f"notice {rank}", _spend(moving, "notices")
+            if engine.place is Place.SERVING and engine.intent is Intent.MOVE:
+                yield self._leave_host(world, engine)
 
     def _accept(self, world: World, state: Any, target: int, kind: str) -> World:
         whole = world.whole
@@ -273,11 +319,15 @@ class Model:
             replace(
                 engine,
                 in_transition=False,
-                intent=Intent.STAY if engine.intent is Intent.STAY else Intent.LEAVE,
+                intent=Intent.STAY if engine.intent in (Intent.STAY, Intent.MOVE) else Intent.LEAVE,
             )
             for engine in world.engines
             if engine.place is Place.SERVING
-            or (engine.place is Place.STARTING and engine.intent is Intent.STAY)
+            or (
+                engine.place is Place.STARTING
+                and engine.intent is Intent.STAY
+                and not engine.waits_for_room
+            )
         )
         starting = tuple(e.rank for e in engines if e.place is Place.STARTING)
         batches = (Batch(starting, False),) if starting else ()
@@ -308,6 +358,8 @@ class Model:
         phase = self.control.phase(world.state, fleet, world.now)
         if phase == "idle":
             _law(_is_whole(fleet, change.target), "idle means whole")
+        if phase == "pending":
+            _law(fleet.starting == fleet.pending != [], "pending means that nothing else is done")
 
     def rest(self, world: World) -> None:
         """Without further accidents as many engines serve as are wanted."""
@@ -320,8 +372,12 @@ class Model:
         else:
             raise Violation("it never comes to rest")
         change = world.state.change
-        _law(_is_whole(world.fleet, change.target), "as many serve as are wanted")
-        _law(len(world.engines) == change.target, "nothing is left over")
+        pending = world.fleet.pending
+        is_whole = not pending and _is_whole(world.fleet, change.target)
+        serve_or_wait = len(world.fleet.staying) + len(pending) == change.target
+        _law(is_whole or (bool(pending) and serve_or_wait), "as many serve as are wanted")
+        moving = sum(e.intent is Intent.MOVE for e in world.engines) if pending else 0
+        _law(len(world.engines) - moving == change.target, "nothing is left over")
         _law(world.checkpoint == self._checkpoint(world.state), "what is wanted is written down")
 
 

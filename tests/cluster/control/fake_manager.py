@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,10 @@ from swell.cluster.control import actor_names as names
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
 from swell.cluster.control.cluster_status import Leftovers
-from swell.cluster.control.engine_handle import EngineHandle, StartFailed
+from swell.cluster.control.engine_handle import EngineHandle, NoRoom, StartFailed
 from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.manager import ClusterManager
+from swell.cluster.control.versions import UpgradeStage, Version
 from swell.configs.schema import load
 from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress
@@ -28,7 +29,8 @@ from swell.coordinator.wire import ClusterView, EngineReport, ManagerState
 from swell.engine.executor import ExecutorLimits, WorkerInfo
 from swell.engine.ready import EngineReady
 
-TAG = names.engine_tag("configuration", "keys")
+KEYS = "keys"
+TAG = names.engine_tag("1-configuration", KEYS)
 START_S = 10.0
 """Virtual seconds until a fake engine is ready."""
 CHECKPOINT_S = 0.01
@@ -82,6 +84,8 @@ class FakeCoordinator:
         self.refused: dict[int, str] = {}
         """Why engines do not join their group, by rank."""
         self.silent = False
+        self.needed: set[str] = set()
+        """Versions by which answers have begun."""
         self.gone = False
         """Its actor is dead for good."""
         self._lost: set[int] = set()
@@ -142,14 +146,19 @@ class FakeCoordinator:
 
     async def detach(self, ranks: list[int]) -> None:
         await asyncio.sleep(self.group_s)
-        self._change(roster.remove(self.roster, ranks), "detach", ranks)
+        self._change(roster.detach(self.roster, ranks), "detach", ranks)
 
     async def remove_failed(self, ranks: list[int]) -> None:
         self._lost |= set(ranks)
         self._change(roster.remove(self.roster, ranks), "remove_failed", ranks)
 
     async def membership(self) -> Membership:
-        return Membership(await self.view(), list(self.stalled_engines), self.kept)
+        return Membership(
+            await self.view(),
+            list(self.stalled_engines),
+            self.kept,
+            versions=list(self.needed),
+        )
 
     async def pause(self) -> None:
         self._check_leader()
@@ -223,15 +232,24 @@ class FakePlacement:
         self.strays = FakeCollector()
         self.processes: dict[str, Process] = {}
         self.groups: set[str] = set()
-        self.tag = TAG
-        """Of the configuration that the next manager has."""
+        self.keys = KEYS
+        """Of the coordinator that the next manager has."""
         self.capacity = 1000
         """Placement groups for which there are resources."""
         self.events = coordinator.events
         self.failures: dict[int, list[StartFailed]] = {}
         """What the next starts of a rank raise."""
         self.always: StartFailed | None = None
+        self.broken: set[str] = set()
+        """Versions of which no engine starts."""
         self.room = 1000
+        self.waits_for_room = False
+        """An engine above `capacity` waits, and does not fail."""
+        self.on_waiting: Callable[[], None] = lambda: None
+        self.nodes: dict[int, str] = {}
+        """Where engines of a rank serve; the others are at `node`."""
+        self.draining: dict[str, float] = {}
+        """Seconds until nodes are taken away."""
         self.hung: set[int] = set()
         """Engines that answer nothing."""
         self.dies_on_start: set[int] = set()
@@ -250,12 +268,21 @@ class FakePlacement:
         assert len({process.handle.rank for process in ready}) == len(ready), "two of one rank"
         return {process.handle.rank: process.handle for process in ready}
 
-    async def refusal(self, engines: int) -> str | None:
+    async def draining_nodes(self) -> dict[str, float]:
+        return self.draining
+
+    async def refusal(self, version: Version, engines: int) -> str | None:
         return f"no room for {engines} engines" if engines > self.room else None
 
-    async def adopt(self) -> tuple[list[EngineHandle], list[EngineHandle]]:
+    def tag(self, version: Version) -> str:
+        return names.engine_tag(version.name, self.keys)
+
+    async def adopt(
+        self, versions: Sequence[Version]
+    ) -> tuple[list[EngineHandle], list[EngineHandle]]:
         listed = self.coordinator.roster
-        found = names.candidates(self.processes, self.groups, "swell", self.tag)
+        tags = {self.tag(version): version for version in versions}
+        found = names.candidates(self.processes, self.groups, "swell", tags)
         found = [name for name in found if name.rank not in self.hung]
         ready = {name: self.processes[str(name)].ready for name in found}
         starts = {name: r.incarnation if r else None for name, r in ready.items()}
@@ -264,7 +291,7 @@ class FakePlacement:
         self._end_strays()
         serving, newcomers = [], []
         for name in kept:
-            handle = EngineHandle(name.rank, str(name), ready=ready[name])
+            handle = EngineHandle(name.rank, str(name), tags[name.tag], ready=ready[name])
             self.processes[str(name)].handle = handle
             member = listed.find(name.rank, starts[name]) if ready[name] else None
             if member is not None and member.state is MemberState.LEAVING:
@@ -283,11 +310,14 @@ class FakePlacement:
             if process is not None:
                 process.ended.set_result("it was killed")
 
-    def plan(self, rank: int) -> EngineHandle:
+    def plan(self, rank: int, version: Version) -> EngineHandle:
+        return self._plan(rank, self.tag(version), version)
+
+    def _plan(self, rank: int, tag: str, version: Version | None = None) -> EngineHandle:
         self._num_started += 1
-        name = str(EngineName("swell", rank, self.tag, f"{self._num_started}"))
+        name = str(EngineName("swell", rank, tag, f"{self._num_started}"))
         self._known.add(name)
-        return EngineHandle(rank, name)
+        return EngineHandle(rank, name, version)
 
     async def start(self, handle: EngineHandle) -> None:
         self.starting += 1
@@ -307,11 +337,12 @@ class FakePlacement:
         if handle.name not in self.groups:
             self._note("start", [handle.rank])
             self._end_strays()
-            if len(self.groups) >= self.capacity:
-                raise transient(f"no room for engine {handle.rank}")
+            await self._reserve(handle)
             self.place(handle, loop.time() + START_S + self.slow_s.get(handle.rank, 0.0))
         process = self.processes.get(handle.name)
         await asyncio.sleep(process.ready_at - loop.time() if process else 0.0)
+        if handle.version_name in self.broken:
+            raise permanent("its weights do not load")
         failure = self.always or next(iter(self.failures.get(handle.rank, [])), None)
         if failure is not None:
             if not self.always:
@@ -324,6 +355,18 @@ class FakePlacement:
             self.dies_on_start.remove(handle.rank)
             self.kill_engine(handle.rank)
 
+    async def _reserve(self, handle: EngineHandle) -> None:
+        reason = f"no room for engine {handle.rank}"
+        try:
+            while len(self.groups) >= self.capacity:
+                if not self.waits_for_room:
+                    raise NoRoom(reason)
+                handle.waits_for_room = reason
+                self.on_waiting()
+                await asyncio.sleep(1.0)
+        finally:
+            handle.waits_for_room = None
+
     def place(self, handle: EngineHandle, ready_at: float) -> None:
         """Its process begins to load."""
         self.groups.add(handle.name)
@@ -332,9 +375,7 @@ class FakePlacement:
 
     def add_existing(self, rank: int, tag: str = TAG) -> Member:
         """An engine that an earlier manager has left, ready to serve."""
-        self.tag, now = tag, self.tag
-        handle = self.plan(rank)
-        self.tag = now
+        handle = self._plan(rank, tag)
         self.place(handle, 0.0)
         handle.ready = self.processes[handle.name].ready = self._ready(handle)
         return handle.member
@@ -387,7 +428,7 @@ class FakePlacement:
             ChannelAddress("machine", f"ipc://@{handle.rank}", "tcp://127.0.0.1:1"),
             ExecutorLimits(10, 100, 50),
             pid=1000 + handle.rank,
-            node="node",
+            node=self.nodes.get(handle.rank, "node"),
             workers=[WorkerInfo(0, 0, 0, 2000 + handle.rank)],
             incarnation=self._num_started,
         )
@@ -435,13 +476,14 @@ class ManagerHarness:
         self.coordinator = FakeCoordinator([])
         self.placement = FakePlacement(self.coordinator)
         self.checkpoints = FakeCheckpointStore("configuration")
+        self.identity = "configuration"
         self.manager = self.another()
 
     def redeploy(self, identity: str, **parallel: Any) -> None:
         """The next manager has another configuration."""
         self.config = load({"model": {"path": "m"}, "parallel": parallel})
         self.checkpoints = FakeCheckpointStore(identity, self.checkpoints.page)
-        self.placement.tag = names.engine_tag(identity, "other keys")
+        self.placement.keys = "other keys"
         self.coordinator = FakeCoordinator(self.placement.events)
         self.placement.coordinator = self.coordinator
 
@@ -452,8 +494,21 @@ class ManagerHarness:
 
     def another(self) -> ClusterManager:
         return ClusterManager(
-            self.config, self.coordinator, self.placement, self.checkpoints, ThreadGround()
+            self.config,
+            self.coordinator,
+            self.placement,
+            self.checkpoints,
+            ThreadGround(),
+            self.identity,
         )
+
+    async def upgrade(self, identity: str) -> None:
+        await self.manager.upgrade(identity, self.config)
+
+    @property
+    def versions(self) -> list[str]:
+        """Of the active engines, sorted."""
+        return sorted(m.version for m in self.coordinator.roster.members if m.rank in self.active)
 
     async def lose_manager(self) -> None:
         """It dies, and does nothing more; its successor has not begun."""
@@ -465,7 +520,10 @@ class ManagerHarness:
         quiet = 0
         for _ in range(10_000):
             await asyncio.sleep(0.05)
-            quiet = quiet + 1 if self.manager.phase in ("idle", "failed") else 0
+            is_quiet = self.manager.phase in ("idle", "failed")
+            stage = self.manager.upgrader.record.stage
+            is_quiet &= stage in (UpgradeStage.SETTLED, UpgradeStage.FAILED)
+            quiet = quiet + 1 if is_quiet else 0
             if quiet == 40:
                 return
         raise AssertionError(f"still in phase {self.manager.phase!r}")

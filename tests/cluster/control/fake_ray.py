@@ -31,6 +31,9 @@ class FakeRay:
         self.nodes: list[dict[str, float]] = []
         """Resources of each node; empty: one with all `resources`."""
         self.is_gcs_away = False
+        self.draining: dict[str, float] = {}
+        self.room_after: int | None = None
+        """Waits for a group until there is room; None: never."""
         self.created_groups: list[tuple[dict[str, float], int]] = []
         """A bundle and how many, of each group."""
         self.ended: list[str] = []
@@ -55,6 +58,9 @@ class FakeRay:
             raise GcsUnavailable("it does not answer")
         return self.nodes or [self.resources]
 
+    async def draining_nodes(self) -> dict[str, float]:
+        return self.draining
+
     async def free_resources(self) -> dict[str, float]:
         return self.resources
 
@@ -64,7 +70,11 @@ class FakeRay:
         return name
 
     async def wait_for_group(self, group: str, timeout_s: float) -> bool:
-        return self.has_room
+        if self.has_room or self.room_after is None:
+            return self.has_room
+        await asyncio.sleep(0)
+        self.room_after -= 1
+        return self.room_after < 0
 
     async def remove_group(self, group: str) -> None:
         self._end(group)

@@ -45,6 +45,19 @@ def test_a_failure_ends_no_wait() -> None:
     ]
 
 
+def test_what_waits_for_something_else_holds_up_nothing() -> None:
+    """`idle` begins to work when the first batch has long been taken."""
+
+    async def collect() -> list[tuple[float, list[str]]]:
+        now = asyncio.get_running_loop().time
+        work = {"a": _job(10.0), "b": _job(12.0), "idle": _job(500.0)}
+        batches = in_batches(work, lambda key: key == "idle")
+        return [(now(), list(batch)) async for batch in batches]
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        assert runner.run(collect()) == [(12.0, ["a", "b"]), (500.0, ["idle"])]
+
+
 def test_what_is_left_is_cancelled() -> None:
     ended: list[str] = []
 

@@ -10,6 +10,7 @@ import pytest
 
 from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
 from swell.cluster.control.checkpoint_writer import CheckpointWriter
+from swell.cluster.control.versions import UpgradeRecord
 from swell.coordinator.ground import ThreadGround
 from swell.coordinator.wire import ManagerState
 from tests.cluster.control.fake_ray import FakeRay
@@ -39,7 +40,7 @@ def writer(ray: FakeRay, identity: str = IDENTITY) -> CheckpointWriter:
 
 
 async def save(manager: CheckpointWriter, target: int) -> bool:
-    return await manager.save(manager.make(target, False, True))
+    return await manager.save(manager.make(target, False, True, UpgradeRecord()))
 
 
 async def newest(ray: FakeRay) -> ClusterCheckpoint:

@@ -20,6 +20,12 @@ BOUNDS = {
     "a death between two requests": Bounds(scales=2, deaths=1, failures=1),
     "dying again and again": Bounds(data=1, max_engines=2, scales=1, deaths=3),
     "a manager that is replaced": Bounds(data=2, scales=1, drains=1, pauses=2, take_overs=1),
+    "a load that changes its mind": Bounds(loads=1, scales=1, failures=1, max_engines=2),
+    "no room": Bounds(scales=2, waits=1, max_engines=2),
+    "a load without room": Bounds(loads=1, scales=1, waits=1, max_engines=2),
+    "a notice": Bounds(data=2, scales=1, notices=1, max_engines=2),
+    "a notice, and no room": Bounds(notices=1, waits=1, take_overs=1, max_engines=2),
+    "a notice and a death": Bounds(data=2, notices=1, deaths=1, max_engines=2),
     "a successor and accidents": Bounds(data=2, scales=1, deaths=1, failures=1, take_overs=1),
 }
 
@@ -77,6 +83,15 @@ RULES = {
         "a drain between requests",
         "fleet.can_be_kept[",
         "[e.rank for e in fleet.engines if e.intent.value != 'stay'][",
+    ),
+    "what the load wants is tried until it is there": Rule(
+        "a load that changes its mind",
+        "change = Change(engines, engines, limits.drain_timeout_s, ChangeStage.REQUESTED)",
+        "change = Change(engines, min(state.change.fallback, engines), limits.drain_timeout_s, "
+        "ChangeStage.REQUESTED)",
+    ),
+    "pending means that nothing else is done": Rule(
+        "no room", "fleet.starting and fleet.starting == fleet.pending", "fleet.pending"
     ),
     "a pause outlives its manager": Rule(
         "a manager that is replaced",

@@ -54,6 +54,30 @@ def test_a_coordinator_whose_successor_is_stopped_too_is_killed_again() -> None:
         loop.close()
 
 
+def test_a_manager_that_does_not_reach_ray_kills_no_coordinator() -> None:
+    """It is perhaps cut off, and Ray would do later what it was asked for."""
+
+    async def scenario() -> None:
+        actor = StoppedActor(kills=1)
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        checkpoints.away = True
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle._actor = "coordinator"
+        waiting = asyncio.create_task(handle.view())
+        await asyncio.sleep(10 * config.cluster.stall_timeout_s)
+        assert actor.kills_left == 1
+        checkpoints.away = False
+        async with asyncio.timeout(1000):
+            await waiting
+        assert actor.kills_left == 0
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
 class LostActor(FakeRay):
     """Its host is lost. The actor that `open` finds later answers."""
 

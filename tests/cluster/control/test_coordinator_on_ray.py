@@ -75,3 +75,23 @@ def test_a_coordinator_on_another_host_than_its_manager_keeps_to_the_ports_of_co
         assert int(port) in range(21_600, 21_604)
 
     asyncio.run(scenario())
+
+
+def test_a_coordinator_that_recovers_is_found_however_many_wait_for_it(cluster: RayCluster) -> None:
+    """Its engines find it while it listens for them."""
+
+    async def scenario() -> None:
+        endpoint = cluster.new_endpoint()
+        actor = await cluster.get_or_create_coordinator(
+            "coordinator-1", NAMESPACE, CONFIG, False, endpoint, True
+        )
+        waiting = [asyncio.ensure_future(cluster.call(actor, "view")) for _ in range(40)]
+        contact = await asyncio.wait_for(cluster.call(actor, "contact"), 20.0)
+        assert await asyncio.wait_for(cluster.call(actor, "probe"), 20.0)
+        assert await asyncio.to_thread(find, contact, 20.0) == contact
+        assert not any(call.done() for call in waiting), "it has recovered meanwhile"
+        for call in waiting:
+            call.cancel()
+        await cluster.kill(actor)
+
+    asyncio.run(scenario())

@@ -12,6 +12,7 @@ import pytest
 from swell.cluster.control.actor_errors import GcsUnavailable
 from swell.cluster.control.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.engine_handle import StartFailed
+from swell.cluster.control.strays import StrayCollector
 from swell.coordinator.ground import ThreadGround
 from tests.cluster.control.fake_manager import (
     START_S,
@@ -21,7 +22,7 @@ from tests.cluster.control.fake_manager import (
     run,
 )
 from tests.cluster.control.fake_ray import FakeRay
-from tests.cluster.control.test_placement import FakeCoordinator, made, says
+from tests.cluster.control.test_placement import VERSION, FakeCoordinator, made, says
 
 GCS_S = 10.0
 
@@ -83,7 +84,7 @@ def test_an_engine_that_cannot_be_ended_is_ended_later_ever_more_slowly() -> Non
         ray = AwayRay()
         ours = made(FakeCoordinator(), ray)
         collecting = asyncio.create_task(ours.strays.collect_forever())
-        handle = ours.plan(3)
+        handle = ours.plan(3, VERSION)
         ray.created = says(3, 1)
         await ours.start(handle)
         ray.away = True
@@ -125,6 +126,29 @@ def test_whatever_ray_raises_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
     in_virtual_time(scenario)
 
 
+def test_a_start_that_is_cancelled_forgets_no_stray() -> None:
+    """It looks for strays while the collector waits for its next try."""
+
+    async def scenario() -> None:
+        ray = AwayRay()
+        ray.actors["an engine of nobody"], ray.away = says(3, 1), True
+        strays = StrayCollector(ray, "swell", list)
+        strays.suspect("one is left")
+        for _ in range(4):
+            await strays.collect()
+        forever = asyncio.create_task(strays.collect_forever())
+        await asyncio.sleep(GCS_S + 1.0)
+        start = asyncio.create_task(strays.collect())
+        await asyncio.sleep(1.0)
+        start.cancel()
+        ray.away = False
+        await asyncio.sleep(600.0)
+        assert strays.is_done and not ray.actors
+        forever.cancel()
+
+    in_virtual_time(scenario)
+
+
 @pytest.mark.parametrize("what", ["create_group", "create_engine"])
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_what_is_made_although_nobody_waits_for_it_is_ended(
@@ -134,7 +158,7 @@ def test_what_is_made_although_nobody_waits_for_it_is_ended(
         ray = AwayRay()
         ours = made(FakeCoordinator(), ray)
         collecting = asyncio.create_task(ours.strays.collect_forever())
-        handle, make = ours.plan(3), getattr(ray, what)
+        handle, make = ours.plan(3, VERSION), getattr(ray, what)
 
         async def make_late(*args: Any, **options: Any) -> str:
             ray.away = True

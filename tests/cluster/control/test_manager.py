@@ -221,6 +221,7 @@ def test_describe_holds_what_the_contract_names() -> None:
         assert described["engines"][1] == {
             "rank": 1,
             "state": "active",
+            "version": "1-configuration",
             "pid": 1001,
             "node": "node",
             "running": 2,
@@ -236,6 +237,7 @@ def test_describe_holds_what_the_contract_names() -> None:
         await harness.manager.describe()
         assert harness.placement.ranks_of_event("refresh") == [[1]], "read once for each repair"
         del described["engines"]
+        assert described.pop("upgrade")["version"] == "1-configuration"
         assert described == {
             "epoch": 1,
             "wave": 0,
@@ -244,6 +246,9 @@ def test_describe_holds_what_the_contract_names() -> None:
             "coordinator": {"pid": 77, "error": None},
             "rescale": {"phase": "idle", "error": None, "failures": 0, "next_try_s": None},
             "leftovers": None,
+            "autoscaling": None,
+            "pending": None,
+            "draining_nodes": [],
         }
 
     run(scenario, data=2)

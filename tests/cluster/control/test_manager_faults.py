@@ -8,6 +8,7 @@ import pytest
 
 from swell.cluster.control.actor_errors import ActorDied
 from swell.cluster.control.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S
+from swell.coordinator.roster import Member
 from tests.cluster.control.fake_manager import (
     START_S,
     ManagerHarness,
@@ -350,6 +351,36 @@ def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) ->
         await harness.manager.scale(3)
         await harness.settle()
         assert harness.active == [0, 1, 2] and harness.manager.phase == "idle"
+
+    run(scenario, data=2)
+
+
+def test_a_newcomer_that_dies_before_it_may_join_does_not_join() -> None:
+    """Another change of the group is under way, and takes long; its group would wait for it."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        joined: list[list[int]] = []
+        join = harness.coordinator.join
+
+        async def record(members: list[Member]) -> dict[int, str]:
+            joined.append([member.rank for member in members])
+            return await join(members)
+
+        vars(harness.coordinator)["join"] = record
+        harness.coordinator.group_s = 4 * START_S
+        harness.manager.drain(1)
+        await asyncio.sleep(START_S)
+        await harness.manager.scale(2)
+        await asyncio.sleep(2 * START_S)
+        assert harness.manager.phase == "commit" and joined == []
+        [newcomer] = [rank for rank in harness.placement.alive if rank > 1]
+        harness.placement.kill_engine(newcomer)
+        harness.coordinator.group_s = 0.0
+        await harness.settle()
+        assert joined == [], "nobody else wanted to"
+        assert harness.active == [0] and harness.manager.target == 1
+        assert "it ended before it joined" in harness.manager.error
 
     run(scenario, data=2)
 

@@ -175,7 +175,7 @@ def test_of_two_engines_of_one_rank_the_one_that_serves_is_kept() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         engine = harness.placement.alive[0].name
-        harness.placement.place(harness.placement.plan(0), 1e6)
+        harness.placement.place(harness.placement.plan(0, harness.manager.upgrader.wanted), 1e6)
         await harness.lose_manager()
         await harness.start()
         assert set(harness.placement.processes) == {engine} and harness.active == [0]

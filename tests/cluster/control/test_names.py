@@ -63,7 +63,7 @@ def test_applications_whose_names_begin_alike_are_apart() -> None:
 def test_candidates_are_of_this_configuration_and_coordinator_and_have_a_group() -> None:
     ours, other, bare = name(0), name(1, tag=engine_tag("configuration", "others")), name(2)
     actors = [str(ours), str(other), str(bare), "coordinator-configuration"]
-    assert candidates(actors, {str(ours), str(other)}, "swell-app", TAG) == [ours]
+    assert candidates(actors, {str(ours), str(other)}, "swell-app", {TAG}) == [ours]
 
 
 def test_of_one_rank_the_one_in_the_roster_is_chosen_then_one_that_is_ready() -> None:

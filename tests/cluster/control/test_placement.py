@@ -20,6 +20,7 @@ from swell.cluster.control.actor_errors import (
 from swell.cluster.control.actor_names import EngineName, engine_tag
 from swell.cluster.control.engine_handle import StartFailed
 from swell.cluster.control.placement import Placement
+from swell.cluster.control.versions import Version
 from swell.configs.schema import ConfigError, load
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.ground import ThreadGround
@@ -29,7 +30,8 @@ from swell.engine.executor import ExecutorLimits
 from swell.engine.ready import EngineReady
 from tests.cluster.control.fake_ray import KEYS, FakeRay
 
-TAG = engine_tag("configuration", KEYS.public.hex())
+VERSION = Version.of(1, "configuration", load({"model": {"path": "m"}}))
+TAG = engine_tag(VERSION.name, KEYS.public.hex())
 ADDRESS = ChannelAddress("m", "i", "t")
 LOADING = ActorRaised(RuntimeError("it still loads"))
 DEAD = ActorDied("its process ended")
@@ -85,11 +87,10 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     return Table()
 
 
-def made(coordinator: FakeCoordinator, ray: FakeRay, **settings: Any) -> Placement:
+def made(coordinator: FakeCoordinator, ray: FakeRay, **settings: object) -> Placement:
     config = load({"model": {"path": "m"}}, settings)
     return Placement(
         config,
-        "configuration",
         "swell-app",
         coordinator,  # type: ignore[arg-type]
         ray,
@@ -108,7 +109,7 @@ def test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended(table: Tabl
     table.reserved += [name(6, "h"), "swell-app-engine-7", "of somebody else"]
     table.actors["coordinator-configuration"] = table.actors["coordinator-another"] = DEAD
     coordinator = FakeCoordinator(member(0, 5), member(1, 3), member(3, 7))
-    adopted, newcomers = asyncio.run(made(coordinator, table).adopt())
+    adopted, newcomers = asyncio.run(made(coordinator, table).adopt([VERSION]))
     assert [handle.name for handle in adopted] == [serving]
     assert [handle.name for handle in newcomers] == [waiting, loading]
     assert coordinator.lost == [1, 3], "who died, or is another one now"
@@ -133,7 +134,7 @@ def test_an_engine_in_the_roster_that_does_not_answer_is_asked_again(
 
     monkeypatch.setattr(table, "_answer", slow_answer)
     coordinator = FakeCoordinator(*([member(0, 5)] if is_listed else []))
-    adopted, newcomers = asyncio.run(made(coordinator, table).adopt())
+    adopted, newcomers = asyncio.run(made(coordinator, table).adopt([VERSION]))
     assert [handle.name for handle in adopted] == ([serving] if is_listed else [])
     assert newcomers == []
 
@@ -142,13 +143,16 @@ def test_one_that_never_answers_is_given_up(table: Table, monkeypatch: pytest.Mo
     monkeypatch.setattr(placement, "_PROBES", 0.001)
     table.engine(0, "a", TimeoutError())
     coordinator = FakeCoordinator(member(0, 5))
-    assert asyncio.run(made(coordinator, table).adopt()) == ([], []) and coordinator.lost == [0]
+    assert asyncio.run(made(coordinator, table).adopt([VERSION])) == (
+        [],
+        [],
+    ) and coordinator.lost == [0]
 
 
 def test_what_this_manager_has_placed_is_no_stray_until_it_is_ended(table: Table) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
-        handle = ours.plan(3)
+        handle = ours.plan(3, VERSION)
         table.actors[handle.name] = says(3, 1)
         table.reserved.append(handle.name)
         handle.actor = handle.group = handle.name
@@ -161,7 +165,7 @@ def test_what_this_manager_has_placed_is_no_stray_until_it_is_ended(table: Table
 
 def test_names_differ_with_each_start(table: Table) -> None:
     ours = made(FakeCoordinator(), table)
-    assert len({ours.plan(0).name for _ in range(50)}) == 50
+    assert len({ours.plan(0, VERSION).name for _ in range(50)}) == 50
 
 
 def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
@@ -200,7 +204,7 @@ def test_a_start_that_fails_leaves_nothing_and_says_why(
 ) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
-        handle = ours.plan(3)
+        handle = ours.plan(3, VERSION)
         table.created = error
         with pytest.raises(StartFailed, match=text) as caught:
             await ours.start(handle)
@@ -213,16 +217,16 @@ def test_a_start_that_fails_leaves_nothing_and_says_why(
 def test_a_start_without_room_says_what_is_free(table: Table) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
-        handle = ours.plan(3)
+        handle = ours.plan(3, VERSION)
         table.resources, table.has_room = {"CPU": 0.25}, False
         with pytest.raises(StartFailed, match=r"no room for engine 3: .* free: 0.25 CPU") as caught:
             await ours.start(handle)
         assert not caught.value.permanent and handle.actor is None
         assert table.ended == [handle.name]
-        assert "50 workers need 0.5 CPU" in (await ours.refusal(50) or "")
-        assert await ours.refusal(20) is None
+        assert "50 workers need 0.5 CPU" in (await ours.refusal(VERSION, 50) or "")
+        assert await ours.refusal(VERSION, 20) is None
         table.is_gcs_away = True
-        assert await ours.refusal(50) is None, "who knows"
+        assert await ours.refusal(VERSION, 50) is None, "who knows"
 
     asyncio.run(scenario())
 
@@ -231,7 +235,7 @@ def test_a_start_without_room_says_what_is_free(table: Table) -> None:
 def test_a_process_is_killed_at_once_on_whatever_host(table: Table, node: str) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
-        handle = ours.plan(3)
+        handle = ours.plan(3, VERSION)
         handle.actor = handle.group = handle.name
         handle.ready = msgspec.structs.replace(says(3, 1), node=node)
         await ours.kill(handle)
@@ -261,18 +265,19 @@ def test_workers_that_must_share_a_host_share_a_bundle(
     with the reason."""
 
     async def scenario() -> None:
-        ours = made(FakeCoordinator(), table, **{"model.device": "cuda", **settings})
+        cuda = load({"model": {"path": "m"}}, {"model.device": "cuda", **settings})
+        ours, version = made(FakeCoordinator(), table), Version.of(1, "cuda", cuda)
         table.nodes = [{"GPU": bundle["GPU"]}] * count
-        assert await ours.refusal(1) is None
+        assert await ours.refusal(version, 1) is None
         table.has_room = False
         with pytest.raises(StartFailed):
-            await ours.start(ours.plan(0))
+            await ours.start(ours.plan(0, version))
         assert table.created_groups == [(bundle, count)]
         if bundle["GPU"] > 1:
             table.nodes = [{"GPU": bundle["GPU"] - 1}] * (2 * count) + [{"CPU": 4.0}]
-            assert "must share a host" in (await ours.refusal(1) or "")
+            assert "must share a host" in (await ours.refusal(version, 1) or "")
             with pytest.raises(StartFailed, match="must share a host") as caught:
-                await ours.start(ours.plan(0))
+                await ours.start(ours.plan(0, version))
             assert not caught.value.permanent, "a host may join"
 
     asyncio.run(scenario())

@@ -12,6 +12,7 @@ from tests.cluster.control.contract_cluster import (
     CONTACT,
     OTHER_HOST,
     PATIENCE_S,
+    VERSION,
     Cluster,
     World,
 )
@@ -33,6 +34,9 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     yield made
     made.close()
 
+
+NEVER_S = 3.0
+"""How long nothing may come before nothing is believed to come."""
 
 Scenario = Callable[[Cluster], Awaitable[None]]
 
@@ -72,7 +76,7 @@ def test_actors_have_names_in_a_namespace(run) -> None:
         assert await cluster.names() == ["coordinator", "engine-a", "engine-b"]
         found = await ray.find_actor("engine-b", cluster.namespace)
         assert await ray.call(found, "pid") == await ray.call(second, "pid")
-        assert (await ray.call(found, "arguments"))[1:] == (7, CONTACT)
+        assert (await ray.call(found, "arguments"))[1:] == (7, CONTACT, VERSION)
         assert await ray.find_actor("engine-b", f"{cluster.namespace}-other") is None
         assert await ray.find_actor("engine-c", cluster.namespace) is None
         with pytest.raises(ValueError, match="engine-a"):
@@ -178,6 +182,23 @@ def test_actors_end_with_their_group(run) -> None:
             return not cluster.world.process_lives(pid)
 
         await eventually(ended)
+
+    run(scenario)
+
+
+def test_an_actor_of_a_group_that_was_removed_never_lives_and_keeps_its_name(run) -> None:
+    """The request to create it may come late."""
+
+    async def scenario(cluster: Cluster) -> None:
+        ray, group = cluster.ray, await cluster.group(f"{cluster.namespace}-engine")
+        assert await ray.wait_for_group(group, PATIENCE_S)
+        await ray.remove_group(group)
+        engine = await cluster.engine_in(group, "engine")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ray.call(engine, "pid"), NEVER_S)
+        assert await cluster.names() == ["engine"]
+        await ray.kill(engine)
+        await becomes(cluster.names, [])
 
     run(scenario)
 

@@ -121,7 +121,8 @@ class ScalePlane(ControlPlane):
         self.groups = SimGroups(self.kernel, self.net)
         self.load_times = self.kernel.random("load")
         self.engines, self.coordinators = [], []
-        self.on_view, self.on_poison, self.on_detach = [], [], []
+        self.on_view, self.on_poison, self.on_leave, self.on_detach = [], [], [], []
+        self.provider, self.deployed = None, 0
         nodes = {host: {"CPU": float(engines)} for host in HOSTS}
         make_engine, make_coordinator = partial(ScaleEngine, self), partial(ScaleCoordinator, self)
         self.ray = MeteredRay(self.kernel, self.net, nodes, make_engine, make_coordinator)

@@ -11,7 +11,9 @@ import pytest
 
 from swell.cluster.cli.doctor import doctor_command, fact_collector, ray_hosts
 from swell.cluster.cli.doctor.checks import CHECKS, Finding, passed, problem
+from swell.cluster.cli.doctor.doctor_command import examine
 from swell.cluster.cli.doctor.report import Report, print_report
+from swell.cluster.cli.doctor.serve_file import read_source
 from swell.cluster.cli.doctor.survey import Requirements, read_requirements
 from swell.cluster.cli.main import main
 from swell.configs.schema import Config
@@ -47,6 +49,72 @@ def test_a_machine_that_can_serve(capsys: Capture) -> None:
     assert code == report.errors == 0 and report.address is None
     assert {"configuration", "python", "ports", "model", "room"} <= levels(report).keys()
     assert list(report.hosts) == ["127.0.0.1"]
+
+
+SERVE_FILE = """
+proxy_location: Disabled
+applications:
+  - import_path: other:build
+    args: {config: nowhere}
+  - name: swell
+    import_path: swell.cluster.app:build
+    args: {config: %s, serve.port: 0, cluster.start_timeout_s: 7}
+"""
+
+
+def indented(text: str) -> str:
+    return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [SERVE_FILE, "kind: RayService\nspec:\n  serveConfigV2: |\n" + indented(SERVE_FILE)],
+    ids=["serve", "kuberay"],
+)
+def test_a_file_of_serve_names_its_configuration(text: str, tmp_path: Path) -> None:
+    source = tmp_path / "app.yaml"
+    source.write_text(text % NANO)
+    name, overrides = read_source(str(source))
+    assert name == NANO
+    assert overrides == {"serve.port": 0, "cluster.start_timeout_s": 7}
+    report = examine(str(source), {"cluster.start_timeout_s": 1}, None, 10)
+    assert levels(report)["configuration"] == "ok"
+
+
+@pytest.mark.parametrize("path", ["configs/ray/app.yaml", "configs/ray/app-gpu.yaml"])
+def test_the_files_of_ray_up_can_be_checked(path: str) -> None:
+    config, overrides = read_source(str(ROOT / path))
+    assert config and overrides["cluster.ports"] == "20000-20255"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "applications: []",
+        "applications: [{import_path: other:build}]",
+        "applications: [{import_path: swell.cluster.app:build}]",
+        "applications: [{import_path: swell.cluster.app:build, args: {config: }}]",
+    ],
+)
+def test_a_file_of_serve_without_an_application_of_ours(
+    text: str, capsys: Capture, tmp_path: Path
+) -> None:
+    source = tmp_path / "app.yaml"
+    source.write_text(text)
+    code, report = run(capsys, str(source))
+    assert code == 1
+    (found,) = [finding for finding in report.findings if finding.check == "configuration"]
+    assert "is a file of Ray Serve" in found.value and "`args` have `config`" in found.value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "applications: 3", "spec: {serveConfigV2: 1}", "\xff:{"]
+)
+def test_other_files_are_read_as_configurations(text: str, capsys: Capture, tmp_path: Path) -> None:
+    source = tmp_path / "app.yaml"
+    source.write_bytes(text.encode("latin-1"))
+    assert read_source(str(source)) == (str(source), {})
+    assert run(capsys, str(source))[0] == 1
 
 
 def test_each_problem_has_its_remedy_below_the_table(capsys: Capture, tmp_path: Path) -> None:

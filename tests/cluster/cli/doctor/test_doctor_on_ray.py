@@ -76,7 +76,7 @@ def test_two_nodes_answer_and_reach_each_other(world: RealRay) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_node_that_hangs_is_named_and_the_other_is_judged(world: RealRay) -> None:
+def test_a_node_that_hangs_is_named_and_the_other_is_checked(world: RealRay) -> None:
     address = ray.get_runtime_context().gcs_address
     raylet = other_raylet(world)
     os.kill(raylet, signal.SIGSTOP)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from swell.cluster.cli.doctor import judge_cluster, judge_machine, judge_network
+from swell.cluster.cli.doctor import check_cluster, check_machine, check_network
 from swell.cluster.cli.doctor.checks import CHECKS, Finding
 from swell.cluster.cli.doctor.facts import Link
 from swell.cluster.cli.doctor.report import Report
@@ -26,17 +26,17 @@ def test_every_field_of_the_json_is_on_the_page(kind: type) -> None:
     assert {f"`{field}`" for field in kind.__struct_fields__} <= set(re.findall("`[^`]+`", of_json))
 
 
-def test_the_limits_are_those_of_the_judges() -> None:
+def test_the_limits_are_those_of_the_checks() -> None:
     text = " ".join(PAGE.read_text().split())
-    mib = judge_machine.MIB
+    mib = check_machine.MIB
     for limit in (
-        f"`shared-memory`: {judge_machine.SHM_FREE_BYTES // mib} MiB free",
-        f"`disk`: {judge_machine.DISK_FREE_BYTES // mib} MiB and "
-        f"{judge_machine.DISK_FREE_PART:.0%} free",
-        f"`serve.max_connections` and {judge_machine.RESERVED_FILES}",
-        f"`gpu-memory`: {judge_machine.USED_GPU_PART:.0%} used",
-        f"and {judge_cluster.SLOWEST_CHECKS_S:g} s at the latest",
-        f"The limit is {judge_network.CLOCK_LIMIT_S:g} s.",
+        f"`shared-memory`: {check_machine.SHM_FREE_BYTES // mib} MiB free",
+        f"`disk`: {check_machine.DISK_FREE_BYTES // mib} MiB and "
+        f"{check_machine.DISK_FREE_PART:.0%} free",
+        f"`serve.max_connections` and {check_machine.RESERVED_FILES}",
+        f"`gpu-memory`: {check_machine.USED_GPU_PART:.0%} used",
+        f"and {check_cluster.SLOWEST_CHECKS_S:g} s at the latest",
+        f"The limit is {check_network.CLOCK_LIMIT_S:g} s.",
     ):
         assert limit in text
 

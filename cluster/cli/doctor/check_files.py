@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swell.cluster.cli.doctor.checks import Finding, Verdict, judged
+from swell.cluster.cli.doctor.checks import Finding, Verdict, to_findings
 from swell.cluster.cli.doctor.facts import FileFacts, HostFacts
 from swell.cluster.cli.doctor.survey import Survey
 from swell.cluster.text.tokenizer import TOKENIZER_FILES
@@ -22,7 +22,7 @@ def files(survey: Survey) -> list[Finding]:
         for host, facts in survey.hosts.items()
         if facts.unreadable
     }
-    return judged("files", list(survey.hosts), verdicts, "all can be read")
+    return to_findings("files", list(survey.hosts), verdicts, "all can be read")
 
 
 def model(survey: Survey) -> list[Finding]:
@@ -34,7 +34,7 @@ def model(survey: Survey) -> list[Finding]:
         for host, facts in survey.hosts.items()
         if _MODEL not in facts.unreadable and (text := _model_problem(facts)) is not None
     }
-    return judged("model", list(survey.hosts), verdicts, survey.config.model.path)
+    return to_findings("model", list(survey.hosts), verdicts, survey.config.model.path)
 
 
 def _model_problem(facts: HostFacts) -> str | None:
@@ -69,7 +69,7 @@ def same_files(survey: Survey) -> list[Finding]:
     }
     size_bytes = sum(file.size_bytes for file in right.files.values())
     value = f"{len(right.files)} files, {size_bytes // 2**20} MiB"
-    return judged("same-files", list(having), verdicts, value)
+    return to_findings("same-files", list(having), verdicts, value)
 
 
 def _differences(facts: HostFacts, right: HostFacts) -> str:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from swell.cluster.cli.doctor.check_network import MOST_LINKS
 from swell.cluster.cli.doctor.checks import CHECKS, Finding
 from swell.cluster.cli.doctor.facts import (
     DiskFacts,
@@ -14,9 +15,8 @@ from swell.cluster.cli.doctor.facts import (
     Listener,
     TorchFacts,
 )
-from swell.cluster.cli.doctor.judge_network import MOST_LINKS
-from swell.cluster.cli.doctor.judges import JUDGES, judge
 from swell.cluster.cli.doctor.links import HTTP, pairs
+from swell.cluster.cli.doctor.run_checks import CHECK_FUNCTIONS, run_checks
 from swell.cluster.cli.doctor.survey import Survey
 from tests.cluster.cli.doctor.surveys import (
     GIB,
@@ -245,7 +245,7 @@ def bad(findings: list[Finding]) -> list[Finding]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.check)
 def test_a_fault_is_found_where_it_is_and_nothing_else_is(fault: Fault) -> None:
-    (found,) = bad(judge(fault.survey))
+    (found,) = bad(run_checks(fault.survey))
     assert found.check == fault.check
     assert found.level == CHECKS[fault.check].level
     assert found.remedy == CHECKS[fault.check].remedy != ""
@@ -259,22 +259,22 @@ def test_every_check_has_a_fault_that_shows_it() -> None:
 
 @pytest.mark.parametrize("healthy", [HEALTHY, ON_GPUS, survey(1), survey(2, gpus=True)])
 def test_healthy_hosts_pass(healthy: Survey) -> None:
-    assert bad(judge(healthy)) == []
+    assert bad(run_checks(healthy)) == []
 
 
 def test_every_check_has_an_answer_on_healthy_hosts() -> None:
-    found = [finding.check for finding in [*judge(HEALTHY), *judge(ON_GPUS)]]
+    found = [finding.check for finding in [*run_checks(HEALTHY), *run_checks(ON_GPUS)]]
     assert set(found) == CHECKS.keys() - OF_THE_COMMAND
-    assert all(finding.value for finding in judge(HEALTHY))
+    assert all(finding.value for finding in run_checks(HEALTHY))
 
 
-def test_a_judge_has_the_name_of_its_check() -> None:
-    names = [function.__name__.replace("_", "-") for function in JUDGES]
+def test_a_function_has_the_name_of_its_check() -> None:
+    names = [function.__name__.replace("_", "-") for function in CHECK_FUNCTIONS]
     assert sorted(names) == sorted(CHECKS.keys() - OF_THE_COMMAND)
 
 
-def test_without_a_configuration_the_hosts_alone_are_judged() -> None:
-    found = judge(changed(HEALTHY, config=None))
+def test_without_a_configuration_the_hosts_alone_are_checked() -> None:
+    found = run_checks(changed(HEALTHY, config=None))
     assert bad(found) == []
     of_config = {"files", "model", "same-files", "room", "free-resources", "http-port"}
     assert not {finding.check for finding in found} & of_config
@@ -282,43 +282,43 @@ def test_without_a_configuration_the_hosts_alone_are_judged() -> None:
 
 def test_hosts_that_share_a_fault_share_a_finding() -> None:
     both = with_host(with_host(HEALTHY, 1, cores=1), 2, cores=1)
-    (found,) = bad(judge(both))
+    (found,) = bad(run_checks(both))
     assert found.hosts == (name(1), name(2))
 
 
-def test_no_host_that_answers_is_judged_for_one_that_is_silent() -> None:
+def test_no_host_that_answers_is_blamed_for_one_that_is_silent() -> None:
     """What is known of the others is still said."""
     alone = survey(1)
     silent = changed(
         alone, silent={name(1): "no answer"}, nodes=alone.nodes | {name(1): {"CPU": 8.0}}
     )
-    assert [finding.check for finding in bad(judge(silent))] == ["hosts"]
+    assert [finding.check for finding in bad(run_checks(silent))] == ["hosts"]
     nobody = changed(HEALTHY, hosts={}, silent=dict.fromkeys(HEALTHY.hosts, "x"), listeners={})
     nobody = changed(nobody, links=[], tried=[])
-    assert [finding.check for finding in bad(judge(nobody))] == ["hosts"]
+    assert [finding.check for finding in bad(run_checks(nobody))] == ["hosts"]
 
 
 def test_torch_for_cpu_beside_torch_for_cuda() -> None:
     """A head without a GPU may have the smaller build."""
     mixed = with_host(ON_GPUS, 0, torch=TorchFacts(version="2.13.0+cpu"), gpus=GpuFacts())
     mixed = changed(mixed, nodes=mixed.nodes | {name(0): {"CPU": 8.0}})
-    assert bad(judge(mixed)) == []
+    assert bad(run_checks(mixed)) == []
 
 
 def test_what_running_engines_hold_is_theirs() -> None:
     busy = changed(NOT_ALL_FREE, engines_running=3)
     busy = with_host(busy, 0, http_error="8000 in use", **of_gpu(used_bytes=70 * GIB))
-    assert bad(judge(busy)) == []
+    assert bad(run_checks(busy)) == []
 
 
 def test_a_model_that_is_missing_is_no_other_model() -> None:
     missing = with_host(HEALTHY, 1, unreadable=UNREADABLE, model_error="is no folder", files={})
-    assert [finding.check for finding in bad(judge(missing))] == ["files"]
+    assert [finding.check for finding in bad(run_checks(missing))] == ["files"]
 
 
 def test_a_clock_difference_within_what_the_round_trip_hides() -> None:
     near = with_clock(survey(2), 1, 0.9, round_trip_s=1.0)
-    assert bad(judge(near)) == []
+    assert bad(run_checks(near)) == []
 
 
 def test_a_firewall_between_all_hosts_is_not_named_pair_by_pair() -> None:
@@ -327,11 +327,11 @@ def test_a_firewall_between_all_hosts_is_not_named_pair_by_pair() -> None:
     for source in range(12):
         for target in range(source):
             broken = with_link(broken, source, target, error="refused")
-    found = [finding for finding in bad(judge(broken)) if finding.check == "links"]
+    found = [finding for finding in bad(run_checks(broken)) if finding.check == "links"]
     assert len(found) == MOST_LINKS + 1
     assert found[-1].value == f"{66 - MOST_LINKS} more of {len(pairs(names))} directions fail"
 
 
 def test_more_hosts_than_pairs_are_tried_of() -> None:
-    (found,) = [finding for finding in judge(survey(40)) if finding.check == "links"]
+    (found,) = [finding for finding in run_checks(survey(40)) if finding.check == "links"]
     assert found.value == "640 of 1560 directions between 40 hosts were tried"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from packaging.specifiers import SpecifierSet
 
-from swell.cluster.cli.doctor.checks import Finding, Verdict, judged, minority
+from swell.cluster.cli.doctor.checks import Finding, Verdict, minority, to_findings
 from swell.cluster.cli.doctor.survey import Survey
 
 _COMPILER_MAJOR = 12
@@ -24,7 +24,7 @@ def python(survey: Survey) -> list[Finding]:
             if not _is_in(value, specifier)
         },
     }
-    return judged("python", list(values), verdicts, _one(values.values()))
+    return to_findings("python", list(values), verdicts, _one(values.values()))
 
 
 def libraries(survey: Survey) -> list[Finding]:
@@ -49,14 +49,14 @@ def libraries(survey: Survey) -> list[Finding]:
             host: Verdict(f"{name} {verdict.value}", verdict.expected)
             for host, verdict in odd.items()
         }
-        found += judged("libraries", list(values), verdicts, "") if verdicts else []
+        found += to_findings("libraries", list(values), verdicts, "") if verdicts else []
     texts = (f"{name} {_one(values.values())}" for name, values in versions.items())
-    return found or judged("libraries", list(survey.hosts), {}, ", ".join(texts))
+    return found or to_findings("libraries", list(survey.hosts), {}, ", ".join(texts))
 
 
 def swell(survey: Survey) -> list[Finding]:
     values = {host: f"source {facts.swell_digest}" for host, facts in survey.hosts.items()}
-    return judged("swell", list(values), minority(values), _one(values.values()))
+    return to_findings("swell", list(values), minority(values), _one(values.values()))
 
 
 def torch(survey: Survey) -> list[Finding]:
@@ -66,7 +66,7 @@ def torch(survey: Survey) -> list[Finding]:
         if facts.torch.error is not None
     }
     builds = sorted({facts.torch.version for facts in survey.hosts.values()})
-    return judged("torch", list(survey.hosts), verdicts, ", ".join(builds))
+    return to_findings("torch", list(survey.hosts), verdicts, ", ".join(builds))
 
 
 def compiler(survey: Survey) -> list[Finding]:
@@ -81,7 +81,7 @@ def compiler(survey: Survey) -> list[Finding]:
         if _major(facts.compiler) < _COMPILER_MAJOR
     }
     texts = sorted({facts.compiler or "" for facts in survey.hosts.values()})
-    return judged("compiler", list(survey.hosts), verdicts, ", ".join(texts))
+    return to_findings("compiler", list(survey.hosts), verdicts, ", ".join(texts))
 
 
 def _major(compiler: str | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from swell.cluster.cli.doctor.checks import Finding, Verdict, judged, minority
+from swell.cluster.cli.doctor.checks import Finding, Verdict, minority, to_findings
 from swell.cluster.cli.doctor.facts import HostFacts
 from swell.cluster.cli.doctor.survey import Survey
 from swell.configs.schema import ServeConfig
@@ -127,7 +127,9 @@ def gpu_versions(survey: Survey) -> list[Finding]:
     hosts = list(drivers | builds)
     value = ", ".join(next(iter(values.values())) for values in (drivers, builds) if values)
     return (
-        judged("gpu-versions", hosts, minority(drivers) | minority(builds), value) if hosts else []
+        to_findings("gpu-versions", hosts, minority(drivers) | minority(builds), value)
+        if hosts
+        else []
     )
 
 
@@ -139,7 +141,7 @@ def gpu_models(survey: Survey) -> list[Finding]:
     }
     if not values:
         return []
-    return judged("gpu-models", list(values), minority(values), next(iter(values.values())))
+    return to_findings("gpu-models", list(values), minority(values), next(iter(values.values())))
 
 
 def gpu_errors(survey: Survey) -> list[Finding]:
@@ -182,7 +184,7 @@ def _each(
     value = next(iter(texts.values()), "")
     if len(set(texts.values())) > 1:
         value = "; ".join(f"{host}: {text}" for host, text in list(texts.items())[:3])
-    return judged(check, list(survey.hosts), verdicts, value)
+    return to_findings(check, list(survey.hosts), verdicts, value)
 
 
 def _each_with_health(
@@ -192,7 +194,7 @@ def _each_with_health(
     hosts = [host for host, facts in survey.hosts.items() if facts.gpus.gpus]
     if not hosts:
         return []
-    return judged(check, hosts, {host: verdict(survey.hosts[host]) for host in hosts}, value)
+    return to_findings(check, hosts, {host: verdict(survey.hosts[host]) for host in hosts}, value)
 
 
 def _mib(size_bytes: int) -> str:

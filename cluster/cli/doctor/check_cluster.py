@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swell.cluster.cli.doctor.checks import Finding, Verdict, judged, passed, problem
+from swell.cluster.cli.doctor.checks import Finding, Verdict, passed, problem, to_findings
 from swell.cluster.cli.doctor.survey import Survey
 from swell.cluster.control.room import bundles, refusal
 from swell.configs.schema import ClusterConfig
@@ -16,14 +16,14 @@ def hosts(survey: Survey) -> list[Finding]:
         return []
     verdicts = {host: Verdict(why, "an answer") for host, why in survey.silent.items()}
     answered = f"{len(survey.hosts)} answered"
-    return judged("hosts", list(survey.hosts), verdicts, answered)
+    return to_findings("hosts", list(survey.hosts), verdicts, answered)
 
 
 def lost_hosts(survey: Survey) -> list[Finding]:
     if survey.address is None:
         return []
     verdicts = {host: Verdict(why, "alive") for host, why in survey.lost.items()}
-    return judged("lost-hosts", [], verdicts, "none is lost")
+    return to_findings("lost-hosts", [], verdicts, "none is lost")
 
 
 def room(survey: Survey) -> list[Finding]:
@@ -60,7 +60,7 @@ def token_authentication(survey: Survey) -> list[Finding]:
         for host, ray in known.items()
         if not ray.token_authentication
     }
-    return judged("token-authentication", list(known), verdicts, "token")
+    return to_findings("token-authentication", list(known), verdicts, "token")
 
 
 def health_checks(survey: Survey) -> list[Finding]:
@@ -80,7 +80,7 @@ def health_checks(survey: Survey) -> list[Finding]:
     )
     is_good = stall_s <= after_s <= SLOWEST_CHECKS_S
     hosts = [str(survey.head)]
-    return judged("health-checks", hosts, {hosts[0]: None if is_good else verdict}, value)
+    return to_findings("health-checks", hosts, {hosts[0]: None if is_good else verdict}, value)
 
 
 def serve_settings(survey: Survey) -> list[Finding]:
@@ -92,4 +92,4 @@ def serve_settings(survey: Survey) -> list[Finding]:
         for host, ray in known.items()
         if not ray.force_stop_replicas
     }
-    return judged("serve-settings", list(known), verdicts, "1")
+    return to_findings("serve-settings", list(known), verdicts, "1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from swell.cluster.cli.doctor.checks import Finding, Verdict, judged, passed, problem
+from swell.cluster.cli.doctor.checks import Finding, Verdict, passed, problem, to_findings
 from swell.cluster.cli.doctor.facts import Link
 from swell.cluster.cli.doctor.links import HTTP
 from swell.cluster.cli.doctor.survey import Survey
@@ -25,7 +25,7 @@ def interface(survey: Survey) -> list[Finding]:
         if facts.address is None
     }
     found = ", ".join(facts.address or "" for facts in list(survey.hosts.values())[:3])
-    return judged("interface", list(survey.hosts), verdicts, found)
+    return to_findings("interface", list(survey.hosts), verdicts, found)
 
 
 def ports(survey: Survey) -> list[Finding]:
@@ -38,7 +38,9 @@ def ports(survey: Survey) -> list[Finding]:
         if listener.error is not None and listener.part != HTTP  # of which `http-port` says why
     }
     chosen = survey.config.cluster.ports if survey.config else None
-    return judged("ports", list(survey.listeners), verdicts, chosen or "any (no cluster.ports)")
+    return to_findings(
+        "ports", list(survey.listeners), verdicts, chosen or "any (no cluster.ports)"
+    )
 
 
 def http_port(survey: Survey) -> list[Finding]:
@@ -54,7 +56,7 @@ def http_port(survey: Survey) -> list[Finding]:
         if facts.http_error is not None
     }
     value = f"{serve.host}, port {serve.port or 'chosen at the start'}"
-    return judged("http-port", list(survey.hosts), verdicts, value)
+    return to_findings("http-port", list(survey.hosts), verdicts, value)
 
 
 def links(survey: Survey) -> list[Finding]:
@@ -127,4 +129,4 @@ def clocks(survey: Survey) -> list[Finding]:
         if abs(s) > CLOCK_LIMIT_S
     }
     most_s = max(abs(offset) for offset in offsets.values())
-    return judged("clocks", list(offsets), verdicts, f"at most {most_s:.3f} s from the others")
+    return to_findings("clocks", list(offsets), verdicts, f"at most {most_s:.3f} s from the others")

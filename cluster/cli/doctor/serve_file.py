@@ -1,0 +1,71 @@
+"""The configuration in a file for Ray Serve or KubeRay, which is what `ray up` and Kubernetes
+deploy: `swell doctor` checks hosts with that file as it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from swell.configs.schema import ConfigError, parse_override
+
+T = TypeVar("T")
+
+_BUILDER = "swell.cluster.app:build"
+
+
+class _Application(msgspec.Struct):
+    import_path: str = ""
+    args: dict[str, Any] = {}
+    """`config`, and keys of the configuration (`section.key`)."""
+
+
+class _ServeFile(msgspec.Struct):
+    applications: list[_Application]
+
+
+class _Spec(msgspec.Struct):
+    serve_config: str = msgspec.field(name="serveConfigV2")
+
+
+class _RayService(msgspec.Struct):
+    spec: _Spec
+
+
+def read_source(source: str) -> tuple[str, dict[str, Any]]:
+    """The configuration that such a file names, and its overrides; any other source is given back
+    as it is, without overrides. Raises ConfigError."""
+    text = _text_of(source)
+    manifest = _decode(text, _RayService)
+    serve_file = _decode(manifest.spec.serve_config if manifest else text, _ServeFile)
+    if serve_file is None:
+        return source, {}
+    ours = [app.args for app in serve_file.applications if app.import_path == _BUILDER]
+    if len(ours) != 1 or not ours[0].get("config"):
+        raise ConfigError(
+            f"{source!r} is a file of Ray Serve with {len(ours)} applications of {_BUILDER}; "
+            "expected: one, whose `args` have `config`"
+        )
+    args = dict(ours[0])
+    config = str(args.pop("config"))
+    return config, dict(parse_override(f"{key}={value}") for key, value in args.items())
+
+
+def _text_of(source: str) -> str:
+    """Empty for what is no YAML file, or cannot be read."""
+    path = Path(os.path.expanduser(source))
+    if path.suffix not in (".yaml", ".yml"):
+        return ""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _decode(text: str, shape: type[T]) -> T | None:
+    try:
+        return msgspec.yaml.decode(text, type=shape)
+    except msgspec.MsgspecError:  # another file
+        return None

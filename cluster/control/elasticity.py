@@ -1,0 +1,111 @@
+"""How the number of engines and their hosts follow what happens outside: the load, and hosts that
+Ray takes away. No decisions: those are in `autoscaler.py` and `node_drains.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from swell.cluster.control import control_state, room, scaling_status
+from swell.cluster.control.autoscaler import Autoscaler
+from swell.cluster.control.control_state import ControlState, Leadership
+from swell.cluster.control.fleet import Fleet
+from swell.cluster.control.load_signals import LoadSeries
+from swell.cluster.control.node_drains import Moves, plan_moves
+from swell.cluster.control.placement import Placement
+from swell.configs.log import StructuredLogger
+from swell.configs.schema import Config
+from swell.coordinator.service import Membership
+from swell.coordinator.wire import ScalingCounts
+
+
+class Elasticity:
+    """Of one manager, in its event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        placement: Placement,
+        wanted: Callable[[], tuple[int, Config]],
+    ) -> None:
+        """`wanted`: how many engines, and by which configuration they are started."""
+        self._config, self._fleet, self._placement = config, fleet, placement
+        self._wanted = wanted
+        placement.on_waiting = fleet.on_change
+        limits = config.cluster
+        self._autoscaler = Autoscaler(
+            config.autoscaling,
+            limits.min_engines,
+            limits.max_engines,
+            config.scheduler.max_rows,
+        )
+        self._series = LoadSeries()
+        self._draining: Mapping[str, float] = {}
+        """Seconds until nodes are taken away, when they were looked at last."""
+        self._log = StructuredLogger("cluster.elasticity")
+
+    def follow_load(self, now: Membership, state: ControlState) -> ControlState | None:
+        """The state with another target, if the load wants one. Nothing is decided before the
+        cluster has served, or while it is paused."""
+        is_leader = state.leadership is Leadership.LEADER
+        if not (self._config.autoscaling.enabled and is_leader):
+            return None
+        clock_s = asyncio.get_running_loop().time()
+        staying = self._fleet.view().staying
+        load = self._series.observe(now.view, now.first_tokens, staying, clock_s)
+        if load is None or not state.has_served or state.pause_requested:
+            self._autoscaler.reset()
+            return None
+        self._autoscaler.max_rows = self._wanted()[1].scheduler.max_rows
+        decision = self._autoscaler.observe(load, state.change.target, clock_s)
+        if decision is None:
+            return None
+        self._log.info(
+            "load", before=decision.before, engines=decision.engines, reason=decision.reason
+        )
+        return control_state.follow_load(state, decision.engines, self._config.cluster)
+
+    async def follow_nodes_forever(self) -> None:
+        """Engines on a host that will be taken away are replaced, and leave it before it goes."""
+        while True:
+            try:
+                before, self._draining = self._draining, await self._placement.draining_nodes()
+                self._move_engines({**before, **self._draining})
+            except Exception as error:  # the GCS is away: it is asked again
+                self._log.warning("hosts not known", error=f"{type(error).__name__}: {error}")
+            await asyncio.sleep(2 * self._config.cluster.heartbeat_s)
+
+    def _move_engines(self, draining: Mapping[str, float]) -> None:
+        """`draining`: with the nodes of the look before. The end of a host ends its notice, too,
+        and its engines are known to be dead a look later."""
+        drain_timeout_s = self._config.cluster.drain_timeout_s
+        fleet = self._fleet
+        moves = plan_moves(fleet.view(), self._wanted()[0], draining, drain_timeout_s)
+        for rank in moves.move:
+            self._log.warning("host is taken away: engine moves", rank=rank)
+            fleet.move(rank)
+        for rank, timeout_s in moves.leave.items():
+            fleet.leave(rank, timeout_s, is_drain=True)
+        for rank in moves.stay:
+            self._log.warning("host stays: engine stays", rank=rank)
+            fleet.stay(rank)
+        if moves != Moves():
+            fleet.on_change()
+
+    def counts(self) -> ScalingCounts:
+        fleet, policy = self._fleet.view(), self._autoscaler
+        nodes = {engine.node for engine in fleet.engines} & set(self._draining)
+        pending = len(fleet.pending)
+        return ScalingCounts(self._wanted()[0], pending, policy.grows, policy.shrinks, len(nodes))
+
+    def describe(self) -> dict[str, Any]:
+        """Parts of the body of `GET /admin/cluster`."""
+        bundle, count = room.bundles(self._wanted()[1])
+        now = asyncio.get_running_loop().time()
+        return {
+            "autoscaling": scaling_status.autoscaling(self._autoscaler, self._config, now),
+            "pending": scaling_status.pending(self._fleet.starting, bundle, count),
+            "draining_nodes": scaling_status.draining_nodes(self._fleet.engines, self._draining),
+        }

@@ -1,0 +1,98 @@
+"""Whether a running cluster can be upgraded to a configuration, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swell.cluster.control.upgrade import UpgradeRefused
+from swell.cluster.text.model_folder import check
+from swell.cluster.text.text_files import text_digest, text_files
+from swell.configs.identity import family, versioned_keys
+from swell.configs.schema import Config, ConfigError, load
+
+_OF_APPLICATION = ("serve", "cluster", "autoscaling")
+"""Sections that stay as they are."""
+_OF_OPERATOR = "parallel.data"
+"""`swell scale` changes it."""
+
+
+def family_of(config: Config) -> str:
+    """Of which this configuration is a version. Raises ConfigError."""
+    try:
+        return family(config, text_digest(config.model.path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={config.model.path!r} cannot be read: {error}") from None
+
+
+def with_model_of(deployed: Config, running: Config) -> Config:
+    """For an ingress: the configuration with which the application was deployed, and what its
+    engines run."""
+    named = msgspec.structs.replace(running.model, name=deployed.model.served_name)
+    return msgspec.structs.replace(deployed, model=named, scheduler=running.scheduler)
+
+
+def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[str]]:
+    """The configuration of the next version, and the keys of `settings` that differ and stay as
+    they are. Reads files of both models. Raises UpgradeRefused."""
+    try:
+        requested = load(settings)
+    except ConfigError as error:
+        raise UpgradeRefused(str(error)) from None
+    _refuse_experts(running, requested)
+    before, after = msgspec.to_builtins(running), msgspec.to_builtins(requested)
+    before["model"]["name"] = running.model.served_name
+    after["model"]["name"] = requested.model.name or running.model.served_name
+    may_change, kept = versioned_keys(), []
+    for section, keys in before.items():
+        for key in keys:
+            name, old, new = f"{section}.{key}", keys[key], after[section][key]
+            if old == new:
+                continue
+            if name in may_change:
+                keys[key] = new
+            elif section in _OF_APPLICATION or name == _OF_OPERATOR:
+                kept.append(name)
+            else:
+                raise UpgradeRefused(
+                    f"{name}={new!r} differs from {old!r}, which the ingresses of this cluster "
+                    "use: all versions have the same; deploy a second cluster for another one"
+                )
+    merged = load(before)
+    try:
+        _compare_text(running.model.path, merged.model.path)
+        check(merged)
+    except (ConfigError, OSError) as error:
+        raise UpgradeRefused(f"{error}; the manager's host reads it") from None
+    return merged, kept
+
+
+def _refuse_experts(running: Config, requested: Config) -> None:
+    if running.parallel.expert or requested.parallel.expert:
+        raise UpgradeRefused(
+            f"parallel.expert={str(requested.parallel.expert).lower()} (the cluster has "
+            f"{str(running.parallel.expert).lower()}): engines that share experts form one group, "
+            "whose weights cannot differ; deploy the application with the new configuration, which "
+            "replaces the cluster"
+        )
+
+
+def _compare_text(old: str, new: str) -> None:
+    if old == new:
+        return
+    for path in (old, new):
+        if not Path(path).is_dir():
+            raise UpgradeRefused(
+                f"model.path={path!r} is no folder here: whether its tokenizer is that of the "
+                "cluster cannot be known; download it to a folder on every host"
+            )
+    before, after = text_files(old), text_files(new)
+    differ = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    if differ:
+        raise UpgradeRefused(
+            f"{', '.join(differ)} of {new} differ from those of {old}, by which the ingresses of "
+            "this cluster read and write text: all versions have the same; deploy a second cluster "
+            "for another tokenizer"
+        )

@@ -1,0 +1,81 @@
+"""Versions of a cluster's engines: what they run, and which of them is wanted. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from swell.configs.schema import Config, load
+
+MAX_VERSIONS = 4
+"""That are remembered: an ingress that was cut off for long may still need an earlier one."""
+
+
+class Version(msgspec.Struct, frozen=True, dict=True):
+    """Weights and limits. Engines of one version give the same answers."""
+
+    number: int
+    """Grows with each upgrade."""
+    identity: str
+    """Of the configuration as it was given; see `configs/identity.py`."""
+    settings: dict[str, Any]
+    """The configuration, with the device that was found."""
+
+    @classmethod
+    def of(cls, number: int, identity: str, config: Config) -> Version:
+        return cls(number, identity, msgspec.to_builtins(config))
+
+    @property
+    def name(self) -> str:
+        """As rosters and answers have it."""
+        return f"{self.number}-{self.identity}"
+
+    @cached_property
+    def config(self) -> Config:
+        """Raises ConfigError if another release wrote it, with other keys."""
+        return load(self.settings)
+
+
+class UpgradeStage(enum.StrEnum):
+    SETTLED = "idle"
+    """Every engine is of the wanted version."""
+    IN_PROGRESS = "in progress"
+    ROLLING_BACK = "rolling back"
+    """The new version did not become ready: engines of the one before are made again."""
+    FAILED = "failed"
+    """It is rolled back."""
+
+
+class UpgradeRecord(msgspec.Struct, frozen=True):
+    """What outlives a manager. Append-only: another release may read it."""
+
+    versions: tuple[Version, ...] = ()
+    """The newest ones, by number; empty: no manager has written any."""
+    wanted: str = ""
+    """Name of the version of which all engines are to be."""
+    previous: str = ""
+    """Of the one that was wanted before."""
+    stage: UpgradeStage = UpgradeStage.SETTLED
+    deployed: str = ""
+    """Identity of the configuration with which the application was deployed last."""
+    proven: tuple[str, ...] = ()
+    """Names of versions of which an engine has served."""
+    in_place: bool = False
+    """There is no room for an extra engine: one leaves before the next one starts."""
+    error: str | None = None
+    """Why the last upgrade failed."""
+
+    def find(self, name: str) -> Version | None:
+        return next((version for version in self.versions if version.name == name), None)
+
+    def get(self, name: str) -> Version:
+        version = self.find(name)
+        assert version is not None, f"the version {name} is unknown"
+        return version
+
+    def known(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self.find(name) is not None]

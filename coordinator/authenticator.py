@@ -1,0 +1,104 @@
+"""The thread beside an inbox that decides who may connect: `handshakes.py` has the rules.
+
+It answers ZeroMQ's authentication protocol (ZAP), which asks at the end of each CURVE handshake
+whether the client's key is known, and follows the inbox's monitor, which reports connections. Both
+happen only when a peer connects: no message waits for this thread, and no handshake for the thread
+of the inbox, which may be inside of a long step.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from swell.configs.log import StructuredLogger
+from swell.configs.process import exit_on_error
+from swell.coordinator.handshakes import (
+    HANDSHAKE_S,
+    MAX_MESSAGE_BYTES,
+    PendingHandshakes,
+    zap_reply,
+)
+
+_ZAP = "inproc://zeromq.zap.01"
+"""Where ZeroMQ asks, in each context."""
+_MONITOR = "inproc://monitor"
+_DOMAIN = b"swell"
+_EVENT = struct.Struct("=hi")
+"""Of a monitor: the event, and its value, here a file descriptor."""
+
+
+class Authenticator:
+    """Of the one bound socket of a context. The thread ends when the context is terminated."""
+
+    def __init__(self, context: Any, bound: Any, public_key: bytes, secret_key: bytes) -> None:
+        """`bound`: the socket, before it is bound. Its own keys are those of all that may connect,
+        in Z85."""
+        bound.curve_server = True
+        bound.curve_publickey, bound.curve_secretkey = public_key, secret_key
+        bound.zap_domain = _DOMAIN
+        bound.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # where nobody answers, nobody may connect
+        bound.handshake_ivl = round(HANDSHAKE_S * 1000)
+        bound.maxmsgsize = MAX_MESSAGE_BYTES
+        self._allowed = frozenset({z85.decode(public_key)})
+        self._pending = PendingHandshakes()
+        self._log = StructuredLogger("coordinator.channel")
+        self._zap = context.socket(zmq.REP)
+        self._monitor = context.socket(zmq.PAIR)
+        for end in (self._zap, self._monitor):
+            end.linger = end.sndhwm = end.rcvhwm = 0
+        self._zap.bind(_ZAP)
+        ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        bound.monitor(_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | ended)
+        self._monitor.connect(_MONITOR)
+        run = exit_on_error(self._run, "authenticator")
+        threading.Thread(target=run, name="swell-authenticator", daemon=True).start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._zap, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                if self._zap in ready:
+                    self._zap.send_multipart(zap_reply(self._zap.recv_multipart(), self._allowed))
+                if self._monitor in ready:
+                    self._on_event(*_EVENT.unpack(self._monitor.recv_multipart()[0]))
+        except zmq.ContextTerminated:
+            self._zap.close()
+            self._monitor.close()
+
+    def _on_event(self, event: int, value: int) -> None:
+        match event:
+            case zmq.EVENT_ACCEPTED:
+                if not self._pending.accepted(value, time.monotonic()):
+                    self._refuse(value)
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._pending.succeeded(time.monotonic())
+            case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
+                self._pending.ended(value)
+
+    def _refuse(self, connection: int) -> None:
+        refused = self._pending.refused
+        if refused.bit_count() == 1:  # the first, the second, the fourth ...
+            self._log.warning("connection refused: too many are unauthenticated", refused=refused)
+        _shut_down(connection)
+
+
+def _shut_down(connection: int) -> None:
+    """End a connection whose file descriptor belongs to ZeroMQ, which notices that and closes it.
+    If it was closed meanwhile, its number may be that of another file; sockets that listen stay."""
+    try:
+        with socket.socket(fileno=os.dup(connection)) as copy:
+            if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                copy.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        """It is gone."""

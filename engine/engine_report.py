@@ -1,0 +1,49 @@
+"""What an engine tells the coordinator about itself."""
+
+from __future__ import annotations
+
+from swell.coordinator.wire import EngineReport
+from swell.engine.core import EngineCore
+
+
+def report_of(
+    core: EngineCore,
+    *,
+    rank: int,
+    incarnation: int,
+    progress_at_forming: int,
+    repairs: int,
+    resets: int,
+    roster_epoch: int,
+) -> EngineReport:
+    """The load, the progress and the counters of the engine, as of now. `progress_at_forming`: when
+    it joined its group. `repairs`, `resets`: workers replaced, times that its groups broke.
+    `roster_epoch`: the newest that a coordinator has named."""
+    scheduler, member = core.scheduler, core.wave_member
+    return EngineReport(
+        rank=rank,
+        incarnation=incarnation,
+        epoch=member.epoch,
+        running=len(scheduler.running),
+        waiting=scheduler.num_waiting,
+        waiting_tokens=scheduler.waiting_tokens(),
+        kv_usage=scheduler.kv.usage,
+        steps=core.num_steps,
+        progress_counter=core.progress,
+        progress_at_forming=progress_at_forming,
+        preemptions=scheduler.num_preemptions,
+        prefix_queries=scheduler.kv.num_queried_tokens,
+        prefix_hits=scheduler.kv.num_hit_tokens,
+        wave=member.wave,
+        wave_phase=int(member.phase),
+        pausing=member.voting,
+        waves=core.num_waves,
+        dummy_steps=core.num_dummy_steps,
+        sync_s=core.sync_s,
+        repairs=repairs,
+        resets=resets,
+        nans_in_logits=scheduler.num_nans_in_logits,
+        started_requests=scheduler.num_started_requests,
+        started_tokens=scheduler.num_started_tokens,
+        roster_epoch=roster_epoch,
+    )

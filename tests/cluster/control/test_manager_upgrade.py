@@ -1,0 +1,322 @@
+"""Upgrades by a whole manager, on a scripted placement and coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from swell.cluster.control.control_state import ScaleRefused
+from swell.cluster.control.engine_handle import EngineHandle
+from swell.cluster.control.versions import UpgradeStage
+from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
+
+OLD, NEW = "1-configuration", "2-other"
+
+
+async def until(true: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if true():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("it did not come true")
+
+
+async def watched(harness: ManagerHarness, change: Awaitable[None]) -> tuple[int, int]:
+    """The least active engines, and the most engines at once, until the change has settled."""
+    least, most = len(harness.active), len(harness.placement.processes)
+    ended = asyncio.ensure_future(change)
+    while not ended.done():
+        least = min(least, len(harness.active))
+        most = max(most, len(harness.placement.groups))
+        await asyncio.sleep(0.05)
+    await ended
+    return least, most
+
+
+def upgrade(harness: ManagerHarness) -> Awaitable[None]:
+    async def whole() -> None:
+        await harness.upgrade("other")
+        await harness.settle()
+
+    return whole()
+
+
+def test_engines_are_replaced_one_by_one_with_one_extra_at_most() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        assert harness.versions == [OLD] * 3
+        assert await watched(harness, upgrade(harness)) == (3, 4)
+        assert harness.versions == [NEW] * 3
+        assert (await harness.manager.describe())["upgrade"] == {
+            "phase": "idle",
+            "version": NEW,
+            "previous": None,
+            "model": "m",
+            "error": None,
+        }
+
+    run(scenario, data=3)
+
+
+def test_without_room_for_an_extra_engine_one_leaves_first() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.capacity = 2
+        assert await watched(harness, upgrade(harness)) == (1, 2)
+        assert harness.versions == [NEW] * 2
+
+    run(scenario, data=2)
+
+
+def test_one_engine_is_not_replaced_without_room_beside_it() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.capacity = 1
+        assert await watched(harness, upgrade(harness)) == (1, 1)
+        assert harness.versions == [OLD]
+        described = (await harness.manager.describe())["upgrade"]
+        assert described["phase"] == "failed" and "room for a second one" in described["error"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("capacity", [2, 1000])
+def test_a_version_that_does_not_become_ready_is_rolled_back(capacity: int) -> None:
+    """The operator sees why, and may try again."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.broken, harness.placement.capacity = {NEW}, capacity
+        least, _ = await watched(harness, upgrade(harness))
+        assert least == (1 if capacity == 2 else 2)
+        assert harness.versions == [OLD] * 2
+        described = (await harness.manager.describe())["upgrade"]
+        assert described["phase"] == "failed" and described["previous"] == NEW
+        assert "its weights do not load" in described["error"]
+        harness.placement.capacity = 1000
+        await harness.upgrade("another")
+        await harness.settle()
+        assert harness.versions == ["3-another"] * 2 and harness.manager.upgrader.wanted.number == 3
+
+    run(scenario, data=2)
+
+
+def test_a_version_whose_later_engines_do_not_start_is_rolled_back_too() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        await harness.upgrade("other")
+        await until(lambda: NEW in harness.versions)
+        harness.placement.broken = {NEW}
+        await harness.settle()
+        assert harness.versions == [OLD] * 2
+        assert harness.manager.upgrader.record.stage is UpgradeStage.FAILED
+
+    run(scenario, data=2)
+
+
+def test_an_upgrade_is_cancelled_by_the_configuration_before() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        with pytest.raises(ScaleRefused, match="already"):
+            await harness.upgrade("configuration")
+        await harness.upgrade("other")
+        await until(lambda: NEW in harness.versions)
+        with pytest.raises(ScaleRefused, match="under way"):
+            await harness.upgrade("third")
+        await harness.upgrade("configuration")
+        await harness.settle()
+        assert harness.versions == [OLD] * 2
+        assert "cancelled" in (harness.manager.upgrader.record.error or "")
+
+    run(scenario, data=2)
+
+
+def test_what_nobody_has_room_for_is_refused() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.room = 1
+        with pytest.raises(ScaleRefused, match="no room for 2 engines"):
+            await harness.upgrade("other")
+        harness.placement.room, harness.checkpoints.away = 1000, True
+        with pytest.raises(ScaleRefused, match="nothing was changed"):
+            await harness.upgrade("other")
+        harness.checkpoints.away = False
+        await asyncio.sleep(2 * START_S)
+        assert harness.versions == [OLD] * 2
+
+    run(scenario, data=2)
+
+
+def test_the_successor_of_a_manager_goes_on() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        await harness.upgrade("other")
+        await until(lambda: NEW in harness.versions)
+        engines = set(harness.placement.processes)
+        await harness.lose_manager()
+        await harness.manager.start()
+        assert engines & set(harness.placement.processes), "engines of both versions are adopted"
+        await harness.settle()
+        assert harness.versions == [NEW] * 3
+
+    run(scenario, data=3)
+
+
+def test_the_last_engine_of_a_version_ends_when_nobody_needs_it() -> None:
+    """No drain time ends it, whatever it reports."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.needed = {OLD}
+        await harness.upgrade("other")
+        await until(lambda: harness.versions == [NEW])
+        await asyncio.sleep(1000.0)
+        assert len(harness.placement.processes) == 2
+        harness.coordinator.reports[0] = busy(0)
+        await asyncio.sleep(1.0)
+        harness.coordinator.needed = {NEW}
+        await asyncio.sleep(1000.0)
+        assert len(harness.placement.processes) == 2
+        harness.coordinator.reports.clear()
+        await harness.settle()
+        assert len(harness.placement.processes) == 1
+
+    run(scenario)
+
+
+def test_an_engine_of_a_version_that_is_needed_is_made_again() -> None:
+    """The last one of the old version dies while an answer waits for it."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.needed = {OLD}
+        await harness.upgrade("other")
+        await until(lambda: harness.versions == [NEW])
+        (rank,) = [m.rank for m in harness.coordinator.roster.members if m.version == OLD]
+        dead = harness.placement.alive[rank].name
+        harness.placement.kill_engine(rank)
+
+        def is_again() -> bool:
+            found = [m.rank for m in harness.coordinator.roster.members if m.version == OLD]
+            alive = harness.placement.alive
+            return any(rank in alive and alive[rank].name != dead for rank in found)
+
+        await until(is_again)
+        assert harness.versions[-1] == NEW
+        harness.coordinator.needed = set()
+        await harness.settle()
+        assert harness.versions == [NEW] and len(harness.placement.processes) == 1
+
+    run(scenario)
+
+
+def test_an_application_that_is_deployed_again_is_upgraded() -> None:
+    """The cluster does not end; a configuration that does not become ready is rolled back."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        await harness.lose_manager()
+        harness.identity = "other"
+        harness.manager = harness.another()
+        assert await watched(harness, harness.start()) == (2, 3)
+        assert harness.versions == [NEW] * 2
+        harness.placement.broken = {"3-third"}
+        await harness.lose_manager()
+        harness.identity = "third"
+        harness.manager = harness.another()
+        assert (await watched(harness, harness.start()))[0] == 2
+        assert harness.versions == [NEW] * 2
+        await harness.lose_manager()
+        await harness.start()
+        assert harness.manager.upgrader.record.stage is UpgradeStage.FAILED, "it is not tried again"
+
+    run(scenario, data=2)
+
+
+def test_a_configuration_that_never_served_is_replaced_outright() -> None:
+    """The first deployment has failed, and is corrected."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        harness.placement.broken = {OLD}
+        await harness.manager.start()
+        await asyncio.sleep(3 * START_S)
+        assert harness.active == []
+        await harness.lose_manager()
+        harness.identity = "other"
+        harness.manager = harness.another()
+        await harness.start()
+        assert harness.versions == [NEW] * 2
+
+    run(scenario, data=2)
+
+
+@pytest.mark.parametrize("survivors", [0, 1])
+def test_an_upgrade_replaces_a_version_that_does_not_start_any_more(survivors: int) -> None:
+    """Its weights are gone, and its engines died."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.broken = {OLD}
+        for rank in range(survivors, 2):
+            harness.placement.kill_engine(rank)
+        await asyncio.sleep(3 * START_S)
+        assert harness.versions == [OLD] * survivors
+        await harness.upgrade("other")
+        await until(lambda: harness.versions == [NEW] * 2)
+        await harness.settle()
+
+    run(scenario, data=2)
+
+
+def test_an_upgrade_in_place_goes_on_with_one_engine() -> None:
+    """An operator wants fewer meanwhile: then there is room beside it."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.capacity = 2
+        await harness.upgrade("other")
+        await until(lambda: harness.manager.upgrader.record.in_place)
+        await harness.manager.scale(1)
+        await harness.settle()
+        assert harness.versions == [NEW]
+
+    run(scenario, data=2)
+
+
+def test_an_engine_that_died_has_one_successor_though_answers_need_its_version() -> None:
+    """Its resources are not free yet when the manager hears that."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        end = harness.placement.end
+
+        async def end_slowly(handle: EngineHandle) -> None:
+            await asyncio.sleep(START_S)
+            await end(handle)
+
+        harness.placement.end = end_slowly  # type: ignore[method-assign]
+        harness.placement.kill_engine(0)
+        await asyncio.sleep(1.0)
+        harness.coordinator.needed = {OLD}
+        await asyncio.sleep(START_S / 2)
+        harness.placement.end = end  # type: ignore[method-assign]
+        await harness.settle()
+        assert harness.placement.ranks_of_event("start") == [[0], [0]]
+
+    run(scenario)
+
+
+def test_the_successor_of_a_manager_waits_for_the_extra_engine() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        await harness.upgrade("other")
+        await asyncio.sleep(START_S / 2)
+        (extra,) = {name for name, p in harness.placement.processes.items() if p.ready is None}
+        await harness.lose_manager()
+        await harness.manager.start()
+        await harness.settle()
+        assert harness.versions == [NEW] * 2 and extra in harness.placement.processes
+
+    run(scenario, data=2)

@@ -1,0 +1,113 @@
+"""What of a configuration an upgrade changes, what it leaves, and what it refuses by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swell.cluster.control.upgrade import UpgradeRefused
+from swell.cluster.control.upgrade_check import family_of, upgraded, with_model_of
+from swell.configs.identity import identity
+from swell.configs.schema import Config, load
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model")
+
+
+def make_model(folder: Path, *, template: str = "x", **config: Any) -> Path:
+    folder.mkdir()
+    text = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, **config}
+    (folder / "config.json").write_text(json.dumps(text))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def configured(model: Path, **keys: Any) -> Config:
+    keys = {"model.load_format": "dummy", **{k.replace("__", "."): v for k, v in keys.items()}}
+    return load({"model": {"path": str(model)}}, keys)
+
+
+def settings(model: Path, **keys: Any) -> dict[str, Any]:
+    import msgspec
+
+    found: dict[str, Any] = msgspec.to_builtins(configured(model, **keys))
+    return found
+
+
+def test_weights_and_limits_change_and_all_else_stays(model: Path, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other")
+    running = configured(
+        model, model__device="cpu", serve__port=7, cluster__min_engines=2, parallel__data=2
+    )
+    wanted = settings(other, model__max_model_len=99, scheduler__max_rows=3, parallel__data=1)
+    merged, kept = upgraded(running, wanted)
+    assert merged.model.path == str(other) and merged.model.served_name == "model"
+    assert (merged.model.max_model_len, merged.scheduler.max_rows) == (99, 3)
+    assert merged.serve == running.serve and merged.cluster == running.cluster
+    assert kept == ["parallel.data", "serve.port", "cluster.min_engines"]
+    assert identity(merged) != identity(running)
+    assert family_of(merged) == family_of(running)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"model__name": "another"}, "model.name='another' differs from 'model'"),
+        ({"cache__block_tokens": 32}, "cache.block_tokens=32"),
+        ({"scheduler__policy": "priority"}, "scheduler.policy"),
+        ({"parallel__expert": True}, "parallel.expert=true .* one group"),
+        ({"parallel__pipeline": 3}, "parallel.pipeline=3 is above the model's 2 layers"),
+        ({"model__load_format": "auto"}, "holds no weights"),
+    ],
+)
+def test_what_ingresses_use_is_refused_by_name(
+    model: Path, keys: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UpgradeRefused, match=text):
+        upgraded(configured(model), settings(model, **keys))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"template": "y"}, "chat_template.jinja"),
+        ({"eos_token_id": 3}, "config.json: eos_token_id"),
+        ({"vocab_size": 3}, "config.json: vocab_size"),
+    ],
+)
+def test_another_tokenizer_is_refused_by_the_names_of_its_files(
+    model: Path, tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
+    other = make_model(tmp_path / "other", **change)
+    with pytest.raises(UpgradeRefused, match=f"{text} of {other} differ"):
+        upgraded(configured(model), settings(other))
+    assert family_of(configured(model)) != family_of(configured(other, model__name="model"))
+
+
+def test_what_cannot_be_read_is_refused(model: Path) -> None:
+    with pytest.raises(UpgradeRefused, match="is no folder here"):
+        upgraded(configured(model), settings(Path("owner/name")))
+    with pytest.raises(UpgradeRefused, match=r"unknown key 'model\.wight'"):
+        upgraded(configured(model), {"model": {"path": str(model), "wight": 1}})
+
+
+def test_engines_that_share_experts_have_one_version(model: Path) -> None:
+    one, other = (configured(model, parallel__expert=True, model__seed=seed) for seed in (1, 2))
+    assert family_of(one) != family_of(other)
+    one, other = (configured(model, model__seed=seed) for seed in (1, 2))
+    assert family_of(one) == family_of(other)
+
+
+def test_an_ingress_reads_the_model_that_runs_under_the_name_that_was_deployed(
+    model: Path, tmp_path: Path
+) -> None:
+    other = make_model(tmp_path / "other")
+    merged = with_model_of(configured(model, serve__port=7), configured(other))
+    assert merged.model.path == str(other) and merged.model.served_name == "model"
+    assert merged.serve.port == 7

@@ -1,0 +1,83 @@
+"""Upgrades that meet other changes: no wake-up is lost, and nothing that is over is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from swell.cluster.control import upgrade
+from swell.cluster.control.control_state import ScaleRefused
+from swell.cluster.control.fleet_view import EngineStatus, FleetView, Place
+from swell.cluster.control.upgrade import UpgradeRefused, UpgradeState
+from swell.cluster.control.versions import UpgradeRecord, UpgradeStage, Version
+from swell.configs.schema import load
+from tests.cluster.control.fake_manager import ManagerHarness, run
+
+CONFIG = load({"model": {"path": "m"}})
+ONE, TWO = Version.of(1, "one", CONFIG), Version.of(2, "two", CONFIG)
+
+
+def settled(**fields: object) -> UpgradeRecord:
+    record = UpgradeRecord((ONE, TWO), TWO.name, ONE.name, proven=(ONE.name, TWO.name))
+    return replace(record, **fields)
+
+
+def serving(*versions: Version) -> FleetView:
+    return FleetView(
+        tuple(
+            EngineStatus(rank, Place.SERVING, version=version.name)
+            for rank, version in enumerate(versions)
+        )
+    )
+
+
+@pytest.mark.parametrize("stage", [UpgradeStage.SETTLED, UpgradeStage.FAILED])
+def test_engines_leave_first_only_until_all_are_of_one_version(stage: UpgradeStage) -> None:
+    """An engine that was needed once more had no room beside the others."""
+    state = UpgradeState(settled(in_place=True, stage=stage))
+    after, _ = upgrade.plan(state, serving(TWO, TWO), 2, (), 0.0)
+    assert not after.record.in_place and after.record.stage is stage
+
+
+def test_starts_without_room_count_in_a_row() -> None:
+    """Those before an engine that has started since say nothing about the next one."""
+    state = UpgradeState(settled(stage=UpgradeStage.IN_PROGRESS, in_place=True), no_room=2)
+    missing, _ = upgrade.plan(state, serving(TWO), 2, (), 0.0)
+    assert missing.no_room == 2
+    whole, _ = upgrade.plan(state, serving(TWO, ONE), 2, (), 0.0)
+    assert whole.no_room == 0
+
+
+def test_a_roll_back_cannot_be_cancelled_and_says_so() -> None:
+    record = settled(wanted=ONE.name, previous=TWO.name, stage=UpgradeStage.ROLLING_BACK)
+    with pytest.raises(UpgradeRefused) as refused:
+        upgrade.begin(UpgradeState(record), TWO.identity, CONFIG)
+    assert "to cancel it" not in str(refused.value)
+    assert f"version {TWO.name} is rolled back to version {ONE.name}" in str(refused.value)
+    assert "wait until" in str(refused.value)
+
+
+def test_a_request_that_is_not_stored_leaves_no_trace() -> None:
+    """Ray's GCS takes it, and its answer is late: the next manager must not find it."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        store, write = harness.checkpoints, harness.checkpoints.write
+
+        async def write_late(note: object) -> None:
+            await write(note)  # type: ignore[arg-type]
+            await asyncio.sleep(1e6)
+
+        store.write = write_late  # type: ignore[method-assign, assignment]
+        with pytest.raises(ScaleRefused, match="nothing was changed"):
+            await harness.upgrade("other")
+        store.write = write  # type: ignore[method-assign]
+        await asyncio.sleep(60.0)
+        assert store.page[0].upgrade.wanted == harness.manager.upgrader.record.wanted
+        await harness.lose_manager()
+        await harness.start()
+        assert harness.versions == ["1-configuration"]
+
+    run(scenario)

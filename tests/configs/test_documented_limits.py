@@ -1,0 +1,65 @@
+"""Numbers and lists that operators read are those of the code."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from swell.cluster.api.openapi.document import openapi_document
+from swell.cluster.cli.doctor import ray_hosts
+from swell.cluster.client.admission import WINDOW_S
+from swell.cluster.control import autoscaler, backoff, load_signals, node_drains, placement
+from swell.configs import network, schema
+from swell.coordinator import handshakes
+from swell.coordinator.ports import CHOSEN_PORTS
+from tests.test_layers import ROOT
+
+MIB = 2**20
+HOURS = {4: "four"}
+COUNTS = {2: "doubles", 5: "five", 8: "eighth"}
+LIMITS = {
+    "operations": [
+        f"A queue that will be empty within {autoscaler.DRAIN_S:g} s does not count",
+        f"nine of ten requests of the last {WINDOW_S:g} s",
+        f"(at least {load_signals._MIN_REQUESTS} of them)",
+        f"each signal below {autoscaler.LOW:g} of its target",
+        f"Twice as long, up to {autoscaler.MAX_CAUTION} times",
+        f"One decision {COUNTS[int(autoscaler._FACTOR)]} the engines",
+        f"one that finds no room within {placement._RESERVE_TIMEOUT_S:g} s is taken back",
+        f"and {node_drains.HANDOVER_S:g} s before the end (the only engine: "
+        f"{node_drains.HANDOVER_S:g} s before)",
+        f"up to {HOURS[int(schema.MAX_DRAIN_S / 3600)]} hours",
+        f"engines are missing after {COUNTS[backoff.MAX_FAILURES]} attempts",
+        f"{COUNTS[int(backoff._LONGEST_S / 60)]} minutes after the last attempt at the latest",
+    ],
+    "security": [
+        f"| {handshakes.HANDSHAKE_S:g} s | `HANDSHAKE_S` in",
+        f"| {handshakes.MAX_PENDING}; further ones are shut down at once | `MAX_PENDING` |",
+        f"| {handshakes.MAX_MESSAGE_BYTES // MIB} MiB | `MAX_MESSAGE_BYTES`;",
+        f"`serve.max_body_bytes` may be {schema.MAX_BODY_BYTES // MIB} MiB at most",
+    ],
+    "network": [
+        f"{CHOSEN_PORTS[0]}-{CHOSEN_PORTS[-1]}",
+        f"the first {COUNTS[network._KEPT_PART]}",
+    ],
+    "doctor": [f"one attempt of {ray_hosts._LINK_S:g} s in each direction"],
+}
+
+
+@pytest.mark.parametrize("page", LIMITS)
+def test_the_limits_on_a_page_are_those_of_the_code(page: str) -> None:
+    text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+    assert [limit for limit in LIMITS[page] if limit not in text] == []
+
+
+def test_the_routes_without_a_key_are_those_on_the_page() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    listed = re.search(r"in constant time\. ((?:`/[^`]+`[, and]*)+) need no key", page)
+    assert listed is not None
+    open_paths = {
+        path
+        for path, item in openapi_document()["paths"].items()
+        if any("401" not in operation["responses"] for operation in item.values())
+    }
+    assert set(re.findall(r"`([^`]+)`", listed[1])) == open_paths

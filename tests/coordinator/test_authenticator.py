@@ -1,0 +1,201 @@
+"""An inbox lets in who has the cluster's keys, and is hardly kept busy by who has not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from swell.coordinator import authenticator
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Outlet, make_keys
+from swell.coordinator.handshakes import MAX_MESSAGE_BYTES, MAX_PENDING
+from tests.coordinator.test_channel import NEVER_S, SOON_S, take
+from tests.strangers import Door, Recorder, greeting, knock_with_keys, knocks, visit
+
+pytestmark = pytest.mark.slow
+
+SEVERAL = 40
+
+
+@pytest.fixture(scope="module")
+def keys() -> ChannelKeys:
+    return make_keys()
+
+
+@pytest.fixture
+def inbox(keys: ChannelKeys) -> Iterator[Inbox[str]]:
+    inbox: Inbox[str] = Inbox(str, keys)
+    yield inbox
+    inbox.close()
+
+
+def door_of(address: ChannelAddress, family: str) -> Door:
+    if family == "unix":
+        return Door("unix", address.ipc.removeprefix("ipc://"))
+    host, _, port = address.tcp.removeprefix("tcp://").rpartition(":")
+    return Door("tcp", host, int(port))
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def door(request, inbox: Inbox[str]) -> Door:
+    return door_of(inbox.address, request.param)
+
+
+def distant(address: ChannelAddress) -> ChannelAddress:
+    """As a peer of another machine sees it."""
+    return msgspec.structs.replace(address, machine="another")
+
+
+@pytest.fixture
+def peer(inbox: Inbox[str], keys: ChannelKeys) -> Iterator[Outlet[str]]:
+    """One that has been there before the strangers."""
+    outlet: Outlet[str] = Outlet(distant(inbox.address), str, keys, identity=b"peer")
+    outlet.send("before")
+    assert take(inbox, 1) == [(b"peer", "before")]
+    yield outlet
+    outlet.close()
+
+
+def assert_serves(inbox: Inbox[str], peer: Outlet[str]) -> None:
+    """The peer alone is heard."""
+    peer.send("after")
+    assert take(inbox, 1) == [(b"peer", "after")]
+    inbox.send(b"peer", "answer")
+    assert peer.receive(SOON_S) == "answer"
+    assert inbox.malformed == 0
+
+
+def test_who_knows_the_public_key_alone_is_refused(inbox, peer, door, keys) -> None:
+    """CURVE itself lets in whoever knows the key of the server."""
+    frame = msgspec.msgpack.encode("intruder")
+    own = zmq.curve_keypair()
+    assert not knock_with_keys(door, *own, keys.public, frame)
+    assert_serves(inbox, peer)
+    mine: Outlet[str] = Outlet(inbox.address, str, keys)
+    mine.send("mine")
+    assert [message for _, message in take(inbox, 1)] == ["mine"]
+    mine.close()
+
+
+@pytest.mark.parametrize("name", list(knocks()))
+def test_a_knock_changes_nothing(inbox, peer, door, name) -> None:
+    visit(door, knocks()[name])
+    assert_serves(inbox, peer)
+
+
+def test_recorded_frames_are_worth_nothing(inbox, peer, keys) -> None:
+    """Each connection has keys of its own, which no other can compute."""
+    door = door_of(inbox.address, "tcp")
+    with recorder() as recorded:
+        outlet: Outlet[str] = Outlet(distant(inbox.address), str, keys, identity=b"victim")
+        outlet.send("once")
+        assert take(inbox, 1) == [(b"victim", "once")]
+        outlet.close()
+        (frames,) = eventually(lambda: [*recorded.sent_to(door.port)], bool)
+    assert len(frames) > len(greeting(b"CURVE")) + 200, "the handshake was not recorded"
+    for cut in (len(frames), 64, 64 + 202):
+        visit(door, frames[:cut])
+    visit(door, frames[64:])
+    assert_serves(inbox, peer)
+
+
+@contextlib.contextmanager
+def recorder() -> Iterator[Recorder]:
+    try:
+        made = Recorder()
+    except PermissionError:
+        pytest.skip("this process may not open packet sockets")
+    with made as recorded:
+        yield recorded
+
+
+def eventually(value, is_good):
+    deadline = time.monotonic() + SOON_S
+    while not is_good(found := value()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+    return found
+
+
+# -------------------------------------------------------------------------------- costs
+
+
+def is_open(stranger: socket.socket) -> bool:
+    """Whether the inbox still keeps the connection; its greeting is read and forgotten."""
+    stranger.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        try:
+            while stranger.recv(4096):
+                pass
+        except ConnectionError:
+            pass
+        return False
+    return True
+
+
+def sockets_of_this_process() -> int:
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum(bool(re.match("socket:", link)) for link in links)
+
+
+def test_strangers_hold_a_limited_number_of_connections(inbox, peer, door) -> None:
+    before = sockets_of_this_process()
+    strangers = [door.connect() for _ in range(MAX_PENDING + SEVERAL)]
+    held = eventually(
+        lambda: sum(is_open(stranger) for stranger in strangers), lambda held: held <= MAX_PENDING
+    )
+    assert held == MAX_PENDING
+    ends = len(strangers)
+    eventually(sockets_of_this_process, lambda now: now - before - ends <= MAX_PENDING)
+    assert_serves(inbox, peer)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_peer_comes_in_when_strangers_have_had_their_time(keys, monkeypatch) -> None:
+    """One that says nothing is closed, so that it makes room."""
+    monkeypatch.setattr(authenticator, "HANDSHAKE_S", 0.5)
+    inbox: Inbox[str] = Inbox(str, keys)
+    door = door_of(inbox.address, "tcp")
+    strangers = [door.connect() for _ in range(MAX_PENDING + SEVERAL)]
+    outlet: Outlet[str] = Outlet(distant(inbox.address), str, keys)
+    outlet.send("hello")
+    assert [message for _, message in take(inbox, 1)] == ["hello"]
+    eventually(lambda: [stranger for stranger in strangers if is_open(stranger)], lambda n: not n)
+    for stranger in strangers:
+        stranger.close()
+    outlet.close()
+    inbox.close()
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_stranger_may_announce_no_more_than_the_limit(keys, monkeypatch, excess) -> None:
+    """Memory for a frame is taken when its size is announced."""
+    monkeypatch.setattr(authenticator, "HANDSHAKE_S", 10 * SOON_S)
+    inbox: Inbox[str] = Inbox(str, keys)
+    size = MAX_MESSAGE_BYTES + excess
+    with door_of(inbox.address, "tcp").connect() as stranger:
+        stranger.sendall(greeting(b"CURVE") + b"\x06" + size.to_bytes(8, "big"))
+        if excess:
+            eventually(lambda: is_open(stranger), lambda open_: not open_)
+        else:
+            time.sleep(NEVER_S)
+            assert is_open(stranger)
+    inbox.close()
+
+
+def test_a_message_may_be_as_large_as_the_limit_but_for_the_cipher(inbox, peer) -> None:
+    text = "x" * (MAX_MESSAGE_BYTES - 100)
+    peer.send(text)
+    assert [len(message) for _, message in take(inbox, 1)] == [len(text)]
+    assert_serves(inbox, peer)

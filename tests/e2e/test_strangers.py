@@ -1,0 +1,385 @@
+"""A running cluster, and somebody in its network who has none of its secrets: every socket at which
+it listens is known, and whatever is sent to those of ours changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet, make_keys
+from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
+from swell.worker.sample.wire import SamplerParams
+from tests.e2e.cluster import NANO, ROOT, Cluster
+from tests.faults.process import title
+from tests.marked_page import END, marker
+from tests.strangers import Door, Recorder, knock_with_keys, knocks, listening, visit
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PAGE = ROOT / "docs" / "security.md"
+PORTS = range(29_200, 29_264)
+SOON_S = 60.0
+"""A deadline that only a failure reaches."""
+CHANGE_S = 90.0
+MORE_MEMORY_BYTES = 64 << 20
+"""Of one process, for all knocks."""
+MORE_LOG_BYTES = 256 << 10
+MORE_FILES = 16
+"""File descriptors of one process that something else may have opened meanwhile."""
+ROUNDS = 3
+PROMPTS = [f"reverse: {word}" for word in ("kitten", "planet", "garden", "silver")]
+
+
+@dataclass
+class Row:
+    """A row of the table of sockets."""
+
+    process: str
+    at_most: int
+    address: str
+    port: str
+    protocol: str
+    found: int = field(default=0)
+
+    @property
+    def is_ours(self) -> bool:
+        return not self.protocol.startswith("Ray")
+
+
+def read_rows() -> list[Row]:
+    text = PAGE.read_text().partition(marker("sockets"))[2].partition(END)[0]
+    lines = [line.strip("| \n").split("|") for line in text.splitlines()[2:]]
+    rows = [[cell.strip(" `") for cell in line] for line in lines]
+    return [Row(row[0], int(row[1]), *row[2:5]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Iterator[Recorder | None]:
+    """What goes over the loopback interface from the start of the cluster on."""
+    with contextlib.ExitStack() as stack:
+        recorded = None
+        with contextlib.suppress(PermissionError):  # this process may not open packet sockets
+            recorded = stack.enter_context(Recorder())
+        yield recorded
+
+
+@pytest.fixture(scope="module")
+def cluster(recorder: Recorder | None) -> Iterator[Cluster]:
+    """One of everything: two engines that share experts, each with two workers."""
+    with Cluster(
+        NANO.parent / "nano-moe",
+        "model.dtype=float32",
+        "parallel.data=2",
+        "parallel.expert=true",
+        "parallel.tensor=2",
+        f"cluster.ports={PORTS[0]}-{PORTS[-1]}",
+    ) as running:
+        wait_until_whole(running, 2)
+        yield running
+
+
+def wait_until_whole(cluster: Cluster, engines: int) -> None:
+    deadline = time.monotonic() + CHANGE_S
+    while True:
+        state = cluster.get("/admin/cluster").json()
+        active = [engine["state"] for engine in state["engines"]] == ["active"] * engines
+        if active and state["state"] == "serving" and state["rescale"]["phase"] == "idle":
+            return
+        assert time.monotonic() < deadline, state
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def insider(cluster: Cluster) -> dict[str, Any]:
+    """Keys and addresses, by Ray's token."""
+    (gcs,) = listening(cluster.named("gcs_server")).values()
+    address = f"127.0.0.1:{next(door.port for door in gcs)}"
+    done = run_with_token(address, {})
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = msgspec.json.decode(done.stdout.splitlines()[-1])
+    return {
+        "gcs": address,
+        "keys": msgspec.convert(found["keys"], ChannelKeys),
+        "coordinator": msgspec.convert(found["coordinator"], ChannelAddress),
+        "engines": msgspec.convert(found["engines"], list[ChannelAddress]),
+    }
+
+
+def run_with_token(address: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.e2e.insider", address],
+        env={**os.environ, "RAY_AUTH_MODE": "token", **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# -------------------------------------------------------------------------------- the table
+
+
+def assign(rows: list[Row], process: str, door: Door, http_port: int) -> Row | None:
+    """The first row with room for this socket; the more specific rows stand first."""
+    for row in rows:
+        if row.process in process and row.found < row.at_most and fits(row, door, http_port):
+            row.found += 1
+            return row
+    return None
+
+
+def fits(row: Row, door: Door, http_port: int) -> bool:
+    if door.family == "unix":
+        return row.address[0] in "@/" and door.address.startswith(row.address)
+    loopback = door.address == "127.0.0.1"
+    addresses = {
+        "all": door.address in ("0.0.0.0", "::"),
+        "interface": door.address not in ("0.0.0.0", "::") and not loopback,
+        "serve.host": loopback,
+        "127.0.0.1": loopback,
+    }
+    ports = {
+        "cluster.ports": door.port in PORTS,
+        "serve.port": door.port == http_port,
+        "any": door.port not in PORTS,
+    }
+    return addresses.get(row.address, False) and ports.get(row.port, row.port == str(door.port))
+
+
+def doors_by_row(cluster: Cluster) -> tuple[list[tuple[Row, Door]], list[str]]:
+    """Every socket with its row, and those that have none; `found` of a row counts one process."""
+    known, unknown = [], []
+    pids = [cluster.process.pid, *cluster.members()]
+    for pid, doors in listening(dict.fromkeys(pids)).items():
+        rows = read_rows()
+        for door in sorted(doors):
+            row = assign(rows, title(pid), door, cluster.port)
+            if row is not None:
+                known.append((row, door))
+            elif "ray::IDLE" not in title(pid):
+                unknown.append(f"{title(pid)[:100].strip()}: {door}")
+    return known, unknown
+
+
+def is_taken(cluster: Cluster, row: Row) -> bool:
+    """Ray's agent goes on without its port of HTTP where another cluster of this host has that."""
+    if row.process != "ray::DashboardAgent" or not row.port.isdigit():
+        return False
+    log = logs(cluster) / "dashboard_agent.log"
+    return f"Agent port #{row.port} failed to bind" in log.read_text()
+
+
+def test_every_socket_that_listens_is_in_the_table_and_every_row_listens(cluster) -> None:
+    deadline = time.monotonic() + SOON_S
+    while True:  # an agent of Ray may listen only after the cluster serves
+        known, unknown = doors_by_row(cluster)
+        assert not unknown, f"not in {PAGE.name}: {unknown}"
+        found = {(row.process, row.address, row.port) for row, _ in known}
+        missing = [row for row in read_rows() if (row.process, row.address, row.port) not in found]
+        missing = [row for row in missing if not is_taken(cluster, row)]
+        if not missing or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
+    assert not missing, f"in {PAGE.name}, and nothing listens: {missing}"
+
+
+# -------------------------------------------------------------------------------- the knocks
+
+
+@dataclass(frozen=True)
+class State:
+    """What strangers must not change."""
+
+    cluster: Any
+    memory: dict[int, int]
+    files: dict[int, int]
+    log_bytes: int
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> State:
+        view = cluster.get("/admin/cluster").json()
+        members = [*cluster.members()]
+        return cls(
+            view,
+            {pid: memory_of(pid) for pid in members},
+            {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in members},
+            log_bytes(cluster),
+        )
+
+
+def memory_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def logs(cluster: Cluster) -> Path:
+    """The folder of Ray's logs."""
+    (raylet,) = cluster.named("raylet/raylet")
+    session = next(word for word in title(raylet).split() if word.startswith("--raylet_socket"))
+    return Path(session.partition("=")[2]).parents[1] / "logs"
+
+
+def log_bytes(cluster: Cluster) -> int:
+    return sum(path.stat().st_size for path in logs(cluster).rglob("*") if path.is_file())
+
+
+def ours(cluster: Cluster) -> list[tuple[Row, Door]]:
+    return [(row, door) for row, door in doors_by_row(cluster)[0] if row.is_ours]
+
+
+def answer(cluster: Cluster, prompt: str) -> str:
+    body = {"model": "nano-moe", "prompt": prompt, "max_tokens": 48, "ignore_eos": True}
+    response = cluster.post("/v1/completions", {**body, "temperature": 0})
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["text"]
+    return text
+
+
+def assert_unchanged(before: State, cluster: Cluster) -> None:
+    """An idle cluster makes no steps, so a request that came in would be seen. File descriptors of
+    strangers are closed when the time for a handshake is over."""
+    cluster.wait_idle()
+    deadline = time.monotonic() + CHANGE_S
+    while True:
+        now = State.of(cluster)
+        more = {
+            title(pid)[:60]: count - before.files[pid]
+            for pid, count in now.files.items()
+            if pid in before.files and count > before.files[pid] + MORE_FILES
+        }
+        if not more:
+            break
+        assert time.monotonic() < deadline, f"file descriptors left open: {more}"
+        time.sleep(0.5)
+    assert stable(now.cluster) == stable(before.cluster)
+    assert now.memory.keys() >= before.memory.keys(), "a process is gone"
+    grown = {
+        title(pid)[:60]: now.memory[pid] - size
+        for pid, size in before.memory.items()
+        if now.memory[pid] > size + MORE_MEMORY_BYTES
+    }
+    assert not grown
+    assert now.log_bytes - before.log_bytes < MORE_LOG_BYTES
+
+
+def stable(view: Any) -> Any:
+    """Epoch, wave, states, processes, steps: all but what a clock changes."""
+    return {key: value for key, value in view.items() if "ago" not in key and "age" not in key}
+
+
+def knock_at_all(cluster: Cluster, cases: list[tuple[Door, bytes]]) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda case: visit(*case), cases))
+
+
+def test_noise_changes_nothing(cluster) -> None:
+    expected = [answer(cluster, prompt) for prompt in PROMPTS]
+    cluster.wait_idle()
+    before = State.of(cluster)
+    doors = [door for _, door in ours(cluster)]
+    assert len(doors) >= 20, doors
+    for seed in range(ROUNDS):
+        knock_at_all(cluster, [(door, knock) for door in doors for knock in knocks(seed).values()])
+    assert_unchanged(before, cluster)
+    busy = threading.Event()
+
+    def knock_until_done() -> None:
+        while not busy.is_set():
+            for door in doors:
+                visit(door, knocks()["noise"])
+
+    thread = threading.Thread(target=knock_until_done)
+    thread.start()
+    try:
+        assert [answer(cluster, prompt) for prompt in PROMPTS] == expected
+    finally:
+        busy.set()
+        thread.join()
+
+
+def test_keys_of_another_cluster_open_nothing(cluster, insider) -> None:
+    """Nor do keys of a stranger who knows the public key of this cluster."""
+    cluster.wait_idle()
+    before = State.of(cluster)
+    frame = msgspec.msgpack.encode(request("stranger"))
+    other, keys = make_keys(), insider["keys"]
+    doors = [door for row, door in ours(cluster) if row.protocol == "ZMTP"]
+    assert len(doors) == 14, doors
+    for door in doors:
+        assert not knock_with_keys(door, other.public, other.secret, other.public, frame)
+        assert not knock_with_keys(door, *zmq.curve_keypair(), keys.public, frame)
+    assert_unchanged(before, cluster)
+
+
+def request(id: str) -> EngineCoreRequest:
+    return EngineCoreRequest(id, [5, 6, 7], SamplerParams(temperature=0), max_tokens=4)
+
+
+def test_recorded_frames_open_nothing(cluster, insider, recorder) -> None:
+    """Those of a peer that was let in and made an engine work; of the store's clients; of gloo."""
+    if recorder is None:
+        pytest.skip("this process may not open packet sockets")
+    engine = msgspec.structs.replace(insider["engines"][0], machine="another")
+    outlet: Outlet[EngineCoreOutputs] = Outlet(engine, EngineCoreOutputs, insider["keys"])
+    steps = sum(engine["steps"] for engine in cluster.get("/admin/cluster").json()["engines"])
+    outlet.send(request("insider"))
+    assert outlet.receive(60.0) is not None, "the request of a peer with the keys is not served"
+    outlet.close()
+    cluster.wait_idle()
+    wait_for_steps(cluster, steps)
+    before = State.of(cluster)
+    port = int(engine.tcp.rpartition(":")[2])
+    assert any(len(sent) > 400 for sent in recorder.sent_to(port)), "nothing was recorded"
+    cases = [
+        (door, part)
+        for row, door in ours(cluster)
+        if door.family == "tcp" and row.protocol != "HTTP"
+        for sent in recorder.sent_to(door.port)
+        for part in (sent, sent[64:])
+    ]
+    protocols = {row.protocol for row, door in ours(cluster) if any(door == d for d, _ in cases)}
+    assert protocols == {"ZMTP", "gloo", "torch's TCPStore"}
+    knock_at_all(cluster, cases)
+    assert_unchanged(before, cluster)
+
+
+def wait_for_steps(cluster: Cluster, more_than: int) -> None:
+    """Until the view shows the steps that the request took, and no others come."""
+    deadline, last = time.monotonic() + CHANGE_S, -1
+    while True:
+        engines = cluster.get("/admin/cluster").json()["engines"]
+        steps = sum(engine["steps"] for engine in engines)
+        if steps > more_than and steps == last:
+            return
+        assert time.monotonic() < deadline, engines
+        last = steps
+        time.sleep(3)
+
+
+def test_ray_demands_its_token(insider) -> None:
+    done = run_with_token(insider["gcs"], {"RAY_AUTH_TOKEN": "0" * 64})
+    assert done.returncode != 0
+    assert "uthentic" in done.stderr
+    token = Path.home() / ".ray" / "auth_token"
+    if "RAY_AUTH_TOKEN" not in os.environ and token.exists():
+        assert token.stat().st_mode & 0o077 == 0
+
+
+def test_groups_form_again_after_all_that(cluster) -> None:
+    """The stores have heard the strangers too."""
+    expected = [answer(cluster, prompt) for prompt in PROMPTS]
+    cluster.post("/admin/scale", {"engines": 1})
+    wait_until_whole(cluster, 1)
+    assert [answer(cluster, prompt) for prompt in PROMPTS] == expected

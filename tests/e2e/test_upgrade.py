@@ -1,0 +1,142 @@
+"""A running cluster gets other weights, while answers stream: none fails, and each is bit for bit
+that of one version, the one that it names."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import NANO, Cluster
+from tests.faults.load import DECODE, Answer, Load, difference, make_requests, reference
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+MODEL = "nano"
+STREAMS = 8
+SETTINGS = ("model.name=nano", "model.dtype=float32", "cluster.drain_timeout_s=1")
+UPGRADE_S = 400.0
+
+
+def copy_of(target: Path, change: Callable[[dict[str, Any]], None] = lambda tensors: None) -> Path:
+    """The model in another folder, with changed weights."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(NANO, target)
+    weights = target / "model.safetensors"
+    tensors = load_file(weights)
+    change(tensors)
+    save_file(tensors, weights)
+    return target
+
+
+def add_noise(tensors: dict[str, Any], seed: int) -> None:
+    """So much that nearly every answer differs."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensors[name] = tensor + (0.05 * noise * tensor.float().std(correction=0)).to(tensor.dtype)
+
+
+def lose_a_tensor(tensors: dict[str, Any]) -> None:
+    """It is missed when an engine loads."""
+    del tensors[next(name for name in sorted(tensors) if name.endswith("norm.weight"))]
+
+
+def upgrade(url: str, model: Path, *, prefix: Sequence[str] = ()) -> subprocess.CompletedProcess:
+    """`swell upgrade`, until it has ended."""
+    command = [sys.executable, "-m", "swell.cluster", "upgrade", str(model), "--url", url]
+    return subprocess.run(
+        [*prefix, *command, "--set", "model.dtype=float32"],
+        capture_output=True,
+        text=True,
+        timeout=UPGRADE_S,
+    )
+
+
+async def answers_while(
+    urls: Sequence[str], streams: int, change: Callable[[], None]
+) -> tuple[list[Answer], list[Answer], list[Answer]]:
+    """The right answers before and after a change, and those of streams that went on during it."""
+    requests = make_requests(MODEL, streams, DECODE, seed=5)
+    before = await reference(urls[0], requests)
+    load = Load(urls, requests, streams)
+    load.start()
+    while load.streaming < streams // 3:
+        await asyncio.sleep(0.02)
+    await asyncio.to_thread(change)
+    await asyncio.sleep(1.0)
+    answers = await load.finish()
+    return before, await reference(urls[0], requests), answers
+
+
+def assert_pure(before: list[Answer], after: list[Answer], answers: list[Answer]) -> None:
+    """Each answer is that of the version that it names, and both versions gave some."""
+    expected = {before[0].version: before, after[0].version: after}
+    assert len(expected) == 2 and "" not in expected
+    for each in (before, after):
+        assert len({answer.version for answer in each}) == 1
+    assert sum(a.text != b.text for a, b in zip(before, after, strict=True)) > len(before) // 2
+    assert [answer.error for answer in answers if answer.error] == []
+    assert {answer.version for answer in answers} == set(expected)
+    wrong = [difference(expected[a.version][a.request_index], a) for a in answers]
+    assert [line for line in wrong if line is not None] == []
+
+
+@pytest.fixture
+def running() -> Iterator[Cluster]:
+    with Cluster(NANO, *SETTINGS, "parallel.data=2") as started:
+        deadline = time.monotonic() + UPGRADE_S
+        while started.get("/admin/cluster").json()["state"] != "serving":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield started
+
+
+def test_engines_get_other_weights_while_answers_stream_and_bad_ones_are_rolled_back(
+    running: Cluster, tmp_path: Path
+) -> None:
+    other = copy_of(tmp_path / "other", lambda tensors: add_noise(tensors, 1))
+    pids = {engine["pid"] for engine in running.get("/admin/cluster").json()["engines"]}
+
+    def change() -> None:
+        done = upgrade(running.url, other)
+        assert done.returncode == 0, done.stderr
+        assert "cluster.drain_timeout_s" in done.stdout.splitlines()[0], (
+            "it stays, and that is said"
+        )
+
+    kept = asyncio.run(answers_while([running.url], STREAMS, change))
+    assert_pure(*kept)
+    state = running.get("/admin/cluster").json()
+    assert state["upgrade"]["phase"] == "idle" and state["upgrade"]["model"] == str(other)
+    engines = {engine["pid"]: engine["version"] for engine in state["engines"]}
+    assert len(engines) == 2 and not pids & set(engines)
+    assert set(engines.values()) == {state["upgrade"]["version"]} == {kept[1][0].version}
+    answer = running.post("/v1/completions", {"prompt": "sort: b a", "max_tokens": 4, "n": 3})
+    assert answer.json()["system_fingerprint"] == state["upgrade"]["version"]
+
+    broken = copy_of(tmp_path / "broken", lose_a_tensor)
+    failed = upgrade(running.url, broken)
+    assert failed.returncode != 0 and "did not become ready" in failed.stderr
+    after = running.get("/admin/cluster").json()
+    assert after["upgrade"]["phase"] == "failed" and "norm.weight" in after["upgrade"]["error"]
+    assert {engine["pid"]: engine["version"] for engine in after["engines"]} == engines
+    assert after["state"] == "serving"
+
+    strange = copy_of(tmp_path / "strange")
+    path = strange / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 77}))
+    refused = upgrade(running.url, strange)
+    assert refused.returncode != 0 and "tokenizer_config.json" in refused.stderr

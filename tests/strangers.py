@@ -1,0 +1,193 @@
+"""What somebody sends who reaches a socket of a cluster and has none of its secrets.
+
+`listening` finds the sockets at which processes listen, `visit` connects to one and sends a knock,
+and a `Recorder` hears what others send over the loopback interface, so that it can be sent again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import socket
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+
+_LISTEN = "0A"
+"""The state of a listening socket in `/proc/net/tcp`."""
+_UNIX_LISTENS = 0x10000
+"""Of its flags in `/proc/net/unix`: it accepts connections."""
+_SO_RCVBUFFORCE = 33
+_ANSWER_S = 0.2
+_CONNECT_S = 2
+_TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
+
+
+@dataclass(frozen=True, order=True)
+class Door:
+    """A listening socket. `family`: tcp or unix. `address`: an IP address, or the path or `@name`
+    of a Unix socket, which has the port 0."""
+
+    family: str
+    address: str
+    port: int = 0
+
+    def connect(self) -> socket.socket:
+        """Raises OSError where nobody answers."""
+        if self.family == "unix":
+            stranger = socket.socket(socket.AF_UNIX)
+            limit = struct.pack("ll", _CONNECT_S, 0)  # a nonblocking one fails where others wait
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            stranger.connect(self.address.replace("@", "\0", 1))
+            return stranger
+        here = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(self.address, self.address)
+        return socket.create_connection((here, self.port), _CONNECT_S)
+
+
+def listening(pids: Iterable[int]) -> dict[int, set[Door]]:
+    """The doors of each process, in the network namespace of this one."""
+    tables: dict[str, Door] = {}
+    for name, family in _TABLES:
+        for line in _rows(f"/proc/net/{name}"):
+            if line[3] == _LISTEN:
+                number, _, port = line[1].partition(":")
+                words = (number[at : at + 8] for at in range(0, len(number), 8))
+                address = b"".join(bytes.fromhex(word)[::-1] for word in words)
+                tables[line[9]] = Door("tcp", socket.inet_ntop(family, address), int(port, 16))
+    for line in _rows("/proc/net/unix"):
+        if int(line[3], 16) & _UNIX_LISTENS:
+            tables[line[6]] = Door("unix", line[7] if len(line) > 7 else "")
+    return {pid: {tables[inode] for inode in _inodes(pid) & tables.keys()} for pid in pids}
+
+
+def _rows(table: str) -> list[list[str]]:
+    with contextlib.suppress(OSError):  # no such protocol
+        return [line.split() for line in Path(table).read_text().splitlines()[1:]]
+    return []
+
+
+def _inodes(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):  # the process is gone
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(path)):
+                    found.add(match[1])
+    return found
+
+
+# -------------------------------------------------------------------------------- knocks
+
+
+def greeting(mechanism: bytes) -> bytes:
+    """ZMTP 3.1, as a client says it."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+def _command(name: bytes, body: bytes) -> bytes:
+    frame = bytes([len(name)]) + name + body
+    return b"\x06" + struct.pack(">Q", len(frame)) + frame
+
+
+def knocks(seed: int = 0) -> dict[str, bytes]:
+    """What needs no secret, by name."""
+    noise = random.Random(seed)
+    hello = b"\x01\x00" + bytes(72) + noise.randbytes(32) + bytes(8) + noise.randbytes(80)
+    announced = struct.pack(">Q", 2**40)
+    return {
+        "nothing": b"",
+        "one byte": b"\xff",
+        "noise": noise.randbytes(4096),
+        "zeros": bytes(4096),
+        "http": b"GET /admin/cluster HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        "zmtp null": greeting(b"NULL") + _command(b"READY", b"\x0bSocket-Type\0\0\0\x06DEALER"),
+        "zmtp plain": greeting(b"PLAIN") + _command(b"HELLO", b"\x04user\x04pass"),
+        "zmtp curve": greeting(b"CURVE") + _command(b"HELLO", hello),
+        "zmtp endless": greeting(b"CURVE") + b"\x06" + announced + noise.randbytes(4096),
+        "sequence numbers": b"".join(struct.pack("<q", number) for number in range(16)),
+        "store query": b"\x00\xce\xf7\x85\x3c" + b"\x02" + struct.pack("<Q", 3) + b"key",
+    }
+
+
+def visit(door: Door, knock: bytes) -> bytes:
+    """Connect, send, and read what comes within a moment; empty where nobody answers."""
+    answer = b""
+    with contextlib.suppress(OSError), door.connect() as stranger:
+        stranger.settimeout(_ANSWER_S)
+        stranger.sendall(knock)
+        while (more := stranger.recv(65536)) and len(answer) < 1 << 20:
+            answer += more
+    return answer
+
+
+def knock_with_keys(door: Door, public: bytes, secret: bytes, server: bytes, frame: bytes) -> bool:
+    """Connect as a peer of ZeroMQ with these keys and send a frame; whether something came back."""
+    where = (
+        f"ipc://{door.address}" if door.family == "unix" else f"tcp://{door.address}:{door.port}"
+    )
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.curve_serverkey = server
+        stranger.curve_publickey, stranger.curve_secretkey = public, secret
+        stranger.connect(where)
+        stranger.send(frame)
+        return bool(stranger.poll(_ANSWER_S * 1000))
+
+
+# -------------------------------------------------------------------------------- what others sent
+
+
+class Recorder:
+    """Hears all TCP over the loopback interface: what clients have sent to each port. Needs the
+    right to open packet sockets."""
+
+    def __init__(self) -> None:
+        self._segments: dict[tuple[Any, ...], dict[int, bytes]] = defaultdict(dict)
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0003))
+        with contextlib.suppress(PermissionError):  # else the kernel's own limit
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 27)
+        self._socket.bind(("lo", 0x0003))
+        self._socket.settimeout(0.1)
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._ending.set()
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            with contextlib.suppress(TimeoutError):
+                self._take(self._socket.recv(1 << 17))
+
+    def _take(self, packet: bytes) -> None:
+        if packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
+            return
+        tcp = packet[(packet[0] & 15) * 4 : int.from_bytes(packet[2:4], "big") or None]
+        source, target, number = struct.unpack_from(">HHI", tcp)
+        if payload := tcp[(tcp[12] >> 4) * 4 :]:
+            connection = (packet[12:16], source, packet[16:20], target)
+            self._segments[connection].setdefault(number, payload)
+
+    def sent_to(self, port: int) -> Iterator[bytes]:
+        """The beginning of what each client has sent to that port, as far as it is whole."""
+        for (_, _, _, target), segments in list(self._segments.items()):
+            if target == port:
+                whole, expected = b"", min(segments)
+                while expected in segments:
+                    whole += segments[expected]
+                    expected += len(segments[expected])
+                yield whole

@@ -1,0 +1,58 @@
+"""What the members of one group know and nobody else: neither torch's store nor gloo asks who
+connects to it.
+
+Each plan of groups has a secret, which is new with each generation or epoch and comes to the
+workers over the encrypted channel. From it derive
+
+- the prefix of the group's keys in the store, which no other plan has;
+- a signature of each rank's address, which its peers check before they connect: what a stranger, or
+  an earlier plan, has written into the store is not accepted;
+- a token of each rank, which its peers check through the connections of the group itself before
+  anything else goes through them.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+TOKEN_BYTES = 32
+_DIGEST = "sha256"
+
+
+class ForeignAddress(OSError):
+    """An address in the store that no member of the group has written."""
+
+
+class GroupSecret:
+    """Of one group of a plan; `name` distinguishes the groups of the plan."""
+
+    def __init__(self, secret: bytes, name: str) -> None:
+        self._secret = secret
+        self._name = name
+
+    @property
+    def prefix(self) -> str:
+        """Of the group's keys."""
+        return self._derive("prefix").hex()
+
+    def sign(self, rank: int, address: str) -> str:
+        """The address with its signature."""
+        return f"{address} {self._derive('address', str(rank), address).hex()}"
+
+    def open(self, rank: int, signed: str) -> str:
+        """The address. Raises ForeignAddress."""
+        address = signed.rpartition(" ")[0]
+        if not hmac.compare_digest(self.sign(rank, address).encode(), signed.encode()):
+            raise ForeignAddress(
+                f"the address of rank {rank} was not written by a member of this group: a "
+                "stranger reaches the store, see docs/security.md"
+            )
+        return address
+
+    def token(self, rank: int) -> bytes:
+        """[TOKEN_BYTES] what only a member can send for this rank."""
+        return self._derive("token", str(rank))
+
+    def _derive(self, *parts: str) -> bytes:
+        text = "\0".join((self._name, *parts)).encode()
+        return hmac.digest(self._secret, text, _DIGEST)
