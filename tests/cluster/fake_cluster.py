@@ -145,8 +145,8 @@ class FakeEngine(_Threaded):
             incarnation=next(self.incarnations),
         )
         self.credit_steps = 0
-        self.messages_to_drop = 0
-        """Messages that are counted and not sent."""
+        self._losing = False
+        """Messages are counted and not sent."""
         self.requests: dict[str, tuple[bytes, EngineCoreRequest, list[int]]] = {}
         self.arrived: list[EngineCoreRequest] = []
         self.unscheduled: list[tuple[bytes, EngineCoreRequest]] = []
@@ -171,6 +171,18 @@ class FakeEngine(_Threaded):
             self.credit_steps += steps
 
         self.call(add)
+
+    def lose(self, steps: int) -> None:
+        """Take steps whose messages are lost, all before the next message from a client: what is
+        sent again never falls into the same loss."""
+
+        def lose() -> None:
+            self._losing = True
+            for _ in range(steps):
+                self._step()
+            self._losing = False
+
+        self.call(lose)
 
     def begin(self) -> None:
         """Begin a step with all requests, and do not end it."""
@@ -283,8 +295,7 @@ class FakeEngine(_Threaded):
 
     def _send(self, peer: bytes, outputs: list[EngineCoreOutput], **fields: Any) -> None:
         self.counts[peer] = self.counts.get(peer, 0) + 1
-        if self.messages_to_drop:
-            self.messages_to_drop -= 1
+        if self._losing:
             return
         seq = self.counts[peer]
         self.inbox.send(peer, EngineCoreOutputs(outputs, seq=seq, **fields))

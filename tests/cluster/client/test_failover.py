@@ -136,7 +136,7 @@ def test_lost_messages_are_computed_again(folder: Path, lost: int) -> None:
         engine.allow(3)
         for stream in streams:
             await stream.has(3)
-        engine.call(lambda: setattr(engine, "messages_to_drop", lost))
+        engine.lose(lost)
         engine.allow()
         for n, stream in enumerate(streams):
             assert (await stream.done).ids == truth([n], 40)
@@ -356,8 +356,8 @@ def test_an_engine_that_missed_an_abort_gets_the_next_attempt(folder: Path) -> N
         await stream.has(3)
         before = dict(engine.requests)
         engine.deaf_to_aborts = True
-        engine.messages_to_drop = 1
-        engine.allow(2)
+        engine.lose(1)
+        engine.allow(1)
         await until(lambda: len(engine.arrived) == 2)
         first, second = engine.arrived
         assert (first.request_id, first.attempt) == (second.request_id, second.attempt - 1)
