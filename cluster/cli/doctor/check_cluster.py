@@ -45,9 +45,9 @@ def free_resources(survey: Survey) -> list[Finding]:
     config = survey.resolved
     if config is None or survey.address is None or survey.engines_running or room(survey)[0].remedy:
         return []
-    reason = refusal(config, [survey.free], config.parallel.data)
+    reason = refusal(config, list(survey.free.values()), config.parallel.data)
     if reason is not None:
-        return [problem("free-resources", [], f"{reason} free", "all of it")]
+        return [problem("free-resources", [], f"counting what is free: {reason}", "all of it")]
     return [passed("free-resources", [], "nothing else reserves it")]
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import ray
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -53,7 +54,7 @@ def ask_cluster(
         try:
             nodes = within(_GCS_S, ray.nodes)
             groups = within(_GCS_S, placement_group_table)
-            free = within(_GCS_S, ray.available_resources)
+            free = within(_GCS_S, available_resources_per_node)
         except (TimeoutError, RayError) as error:
             raise ClusterSilent(f"{address}: Ray's GCS {_reason(error, _GCS_S)}") from None
         alive = _by_name([node for node in nodes if node["Alive"]])
@@ -65,7 +66,7 @@ def ask_cluster(
             address=address,
             lost=_lost(nodes),
             head=next((name for name, node in alive.items() if _HEAD in node["Resources"]), None),
-            free=free,
+            free={name: free.get(node["NodeID"], {}) for name, node in alive.items()},
             engines_running=sum(
                 group["state"] == _PLACED and _ENGINE in group["name"] for group in groups.values()
             ),

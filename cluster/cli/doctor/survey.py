@@ -34,8 +34,8 @@ class Survey(Fact, frozen=True):
     """Hosts that Ray takes for dead, and why."""
     head: str | None = None
     """The host of Ray's GCS."""
-    free: dict[str, float] = {}
-    """What of all resources nothing has reserved."""
+    free: dict[str, dict[str, float]] = {}
+    """What of the resources of each host nothing has reserved."""
     engines_running: int = 0
     """Engines of any Swell that the Ray cluster has."""
     listeners: dict[str, list[Listener]] = {}

@@ -98,7 +98,7 @@ def survey(count: int = 3, *, gpus: bool = False, **fields: Any) -> Survey:
         config=config(),
         address="10.0.0.1:6379",
         head=names[0],
-        free={"CPU": 8.0 * count, "GPU": 1.0 * count},
+        free={host: {"CPU": 8.0, "GPU": 1.0} for host in names},
         listeners={host: [Listener(part="engines", host=host, port=21020)] for host in names},
         tried=tried,
         links=[

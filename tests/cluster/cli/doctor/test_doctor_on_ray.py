@@ -66,6 +66,7 @@ def test_two_nodes_answer_and_reach_each_other(world: RealRay) -> None:
     code, report = run(address, NANO, "--set", "serve.host=0.0.0.0", "--set", "serve.port=0")
     assert code == 0 and levels(report, "error") == set()
     assert len(report.hosts) == 2
+    assert "free-resources" in levels(report, "ok")
     assert len(report.links) == 6 and not [link for link in report.links if link.error]
     assert {link.part for link in report.links} == {"coordinator", "engines", "http"}
     assert "token-authentication" in levels(report, "ok")  # Ray turns it on for its own cluster

@@ -56,7 +56,13 @@ HEALTHY, ON_GPUS = survey(), survey(gpus=True)
 FILES = facts().files
 DRIVER = {"torch": changed(WITH_GPU["torch"], nccl="2.26.2")}
 OTHER_GPU = {"torch": changed(WITH_GPU["torch"], gpus=("NVIDIA A100",))}
-NOT_ALL_FREE = changed(ON_GPUS, free={"GPU": 0.0})
+NOT_ALL_FREE = changed(ON_GPUS, free={name(host): {"GPU": 0.0} for host in range(3)})
+NOWHERE_TOGETHER = changed(
+    HEALTHY,
+    config=config(parallel__tensor=2, parallel__data=1, cluster__cpus_per_worker=1),
+    free={name(host): {"CPU": 1.0} for host in range(3)},
+)
+"""There are cores enough, two on no host."""
 UNREADABLE = {"model.path": "/models/m/config.json"}
 DAMAGED = FILES | {"model.safetensors": FileFacts(size_bytes=4 * GIB, digest="b0")}
 
@@ -211,7 +217,8 @@ FAULTS = [
         (),
         "must share a host",
     ),
-    Fault(NOT_ALL_FREE, "free-resources", (), "has 0 free"),
+    Fault(NOT_ALL_FREE, "free-resources", (), "counting what is free: no room for"),
+    Fault(NOWHERE_TOGETHER, "free-resources", (), "must share a host"),
     Fault(
         with_host(HEALTHY, 1, ray=ray(token_authentication=False)),
         "token-authentication",
