@@ -39,15 +39,19 @@ from swell.cluster.control.ray_cluster import RayCluster
 from swell.cluster.control.room import resolve_device
 from swell.cluster.control.upgrade_check import family_of, upgraded, with_model_of
 from swell.cluster.replica_peers import ReplicaPeers
+from swell.cluster.text.adapters import AdapterRefused
 from swell.cluster.text.tokenizer import import_without_torch
 from swell.configs.identity import identity
 from swell.configs.log import StructuredLogger, configure_logging
+from swell.configs.lora import Adapter
 from swell.configs.network import host_address, ingress_ports
 from swell.configs.process import allow_many_files, freeze_gc
 from swell.configs.schema import Config, ConfigError, load, parse_override
+from swell.configs.sleep_check import sleep_refusal
 from swell.coordinator.contact import CoordinatorContact
 from swell.coordinator.coordinator import find
 from swell.coordinator.ground import ThreadGround
+from swell.coordinator.manager_state import Sleep
 from swell.coordinator.ports import free_port, next_free_port
 
 _INGRESS_ACTOR = re.compile(r"SERVE_REPLICA::(.+)#Ingress#")
@@ -151,10 +155,26 @@ class ManagerDeployment:
             await self._manager.upgrade(identity(config), resolve_device(config, resources))
         except ScaleRefused as refused:
             return ChangeResult(self._manager.target, str(refused))
-        return ChangeResult(self._manager.target, kept=kept)
+        version = self._manager.upgrader.wanted.name
+        return ChangeResult(self._manager.target, kept=kept, version=version)
+
+    async def load_adapter(self, adapter: Adapter, in_place: bool) -> ChangeResult:
+        return await self._change(lambda: self._manager.adapters.load(adapter, in_place))
+
+    async def unload_adapter(self, name: str) -> ChangeResult:
+        return await self._change(lambda: self._manager.adapters.unload(name))
 
     async def pause(self) -> ChangeResult:
         return await self._change(self._manager.pause)
+
+    async def sleep(self, level: int, requests: str) -> ChangeResult:
+        if (refusal := sleep_refusal(self._manager.upgrader.wanted.config, level)) is not None:
+            return ChangeResult(self._manager.target, refusal)
+        sleep = Sleep(level, refuses=requests == "refuse")
+        return await self._change(lambda: self._manager.pause(sleep))
+
+    async def wake(self) -> ChangeResult:
+        return await self.resume()
 
     async def resume(self) -> ChangeResult:
         return await self._change(self._manager.resume)
@@ -165,7 +185,7 @@ class ManagerDeployment:
             if (under_way := change()) is not None:
                 await under_way
             await self._save()
-        except ScaleRefused as refused:
+        except (ScaleRefused, AdapterRefused) as refused:
             return ChangeResult(self._manager.target, str(refused))
         return ChangeResult(self._manager.target)
 

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
+from msgspec.structs import replace
 
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import CompletionOutput, RequestOutput, RequestOutputKind
-from swell.cluster.client.parallel_sampling import ParentRequest
+from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.pooling_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    cosines,
+    vector_of,
+)
+from swell.cluster.local_engine import LocalEngine
+from swell.cluster.text.adapters import LoadedAdapters
 from swell.cluster.text.chat_template import TemplateOptions
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.generation_config import read_generation_config
 from swell.cluster.text.generation_request import (
     Conversation,
     GenerationRequest,
-    split_prompts,
 )
 from swell.cluster.text.input_processor import InputProcessor, RequestParams
 from swell.cluster.text.model_folder import check
+from swell.cluster.text.offline_inputs import cut_to, each_of, fields_of, inputs_of
+from swell.cluster.text.pooling_processor import (
+    Input,
+    PoolingProcessor,
+    PoolingRequest,
+    generation_refusal,
+    load_pooling,
+    pooling_refusal,
+)
+from swell.cluster.text.prompt_embeds import EmbedsPrompts, load_embeds_width
 from swell.cluster.text.prompts import PromptProcessor
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.text.sampling_params import SamplingParams, bad_value
 from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
 from swell.cluster.text.truncation import TEMPLATE_TEXT
+from swell.configs.adapter_files import adapters_of, check_adapter
+from swell.configs.lora import Adapter
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
-from swell.engine.core import EngineCore
-from swell.engine.executor import ExecutorError, build_executor
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
-
-_CLIENT = b"local"
-_KIND = RequestOutputKind.FINAL_ONLY
-
 
 prepare_for_torch()
 
@@ -55,44 +69,61 @@ class LLM:
         path = self.config.model.path
         self._defaults = read_generation_config(self.config.model)
         tokenizer = load_tokenizer(path)
-        executor = build_executor(self.config)
-        limits = executor.start()
-        self._core = EngineCore(self.config, executor, limits)
+        detokenizer = Detokenizer(tokenizer)
+        self._engine = LocalEngine(self.config, detokenizer)
+        limits = self._engine.limits
+        pooling = load_pooling(self.config.model)
         self._prompts = PromptProcessor(
-            tokenizer, limits.max_model_len, limits.vocab_size, self.config.model.served_name
+            tokenizer,
+            limits.max_model_len,
+            limits.vocab_size,
+            self.config.model.served_name,
+            min_answer_tokens=1 if pooling is None else 0,
         )
-        self._detokenizer = Detokenizer(tokenizer)
+        self._pooling = None if pooling is None else PoolingProcessor(self._prompts, pooling)
         self._input_processor = InputProcessor(
-            self._prompts, self._detokenizer, load_eos_token_ids(path, tokenizer)
+            self._prompts,
+            detokenizer,
+            load_eos_token_ids(path, tokenizer),
+            embeds_width=load_embeds_width(self.config.model),
+            routed_experts=self.config.model.routed_experts,
         )
-        self._processor = OutputProcessor(self._detokenizer)
-        self._ids = itertools.count()
-        self._clean = True
-        """Nothing is left of an earlier call."""
+        self._adapters = adapters_of(self.config.lora)
+        self._loaded = LoadedAdapters(self.config.lora, self.config.model.served_name)
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | EmbedsPrompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str] = "",
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer every prompt: strings or lists of token ids, in the order given.
+        """Answer every prompt: strings, lists of token ids or embeddings (`read_prompt_embeds`), in
+        the order given.
 
-        One `SamplingParams` for all, or one for each. Raises BadRequest (a ValueError) for what
-        cannot be answered, before anything is computed.
+        One `SamplingParams` for all, or one for each; so with `adapter`, the name of one in
+        `lora.adapters` or of `load_adapter`, or empty for the model alone. Raises BadRequest (a
+        ValueError) for what cannot be answered, before anything is computed.
         """
-        if not isinstance(prompts, str):
-            prompts = [p if isinstance(p, str | int) else list(p) for p in prompts]  # type: ignore[assignment]
-        each = split_prompts(prompts)
-        fields = [f"prompt[{index}]" for index in range(len(each))] if len(each) > 1 else ["prompt"]
+        each: list[dict[str, Any]] = (
+            [{"prompt": [], "embeds": [one]} for one in prompts]
+            if isinstance(prompts, EmbedsPrompts)
+            else [{"prompt": [one]} for one in inputs_of(prompts)]
+        )
         requests = [
-            GenerationRequest(prompt=[prompt], params=params, prompt_field=field)
-            for prompt, params, field in zip(
-                each, self._params(sampling_params, len(each)), fields, strict=True
+            GenerationRequest(
+                **given, params=params, prompt_field=field, adapter=self._adapter(name)
+            )
+            for given, params, field, name in zip(
+                each,
+                self._params(sampling_params, len(each)),
+                fields_of(len(each)),
+                each_of("adapters", adapter, str, len(each)),
+                strict=True,
             )
         ]
-        return self._run(requests, use_tqdm)
+        return self._engine.run(self._process(requests), use_tqdm)
 
     def chat(
         self,
@@ -100,10 +131,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         continue_final_message: bool = False,
+        adapter: str = "",
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; with `continue_final_message` the answer
-        goes on with the last message."""
+        goes on with the last message. `adapter`: as in `generate`, for all."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
         options = TemplateOptions(
@@ -116,12 +148,136 @@ class LLM:
                 params=params,
                 prompt_field="messages",
                 tokenize_options=TEMPLATE_TEXT,
+                adapter=self._adapter(adapter),
             )
             for turns, params in zip(
                 conversations, self._params(sampling_params, len(conversations)), strict=True
             )
         ]
-        return self._run(requests, use_tqdm)
+        return self._engine.run(self._process(requests), use_tqdm)
+
+    def embed(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of every text: strings or lists of token ids, in the order given. Raises
+        BadRequest (a ValueError) for what cannot be embedded, and for a model that does not."""
+        inputs = inputs_of(prompts)
+        request = PoolingRequest(
+            task="embed",
+            inputs=inputs,
+            fields=fields_of(len(inputs)),
+            activates=normalize,
+            dimensions=dimensions,
+            prompt_name=prompt_name,
+            tokenize_options=cut_to(truncate_prompt_tokens),
+        )
+        return [
+            EmbeddingRequestOutput(outputs=EmbeddingOutput(vector_of(one)), **_common(one))
+            for one in self._pool(request, use_tqdm)
+        ]
+
+    def classify(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the classes of every text, as `embed` takes them."""
+        inputs = inputs_of(prompts)
+        request = PoolingRequest(
+            task="classify",
+            inputs=inputs,
+            fields=fields_of(len(inputs)),
+            tokenize_options=cut_to(truncate_prompt_tokens),
+        )
+        return [
+            ClassificationRequestOutput(
+                outputs=ClassificationOutput(vector_of(one)), **_common(one)
+            )
+            for one in self._pool(request, use_tqdm)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = False,
+    ) -> list[ScoringRequestOutput]:
+        """The score of each pair: of one text with all of `data_2`, or of two lists of equal
+        length. An embedding model gives the cosine of both embeddings."""
+        firsts = [data_1] if isinstance(data_1, str) else list(data_1)
+        seconds = [data_2] if isinstance(data_2, str) else list(data_2)
+        if not seconds or len(firsts) not in (1, len(seconds)):
+            raise ValueError(f"{len(firsts)} texts have no pairs with {len(seconds)}")
+        embeds = self._pooling is not None and self._pooling.spec.embeds
+        pairs = list(zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True))
+        inputs: Sequence[Input] = [*firsts, *seconds] if embeds else pairs
+        request = PoolingRequest(
+            task="score",
+            inputs=inputs,
+            fields=fields_of(len(inputs)),
+            tokenize_options=cut_to(truncate_prompt_tokens),
+        )
+        answers = self._pool(request, use_tqdm)
+        vectors = [vector_of(answer) for answer in answers]
+        scores = cosines(vectors, len(firsts)) if embeds else [vector[0] for vector in vectors]
+        return [
+            ScoringRequestOutput(outputs=ScoringOutput(score), **_common(answer))
+            for score, answer in zip(scores, answers[-len(seconds) :], strict=True)
+        ]
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Let `generate` know the adapter in a folder by this name, in place of one that had it;
+        it is loaded when it is used first. Needs `lora.enabled`. Raises ValueError."""
+        path = str(Path(folder).absolute())
+        adapter = check_adapter(name, path, self.config.lora.max_rank)
+        self._loaded.load(adapter, in_place=True)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter of `load_adapter`. Raises ValueError."""
+        self._loaded.unload(name)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`. Level 1: the KV cache, and on a GPU the weights, which
+        move to the memory of the host. Level 2: the weights too, which are read again then. Raises
+        ValueError where that is not possible."""
+        if level not in (1, 2):
+            raise ValueError(f"level={level!r}; there are 1 and 2")
+        self._engine.set_sleep(level)
+
+    def wake_up(self) -> None:
+        """The opposite of `sleep`: answers are the same as before. Raises ValueError for weights of
+        `update_weights` that turn out to be wrong; those before are used then."""
+        self._engine.set_sleep(0)
+
+    def is_sleeping(self) -> bool:
+        return self._engine.sleep_level > 0
+
+    def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
+        """Compute with other weights of the same model from now on: those of a folder, or all
+        tensors of a checkpoint by their names there. The KV cache becomes empty. While it sleeps
+        they are read by `wake_up`. Raises ValueError for weights that cannot be used: those before
+        stay."""
+        self._engine.update_weights(source)
+
+    def _adapter(self, name: str) -> Adapter | None:
+        if not name:
+            return None
+        known = {**self._adapters, **{one.name: one for one in self._loaded.all}}
+        if name not in known:
+            names = ", ".join(map(repr, known)) or "none"
+            raise bad_value("adapter", name, f"is not loaded; loaded: {names}")
+        return known[name]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of a call without `sampling_params`: what the model's generation_config.json says,
@@ -130,11 +286,11 @@ class LLM:
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot of the engine is free."""
-        self._core.check_idle()
+        self._engine.core.check_idle()
 
     def close(self) -> None:
         """End the workers and give their memory back; may be called twice."""
-        self._core.shutdown()
+        self._engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -143,7 +299,7 @@ class LLM:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_core"):
+        if hasattr(self, "_engine"):
             self.close()
 
     def _params(
@@ -152,79 +308,27 @@ class LLM:
         """Those of each prompt."""
         if params is None:
             params = self.get_default_sampling_params()
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if len(params) != count:
-            raise ValueError(
-                f"{len(params)} sampling params for {count} prompts; give one or {count}"
-            )
-        return list(params)
+        return each_of("sampling params", params, SamplingParams, count)
 
-    def _run(self, requests: Sequence[GenerationRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Check everything, then queue everything; what is queued is answered, or dropped."""
-        processed = [self._input_processor.process(request) for request in requests]
-        parents = {str(next(self._ids)): ParentRequest(one.params, _KIND) for one in processed}
-        if not self._clean:  # the user's interrupt came while the last call was being forgotten
-            self._reset()
-        with Progress(disable=not use_tqdm, transient=False) as progress:
-            bar = progress.add_task("answers", total=len(parents))
-            try:
-                self._clean = False
-                answers: dict[str, RequestOutput] = {}
-                for external_id, one in zip(parents, processed, strict=True):
-                    self._submit(external_id, one)
-                while self._core.has_work:
-                    for outputs in self._core.step().values():
-                        done = self._processor.process_outputs(outputs)
-                        if done.reqs_to_abort:
-                            self._core.abort_requests([s.request_id for s in done.reqs_to_abort])
-                        for output in done.request_outputs:
-                            self._collect_output(parents, output, answers)
-                            progress.update(bar, completed=len(answers))
-                self._clean = True
-            except BaseException:
-                # Workers that have ended cannot begin anew, which the next call says.
-                with suppress(ExecutorError):
-                    self._reset()
-                raise
-        return [answers[external_id] for external_id in parents]
+    def _process(self, requests: Sequence[GenerationRequest]) -> list[RequestParams]:
+        """Check everything."""
+        if self._pooling is not None:
+            raise generation_refusal(self._pooling.spec)
+        return [self._input_processor.process(request) for request in requests]
 
-    def _submit(self, external_id: str, request_params: RequestParams) -> None:
-        (prompt,) = request_params.prompts
-        for child in request_params.children(external_id, prompt):
-            self._processor.add_request(
-                child.core,
-                child.params,
-                kind=_KIND,
-                index=child.child_index,
-                prompt=child.prompt_text,
-                text_start=request_params.text_start,
-            )
-            refused = self._core.add_request(child.core, _CLIENT)
-            assert refused is None, refused
+    def _pool(self, request: PoolingRequest, use_tqdm: bool) -> list[RequestOutput]:
+        """One answer for each input."""
+        if self._pooling is None:
+            raise pooling_refusal()
+        whole = self._pooling.process(request)
+        each = [replace(whole, prompts=[prompt]) for prompt in whole.prompts]
+        return self._engine.run(each, use_tqdm)
 
-    def _collect_output(
-        self,
-        parents: Mapping[str, ParentRequest],
-        output: RequestOutput,
-        answers: dict[str, RequestOutput],
-    ) -> None:
-        """Children become answers. Of a failed answer the other children end with it."""
-        external_id = output.request_id
-        answer = parents[external_id].add(output)
-        if answer is None:
-            return
-        answers[external_id] = answer
-        if answer.outputs[0].finish_reason == "error":
-            states = self._processor.request_states.values()
-            ids = [s.request_id for s in states if s.request.external_req_id == external_id]
-            self._processor.abort_requests(ids)
-            self._core.abort_requests(ids)
 
-    def _reset(self) -> None:
-        """Start again, with an empty cache: an interrupt may have come between any two lines, so
-        nothing that was kept about requests can be trusted. It may come here too."""
-        self._clean = False
-        self._processor = OutputProcessor(self._detokenizer)
-        self._core.reset()
-        self._clean = True
+def _common(output: RequestOutput) -> dict[str, Any]:
+    """The fields that all outputs of requests that pool have."""
+    return {
+        "request_id": output.request_id,
+        "prompt_token_ids": output.prompt_token_ids,
+        "num_cached_tokens": output.num_cached_tokens,
+    }

@@ -34,13 +34,21 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
         "cpu_threads",
     ),
     "parallel": ("tensor", "pipeline", "executor"),
-    "cache": ("memory_bytes", "memory_fraction", "prefix_caching"),
+    "cache": (
+        "memory_bytes",
+        "memory_fraction",
+        "prefix_caching",
+        "offload_bytes",
+        "offload_disk_bytes",
+        "offload_folder",
+    ),
     "scheduler": (
         "max_tokens_per_step",
         "max_rows",
         "max_chunk_tokens",
         "steps_in_flight",
     ),
+    "drafts": ("method", "model", "max_tokens", "min_match", "max_match", "max_step_tokens"),
 }
 """Keys that engines of one cluster may have different values of. Coordinator and ingresses depend
 on the others."""

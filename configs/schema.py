@@ -7,7 +7,7 @@ receives only its own section, and derived values are properties. Always build a
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,28 +18,46 @@ import msgspec
 from msgspec import Meta
 
 from swell.configs.autoscaling import AutoscalingConfig, check_autoscaling
+from swell.configs.drafts import DraftsConfig, check_drafts
+from swell.configs.lora import LoraConfig, check_lora
 from swell.configs.network import check_interface, ingress_ports, parse_ports
 from swell.configs.section import ConfigError as ConfigError
-from swell.configs.section import NonNegative, Port, Positive, Seconds, Section
+from swell.configs.section import (
+    FilledText,
+    NonNegative,
+    Positive,
+    Processes,
+    Seconds,
+    Section,
+    Template,
+    Text,
+)
+from swell.configs.serve import MAX_BODY_BYTES as MAX_BODY_BYTES
+from swell.configs.serve import SERVE_FILES as SERVE_FILES
+from swell.configs.serve import ServeConfig as ServeConfig
+from swell.configs.shown import shown
+from swell.configs.yaml_text import read_yaml, read_yaml_file
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@,]+/?\Z", re.IGNORECASE)
 """The origin of a web page: scheme, name and port."""
-_HTTP_URL = re.compile(r"https?://[^/\s]+(/\S*)?\Z", re.IGNORECASE)
-SERVE_FILES = ("api_keys_file", "admin_keys_file", "chat_template")
-"""Keys of `serve` that name files, which every host must have."""
+_PRIVATE = re.compile(r"(?<=//).*@|[?#].*")
+"""What may be a password or a token in a URL."""
+_HTTP_URL = re.compile(r"https?://[^/\s@?#]+(/[^\s?#]*)?\Z", re.IGNORECASE)
+"""Without a user, a password or a query: what is exported is reported with this URL."""
+_MAX_RULE_CHARS = 200
 MAX_DRAIN_S = 4 * 3600.0
 """Longest drain that a request or the configuration may set."""
-MAX_BODY_BYTES = 32 * 1024 * 1024
-"""Half of what a message to an engine may have (`coordinator/handshakes.py`)."""
 
 
 class ModelConfig(Section, frozen=True):
-    path: Annotated[str, Meta(min_length=1)]
+    path: FilledText
     """A local folder with config.json, or a hub id."""
-    name: str | None = None
+    name: Text | None = None
     """The id under which the API serves the model; None: the last part of `path`."""
-    load_format: Literal["auto", "dummy"] = "auto"
-    """`dummy` makes random weights from config.json alone (for measurements)."""
+    load_format: Literal["auto", "dummy", "sharded"] = "auto"
+    """`sharded` reads what `swell save-sharded` has written, one file a worker; `auto` does where
+    the folder has such an index. `dummy` makes random weights from config.json alone (for
+    measurements)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: the checkpoint's own type."""
     max_model_len: Positive | None = None
@@ -49,11 +67,29 @@ class ModelConfig(Section, frozen=True):
     """Seed of dummy weights."""
     backend: Literal["auto", "native", "transformers"] = "auto"
     """`auto`: a native model if there is one, else the model of transformers with our cache."""
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    """What the model does: `generate` samples tokens, `pooling` gives a vector for a text. `auto`:
+    as its folder says (`modules.json`, its architecture), as in vLLM."""
+    pooling: Literal["auto", "cls", "mean", "last"] = "auto"
+    """Of which hidden state a vector is made: the first token's, the mean, or the last token's.
+    `auto`: as the folder says, else the first of encoders, and the last of decoders."""
+    classifier_tokens: Annotated[list[FilledText], Meta(min_length=2, max_length=2)] | None = None
+    """Of a causal language model that ranks pairs (Qwen3-Reranker: ["no", "yes"]): tokens whose
+    logits behind a pair are compared. Its score is the probability of the second."""
+    pair_template: Template | None = None
+    """How a model that ranks reads a pair: a text with {query} and {document}. None: as the
+    tokenizer joins two texts."""
+    prompt_embeds: bool = False
+    """Take prompts as embeddings (`prompt_embeds` of `/v1/completions`). Whoever may send them
+    reaches the model past its tokenizer."""
+    routed_experts: bool = False
+    """Requests may ask for the experts that computed their tokens (`return_routed_experts`). The
+    choices of every token are kept beside its KV, and all of them are computed in every layer."""
     generation_config: Literal["auto", "none"] = "auto"
     """`auto`: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
     model's generation_config.json are the defaults of requests, as in vLLM. `none`: neutral
     defaults. End tokens are read from the file in both cases."""
-    cpu_threads: NonNegative = 0
+    cpu_threads: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """Threads of one worker's matrix products on CPU; 0: the cores of its host, divided by the
     workers that all engines have there."""
 
@@ -63,11 +99,11 @@ class ModelConfig(Section, frozen=True):
 
 
 class ParallelConfig(Section, frozen=True):
-    data: Positive = 1
+    data: Processes = 1
     """Engines at start. Deploying the application again with another number sets a new target."""
-    tensor: Positive = 1
+    tensor: Processes = 1
     """Workers that split each layer of one engine."""
-    pipeline: Positive = 1
+    pipeline: Processes = 1
     """Stages that split the layers of one engine."""
     expert: bool = False
     """Engines share experts and run in waves."""
@@ -89,6 +125,15 @@ class CacheConfig(Section, frozen=True):
     """Fraction of the device's free memory for the KV cache, after the weights are loaded. On CPU
     never more than `scheduler.max_rows` requests of `model.max_model_len` tokens can use."""
     prefix_caching: bool = True
+    offload_bytes: NonNegative = 0
+    """Host memory of one worker for prefixes that leave the KV cache: they come back by a copy,
+    which takes far less than to compute them again."""
+    offload_disk_bytes: NonNegative = 0
+    """The same in a file, for what leaves the host memory, or without that the KV cache. Its room
+    is taken at the start."""
+    offload_folder: Text | None = None
+    """Where the file is; None: where the system has temporary files. It has no name, and goes with
+    the worker."""
 
 
 class SchedulerConfig(Section, frozen=True):
@@ -99,107 +144,16 @@ class SchedulerConfig(Section, frozen=True):
     max_chunk_tokens: NonNegative = 0
     """Most tokens of one prompt in a step; 0: the whole budget."""
     policy: Literal["fcfs", "priority"] = "fcfs"
+    """Which waiting request starts next. `fcfs`: the one that arrived first at its ingress;
+    `priority`: by the priority of requests, then as `fcfs`."""
     steps_in_flight: Annotated[int, Meta(ge=1, le=16)] = 2
     """1: the host waits for each step; 2: it prepares the next step while one is computed. A
     pipeline of N stages needs at least N to keep all stages busy."""
 
 
-class ServeConfig(Section, frozen=True):
-    host: str = "127.0.0.1"
-    """Where ingresses listen; `interface`: at the address of `cluster.interface` of each host."""
-    port: Port = 8000
-    """Shared by the HTTP servers of all ingress replicas of a node; 0: a free one."""
-    proxy_port: Port = 0
-    """Port of Ray Serve's own proxy beside ours; 0: no proxy (with `swell serve`)."""
-    ingress_replicas: Positive | None = None
-    """HTTP servers, spread evenly over the hosts of the Ray cluster. None: one on each host that
-    is there at the start."""
-    api_keys_file: str | None = None
-    """One key a line; a request must have one of them, as `authorization: Bearer KEY` or
-    `x-api-key: KEY`. Operators' keys are in `admin_keys_file`."""
-    admin_keys_file: str | None = None
-    """Keys of the admin API. None: it is open if `api_keys_file` is None too, else refused, since a
-    user's key is not an operator's."""
-    max_body_bytes: Annotated[int, Meta(ge=1, le=MAX_BODY_BYTES)] = 16 * 1024 * 1024
-    """Longest HTTP body that is read. A conversation that fills a context of a million tokens has
-    5 MB, and twice that with everything but ASCII escaped; the number of values in a body has its
-    own limit (`cluster/text/schema/json_size.py`)."""
-    stream_interval: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """Tokens between two events of a streamed answer, at least; the first token always leaves at
-    once, and so does the end. More cost less work per token. A request may set a larger one."""
-    max_children: Positive = 1024
-    """Most answers of one request: its prompts times `n` or `best_of`. Each is a separate request
-    to the engines: 1024 are several full batches, and take 0.1 s to submit."""
-    max_connections: Positive = 16_384
-    """Open connections of one ingress; more are refused with a 503. An idle connection takes about
-    20 KB and a file descriptor: if the process may have fewer descriptors, the limit is lower."""
-    head_timeout_s: Seconds = 10.0
-    """Longest time from a connection's start, or the first byte of a further request, to the end of
-    its headers; then the connection is closed with a 408."""
-    transfer_timeout_s: Seconds = 30.0
-    """Longest time in which a client sends no byte of an unfinished body (408), or reads no byte of
-    an answer; a body also needs 1 KiB/s on average."""
-    allowed_hosts: list[str] = []
-    """Names under which clients reach the server, as in the header `Host`, without port; `*` allows
-    all. Addresses, `localhost`, `host` and the machine's own name are always allowed. The admin API
-    refuses other names. So do all other routes but probes, `/metrics` and `/openapi.json`, if
-    `host` is a loopback address or names are listed: a web page can make its own name resolve to
-    the server's address (DNS rebinding)."""
-    allowed_origins: list[str] = []
-    """Origins whose pages may use the admin API, as `https://ops.example`; `*` allows all. Pages of
-    the server itself and of loopback addresses are always allowed."""
-    cors_origins: list[str] = []
-    """Origins whose pages may call all routes but the admin API's from a browser and read the
-    answers, as `https://app.example`; `*` allows all. None by default: any page that a user opens
-    could use a server on the user's loopback address."""
-    chat_template: str | None = None
-    """A file with a chat template, used instead of the model's."""
-    unknown_fields: Literal["refuse", "ignore"] = "refuse"
-    """For a request with a field that no known server has: `refuse` answers 400 and names it, since
-    a misspelt limit has no effect; `ignore` names it in the answer's header `x-swell-warning`.
-    Known fields that are not supported are always refused, and unknown fields of messages, calls
-    and tools are always ignored."""
-    request_chat_template: bool = False
-    """Whether a request may contain a chat template: it is a program that may run for long."""
-    tool_parser: str = "auto"
-    """How the model writes tool calls: a name in `docs/formats.md`, as hermes or qwen3_coder;
-    `auto` detects it from the chat template; `none`."""
-    reasoning_parser: str = "auto"
-    """How the model marks its reasoning: a name in `docs/formats.md`, as think or harmony; `auto`
-    and `none` as above."""
-    stored_responses: NonNegative = 1000
-    """Answers of `/v1/responses` that are stored, for requests that continue or retrieve them; 0:
-    none. The least recently used are dropped first."""
-    stored_response_bytes: Positive = 256 * 1024 * 1024
-    """Bytes of all stored answers, each with its conversation; for an answer that is computed in
-    the background, also with the data by which another ingress can continue it."""
-    stored_response_age_s: Seconds = 86400.0
-    """Older stored answers are dropped."""
-    request_history: NonNegative = 2048
-    """Finished requests of which an ingress keeps what happened to them, for `/admin/requests/ID`;
-    each answer of `n` counts. One takes about a kilobyte."""
-    request_history_s: Seconds = 600.0
-    """How long it keeps them."""
-    otlp_endpoint: str | None = None
-    """A collector of OpenTelemetry (OTLP over HTTP), as `http://collector:4318`: it gets each
-    request that ends as spans. None: OTEL_EXPORTER_OTLP_ENDPOINT of the command that starts the
-    application; nothing is exported without either."""
-    no_engine_timeout_s: Seconds = 60.0
-    """How long a request waits while no engine is available, before a 503; longer than a
-    replacement takes to start."""
-    max_waiting_requests: Positive = 4096
-    """Requests that may wait for a slot, in all engines together; one more gets a 429 with a time
-    to retry. Each child of `n` answers counts. At a hundred a second the last of 4096 waits for 40
-    s, as long as most clients do; a load test of thousands of streams passes."""
-    max_waiting_tokens: Positive = 16_777_216
-    """Prompt tokens that may wait to be computed, in all engines together; more get a 429. They are
-    lists of numbers, in an ingress and in an engine: 16 Mi tokens take about 0.7 GiB in each. 128
-    prompts of 128 Ki tokens fit."""
-
-
 class ClusterConfig(Section, frozen=True):
-    min_engines: Positive = 1
-    max_engines: Positive = 64
+    min_engines: Processes = 1
+    max_engines: Processes = 64
     stall_timeout_s: Seconds = 30.0
     """A process with work and without progress for this long counts as stalled."""
     start_timeout_s: Seconds = 600.0
@@ -208,17 +162,17 @@ class ClusterConfig(Section, frozen=True):
     drain_timeout_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
     """How long a leaving engine may finish its requests; at most four hours, so that every drain
     ends."""
-    cpus_per_worker: Annotated[float, Meta(gt=0)] = 0.01
+    cpus_per_worker: Annotated[float, Meta(gt=0, le=65_536)] = 0.01
     """Ray's `CPU` that a worker on CPU reserves; tiny, so that small machines can run many."""
     load_report_s: Seconds = 0.05
     """Longest delay before a change of load is reported."""
     heartbeat_s: Seconds = 1.0
     """Interval of reports without changes."""
-    interface: str | None = None
+    interface: Text | None = None
     """The network that the processes of the cluster use among each other: the name of an
     interface, as `eth1`, or an IPv4 network, as `10.1.0.0/16`. On each host all of them listen at
     its first address there. None: at the address that Ray has of the host."""
-    ports: str | None = None
+    ports: Text | None = None
     """`A-B`: the ports at which they listen, at least 16 and not in use by others; see
     `docs/network.md`. None: 20000-31999 for the coordinator, and any for the others."""
 
@@ -233,9 +187,11 @@ class Config(Section, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    drafts: DraftsConfig = DraftsConfig()
     serve: ServeConfig = ServeConfig()
     cluster: ClusterConfig = ClusterConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
+    lora: LoraConfig = LoraConfig()
 
 
 def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
@@ -247,12 +203,18 @@ def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = 
     data, base = _read(source)
     for key, value in (overrides or {}).items():
         _override(data, key, value)
+    return _resolve_paths(check(data), base)
+
+
+def check(data: Mapping[str, Any]) -> Config:
+    """The configuration that a mapping holds, as it stands there: without a look at any file.
+    Raises `ConfigError`."""
     try:
         config = msgspec.convert(data, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+        raise _explain(error, data) from None
     _check(config)
-    return _resolve_paths(config, base)
+    return config
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -260,58 +222,79 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or "." not in key:
         raise ConfigError(
-            f"--set {text!r}: expected section.key=value, as in scheduler.max_rows=64"
+            f"--set {shown(text)}: expected section.key=value, as in scheduler.max_rows=64"
         )
+    if not value:
+        return key.strip(), None
     try:
-        return key.strip(), msgspec.yaml.decode(value.encode()) if value else None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--set {text!r}: the value is not YAML: {_one_line(error)}") from None
+        written = value.encode()
+    except UnicodeEncodeError:  # the terminal has another encoding
+        raise ConfigError(f"--set {shown(text)}: the value is not UTF-8") from None
+    return key.strip(), read_yaml(written, f"--set {shown(text)}: the value")
 
 
 def _read(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     """The raw mapping and the folder that relative paths start from."""
     if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source)), Path.cwd()
+        sections = {key: _copied(part) for key, part in source.items()}
+        return sections, Path.cwd()
     path = Path(os.path.expanduser(source))
     if path.suffix not in (".yaml", ".yml"):
         return {"model": {"path": source}}, Path.cwd()
+    if "\0" in source:
+        raise ConfigError(f"configuration {source!r} cannot be read: no file has such a name")
     try:
-        data = msgspec.yaml.decode(path.read_bytes())
+        data = read_yaml_file(path)
     except OSError as error:
         raise ConfigError(f"configuration {source!r} cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"configuration {source!r} is not YAML: {_one_line(error)}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"configuration {source!r} holds no sections; it starts with 'model:'")
     return data, path.resolve().parent
 
 
+def _copied(section: Any) -> Any:
+    return dict(section) if isinstance(section, Mapping) else section
+
+
 def _override(data: dict[str, Any], key: str, value: Any) -> None:
-    section, _, name = key.partition(".")
-    if section not in Config.__struct_fields__ or not name:
+    section, *names = key.split(".")
+    if section not in Config.__struct_fields__ or not all(names) or not names:
         known = ", ".join(Config.__struct_fields__)
         raise ConfigError(f"unknown section in {key!r}; the sections are: {known}")
-    part = data.setdefault(section, {})
-    if not isinstance(part, dict):
-        raise ConfigError(f"section {section!r} must hold keys and values")
-    part[name] = value
+    part = data
+    for place, name in enumerate((section, *names[:-1])):
+        inside = part[name] = _copied(part.get(name, {}))
+        if not isinstance(inside, dict):
+            whole = ".".join((section, *names[:place]))
+            raise ConfigError(f"section {whole!r} must hold keys and values")
+        part = inside
+    part[names[-1]] = value
 
 
-def _explain(error: msgspec.ValidationError) -> str:
-    """msgspec's message with the key written as `section.key`."""
+def _explain(error: msgspec.ValidationError, data: Mapping[str, Any]) -> ConfigError:
+    """msgspec's message with the key written as `section.key`, and the value that it has."""
     text, _, where = str(error).partition(" - at `")
-    where = where.rstrip("`").rpartition("$")[2].lstrip(".")
+    where = where.rstrip("`").rpartition("$")[2].lstrip(".").replace("[...]", "")
     if "unknown field" in text:
-        name = text.rsplit("`", 2)[-2]
+        name = text.partition("`")[2].rpartition("`")[0]
         section = Config.__annotations__.get(where) if where else "Config"
         kind = globals().get(str(section))
         known = ", ".join(kind.__struct_fields__) if kind else "see configs/schema.py"
-        return f"unknown key {'.'.join(filter(None, [where, name]))!r}; known keys there: {known}"
-    return f"{where or 'configuration'}: {text}"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        full = ".".join(filter(None, [where, name]))
+        return ConfigError(f"unknown key {shown(full)}; known keys there: {known}", full)
+    if "missing required field" in text:
+        name = text.partition("`")[2].rpartition("`")[0]
+        full = ".".join(filter(None, [where, name]))
+        return ConfigError(f"the required key {full!r} is missing", full)
+    if "matching regex" in text:
+        text = "expected a text without control characters"
+    value: Any = data
+    for key in where.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if len(text) > _MAX_RULE_CHARS:  # it repeats the value
+        text = f"{text[:_MAX_RULE_CHARS]}..."
+    head = f"{where}={shown(value)}" if value is not None else where or "configuration"
+    return ConfigError(f"{head}: {text}", where)
 
 
 def _check(config: Config) -> None:
@@ -325,10 +308,11 @@ def _check(config: Config) -> None:
     endpoint = config.serve.otlp_endpoint
     if endpoint is not None and not _HTTP_URL.match(endpoint):
         raise ConfigError(
-            f"serve.otlp_endpoint={endpoint!r} is no URL of http or https; write it as "
-            "'http://collector:4318'"
+            f"serve.otlp_endpoint={shown(_PRIVATE.sub('...', endpoint))} is no URL of http or "
+            "https without user and query; write it as 'http://collector:4318'"
         )
     _check_network(config)
+    check_drafts(config.drafts)
     cluster, parallel = config.cluster, config.parallel
     if cluster.min_engines > cluster.max_engines:
         raise ConfigError(
@@ -341,6 +325,8 @@ def _check(config: Config) -> None:
             f"{cluster.min_engines} .. cluster.max_engines={cluster.max_engines}"
         )
     check_autoscaling(config.autoscaling, cluster.min_engines, cluster.max_engines)
+    model = config.model
+    check_lora(config.lora, model.served_name, model.backend, model.runner, parallel.expert)
 
 
 def _check_network(config: Config) -> None:
@@ -379,12 +365,28 @@ def _resolve_paths(config: Config, base: Path) -> Config:
         for key, name in names.items()
         if name
     }
+    drafts = config.drafts
+    if drafts.model and (folder := _find(drafts.model.path, [base], Path.is_dir)):
+        small = msgspec.structs.replace(drafts.model, path=folder)
+        drafts = msgspec.structs.replace(drafts, model=small)
+    adapters = {
+        name: _find(folder, [base, Path.cwd()], Path.is_dir) or folder
+        for name, folder in config.lora.adapters.items()
+    }
     return msgspec.structs.replace(
-        config, model=model, serve=msgspec.structs.replace(serve, **found)
+        config,
+        model=model,
+        drafts=drafts,
+        serve=msgspec.structs.replace(serve, **found),
+        lora=msgspec.structs.replace(config.lora, adapters=adapters),
     )
 
 
 def _find(name: str, bases: Sequence[Path], is_there: Callable[[Path], bool]) -> str | None:
     """The absolute path of a name that is relative to the first base where it is there."""
-    paths = (base / os.path.expanduser(name) for base in bases)
-    return next((str(path.resolve()) for path in paths if is_there(path)), None)
+    for base in bases:
+        path = base / os.path.expanduser(name)
+        with contextlib.suppress(OSError):  # no file can have such a name
+            if is_there(path):
+                return str(path.resolve())
+    return None

@@ -20,6 +20,7 @@ from zmq.utils import z85
 
 from swell.configs.log import StructuredLogger
 from swell.configs.process import exit_on_error
+from swell.configs.secret import SecretBytes
 from swell.coordinator.handshakes import (
     HANDSHAKE_S,
     MAX_MESSAGE_BYTES,
@@ -38,13 +39,15 @@ _EVENT = struct.Struct("=hi")
 class Authenticator:
     """Of the one bound socket of a context. The thread ends when the context is terminated."""
 
-    def __init__(self, context: Any, bound: Any, public_key: bytes, secret_key: bytes) -> None:
+    def __init__(
+        self, context: Any, bound: Any, public_key: bytes, secret_key: SecretBytes
+    ) -> None:
         """`bound`: the socket, before it is bound. Its own keys are those of all that may connect,
         in Z85."""
         bound.curve_server = True
         bound.curve_publickey, bound.curve_secretkey = public_key, secret_key
         bound.zap_domain = _DOMAIN
-        bound.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # where nobody answers, nobody may connect
+        bound.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer none may connect
         bound.handshake_ivl = round(HANDSHAKE_S * 1000)
         bound.maxmsgsize = MAX_MESSAGE_BYTES
         self._allowed = frozenset({z85.decode(public_key)})

@@ -1,7 +1,8 @@
 """The only code that touches sockets: ZeroMQ with msgspec frames, encrypted by CURVE.
 
 An `Inbox` is bound by the side that serves many peers; an `Outlet` is connected by one of the
-peers. A message is one frame: a tagged Struct, decoded by the one typed decoder of its receiver.
+peers. A message is one frame: a tagged Struct, decoded by the one typed decoder of its receiver
+(`codec.py`).
 Between two peers messages keep their order. An inbox drops what it cannot deliver; an outlet
 keeps what it was given until its peer is there.
 
@@ -34,7 +35,9 @@ from zmq.utils.monitor import recv_monitor_message
 from swell.configs import process
 from swell.configs.log import StructuredLogger
 from swell.configs.network import bind_free_port
+from swell.configs.secret import HoldsSecrets, SecretBytes
 from swell.coordinator.authenticator import Authenticator
+from swell.coordinator.codec import FrameDecoder, encode
 from swell.coordinator.socket_options import connect_soon, detect_silence
 
 M = TypeVar("M")
@@ -53,13 +56,13 @@ _MAX_SOCKETS = 49_152
 """Of one context; each `AsyncOutlet` has three, with its monitor."""
 
 
-class ChannelKeys(msgspec.Struct, frozen=True, array_like=True):
+class ChannelKeys(HoldsSecrets, frozen=True, array_like=True):
     """One CURVE key pair for all members of a cluster."""
 
     public: bytes
-    secret: bytes
+    secret: SecretBytes
 
-    def derive(self, purpose: str) -> bytes:
+    def derive(self, purpose: str) -> SecretBytes:
         """[32] a secret of the members for one purpose."""
         return hmac.digest(self.secret, purpose.encode(), "sha256")
 
@@ -140,27 +143,6 @@ def _context_of(pid: int) -> Any:
     return context
 
 
-class _FrameDecoder(Generic[M]):
-    """The typed decoder of one end, which counts what it could not decode: a frame of a peer of
-    another build, or of one that is broken, is dropped and harms no other."""
-
-    def __init__(self, message_type: Any) -> None:
-        self.malformed = 0
-        self._decoder = msgspec.msgpack.Decoder(message_type)
-        self._log = StructuredLogger("coordinator.channel")
-
-    def decode(self, frame: bytes) -> M | None:
-        try:
-            message: M = self._decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self.malformed += 1
-            if self.malformed.bit_count() == 1:  # the first, the second, the fourth ...
-                what = f"{type(error).__name__}: {error}"
-                self._log.warning("frame dropped", malformed=self.malformed, error=what)
-            return None
-        return message
-
-
 class Inbox(Generic[M]):
     """Bound end: receives from many peers, answers each by its identity. Not thread-safe."""
 
@@ -196,8 +178,7 @@ class Inbox(Generic[M]):
             raise
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = ChannelAddress(this_machine(), ipc, endpoint)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._frame_decoder: _FrameDecoder[M] = _FrameDecoder(message_type)
+        self._frame_decoder: FrameDecoder[M] = FrameDecoder(message_type)
 
     @property
     def malformed(self) -> int:
@@ -222,7 +203,7 @@ class Inbox(Generic[M]):
 
     def send_to_all(self, peers: Iterable[bytes], message: Any) -> None:
         """`send` to each; it is encoded once."""
-        frame = self._encoder.encode(message)
+        frame = encode(message)
         for peer in peers:
             self._socket.send_multipart((peer, frame), copy=True)
 
@@ -283,8 +264,7 @@ class Outlet(Generic[M]):
         self._socket.curve_secretkey = keys.secret
         self._prepare()
         self._socket.connect(address.ipc if address.machine == this_machine() else address.tcp)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._frame_decoder: _FrameDecoder[M] = _FrameDecoder(message_type)
+        self._frame_decoder: FrameDecoder[M] = FrameDecoder(message_type)
 
     def _make_context(self) -> Any:
         return zmq.Context()
@@ -298,7 +278,7 @@ class Outlet(Generic[M]):
         return self._frame_decoder.malformed
 
     def send(self, message: Any) -> None:
-        self._socket.send(self._encoder.encode(message))
+        self._socket.send(encode(message))
 
     def receive(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> M | None:
         """`ready`, then `take`; None if there is no message."""
@@ -340,7 +320,7 @@ class AsyncOutlet(Outlet[M]):
         self._loop.add_reader(self._fd, self._drain)
 
     def send(self, message: Any) -> None:
-        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        self._socket.send(encode(message), zmq.NOBLOCK)
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 

@@ -23,8 +23,8 @@ from swell.coordinator.wire import (
     Publication,
 )
 
-MAX_REPORTS_PER_LOAD_REPORT_S = 125
-"""Reports of all engines within `load_report_s`, at most: 2500 a second by default. More engines
+MAX_REPORTS_PER_LOAD_REPORT_S = 56
+"""Reports of all engines within `load_report_s`, at most: 1120 a second by default. More engines
 report less often."""
 
 _ROSTER_INTERVAL_S = 0.0005

@@ -51,6 +51,9 @@ class Ground(Protocol):
     def now(self) -> float:
         """Seconds by a monotonic clock."""
 
+    def unix_time(self) -> float:
+        """Seconds since 1970 by the clock of the host: for what outlives the process."""
+
     def random_bits(self, count: int) -> int: ...
 
     # ---------------------------------------------------------------- channels
@@ -119,6 +122,9 @@ class ThreadGround:
 
     def now(self) -> float:
         return time.monotonic()
+
+    def unix_time(self) -> float:
+        return time.time()
 
     def random_bits(self, count: int) -> int:
         return secrets.randbits(count)

@@ -24,12 +24,15 @@ class ListeningClock:
 
     def advance(self, now: float) -> float:
         """The loop has taken in what was there; the time by this clock."""
-        self._listened_s = self.read(now)
+        self._listened_s = listened_s = self.read(now)
         self._last = now
-        return self._listened_s
+        return listened_s
 
     def read(self, now: float) -> float:
         """The time by this clock, between two calls of `advance` too."""
         if self._last is None:
             return self._listened_s
-        return self._listened_s + min(max(0.0, now - self._last), self._max_gap_s)
+        gap_s = now - self._last
+        if gap_s <= 0.0:
+            return self._listened_s
+        return self._listened_s + (gap_s if gap_s < self._max_gap_s else self._max_gap_s)

@@ -14,7 +14,7 @@ from swell.coordinator.ground import Ground
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Waiting(Generic[T]):
     """A call that is answered later."""
 
@@ -66,6 +66,8 @@ class LoopCalls:
         """Run what has come, and answer the calls whose wait is over."""
         while not self._calls.empty():
             self._answer(*self._calls.get())
+        if not self._waiting:
+            return
         waiting, self._waiting = self._waiting, []
         for call, future in waiting:
             if now >= call.deadline or call.is_over():
@@ -75,8 +77,9 @@ class LoopCalls:
 
     def wait_s(self, now: float) -> float:
         """Seconds until the next deadline."""
-        deadlines = (call.deadline for call, _future in self._waiting)
-        return max(0.0, min(deadlines, default=float("inf")) - now)
+        if not self._waiting:
+            return float("inf")
+        return max(0.0, min([call.deadline for call, _future in self._waiting]) - now)
 
     def _answer(self, run: Callable[[], Any], future: Future[Any]) -> None:
         try:

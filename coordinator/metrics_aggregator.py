@@ -21,6 +21,8 @@ _SUMS_PER_ROUND = 8
 
 def add(one: Counts, other: Counts) -> Counts:
     """The sum, number by number; a metric may be in one of them only."""
+    if not one or not other:
+        return one or other
     sums = {name: [*numbers] for name, numbers in one.items()}
     for name, numbers in other.items():
         mine = sums.get(name)
@@ -42,7 +44,7 @@ class MetricsAggregator:
         self._totals: dict[int, Counts] = {}
         """By `client_index`: of all others."""
         self._unsummed = 0
-        """Counts that came after these."""
+        """Counts that came after these, and are other ones than before."""
         self._newest: dict[int, tuple[float, Counts]] = {}
         """By `client_index`: when its last counts came, and these. The newest are at the end."""
         self._clock = ListeningClock(_EXPIRY_S)
@@ -51,13 +53,14 @@ class MetricsAggregator:
     def record(self, client_index: int, counts: Counts, now: float) -> None:
         """The newest counts of an ingress replace its earlier ones."""
         now = self._clock.advance(now)
-        self._unsummed += 1
-        self._newest.pop(client_index, None)
+        before = self._newest.pop(client_index, None)
+        self._unsummed += before is None or before[1] != counts
         self._newest[client_index] = (now, counts)
         silent, (recorded_at, last) = next(iter(self._newest.items()))
         if now - recorded_at > _EXPIRY_S:
             del self._newest[silent]
             self._expired = add(self._expired, last)
+            self._totals = {}
 
     def total_of_others(self, client_index: int) -> Counts:
         """The sum over all other ingresses, also those that are gone."""

@@ -68,7 +68,7 @@ class NullMember(EngineWaves):
     def joined(self) -> list[CoordinatorMessage]:
         """The engine's own groups have formed again."""
         self.phase = Phase.RUNNING
-        return []
+        return self._pause_if_idle() if self.voting else []
 
     def broken(
         self, reason: str, repairing: bool = False, absent: Iterable[int] = ()

@@ -85,15 +85,19 @@ class ProgressMonitor(Generic[S]):
 
     def silent_s(self, limit_s: float) -> dict[S, float]:
         """Subjects that have not reported for longer than the limit, and for how long."""
-        silence = {s: self._now - record.heard_at for s, record in self._subjects.items()}
-        return {s: time_s for s, time_s in silence.items() if time_s > limit_s}
+        now = self._now
+        return {
+            s: now - record.heard_at
+            for s, record in self._subjects.items()
+            if now - record.heard_at > limit_s
+        }
 
     def without_progress_s(self, limit_s: float, since: float = 0.0) -> dict[S, float]:
         """Busy subjects without progress for longer than the limit, and for how long; what was
         before `since`, by the monitor's clock, does not count."""
-        time_s = {
-            s: self._now - max(record.progressed_at, since)
+        now = self._now
+        return {
+            s: now - max(record.progressed_at, since)
             for s, record in self._subjects.items()
-            if record.busy
+            if record.busy and now - max(record.progressed_at, since) > limit_s
         }
-        return {s: without_s for s, without_s in time_s.items() if without_s > limit_s}

@@ -23,6 +23,7 @@ from swell.coordinator.engine_monitor import StalledEngine
 from swell.coordinator.ground import Ground, ThreadGround
 from swell.coordinator.listening_clock import ListeningClock
 from swell.coordinator.loop_calls import LoopCalls
+from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.metrics_aggregator import MetricsAggregator
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.recovery import recovery_s
@@ -41,7 +42,6 @@ from swell.coordinator.wire import (
     EngineLoads,
     EngineReport,
     Introduce,
-    ManagerState,
     OtherIngressCounts,
     Subscribe,
 )
@@ -239,13 +239,13 @@ class CoordinatorService:
             self._waker.close()
 
     async def _run_once(self) -> None:
-        there = await self._ground.ready(self._inbox, self._wait_s(), self._waker)
-        for peer, message in self._inbox.take() if there else ():
-            try:
-                self._on_message(peer, message)
-            except Exception as error:  # a message of one peer ends nothing for the others
-                what = type(message).__name__
-                self._log.error("not handled", message_type=what, error=repr(error))
+        if await self._ground.ready(self._inbox, self._wait_s(), self._waker):
+            for peer, message in self._inbox.take():
+                try:
+                    self._on_message(peer, message)
+                except Exception as error:  # a message of one peer ends nothing for the others
+                    what = type(message).__name__
+                    self._log.error("not handled", message_type=what, error=repr(error))
         now = self._ground.now()
         self._probes.run(now)
         if self._recovering:
@@ -387,10 +387,13 @@ class CoordinatorService:
         self._subscribers.forget_silent(now)
 
     def _end_recovery(self, now: float) -> None:
-        """Once it has listened for `recovery_s`; time in which it was stopped does not count."""
+        """Once it has listened for `recovery_s`; time in which it was stopped does not count. What
+        an operator has paused stays so: engines that sleep would wake up for a moment."""
         if self._recovery.advance(now) < self._recovery_s:
             return
         self._recovering = False
         hellos = list(self._hellos.values())
         self._log.warning("recovered", engines=sorted(self._hellos), epoch=self._epoch_seen + 1)
         self._send(self._state_machine.recover(self._epoch_seen, hellos, now))
+        if self._state_machine.manager_state.pause_requested:
+            self._send(self._state_machine.pause(now))

@@ -20,7 +20,7 @@ def detect_silence(socket: Any, silence_s: float) -> None:
 
 
 def connect_soon(socket: Any) -> None:
-    """Let an attempt to connect end when nobody has answered, and begin a new one.
+    """Let an attempt to connect end without an answer, and begin a new one.
 
     TCP repeats the first packet after 1, 3, 7, 15, 31 and 63 s: without this a link that is back
     remains unused for up to as long as it was cut.

@@ -21,6 +21,7 @@ from swell.coordinator.cluster_state import ClusterState
 from swell.coordinator.engine_monitor import STUCK_FACTOR, EngineMonitor, StalledEngine
 from swell.coordinator.forming_monitor import FormingMonitor, Remedy
 from swell.coordinator.forming_reasons import named, not_followed, not_formed, not_joined
+from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wave_interface import CoordinatorWaves, GroupState, Phase, RankedCommands
 from swell.coordinator.wire import (
@@ -33,7 +34,6 @@ from swell.coordinator.wire import (
     EngineReport,
     Introduce,
     Joined,
-    ManagerState,
     Paused,
     Publication,
     ReconfigureDistributedRequest,
@@ -83,7 +83,7 @@ class CoordinatorStateMachine:
         self._stopped_at: float | None = None
         self._committed: tuple[tuple[int, ...], Roster] | None = None
         """The group that the roster follows, and that roster; None: one of them changes."""
-        self._published: dict[str, object] = {}
+        self._published: tuple[object, ...] = ()
         """Of the newest view that was published, what is not about one engine."""
 
     @property
@@ -122,20 +122,20 @@ class CoordinatorStateMachine:
     def _status(self) -> dict[str, object]:
         """Of a view, what is neither about one engine nor the wave."""
         return {
-            "state": str(self.waves.group_state),
+            "state": self.waves.group_state.value,
             "stalls": len(self.stalled_engines),
             "commit_s": self.commit_s,
-            "phase": self.manager_state.phase,
-            "scaling": self.manager_state.scaling,
+            **self.manager_state.of_view,
         }
 
     def publication(self, now: float) -> Publication | None:
         """What it is time to publish. What is not about one engine goes with all reports."""
-        due = self.cluster_state.due(now, has_news=self._status != self._published)
+        stalls = len(self.stalled_engines)
+        status = self.waves.group_state, stalls, self.commit_s, self.manager_state
+        due = self.cluster_state.due(now, has_news=status != self._published)
         if due is None or isinstance(due, EngineLoads):
             return due
-        self._published = self._status
-        view = self.view()
+        self._published, view = status, self.view()
         return view if isinstance(due, ClusterView) else ClusterReports.of(view)
 
     # ---------------------------------------------------------------- messages of engines

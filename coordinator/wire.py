@@ -13,7 +13,10 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import astuple, replace
 
+from swell.configs.lora import Adapter
+from swell.coordinator.manager_state import ManagerState, Sleep
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.scaling_counts import ScalingCounts
 
 # ---------------------------------------------------------------- ingresses
 
@@ -72,7 +75,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     sync_s: float = 0.0
     """Seconds that steps waited for other engines, in all."""
     repairs: int = 0
-    """Workers replaced since the start."""
+    """Times that workers were replaced, or that it woke up, since the start."""
     resets: int = 0
     """Times that its groups broke and were formed again."""
     nans_in_logits: int = 0
@@ -83,6 +86,26 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """Tokens that they had then."""
     roster_epoch: int = 0
     """The newest roster that a coordinator had named to it: it has requests of none before."""
+    saved_blocks: int = 0
+    """KV blocks that left the device for host memory or disk, since the start."""
+    loaded_blocks: int = 0
+    """Those that came back."""
+    drafts: int = 0
+    """Tokens that were guessed and computed ahead, since the start."""
+    accepted_drafts: int = 0
+    """Those of them that were right."""
+    adapters_loaded: int = 0
+    """Adapters that its requests have used, and that are in memory."""
+    adapters_waited_for: int = 0
+    """Requests that wait for an adapter."""
+    adapter_loads: int = 0
+    """Adapters that all of its workers loaded since the start, each time."""
+    adapter_load_failures: int = 0
+    """Those that they could not load."""
+    sleep_level: int = 0
+    """See `Sleep`."""
+    wakes: int = 0
+    """Those of the `repairs` that replaced no worker: it woke up."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -118,20 +141,6 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
 
-class ScalingCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the manager wants, in numbers."""
-
-    target: int = 0
-    """Engines wanted; 0: unknown."""
-    pending: int = 0
-    """Engines that wait for room in the Ray cluster."""
-    grows: int = 0
-    """How often the autoscaler has raised the target since the manager's start."""
-    shrinks: int = 0
-    draining_nodes: int = 0
-    """Hosts with engines that Ray will take away."""
-
-
 class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
     """Everything that an ingress routes by: the first message to it, and with each new roster.
 
@@ -152,6 +161,9 @@ class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False)
     phase: str = "idle"
     """Of the manager's change of engines: idle | pending | prepare | commit | drain | failed."""
     scaling: ScalingCounts = ScalingCounts()
+    adapters: tuple[Adapter, ...] = ()
+    """Those that came while the server ran."""
+    sleep: Sleep = Sleep()
 
     def with_loads(self, loads: Mapping[int, EngineLoad]) -> ClusterView:
         """The view after these newer loads, by rank."""
@@ -176,6 +188,8 @@ class ClusterReports(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=Fal
     commit_s: float = 0.0
     phase: str = "idle"
     scaling: ScalingCounts = ScalingCounts()
+    adapters: tuple[Adapter, ...] = ()
+    sleep: Sleep = Sleep()
 
     @classmethod
     def of(cls, view: ClusterView) -> ClusterReports:
@@ -206,37 +220,6 @@ IngressMessage = Publication | OtherIngressCounts
 
 
 # ---------------------------------------------------------------- the manager's state
-
-
-class ManagerState(msgspec.Struct, frozen=True, array_like=True):
-    """Which manager leads, what it wants and what it does, kept by the coordinator and all engines.
-
-    The newest counts, by `age`: so it outlives the coordinator and the manager together, even where
-    the manager's checkpoint is lost.
-    """
-
-    owner: str = ""
-    """The manager that leads; empty: none has spoken yet."""
-    phase: str = "idle"
-    """Of the change of engines: idle, pending, prepare, commit, drain or failed."""
-    target: int = 0
-    """Engines wanted; 0: unknown."""
-    pause_requested: bool = False
-    """An operator wants a pause."""
-    served: bool = False
-    """The cluster was up once."""
-    data: int = 0
-    """`parallel.data` of the configuration; 0: unknown."""
-    term: int = 0
-    """Grows with each manager that takes over."""
-    number: int = 0
-    """Grows with each change of what is wanted."""
-    scaling: ScalingCounts = ScalingCounts()
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """Of two states the newer one has the greater."""
-        return self.term, self.number
 
 
 # ---------------------------------------------------------------- engine -> coordinator

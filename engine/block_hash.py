@@ -32,8 +32,9 @@ def extend_block_hashes(
 
     `salt` separates tenants: it enters the first block, and chaining spreads it.
     """
-    parent = hashes[-1] if hashes else _root(salt)
-    for start in range(len(hashes) * block_tokens, len(token_ids) - block_tokens + 1, block_tokens):
-        tokens = token_ids[start : start + block_tokens].tobytes()
-        parent = hashlib.blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
+    parent, known = hashes[-1] if hashes else _root(salt), len(hashes) * block_tokens
+    size, tokens = block_tokens * token_ids.itemsize, token_ids[known:].tobytes()
+    for start in range(0, len(tokens) - size + 1, size):
+        text = parent + tokens[start : start + size]
+        parent = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
         hashes.append(parent)

@@ -10,14 +10,18 @@ prefix goes first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
     """Invariant: every block is either held or free."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[int, bytes], None] = lambda block, name: None
+    ) -> None:
+        """`on_evict` is called with a block whose content is found no more, and its name."""
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self._references = [0] * num_blocks
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
@@ -41,6 +45,7 @@ class BlockPool:
             if name is not None:
                 del self._cached[name]
                 self._block_hashes[block] = None
+                self._on_evict(block, name)
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -74,15 +79,9 @@ class BlockPool:
             if block is not None:
                 self._block_hashes[block] = None
 
-    def get_cached_blocks(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """The longest run of cached blocks for a chain of block_hashes, from its start."""
-        blocks = []
-        for name in block_hashes:
-            block = self._cached.get(name)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def get_cached_block(self, name: bytes) -> int | None:
+        """The block of this name; None: there is none."""
+        return self._cached.get(name)
 
     def reset_prefix_cache(self) -> None:
         """Remove every hash: no block that was written so far is found again."""

@@ -25,6 +25,7 @@ from swell.configs.schema import ClusterConfig
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
 from swell.coordinator.finder import CoordinatorFinder, FindCoordinator, find_nothing
 from swell.coordinator.ground import Ground, Loop
+from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.roster import Member
 from swell.coordinator.wave_interface import EngineWaves, Phase
 from swell.coordinator.wire import (
@@ -34,7 +35,6 @@ from swell.coordinator.wire import (
     EngineHello,
     EngineReport,
     Introduce,
-    ManagerState,
     ReconfigureDistributedRequest,
 )
 from swell.engine.standalone_monitor import StandaloneMonitor
@@ -131,6 +131,11 @@ class CoordinatorClient:
     def load_report_s(self) -> float:
         """The least time between two reports that the coordinator requests."""
         return self._kept.load_report_s
+
+    @property
+    def sleep_level(self) -> int:
+        """As deep as an operator wants a paused engine to sleep."""
+        return self._kept.manager_state.sleep.level
 
     @property
     def roster_epoch(self) -> int:

@@ -14,14 +14,27 @@ from swell.coordinator.null_waves import NullMember
 from swell.coordinator.wave_interface import EngineWaves
 from swell.coordinator.waves import WaveMember
 from swell.coordinator.wire import CoordinatorMessage
-from swell.engine.executor import Executor, ExecutorLimits, WorkerLost
+from swell.engine.adapter_admission import AdapterAdmission, Failed, shown_to_users
+from swell.engine.drafter import make_drafter
+from swell.engine.executor import Executor, ExecutorError, ExecutorLimits, WorkerLost
 from swell.engine.request import Request
-from swell.engine.scheduler import ScheduledStep, Scheduler
-from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, Regrouped
+from swell.engine.request_validation import invalid_reason, wrong_kind
+from swell.engine.scheduler import Scheduler
+from swell.engine.step_builder import ScheduledStep, StartedRequest
+from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.worker.wire import (
+    AdapterLoaded,
+    AsyncModelRunnerOutput,
+    GroupPlan,
+    Regrouped,
+    WeightsSource,
+)
 
 Outputs = dict[bytes, list[EngineCoreOutput]]
 """The outputs of a step, by the ingress that waits for them."""
+
+_ADAPTER_WAIT_S = 0.01
+"""How long an engine that has nothing else waits for an adapter before it reads its messages."""
 
 
 class EngineCore:
@@ -40,7 +53,7 @@ class EngineCore:
         clock: Callable[[], float] = THREADS.now,
     ) -> None:
         """`clock`: seconds by a monotonic clock."""
-        depth = config.scheduler.steps_in_flight if executor.overlaps else 1
+        self._depth = depth = config.scheduler.steps_in_flight if executor.overlaps else 1
         kind = WaveMember if config.parallel.expert else NullMember
         self.wave_member: EngineWaves = kind(rank=0, incarnation=0, depth=depth)
         """Decides when to step; its messages are collected for `take_messages`."""
@@ -55,9 +68,17 @@ class EngineCore:
         self.limits = limits
         self._clock = clock
         self.scheduler = self._new_scheduler()
-        self.on_start: Callable[[dict[bytes, list[Request]]], None] = lambda started: None
-        """Called with the requests that take their slots with a step, by ingress, before it is
-        executed."""
+        self.adapters = AdapterAdmission(config.lora)
+        """Requests whose adapters are not loaded; the scheduler has all others."""
+        self.sleep_level = self.num_wakes = 0
+        self._weights = self._proven_weights = WeightsSource(config.model.path, 0)
+        """Those that are wanted, and those that all workers had last."""
+        self._num_weights = 0
+        """Those that were ever wanted in place of others."""
+        self._adapter_polls = 0
+        self.on_start: Callable[[list[StartedRequest]], None] = lambda started: None
+        """Called before a step is executed with the requests that take their slots with it, and
+        before an adapter is loaded with those that wait for it."""
         self.num_steps = 0
         """Steps whose results were read: the measure of progress."""
         self._in_flight: deque[tuple[ScheduledStep, AsyncModelRunnerOutput]] = deque()
@@ -65,12 +86,12 @@ class EngineCore:
     @property
     def progress(self) -> int:
         """Grows with every step and every layer; from any thread."""
-        return self.num_steps + self.executor.progress_counter
+        return self.num_steps + self.executor.progress_counter + self._adapter_polls
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        if self._in_flight:
+        if self._in_flight or self.adapters.num_held:
             return True
         return self.wave_member.may_submit() and (
             self.wave_member.lockstep or self.scheduler.has_requests
@@ -78,10 +99,25 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest, client: bytes) -> EngineCoreOutput | None:
         """Queue a request; an answer means that it can never run."""
+        samples, records = self.limits.samples, self.config.model.routed_experts
+        error = wrong_kind(request, samples=samples, records_experts=records)
+        error = error or self.adapters.refusal(request)
+        if error:
+            reason = FinishReason.ERROR
+            return EngineCoreOutput(request.request_id, [], reason, error, attempt=request.attempt)
+        if request.adapter is not None and self._is_valid(request):
+            self.adapters.abort([request.request_id], [request.attempt - 1])
+            if self.adapters.hold(request, client, self._clock()):
+                return None
         answer = self.scheduler.add(request, client)
         if answer is None:
             self._messages += self.wave_member.work_arrived()
         return answer
+
+    def _is_valid(self, request: EngineCoreRequest) -> bool:
+        """One that is not waits for no adapter: the scheduler answers it."""
+        limits = self.limits
+        return invalid_reason(request, limits.vocab_size, limits.max_model_len) is None
 
     def take_failed(self) -> list[Outputs]:
         """Outputs of requests that ended because workers were lost."""
@@ -95,13 +131,14 @@ class EngineCore:
 
     def abort_requests(self, request_ids: list[str], attempts: Iterable[int] = ()) -> None:
         """See `Scheduler.abort`."""
+        self.adapters.abort(request_ids, attempts)
         self.scheduler.abort(request_ids, attempts)
 
-    def abort_client(self, client: bytes) -> list[Request]:
+    def abort_client(self, client: bytes) -> list[Request | EngineCoreRequest]:
         """Drop all requests of one ingress, and return them."""
         dropped = [r for r in self.scheduler.requests.values() if r.client == client]
         self.scheduler.abort([request.request_id for request in dropped])
-        return dropped
+        return [*dropped, *self.adapters.abort_client(client)]
 
     def step(self) -> Outputs:
         """`step_on` this thread."""
@@ -117,14 +154,17 @@ class EngineCore:
         is raised, and the steps in flight are lost.
         """
         try:
+            if self.adapters.num_held:
+                await ground.run(self._follow_adapters)
             self._submit()
             if not self._in_flight:
-                return {}
+                return self._with_failed({})
             scheduled, future = self._in_flight.popleft()
             output = await ground.result(future)
         except Exception as error:
             if isinstance(error, WorkerLost):
                 self._failed.append(self.scheduler.count_failed_attempt())
+                self._failed += map(_failure_of, self.adapters.count_failed_attempt())
             self.discard_steps_in_flight()
             raise
         except BaseException:  # an interrupt inside of the scheduler needs a `reset`
@@ -140,6 +180,51 @@ class EngineCore:
         has_work = self.scheduler.has_requests
         self._messages += self.wave_member.on_all_reduce(output.working, output.pausing, has_work)
         self.num_waves += self.wave_member.wave != wave
+        return self._with_failed(outputs)
+
+    def _follow_adapters(self) -> None:
+        """Begin what is to be loaded, and queue the requests whose adapters are there. Without a
+        step to compute it waits a moment for that."""
+        self._adapter_polls += 1
+        now = self._clock()
+        has_step = self.scheduler.has_requests and self.wave_member.may_submit()
+        is_idle = not self._in_flight and not has_step
+        self._on_loaded(self.executor.loaded_adapters(_ADAPTER_WAIT_S if is_idle else 0.0))
+        # Answers come first: they may have waited until a request asks for the adapter again.
+        failed = self.adapters.expire(now)
+        for held in self.adapters.advance(self._adapters_in_use, now):
+            answer = self.scheduler.add(held.request, held.client, held.arrived_s)
+            if answer is not None:
+                self._failed.append({held.client: [answer]})
+        commands = self.adapters.take_commands()
+        if commands:
+            self.on_start(self.adapters.waiting_for(commands))
+        for command in commands:
+            self.executor.load_adapter(command)
+        self._failed += map(_failure_of, failed)
+
+    def _on_loaded(self, answers: list[AdapterLoaded]) -> None:
+        """A failure may be of a worker that takes the place of another: then requests have begun
+        with the adapter, and end."""
+        for loaded in answers:
+            self._failed += map(_failure_of, self.adapters.on_loaded(loaded))
+            if loaded.failure:
+                self._failed.append(self.scheduler.fail_adapter(loaded.digest, loaded.failure))
+
+    def on_repaired(self) -> None:
+        """Workers were replaced."""
+        self._on_loaded(self.executor.loaded_adapters(0.0))
+
+    def _adapters_in_use(self) -> set[str]:
+        """Digests."""
+        requests = self.scheduler.requests.values()
+        return {r.core.adapter.digest for r in requests if r.core.adapter is not None}
+
+    def _with_failed(self, outputs: Outputs) -> Outputs:
+        """The outputs of a step, and those of requests that end without one."""
+        for failed in self.take_failed() if self._failed else ():
+            for client, answers in failed.items():
+                outputs.setdefault(client, []).extend(answers)
         return outputs
 
     def _submit(self) -> None:
@@ -183,7 +268,51 @@ class EngineCore:
             assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
         else:
             self.discard_steps_in_flight()
-        return self.executor.regroup(groups)
+        if not self._weights.number:  # those of the configuration, which no worker refuses
+            return self._regroup(groups)
+        regrouped = self._regroup(groups)
+        if refusal := _refusal_of(regrouped):
+            refused, self._weights = self._weights, self._proven_weights
+            if failure := _refusal_of(self._regroup(groups)):
+                raise ExecutorError(f"{refusal}; and those before cannot be read again: {failure}")
+            raise ValueError(
+                f"{refusal}; the weights of {refused.path} are not used, but those before"
+            )
+        if not self.sleep_level:
+            self._proven_weights = self._weights
+        return regrouped
+
+    def _regroup(self, groups: GroupPlan) -> list[Regrouped]:
+        return self.executor.regroup(
+            msgspec.structs.replace(groups, sleep_level=self.sleep_level, weights=self._weights)
+        )
+
+    def set_sleep(self, level: int) -> list[Regrouped]:
+        """Let the workers give memory back, or get it again; see `GroupPlan.sleep_level`. Requests
+        wait, and start again from the tokens that were read. Raises as `regroup` does."""
+        self.sleep_level = level
+        return self.regroup(GroupPlan(generation=0))
+
+    def update_weights(self, path: str) -> None:
+        """Let all workers have the weights of another folder, of the same model. Requests wait, and
+        start again from the tokens that were read; a core that sleeps reads them when it wakes up.
+        Raises ValueError for weights that cannot be used, then or now: those before stay. So they
+        do after an interrupt, from the next `regroup` or `reset` on."""
+        before = self._weights
+        self._num_weights += 1
+        try:
+            self._weights = WeightsSource(path, self._num_weights)
+            self.regroup(GroupPlan(generation=0))
+        except ValueError:
+            raise
+        except BaseException:
+            self._weights = before
+            raise
+
+    @property
+    def weight_folders(self) -> tuple[str, str]:
+        """Those that may be read again."""
+        return self._weights.path, self._proven_weights.path
 
     def reset(self) -> None:
         """Forget every request and all that is cached, whatever an interrupt has left half done:
@@ -192,25 +321,47 @@ class EngineCore:
         self.wave_member.in_flight = 0
         self._messages.clear()
         self._failed.clear()
+        self.adapters.clear()
         self.scheduler = self._new_scheduler()
         self.executor.abort()
-        self.executor.regroup(GroupPlan(generation=0))
+        self.regroup(GroupPlan(generation=0))
 
     def _new_scheduler(self) -> Scheduler:
         config, limits = self.config, self.limits
+        cache = config.cache
+        if not limits.keeps_kv:  # a block holds nothing for a later request
+            cache = msgspec.structs.replace(cache, prefix_caching=False)
         return Scheduler(
             config.scheduler,
-            config.cache,
+            cache,
             limits.num_blocks,
             limits.max_model_len,
             limits.vocab_size,
             self._clock,
+            whole_prompts=not limits.keeps_kv,
+            offload_blocks=limits.offload_blocks if cache.prefix_caching else (),
+            drafter=make_drafter(config.drafts, limits.max_model_len, self._depth),
         )
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free and no step is in flight."""
         assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
+        assert not self.adapters.num_held, f"{self.adapters.num_held} requests wait for adapters"
         self.scheduler.check_idle()
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+
+
+def _failure_of(failed: Failed) -> Outputs:
+    request = failed.held.request
+    reason = shown_to_users(failed.reason, request.adapter)
+    answer = EngineCoreOutput(
+        request.request_id, [], FinishReason.ERROR, reason, attempt=request.attempt
+    )
+    return {failed.held.client: [answer]}
+
+
+def _refusal_of(regrouped: list[Regrouped]) -> str:
+    """Why a worker cannot use new weights; empty: all can."""
+    return next((one.refusal for one in regrouped if one.refusal), "")

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.roster import Member
 from swell.coordinator.wire import EngineReport
 from swell.engine.core import EngineCore
+
+
+def member_of(
+    core: EngineCore, rank: int, incarnation: int, address: ChannelAddress, version: str
+) -> Member:
+    """The engine as the roster lists it."""
+    limits = core.limits
+    return Member(
+        rank,
+        address,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        incarnation=incarnation,
+        store=core.executor.store,
+        num_blocks=limits.num_blocks,
+        version=version,
+    )
 
 
 def report_of(
@@ -25,8 +44,8 @@ def report_of(
         incarnation=incarnation,
         epoch=member.epoch,
         running=len(scheduler.running),
-        waiting=scheduler.num_waiting,
-        waiting_tokens=scheduler.waiting_tokens(),
+        waiting=scheduler.num_waiting + core.adapters.num_held,
+        waiting_tokens=scheduler.waiting_tokens() + core.adapters.waiting_tokens(),
         kv_usage=scheduler.kv.usage,
         steps=core.num_steps,
         progress_counter=core.progress,
@@ -46,4 +65,14 @@ def report_of(
         started_requests=scheduler.num_started_requests,
         started_tokens=scheduler.num_started_tokens,
         roster_epoch=roster_epoch,
+        saved_blocks=scheduler.kv.offload.num_saved,
+        loaded_blocks=scheduler.kv.offload.num_loaded,
+        drafts=scheduler.drafter.num_drafts,
+        accepted_drafts=scheduler.drafter.num_accepted,
+        adapters_loaded=core.adapters.num_loaded,
+        adapters_waited_for=core.adapters.num_held,
+        adapter_loads=core.adapters.num_loads,
+        adapter_load_failures=core.adapters.num_failures,
+        sleep_level=core.sleep_level,
+        wakes=core.num_wakes,
     )

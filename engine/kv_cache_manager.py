@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from swell.configs.schema import CacheConfig
 from swell.engine.block_hash import extend_block_hashes
 from swell.engine.block_pool import BlockPool
+from swell.engine.offload_tiers import OffloadTiers
 from swell.engine.request import Request
 
 
@@ -29,10 +31,14 @@ class KVCacheManager:
     when it lets go of its blocks.
     """
 
-    def __init__(self, config: CacheConfig, num_blocks: int) -> None:
+    def __init__(
+        self, config: CacheConfig, num_blocks: int, offload_blocks: Sequence[int] = ()
+    ) -> None:
+        """`offload_blocks`: the sizes of the tiers below the device."""
         self.block_tokens = config.block_tokens
         self.prefix_caching = config.prefix_caching
-        self.pool = BlockPool(num_blocks)
+        self.offload = OffloadTiers(offload_blocks)
+        self.pool = BlockPool(num_blocks, self.offload.save)
         self._in_flight_blocks: dict[bytes, Request] = {}
         """Name -> who will give it: of several the first in order."""
         self.num_queried_tokens = 0
@@ -51,15 +57,16 @@ class KVCacheManager:
         The last known token is always recomputed: its logits are what the request waits for.
         `spare_blocks` must stay free, for requests that already run.
         """
-        cached = self.pool.get_cached_blocks(self._reusable_hashes(request))
+        found = self._find(self._reusable_hashes(request))
+        cached = [block for block in found.values() if block is not None]
         fresh = self._blocks_for(len(request.token_ids)) - len(cached)
         if fresh + self.pool.num_free_among(cached) + spare_blocks > self.pool.num_free:
             return False
         self.pool.touch(cached)
-        request.block_ids = cached + self.pool.allocate(fresh)
+        request.block_ids = self._hold(found, fresh)
         request.block_capacity_tokens = len(request.block_ids) * self.block_tokens
-        request.computed = len(cached) * self.block_tokens
-        self._set_num_cached_blocks(request, len(cached))
+        request.computed = len(found) * self.block_tokens
+        self._set_num_cached_blocks(request, len(found))
         self._count_lookup(request)
         self._register_in_flight(request)
         return True
@@ -76,7 +83,7 @@ class KVCacheManager:
         if prefix_leader is not None and self._is_in_flight(prefix_leader.name, request):
             return prefix_leader
         names = self._reusable_hashes(request)
-        found = shared = len(self.pool.get_cached_blocks(names))
+        found = shared = len(self._find(names))
         while shared < len(names) and self._is_in_flight(names[shared], request):
             shared += 1
         if shared == found:
@@ -118,17 +125,46 @@ class KVCacheManager:
         """Remove what `request` has computed from the prefix cache: it is invalid. By hash, because
         the request may have been preempted since, and have freed its blocks."""
         self.pool.evict_hashes(request.block_hashes)
+        self.offload.forget(request.block_hashes)
 
     def reset_prefix_cache(self) -> None:
         """Find no prefix that was computed before: its content may be lost. No block is in use."""
         self.check_idle()
         self.pool.reset_prefix_cache()
+        self.offload.reset()
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free and none is in flight."""
         self.pool.check_idle()
         num_blocks = len(self._in_flight_blocks)
         assert not num_blocks, f"{num_blocks} blocks are in flight without a request"
+
+    def _find(self, names: list[bytes]) -> dict[bytes, int | None]:
+        """The longest run of blocks that exist for a chain of names: the device's block of each;
+        None: it is in a tier below."""
+        found: dict[bytes, int | None] = {}
+        for name in names:
+            block = self.pool.get_cached_block(name)
+            if block is None and not self.offload.has(name):
+                break
+            found[name] = block
+        return found
+
+    def _hold(self, found: dict[bytes, int | None], fresh: int) -> list[int]:
+        """Blocks of a request: those that were found, copied to the device where they are not
+        there, and behind them what is new. `fresh`: how many have to be allocated for that."""
+        offloaded = [name for name, block in found.items() if block is None]
+        self.offload.pin(offloaded)  # allocating may push others into their places
+        allocated = iter(self.pool.allocate(fresh))
+        blocks = []
+        for name, block in found.items():
+            if block is None:
+                block = next(allocated)
+                self.offload.load(name, block)
+                self.pool.cache_block(block, name)
+            blocks.append(block)
+        self.offload.unpin()
+        return [*blocks, *allocated]
 
     def _count_lookup(self, request: Request) -> None:
         """A request that starts again, here or from another engine, finds its own blocks or none:

@@ -29,4 +29,5 @@ class LoadReporter:
         period_s = config.heartbeat_s
         if self._changed:
             period_s = min(max(config.load_report_s, self.load_report_s), period_s)
-        return max(0.0, self._last_at + period_s - now)
+        left_s = self._last_at + period_s - now
+        return left_s if left_s > 0.0 else 0.0

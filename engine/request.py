@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 from swell.engine.block_hash import pack_tokens
 from swell.engine.wire import (
@@ -13,6 +14,9 @@ from swell.engine.wire import (
     JourneyEventType,
 )
 from swell.worker.sample.wire import Extra
+
+if TYPE_CHECKING:
+    from swell.engine.drafter import RowDrafts
 
 MAX_FAILED_ATTEMPTS = 2
 """Engines or workers that may be lost with a request in a step, one after the other and without a
@@ -35,10 +39,13 @@ class Request:
         |<------------------------- total_tokens -------------------------------->|
         |<-- computed: KV exists or is in flight -->|<- to be scheduled ->|
 
-    `pending` counts tokens that steps in flight draw and that the host has not read.
+    `pending` counts tokens that steps in flight draw and that the host has not read. Drafts in
+    flight are not counted anywhere but in `num_drafts`: `computed` and the tokens grow by those
+    that were right when their step is read.
     """
 
     __slots__ = (
+        "arrival_time",
         "attempt",
         "block_capacity_tokens",
         "block_hashes",
@@ -47,9 +54,11 @@ class Request:
         "client",
         "computed",
         "core",
+        "drafts",
         "failed_attempts",
         "num_cached_blocks",
         "num_cached_tokens",
+        "num_drafts",
         "num_preemptions",
         "order",
         "pending",
@@ -66,23 +75,33 @@ class Request:
     )
 
     def __init__(
-        self, core: EngineCoreRequest, client: bytes, order: tuple[int, int], queued_at: float
+        self, core: EngineCoreRequest, client: bytes, priority: int, number: int, queued_at: float
     ) -> None:
+        """`priority`: under the policy; `number`: unique, larger than those of earlier requests;
+        `queued_at`: when it arrived here, in seconds by the clock of the engine."""
         self.core = core
         self.request_id = core.request_id
         self.attempt = core.attempt
         self.client = client
         """The ingress of the request: outputs go back to it."""
-        self.order = order
-        """Place under the policy; unique, smaller first, kept over preemption."""
+        self.arrival_time = queued_at - core.waited_s
+        """When it arrived at its ingress, in seconds by the clock of the engine."""
         self.failed_attempts = core.failed_attempts
         """Above zero it is a suspect, until it has a token: no two of them are computed at the same
         time, so that the next loss finds the one that is to blame."""
+        since = queued_at if core.failed_attempts else self.arrival_time
+        self.order = priority, since, number
+        """Place under the policy; unique, smaller first, kept over preemption, and on the way from
+        another engine, too. A suspect has lost its place: it may end the next engine."""
         self.status = RequestStatus.WAITING
         self.prompt_tokens = len(core.prompt_token_ids)
         self.token_ids = pack_tokens(core.prompt_token_ids + core.output_token_ids)
         self.computed = 0
         self.pending = 0
+        self.num_drafts = 0
+        """Drafts of the step in flight that has some: how many tokens it gives is not known."""
+        self.drafts: RowDrafts | None = None
+        """What is known of its drafts since it has its slot."""
         self.tokens_at_start = 0
         """Tokens that it had when it took its slot."""
         self.slot = -1
@@ -114,9 +133,12 @@ class Request:
 
     @property
     def tokens_to_schedule(self) -> int:
-        """Zero once the last token that it may have is sampled or being sampled."""
+        """Zero once the last token that it may have is sampled or being sampled, and while it has
+        drafts in flight."""
+        if self.num_drafts:
+            return 0
         known = len(self.token_ids) + self.pending
-        if known - self.prompt_tokens >= self.core.max_tokens:
+        if known - self.prompt_tokens >= self.core.max_tokens > 0:
             return 0
         return known - self.computed
 
@@ -135,27 +157,53 @@ class Request:
             self.request_id, [], FinishReason.ERROR, message, attempt=self.attempt
         )
 
-    def append(self, token_id: int, extras: list[Extra]) -> EngineCoreOutput:
-        """Add a sampled token; returns whether it is the last."""
-        core = self.core
-        self.token_ids.append(token_id)
-        self.pending -= 1
-        self.failed_attempts = 0
-        num_outputs = len(self.token_ids) - self.prompt_tokens
-        reason = stop = None
-        if num_outputs >= core.max_tokens:
-            reason = FinishReason.LENGTH
-        if num_outputs >= core.min_tokens:
-            if token_id in core.eos_token_ids:
-                reason = FinishReason.STOP
-            elif token_id in core.stop_token_ids:
-                reason, stop = FinishReason.STOP, token_id
-        if reason is not None:
-            self.status = RequestStatus.FINISHED
-        first = num_outputs == len(core.output_token_ids) + 1
+    def ends_with_prompt(self, computed: int) -> bool:
+        """Whether it ends with the step that computes so many tokens in all: it samples nothing."""
+        return not self.core.max_tokens and computed == self.prompt_tokens
+
+    def finish_prompt(self, extras: list[Extra]) -> EngineCoreOutput:
+        """The last output of a request that samples nothing."""
+        self.status = RequestStatus.FINISHED
         return EngineCoreOutput(
             self.request_id,
-            [token_id],
+            [],
+            FinishReason.STOP,
+            None,
+            self.num_cached_tokens,
+            self.queue_s,
+            self.num_preemptions,
+            extras,
+            self.attempt,
+        )
+
+    def append(self, sampled: list[int], extras: list[Extra]) -> EngineCoreOutput:
+        """Add the tokens that a step sampled, up to one that ends the answer; `extras`: of several
+        tokens, one each or none."""
+        core, token_ids = self.core, self.token_ids
+        before = num_outputs = len(token_ids) - self.prompt_tokens
+        self.pending -= 1
+        self.failed_attempts = 0
+        reason = stop = None
+        for token_id in sampled:
+            token_ids.append(token_id)
+            num_outputs += 1
+            if num_outputs >= core.max_tokens:
+                reason = FinishReason.LENGTH
+            if num_outputs >= core.min_tokens:
+                if token_id in core.eos_token_ids:
+                    reason = FinishReason.STOP
+                elif token_id in core.stop_token_ids:
+                    reason, stop = FinishReason.STOP, token_id
+            if reason is not None:
+                self.status = RequestStatus.FINISHED
+                taken = num_outputs - before
+                if taken < len(sampled):
+                    sampled, extras = sampled[:taken], extras[:taken]
+                break
+        first = before == len(core.output_token_ids)
+        return EngineCoreOutput(
+            self.request_id,
+            sampled,
             reason,
             stop,
             self.num_cached_tokens if first else 0,

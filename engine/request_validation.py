@@ -25,6 +25,7 @@ MAX_PROMPT_LOGPROBS = 1 << 20
 MAX_GRAMMAR_CHARS = 4 * GRAMMAR_LIMITS["max_grammar_size"]
 MAX_TEXT_CHARS = 4096
 """Longest id or salt."""
+_OF_ADAPTER = ("name", "folder", "digest")
 MAX_HEADERS = 64
 MAX_HEADER_CHARS = 1 << 16
 """Longest trace header with its name: more than HTTP servers accept."""
@@ -32,6 +33,7 @@ LARGEST = 1e6
 """Bound of temperatures, penalties and biases: beyond it float32 logits overflow."""
 SMALLEST = 1e-6
 """Bound of divisors."""
+LONGEST_WAIT_S = 1e9
 INT64 = 1 << 63
 
 
@@ -42,11 +44,28 @@ def invalid_reason(request: EngineCoreRequest, vocab_size: int, max_model_len: i
     return None
 
 
+def wrong_kind(
+    request: EngineCoreRequest, *, samples: bool, records_experts: bool = False
+) -> str | None:
+    """Why a model cannot run the request at all: `samples` says whether it samples tokens,
+    `records_experts` whether it knows which experts computed them."""
+    if samples and request.sampler.pooling is not None:
+        return "pooling: the model samples tokens, and pools nothing"
+    if not samples and request.sampler.pooling is None:
+        return "pooling is missing: the model samples no tokens"
+    if request.sampler.routed_experts and not records_experts:
+        return "routed_experts=True needs model.routed_experts=true"
+    return None
+
+
 def _invalid_reasons(
     request: EngineCoreRequest, vocab_size: int, max_model_len: int
 ) -> Iterator[str]:
     """All of them, the cheapest to find first."""
     yield from _counts(request, max_model_len)
+    yield from _pooling(request)
+    yield from _prompt_embeds(request)
+    yield from _adapter(request)
     yield from _texts(request)
     for name in ("prompt_token_ids", "output_token_ids", "stop_token_ids"):
         yield from _out_of_vocabulary(name, getattr(request, name), vocab_size)
@@ -64,14 +83,48 @@ def _counts(request: EngineCoreRequest, max_model_len: int) -> Iterator[str]:
             f"{prompt} prompt tokens and max_tokens={request.max_tokens} "
             f"exceed the maximum context length of {max_model_len} tokens"
         )
-    yield from _range("max_tokens", request.max_tokens, 1, max_model_len)
+    samples = request.sampler.pooling is None
+    yield from _range("max_tokens", request.max_tokens, int(samples), max_model_len * samples)
     yield from _range("min_tokens", request.min_tokens, 0, INT64 - 1)
     yield from _range("failed_attempts", request.failed_attempts, 0, INT64 - 1)
     yield from _range("attempt", request.attempt, 1, INT64 - 1)
     yield from _range("priority", request.priority, -INT64, INT64 - 1)
+    yield from _finite("waited_s", request.waited_s, 0, LONGEST_WAIT_S)
     yield from _too_long("output_token_ids", request.output_token_ids, max_model_len)
     for name in ("eos_token_ids", "stop_token_ids"):
         yield from _too_long(name, getattr(request, name), MAX_END_TOKENS)
+
+
+def _pooling(request: EngineCoreRequest) -> Iterator[str]:
+    params = request.sampler.pooling
+    if params is not None:
+        if request.output_token_ids:
+            yield "output_token_ids: a request that is pooled has no outputs"
+        yield from _range("dimensions", params.dimensions, 0, INT64 - 1)
+        yield from _range("segment_start", params.segment_start, 0, len(request.prompt_token_ids))
+
+
+def _prompt_embeds(request: EngineCoreRequest) -> Iterator[str]:
+    """The worker alone knows the model's hidden size."""
+    embeds, prompt = request.prompt_embeds, len(request.prompt_token_ids)
+    if embeds is None:
+        return
+    if embeds.first:
+        yield f"prompt_embeds begins at token {embeds.first}; a request has all of them"
+    if embeds.width < 1 or len(embeds.data) != prompt * embeds.row_bytes:
+        yield (
+            f"prompt_embeds holds {len(embeds.data)} bytes; {prompt} embeddings of {embeds.width} "
+            f"numbers in {embeds.dtype} have {prompt * embeds.row_bytes}"
+        )
+    if any(request.prompt_token_ids):
+        yield "prompt_token_ids: a prompt of embeddings has the token 0 at each position"
+    if request.cache_salt is None:
+        yield "cache_salt is missing: it tells the KV of prompt_embeds from that of tokens"
+
+
+def _adapter(request: EngineCoreRequest) -> Iterator[str]:
+    if request.adapter is not None and request.cache_salt is None:
+        yield "cache_salt is missing: it tells the KV of an adapter from that of the model"
 
 
 def _texts(request: EngineCoreRequest) -> Iterator[str]:
@@ -80,6 +133,8 @@ def _texts(request: EngineCoreRequest) -> Iterator[str]:
         "cache_salt": request.cache_salt or "",
         "external_req_id": request.external_req_id or "",
     }
+    if request.adapter is not None:
+        texts |= {f"adapter.{name}": getattr(request.adapter, name) for name in _OF_ADAPTER}
     for name, text in texts.items():
         if len(text) > MAX_TEXT_CHARS:
             yield f"{name} has {len(text)} characters; at most {MAX_TEXT_CHARS} are taken"

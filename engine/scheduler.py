@@ -15,65 +15,37 @@ request waits for one that the policy puts behind it.
 
 Steps may be scheduled before the results of earlier ones are read. What such a step samples is
 `pending`: it exists on the device, counts as known, and has no number on the host yet.
+
+A row may have drafts behind its tokens (`drafter.py`). How many of them are right is known when the
+step is read; until then the request has no row.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Callable, Iterable
-from itertools import zip_longest
-from operator import itemgetter
-
-import msgspec
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, zip_longest
 
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.coordinator.ground import THREADS
+from swell.engine.adapter_admission import shown_to_users
+from swell.engine.drafter import Drafter
 from swell.engine.kv_cache_manager import KVCacheManager, PrefixLeader
 from swell.engine.request import MAX_FAILED_ATTEMPTS, Request, RequestStatus
 from swell.engine.request_validation import invalid_reason
+from swell.engine.step_builder import ScheduledStep, StepBuilder
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import Extra
-from swell.worker.wire import BlockGrowth, ModelRunnerOutput, NewRow, SchedulerOutput
+from swell.worker.wire import BlockGrowth, ModelRunnerOutput, NewRow
 
 NANS_IN_LOGITS = (
     "the model's logits for this request are no numbers (NaN or infinity), so no token can be drawn"
 )
 _NO_EXTRAS: list[Extra] = []
-_count = itemgetter(1)
-"""Tokens of a row of a `_StepBuilder`."""
-_Waiting = tuple[tuple[int, int], Request, PrefixLeader | None]
+_NO_TOKENS: list[int] = []
+_Waiting = tuple[tuple[int, float, int], Request, PrefixLeader | None]
 """Place under the policy, the request, and its prefix leader when it was last considered."""
-
-
-class ScheduledStep(msgspec.Struct):
-    """A plan and the requests that its rows belong to."""
-
-    plan: SchedulerOutput
-    rows: list[Request] = []
-
-    def started(self) -> dict[bytes, list[Request]]:
-        """Requests that take their slots with this step, by ingress."""
-        slots = {row.slot for row in self.plan.new_rows}
-        started: dict[bytes, list[Request]] = {}
-        for request in self.rows if slots else ():
-            if request.slot in slots:
-                started.setdefault(request.client, []).append(request)
-        return started
-
-
-class _StepBuilder(msgspec.Struct):
-    """A step while it is being decided."""
-
-    budget_tokens: int
-    rows: list[tuple[Request, int]] = []
-    new_rows: list[NewRow] = []
-    growths: list[BlockGrowth] = []
-    preempted: bool = False
-
-    def add_row(self, request: Request, count: int) -> None:
-        self.rows.append((request, count))
-        self.budget_tokens -= count
 
 
 class Scheduler:
@@ -87,11 +59,19 @@ class Scheduler:
         max_model_len: int,
         vocab_size: int,
         clock: Callable[[], float] = THREADS.now,
+        whole_prompts: bool = False,
+        offload_blocks: Sequence[int] = (),
+        drafter: Drafter | None = None,
     ) -> None:
+        """`whole_prompts`: a prompt is computed in one step, which has room for all of it;
+        `offload_blocks`: sizes of the tiers below the device; `drafter`: which rows have drafts
+        (None: no row)."""
         self.config = config
         self.max_model_len = max_model_len
+        self._whole_prompts = whole_prompts
         self.vocab_size = vocab_size
-        self.kv = KVCacheManager(cache, num_blocks)
+        self.kv = KVCacheManager(cache, num_blocks, offload_blocks)
+        self.drafter = drafter or Drafter()
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         """In policy order, so the last one is the one to preempt, and is scheduled last."""
@@ -103,9 +83,9 @@ class Scheduler:
         self._waiting: list[_Waiting] = []
         """Heap in policy order; finished requests are dropped when they surface."""
         self._free_slots = list(range(config.max_rows))
-        self._max_chunk_tokens = config.max_chunk_tokens or config.max_tokens_per_step
-        self._arrivals = 0
-        self._step = 0
+        chunk_tokens = 0 if whole_prompts else config.max_chunk_tokens
+        self._max_chunk_tokens = chunk_tokens or config.max_tokens_per_step
+        self._arrivals = self._step = 0
         self._clock = clock
 
     @property
@@ -119,7 +99,7 @@ class Scheduler:
     @property
     def wants_step(self) -> bool:
         """Whether something is left to compute behind the steps that are scheduled."""
-        return any(request.tokens_to_schedule for request in self.requests.values())
+        return any(r.tokens_to_schedule or r.num_drafts for r in self.requests.values())
 
     def waiting_tokens(self) -> int:
         """Tokens known but not computed, over all requests."""
@@ -127,9 +107,12 @@ class Scheduler:
 
     # ---------------------------------------------------------------- requests come and go
 
-    def add(self, core: EngineCoreRequest, client: bytes) -> EngineCoreOutput | None:
-        """Take a request in. One that can never run is answered at once. A later attempt takes the
-        place of an earlier one that is still here: the abort of that one was lost."""
+    def add(
+        self, core: EngineCoreRequest, client: bytes, arrived_s: float | None = None
+    ) -> EngineCoreOutput | None:
+        """Take a request in, which arrived now, or before by the clock. One that can never run is
+        answered at once. A later attempt takes the place of an earlier one that is still here: the
+        abort of that one was lost."""
         self.abort([core.request_id], [core.attempt - 1])
         error = invalid_reason(core, self.vocab_size, self.max_model_len)
         if core.request_id in self.requests:
@@ -138,11 +121,12 @@ class Scheduler:
             return EngineCoreOutput(
                 core.request_id, [], FinishReason.ERROR, error, attempt=core.attempt
             )
-        if len(core.output_token_ids) >= core.max_tokens:
+        if len(core.output_token_ids) >= core.max_tokens > 0:
             return EngineCoreOutput(core.request_id, [], FinishReason.LENGTH, attempt=core.attempt)
         priority = core.priority if self.config.policy == "priority" else 0
         self._arrivals += 1
-        request = Request(core, client, (priority, self._arrivals), self._clock())
+        arrived_s = self._clock() if arrived_s is None else arrived_s
+        request = Request(core, client, priority, self._arrivals, arrived_s)
         self.requests[core.request_id] = request
         heapq.heappush(self._waiting, (request.order, request, None))
         return None
@@ -168,24 +152,30 @@ class Scheduler:
         self.kv.free(request)
         self._free_slots.append(request.slot)
         request.slot = -1
+        request.drafts = None
 
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing can be computed now."""
-        builder = _StepBuilder(self.config.max_tokens_per_step)
+        builder = StepBuilder(self.config.max_tokens_per_step)
         self._schedule_running(builder)
         if self._waiting and not builder.preempted:
             self._schedule_waiting(builder)
         if not builder.rows:
             return None
+        self.drafter.add_drafts(builder, len(self.running), self.kv)
         return self._plan(builder)
 
     def schedule_dummy(self) -> ScheduledStep:
         """A step without rows."""
-        return self._plan(_StepBuilder(0))
+        return self._plan(StepBuilder(0))
 
-    def _schedule_running(self, builder: _StepBuilder) -> None:
+    def _plan(self, builder: StepBuilder) -> ScheduledStep:
+        self._step += 1
+        return builder.plan(self._step, self.kv)
+
+    def _schedule_running(self, builder: StepBuilder) -> None:
         index = 0
         while index < len(self.running) and builder.budget_tokens:
             request = self.running[index]
@@ -201,7 +191,7 @@ class Scheduler:
                 builder.growths.append(BlockGrowth(request.slot, blocks))
             builder.add_row(request, count)
 
-    def _schedule_waiting(self, builder: _StepBuilder) -> None:
+    def _schedule_waiting(self, builder: StepBuilder) -> None:
         followers: list[_Waiting] = []
         claimed_blocks = 0
         while self._waiting and builder.budget_tokens and len(followers) < len(self._free_slots):
@@ -221,6 +211,8 @@ class Scheduler:
             if prefix_leader is not None:
                 followers.append((order, request, prefix_leader))
                 claimed_blocks += prefix_leader.own_blocks
+            elif self._whole_prompts and len(request.token_ids) > builder.budget_tokens:
+                break
             # Each running request may soon want a block.
             elif self.kv.admit(request, spare_blocks=len(self.running) + claimed_blocks):
                 self._assign_slot(request, builder)
@@ -231,7 +223,7 @@ class Scheduler:
         for follower in followers:
             heapq.heappush(self._waiting, follower)
 
-    def _assign_slot(self, request: Request, builder: _StepBuilder) -> None:
+    def _assign_slot(self, request: Request, builder: StepBuilder) -> None:
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.tokens_at_start = len(request.token_ids)
@@ -253,16 +245,18 @@ class Scheduler:
                 sampler=core.sampler,
                 min_tokens=core.min_tokens,
                 end_token_ids=[token for token in ends if 0 <= token < self.vocab_size],
+                prompt_embeds=core.prompt_embeds and core.prompt_embeds.behind(request.computed),
+                adapter=core.adapter.digest if core.adapter else "",
             )
         )
 
-    def _chunk(self, request: Request, builder: _StepBuilder) -> int:
+    def _chunk(self, request: Request, builder: StepBuilder) -> int:
         """Tokens of `request` that fit into this step, which has room for one."""
         count = request.tokens_to_schedule
         return count if count <= 1 else min(count, builder.budget_tokens, self._max_chunk_tokens)
 
     def _grow_or_preempt(
-        self, request: Request, num_tokens: int, builder: _StepBuilder
+        self, request: Request, num_tokens: int, builder: StepBuilder
     ) -> list[int] | None:
         """Blocks for `request`, taken from later requests if need be; None: it lost its own."""
         while True:
@@ -294,11 +288,22 @@ class Scheduler:
                 continue  # it made progress
             request.failed_attempts += 1
             if request.failed_attempts >= MAX_FAILED_ATTEMPTS:
-                why = (
-                    f"{request.failed_attempts} workers or engines in a row were lost in its steps"
-                )
+                lost = request.failed_attempts
+                why = f"{lost} workers or engines in a row were lost in its steps"
                 outputs.setdefault(request.client, []).append(request.fail(why))
                 self._finish(request)
+        return outputs
+
+    def fail_adapter(self, digest: str, reason: str) -> dict[bytes, list[EngineCoreOutput]]:
+        """A worker has no longer the adapter of these requests; the outputs that say so, for each
+        ingress."""
+        outputs: dict[bytes, list[EngineCoreOutput]] = {}
+        for request in list(self.requests.values()):
+            adapter = request.core.adapter
+            if adapter is not None and adapter.digest == digest:
+                why = shown_to_users(reason, adapter)
+                self._finish(request)
+                outputs.setdefault(request.client, []).append(request.fail(why))
         return outputs
 
     def preempt_all(self) -> None:
@@ -310,29 +315,8 @@ class Scheduler:
         for request in reversed(self.running.copy()):
             self._preempt(request)
         for request in self.requests.values():
-            request.pending = 0
+            request.pending = request.num_drafts = 0
         self.kv.reset_prefix_cache()
-
-    def _plan(self, builder: _StepBuilder) -> ScheduledStep:
-        """Write the step down, decode rows first, and advance as if it were done."""
-        builder.rows.sort(key=_count)
-        self._step += 1
-        plan = SchedulerOutput(self._step, new_rows=builder.new_rows, growths=builder.growths)
-        step = ScheduledStep(plan)
-        rows, slots, starts = step.rows, plan.slots, plan.starts
-        num_tokens, samples = plan.num_tokens, plan.samples
-        for request, count in builder.rows:
-            rows.append(request)
-            slots.append(request.slot)
-            starts.append(request.computed)
-            num_tokens.append(count)
-            computed = request.computed = request.computed + count
-            is_sampled = computed == request.total_tokens
-            samples.append(is_sampled)
-            request.pending += is_sampled
-            if computed >= request.cacheable_tokens:
-                self.kv.cache_full_blocks(request)
-        return step
 
     # ---------------------------------------------------------------- update
 
@@ -341,12 +325,16 @@ class Scheduler:
     ) -> dict[bytes, list[EngineCoreOutput]]:
         """Process the result of a step; returns outputs for each ingress. A row that failed ends
         its request, and nothing else."""
-        assert output.step == step.plan.step, f"step {output.step} answers {step.plan.step}"
+        plan = step.plan
+        assert output.step == plan.step, f"step {output.step} answers {plan.step}"
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         sampled = iter(output.sampled_token_ids)
         failed = self._failed(step, output)
-        for row, (request, is_sampled) in enumerate(zip(step.rows, step.plan.samples, strict=True)):
-            token_id = next(sampled) if is_sampled else None
+        for row, (request, samples) in enumerate(zip(step.rows, plan.samples, strict=True)):
+            if samples > 1:
+                tokens = list(islice(sampled, 1 + output.accepted[row]))
+            else:
+                tokens = [next(sampled)] if samples else _NO_TOKENS
             if request.status is RequestStatus.FINISHED:
                 continue
             if row in failed:
@@ -354,8 +342,12 @@ class Scheduler:
                 self._finish(request)
                 continue
             extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
-            if token_id is not None:
-                answer = request.append(token_id, extras)
+            if samples:
+                answer = request.append(tokens, extras)
+                if samples > 1:
+                    self._on_drafts(request, len(tokens) - 1)
+            elif request.ends_with_prompt(plan.starts[row] + plan.num_tokens[row]):
+                answer = request.finish_prompt(extras)
             elif extras:
                 answer = EngineCoreOutput(
                     request.request_id, [], extras=extras, attempt=request.attempt
@@ -365,8 +357,19 @@ class Scheduler:
             if answer.finish_reason is not None:
                 self._finish(request)
             outputs.setdefault(request.client, []).append(answer)
+        if output.proposals:
+            self.drafter.on_proposals(step.rows, output.proposals)
         assert next(sampled, None) is None, f"step {output.step} sampled more tokens than planned"
         return outputs
+
+    def _on_drafts(self, request: Request, accepted: int) -> None:
+        """The step with the request's drafts was read: KV of those that were accepted is valid,
+        unless the request has lost its blocks."""
+        if request.slot >= 0:
+            request.computed += accepted
+            if request.computed >= request.cacheable_tokens:
+                self.kv.cache_full_blocks(request)
+        self.drafter.on_result(request, accepted)
 
     def _failed(self, step: ScheduledStep, output: ModelRunnerOutput) -> dict[int, str]:
         """Rows that failed, and why; no other request finds what such a one has computed."""

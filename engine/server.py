@@ -11,16 +11,11 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import msgspec
-
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox
 from swell.coordinator.finder import FindCoordinator, find_nothing
 from swell.coordinator.ground import THREADS, Ground, drive
-from swell.coordinator.roster import Member
 from swell.coordinator.wave_interface import WITHOUT_GROUP, Phase
 from swell.coordinator.wire import (
     CoordinatorMessage,
@@ -40,10 +35,11 @@ from swell.engine.coordinator_client import (
     ServeAlone,
 )
 from swell.engine.core import EngineCore
-from swell.engine.engine_report import report_of
+from swell.engine.engine_report import member_of, report_of
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
 from swell.engine.load_reporter import LoadReporter
-from swell.engine.request import Request
+from swell.engine.step_builder import StartedRequest
+from swell.engine.utility_services import UtilityServices
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutput,
@@ -54,7 +50,6 @@ from swell.engine.wire import (
     KeepAlive,
     ReplaceClient,
     UtilityCall,
-    UtilityOutput,
 )
 from swell.worker.wire import GroupPlan
 
@@ -107,16 +102,15 @@ class EngineServer:
             keys,
             EngineSnapshot.of(self.member, core.wave_member),
             progress_counter=lambda: core.progress,
-            num_requests=lambda: len(core.scheduler.requests),
+            num_requests=lambda: len(core.scheduler.requests) + core.adapters.num_held,
             abort_collectives=core.executor.abort,
             on_command=self._waker.wake,
             find=find_coordinator,
         )
         self._stopping = False
-        self._services: dict[str, Callable[..., object]] = {
-            "report": self._report,
-            "check_idle": core.check_idle,
-        }
+        self._services = UtilityServices({"report": self._report, "check_idle": core.check_idle})
+        self._is_waking = False
+        """It was asleep when `Resume` came."""
         self._coordinator_client.start()
 
     @property
@@ -125,19 +119,9 @@ class EngineServer:
 
     def _describe(self) -> None:
         """The workers may be other ones than before."""
-        limits, executor = self.core.limits, self.core.executor
-        self.workers = tuple(executor.workers())
+        self.workers = tuple(self.core.executor.workers())
         """Replaced whole, so that any thread may read it; `member` too."""
-        self.member = Member(
-            self.rank,
-            self.address,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-            incarnation=self.incarnation,
-            store=executor.store,
-            num_blocks=limits.num_blocks,
-            version=self.version,
-        )
+        self.member = member_of(self.core, self.rank, self.incarnation, self.address, self.version)
         """The engine as the roster lists it."""
 
     def run(self) -> None:
@@ -180,8 +164,8 @@ class EngineServer:
         await self._process_inputs(0.0 if busy else self._reporter.wait_s(self._ground.now()))
         self._check_peers(self._ground.now())  # after taking in what came meanwhile
         if self._reconfiguration is not None:
-            await self._reconfigure()
-        if self.core.has_work:
+            await self._reconfigure()  # takes long, as sleep does: then messages come before a step
+        elif not await self._follow_sleep() and self.core.has_work:
             self._reporter.changed()
             outputs_by_client = await self.core.step_on(self._ground, self._process_inputs)
             for client, outputs in outputs_by_client.items():
@@ -190,9 +174,9 @@ class EngineServer:
                 self._check_conservation()
 
     async def _process_inputs(self, timeout_s: float = 0.0) -> None:
-        there = await self._ground.ready(self._inbox, timeout_s, self._waker)
-        for peer, message in self._inbox.take() if there else ():
-            self._on_message(peer, message)
+        if await self._ground.ready(self._inbox, timeout_s, self._waker):
+            for peer, message in self._inbox.take():
+                self._on_message(peer, message)
         self._client_tracker.advance(self._ground.now())
         while not self._coordinator_client.commands.empty():
             self._handle_command(self._coordinator_client.commands.get())
@@ -216,7 +200,8 @@ class EngineServer:
             case AbortRequests():
                 self.core.abort_requests(message.request_ids, message.attempts)
             case UtilityCall():
-                self._serve(peer, message)
+                output = self._services.call(message)
+                self._inbox.send(peer, EngineCoreOutputs(utility_output=output))
             case ReplaceClient():
                 clients.replace(message.identities, now)
                 for identity in message.identities:
@@ -251,34 +236,25 @@ class EngineServer:
         except AssertionError as leak:
             self._log.error("idle, but not everything is free", leak=str(leak))
 
-    def _serve(self, peer: bytes, call: UtilityCall) -> None:
-        """Run a service; an exception is the answer, too."""
-        try:
-            if call.method not in self._services:
-                known = ", ".join(sorted(self._services))
-                raise ValueError(f"unknown utility {call.method!r}; known: {known}")
-            result = self._services[call.method](*call.args)
-            answer = UtilityOutput(call.call_id, None, msgspec.Raw(msgspec.msgpack.encode(result)))
-        except Exception as error:
-            answer = UtilityOutput(call.call_id, f"{type(error).__name__}: {error}")
-        self._inbox.send(peer, EngineCoreOutputs(utility_output=answer))
-
     def _send(self, client: bytes, outputs: list[EngineCoreOutput]) -> None:
         seq = self._client_tracker.next_seq(client)
         self._inbox.send(client, EngineCoreOutputs(outputs, seq=seq))
 
-    def _send_started(self, started: dict[bytes, list[Request]]) -> None:
-        """A step that ends this process may begin now. If one of its requests is suspect, it waits
-        until the message has surely left; otherwise the first millisecond of a step is enough."""
-        for client, requests in started.items():
+    def _send_started(self, started: list[StartedRequest]) -> None:
+        """What ends this process may begin now. If one of the requests is suspect, it waits until
+        the message has surely left; otherwise the first millisecond of a step is enough."""
+        by_client: dict[bytes, list[StartedRequest]] = {}
+        for one in started:
+            by_client.setdefault(one.client, []).append(one)
+        for client, requests in by_client.items():
             message = EngineCoreOutputs(
                 seq=self._client_tracker.next_seq(client),
                 started=[request.request_id for request in requests],
                 started_attempts=[request.attempt for request in requests],
-                journey_events=[request.journey_events() for request in requests],
+                journey_events=[request.events for request in requests],
             )
             self._inbox.send(client, message)
-        if any(request.failed_attempts for requests in started.values() for request in requests):
+        if any(request.failed_attempts for request in started):
             self._ground.flush(_FLUSH_S)
 
     # ---------------------------------------------------------------- groups and workers
@@ -289,8 +265,10 @@ class EngineServer:
             case StartDPWave():
                 self._send_to_coordinator(member.start(command))
             case Pause():
+                self._is_waking = False
                 self._send_to_coordinator(member.pause(command))
             case Resume():
+                self._is_waking = self.core.sleep_level > 0
                 self._send_to_coordinator(member.resume(command))
             case ReconfigureDistributedRequest() | ServeAlone():
                 self._reconfiguration = command
@@ -336,6 +314,22 @@ class EngineServer:
             experts_loaded=sum(worker.experts_loaded for worker in regrouped),
         )
 
+    async def _follow_sleep(self) -> bool:
+        """A paused engine gives memory back as deeply as is wanted. One that wakes up takes as long
+        as one that replaces its workers, and is in the roster as such meanwhile. False: neither."""
+        member, level = self.core.wave_member, self._coordinator_client.sleep_level
+        if self._is_waking:
+            self._is_waking, self.core.sleep_level = False, 0
+            self._repair_unreported = True
+            self._send_to_coordinator(member.broken("it wakes up", repairing=True))
+            await self._form_again(wakes=True)
+            return True
+        if level > self.core.sleep_level and member.phase is Phase.PAUSED and not member.lockstep:
+            self._log.info("falls asleep", level=level)
+            await self._ground.run(self.core.set_sleep, level)
+            return True
+        return False
+
     async def _recover(self, failure: ExecutorError) -> None:
         """Replace what was lost, and form the engine's own groups again; an engine that shares
         experts waits for the coordinator's next epoch."""
@@ -343,40 +337,53 @@ class EngineServer:
         self._log.warning("groups broke", reason=str(failure), workers_lost=lost)
         member = self.core.wave_member
         self._resets += 1
+        self.core.sleep_level = 0
         self.core.discard_steps_in_flight()
-        for failed in self.core.take_failed():
-            for client, outputs in failed.items():
-                self._send(client, outputs)
+        self._send_failed()
         absent = failure.absent if isinstance(failure, GroupBroken) else ()
         self._send_to_coordinator(member.broken(str(failure), lost, absent))
         if lost:
             await self._ground.run(self.core.executor.repair)
-            self.repairs += 1
+            self.core.on_repaired()
+            self._send_failed()
             self._repair_unreported = True
             self._describe()
+        await self._form_again()
+
+    async def _form_again(self, wakes: bool = False) -> None:
+        member = self.core.wave_member
         if not member.lockstep:
             await self._ground.run(self.core.regroup, GroupPlan(generation=0))
             self._send_to_coordinator(member.joined())
         if self._repair_unreported:  # perhaps of an earlier turn, whose groups did not form
             self._repair_unreported = False
-            self._log.info("workers replaced", repairs=self.repairs)
+            self.repairs += 1  # not before: the coordinator takes a greater number for `Repaired`
+            self.core.num_wakes += wakes
+            self._log.info("serves again", repairs=self.repairs)
             self._send_to_coordinator([Repaired(self.rank, self.incarnation, self.member.store)])
+
+    def _send_failed(self) -> None:
+        for failed in self.core.take_failed():
+            for client, outputs in failed.items():
+                self._send(client, outputs)
 
     # ---------------------------------------------------------------- reports
 
     def _send_to_coordinator(self, messages: list[CoordinatorMessage]) -> None:
         """Send these, and a report where one is due or the group's state has changed: the client
         repeats it while this thread is inside a step."""
-        now = self._ground.now()
+        now, reporter, client = self._ground.now(), self._reporter, self._coordinator_client
         snapshot = EngineSnapshot.of(self.member, self.core.wave_member)
-        self._coordinator_client.publish(snapshot)
-        self._reporter.load_report_s = self._coordinator_client.load_report_s
-        if snapshot != self._reported or self._reporter.wait_s(now) == 0.0:
+        reporter.load_report_s = client.load_report_s
+        is_changed = snapshot != self._reported
+        if is_changed:
             self._reported = snapshot
-            self._reporter.reported(now)
+            client.publish(snapshot)
+        if is_changed or reporter.wait_s(now) == 0.0:
+            reporter.reported(now)
             messages = [*messages, self._report()]
         if messages:
-            self._coordinator_client.send(messages)
+            client.send(messages)
 
     def _report(self) -> EngineReport:
         return report_of(

@@ -3,14 +3,14 @@
 Engines of a broken group wait for the coordinator to form the next one. If the host of the
 coordinator is lost, and one of their peers with it, that takes until Ray has found out and the
 next coordinator has been made and found: a multiple of `stall_timeout_s`. An engine alone needs
-the agreement of nobody. So it steps alone (`Phase.ALONE`) when
+no agreement with others. So it steps alone (`Phase.ALONE`) when
 
 - it has received nothing from a coordinator for `stall_timeout_s`: one that speaks decides;
 - its group does not step any more: it is broken, one of its steps has made no progress for
   `stall_timeout_s`, as when a peer vanished without a packet, or it has been paused for as long,
-  for a change that nobody completes. Else the group goes on as it is;
+  for a change that is never completed. Else the group goes on as it is;
 - it was in that group: one that has left, or was never in any, has nothing to go on with;
-- nobody wants a pause;
+- no engine wants a pause;
 - it has room for all experts: that is reserved for `cluster.min_engines` engines.
 
 Any coordinator that it hears later forms a group with it, at whatever epoch that one has come to.
@@ -50,7 +50,7 @@ class StandaloneMonitor:
     ) -> bool:
         """Whether the engine is to leave what it waits for and step alone. Call it at each turn of
         the loop, after it has taken in what has come. `progress`: steps and layers computed.
-        `may_serve`: the engine is in the group of this epoch, and nobody wants a pause."""
+        `may_serve`: the engine is in the group of this epoch, and no engine wants a pause."""
         at = self._clock.advance(now)
         if (phase, epoch, progress) != self._state:
             self._state, self._changed_at = (phase, epoch, progress), at

@@ -3,7 +3,8 @@
 An ingress sends `EngineCoreRequest`, `AbortRequests`, `UtilityCall`, `ReplaceClient` and
 `KeepAlive`; an engine answers each ingress with at most one `EngineCoreOutputs` per step, and each
 `KeepAlive` with a `KeepAliveReply`. The messages between the coordinator and an engine are in
-`coordinator/wire.py`. Fields are only ever appended.
+`coordinator/wire.py`. Fields are only ever appended, and no default ever changes: what is default
+at the end of a request does not travel (`coordinator/codec.py`).
 
 Nothing is lost silently. Both sides count the messages of an ingress's connection to an engine, in
 both directions, and each keep-alive and its reply carry the counts. A connection that was lost has
@@ -17,7 +18,8 @@ import enum
 
 import msgspec
 
-from swell.worker.sample.wire import Extra, SamplerParams
+from swell.configs.lora import Adapter
+from swell.worker.sample.wire import Extra, PromptEmbeds, SamplerParams
 
 
 class EngineCoreRequestType(enum.IntEnum):
@@ -86,6 +88,9 @@ class EngineCoreRequest(
     Resumption: `output_token_ids` are outputs that exist already, from a preempted or lost run.
     The engine recomputes prompt and outputs and continues; `max_tokens` and `min_tokens` count
     from the first output ever.
+
+    `max_tokens=0` samples nothing: the request ends with the step that computes its last token, and
+    the extras of its steps are its answer.
     """
 
     request_id: str
@@ -114,6 +119,15 @@ class EngineCoreRequest(
     attempt: int = 1
     """Number of this placement of the request on an engine, from 1. It stands in every output, so
     that a late output of an earlier attempt is recognised."""
+    prompt_embeds: PromptEmbeds | None = None
+    """The prompt, if it is given as embeddings: then `prompt_token_ids` has a 0 for each, and
+    `cache_salt` a digest of them, since equal ids have other KV."""
+    adapter: Adapter | None = None
+    """The adapter (LoRA) with which it is computed; None: the model alone. With one, `cache_salt`
+    is of it too: equal tokens have other KV. An engine that lacks it loads it."""
+    waited_s: float = 0.0
+    """Of a later attempt: how long ago the request arrived at its ingress, when this was sent. A
+    duration, since clocks of hosts differ; the engine takes it for `Request.arrival_time`."""
 
 
 class AbortRequests(
@@ -176,7 +190,7 @@ class UtilityCall(
 EngineMessage = EngineCoreRequest | AbortRequests | KeepAlive | UtilityCall | ReplaceClient
 
 
-class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The output of one step for one request."""
 
     request_id: str
@@ -207,9 +221,7 @@ class UtilityOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
-class EngineCoreOutputs(
-    msgspec.Struct, frozen=True, tag=0, array_like=True, omit_defaults=True, gc=False
-):
+class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
     """All outputs of one step for one ingress."""
 
     outputs: list[EngineCoreOutput] = []
@@ -219,13 +231,15 @@ class EngineCoreOutputs(
     lost, and a count that begins again that the engine has dropped its requests. 0: not counted.
     """
     started: list[str] = []
-    """Requests that enter the step which the engine begins next. This leaves before it begins: if
-    the engine is lost in it, it is known who may be the reason, and who only waited."""
+    """Requests that enter the step which the engine begins next, or whose adapter it loads next.
+    This leaves before it begins: if the engine is lost in it, it is known who may be the reason,
+    and who only waited."""
     started_attempts: list[int] = []
     """Attempts of the requests in `started`, in the same order."""
     journey_events: list[list[JourneyEvent]] = []
-    """What has happened to each of them since it was in `started` before, or since it arrived. The
-    last event of each is that it was scheduled, just before this message was sent."""
+    """What has happened to each of them since it was in `started` before, or since it arrived;
+    nothing while its adapter is loaded. The last event of each is that it was scheduled, just
+    before this message was sent."""
 
 
 class KeepAliveReply(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):

@@ -1,4 +1,5 @@
-"""Gated activation of the feed-forward block (Shazeer 2020, arXiv:2002.05202: SwiGLU)."""
+"""Activations of the feed-forward block: gated (Shazeer 2020, arXiv:2002.05202: SwiGLU, GEGLU), and
+GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
 
 from __future__ import annotations
 
@@ -14,3 +15,16 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     sequence would. Backends: reference, cpu.
     """
     return backends.get("activation", gate_up.device.type).silu_and_mul(gate_up)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x * (1 + erf(x / sqrt(2))) / 2 -> new tensor of x's shape. Backends: reference, cpu."""
+    return backends.get("activation", x.device.type).gelu(x)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up for gate_up [..., 2 * size] = [gate | up] -> new [..., size].
+
+    `gelu` is rounded to the input's type before the product. Backends: reference, cpu.
+    """
+    return backends.get("activation", gate_up.device.type).gelu_and_mul(gate_up)

@@ -5,7 +5,7 @@
     out[t, h]  = sum_j softmax_j(s[t, h, :]) V[j, h // group]
 
 Token i of a row with n query tokens and c context tokens has position p = c - n + i and sees
-the positions j <= p and, with a window w > 0, j > p - w:
+the positions j <= p + lookahead below c and, with a window w > 0, j > p - w:
 
     positions   0 ............ c-n ......... c-1
                 [ in the cache ][ this step's n ]
@@ -18,6 +18,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from swell.kernels import backends
+
+WHOLE_ROW = 1 << 30
+"""A lookahead with which tokens see all later positions of their rows."""
 
 
 class AttentionMetadata(NamedTuple):
@@ -44,8 +47,10 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    lookahead: int = 0,
 ) -> Tensor:
-    """Causal attention over the cache, into which this step's K and V are written already.
+    """Attention over the cache, into which this step's K and V are written already: causal, unless
+    tokens see `lookahead` later positions.
 
     q [T, heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim]; returns a new
     [T, heads, head_dim] of q's type. The softmax is computed in float32. `heads` is a multiple
@@ -53,5 +58,5 @@ def paged_attention(
     there the result of a token does not depend on its batch or chunk).
     """
     return backends.get("attention", q.device.type).paged_attention(
-        q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap
+        q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap, lookahead=lookahead
     )

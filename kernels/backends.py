@@ -27,6 +27,7 @@ OPERATIONS = (
     "inputs",
     "linear",
     "logprobs",
+    "lora",
     "moe",
     "norm",
     "penalties",

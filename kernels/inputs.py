@@ -16,7 +16,7 @@ class Sizes(NamedTuple):
     tokens: int
     rows: int
     samples: int
-    """Rows that sample."""
+    """Positions after which a token is sampled."""
     max_query_tokens: int
     """Most tokens of one row."""
     max_context_tokens: int
@@ -38,13 +38,20 @@ class Inputs(NamedTuple):
     block_table: Tensor
     # [T] int64, block * block_tokens + offset of each token's K and V
     slot_mapping: Tensor
-    # [3, R] int64, of the rows that sample: index into T of the last token, slot, and the position
-    # of the sampled token
+    # [3, S] int64, of each sampled token: index into T of the token before it, slot, and position
     samples: Tensor
 
     @classmethod
-    def allocate(cls, tokens: int, rows: int, blocks: int, device: torch.device) -> Inputs:
-        """Tensors for the largest step."""
+    def allocate(
+        cls,
+        tokens: int,
+        rows: int,
+        blocks: int,
+        device: torch.device,
+        samples: int | None = None,
+    ) -> Inputs:
+        """Tensors for the largest step; `samples`: tokens sampled in it (None: one for each
+        row)."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -56,7 +63,7 @@ class Inputs(NamedTuple):
             context_tokens=zeros(rows, dtype=torch.int32),
             block_table=zeros(rows, blocks, dtype=torch.int32),
             slot_mapping=zeros(tokens, dtype=torch.int64),
-            samples=zeros(3, rows, dtype=torch.int64),
+            samples=zeros(3, samples or rows, dtype=torch.int64),
         )
 
 
@@ -64,14 +71,14 @@ class Gather(Protocol):
     """Fills the inputs of one step after the other; never waits for the device."""
 
     def __call__(
-        self, slots: list[int], starts: list[int], counts: list[int], samples: list[bool]
+        self, slots: list[int], starts: list[int], counts: list[int], samples: list[int]
     ) -> Sizes:
         """Row r computes `counts[r]` tokens from position `starts[r]` on of the request at
-        `slots[r]`, and samples or does not.
+        `slots[r]`, and samples a token after each of its last `samples[r]` positions.
 
-        Raises IndexError for a row outside of the tables (the position of its sampled token
-        included), and ValueError for more tokens or rows than the inputs hold; the inputs are
-        undefined then.
+        Raises IndexError for a row outside of the tables (the position of its last sampled token
+        included) or with more samples than tokens, and ValueError for more tokens, rows or samples
+        than the inputs hold; the inputs are undefined then.
         """
 
 
@@ -93,11 +100,12 @@ def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Te
     backends.get("inputs", token_ids.device.type).write_tokens(token_ids, slots, positions, tokens)
 
 
-def check_room(tokens: int, rows: int, out: Inputs) -> None:
+def check_room(tokens: int, rows: int, samples: int, out: Inputs) -> None:
     """Raise ValueError if a step does not fit."""
     for count, what, room in (
         (tokens, "tokens", len(out.input_ids)),
         (rows, "rows", len(out.context_tokens)),
+        (samples, "samples", out.samples.shape[1]),
     ):
         if count > room:
             raise ValueError(

@@ -11,14 +11,22 @@ from torch import Tensor
 
 from swell.kernels import backends
 
+LAYOUT_VERSION = 1
+"""Of the order of packed weights, which files have too: another order gets another number."""
+
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A weight [out, in] in the order of the backend that packed it."""
+    """A weight [out, in] in panels of neighbouring outputs; the last one is padded with zeros."""
 
     data: Tensor
+    """[panels, in, outputs of a panel]"""
     out_features: int
     in_features: int
+
+    def unpack(self) -> Tensor:
+        """The weight [out, in] itself, from panels of any number of outputs."""
+        return self.data.transpose(1, 2).flatten(0, 1)[: self.out_features]
 
 
 Weight = Tensor | PackedTensor
@@ -30,6 +38,15 @@ def pack(weight: Tensor) -> Weight:
     Backends: reference, cpu.
     """
     return backends.get("linear", weight.device.type).pack(weight)
+
+
+def panel(device_type: str) -> int | None:
+    """Outputs of one panel where weights are packed for this type of device; None: they are not.
+
+    Backends: reference, cpu.
+    """
+    width: int | None = backends.get("linear", device_type).panel()
+    return width
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

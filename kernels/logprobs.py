@@ -2,21 +2,66 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from swell.kernels import backends
 
 
-def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """logits [N, V] float32, token_ids [N] int64 -> (indices [N, 2 + top] int64, logprobs
-    [N, 1 + top] float32); a `top` above V counts as V.
+class LogprobsLists(NamedTuple):
+    """`LogprobsTensors` as lists, one element for each of the N positions."""
 
-    A row of `indices` is the token's rank, the token, and the `top` most likely ones, best first;
-    `logprobs` are those of the tokens.
+    logprob_token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    selected_token_ranks: list[int]
+
+
+class LogprobsTensors(NamedTuple):
+    """Of N positions: the token that was selected there, sampled or given by a prompt, and the
+    `top` most likely ones, best first. All three lie on one device."""
+
+    # [N, 1 + top] int64
+    logprob_token_ids: Tensor
+    # [N, 1 + top] float32, natural logarithms
+    logprobs: Tensor
+    # [N] int64; 1 is the most likely
+    selected_token_ranks: Tensor
+
+    @staticmethod
+    def empty_cpu(num_positions: int, num_tokens_per_position: int) -> LogprobsTensors:
+        """To be filled; `num_tokens_per_position` is 1 + top."""
+        shape = num_positions, num_tokens_per_position
+        return LogprobsTensors(
+            torch.empty(shape, dtype=torch.int64),
+            torch.empty(shape, dtype=torch.float32),
+            torch.empty(num_positions, dtype=torch.int64),
+        )
+
+    def to_cpu_nonblocking(self) -> LogprobsTensors:
+        """On the host. From a CUDA device they are copied on the current stream: they may be read
+        once it has come so far, and `self` must exist until then."""
+        return LogprobsTensors(*[tensor.to("cpu", non_blocking=True) for tensor in self])
+
+    def filter(self, mask: Tensor) -> LogprobsTensors:
+        """The positions where mask [N] bool is True."""
+        return LogprobsTensors(*[tensor[mask] for tensor in self])
+
+    def tolists(self) -> LogprobsLists:
+        """Waits for the device, unless they are on the host."""
+        return LogprobsLists(*[tensor.tolist() for tensor in self])
+
+
+def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> LogprobsTensors:
+    """logits [N, V] float32, token_ids [N] int64: the selected tokens -> their log probabilities
+    and ranks, and the `top` most likely tokens; a `top` above V counts as V.
 
         logprob(t) = logit(t) - log(sum(exp(logits)))        rank(t) = 1 + number of larger logits
 
     The order of equal logits is up to the backend. If one of a row's logits is NaN or +inf, or all
     are -inf, all its log probabilities are NaN. Backends: reference, cpu.
     """
-    return backends.get("logprobs", logits.device.type).rank_tokens(logits, token_ids, top)
+    backend = backends.get("logprobs", logits.device.type)
+    ranked: LogprobsTensors = backend.rank_tokens(logits, token_ids, top)
+    return ranked

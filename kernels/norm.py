@@ -1,4 +1,5 @@
-"""Root mean square normalization (Zhang and Sennrich 2019, arXiv:1910.07467).
+"""Root mean square normalization (Zhang and Sennrich 2019, arXiv:1910.07467), and layer
+normalization (Ba, Kiros and Hinton 2016, arXiv:1607.06450).
 
 y = weight * cast(x / sqrt(mean(x^2) + eps)), the statistics and the quotient in float32; the cast
 to x's type comes BEFORE the product with the weight, as in transformers' LlamaRMSNorm.
@@ -23,3 +24,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Backends: reference, cpu.
     """
     return backends.get("norm", x.device.type).add_rms_norm(x, residual, weight, eps)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+) -> Tensor:
+    """(y - mean(y)) / sqrt(var(y) + eps) * weight (+ bias) of y = x (+ residual).
+
+    x, residual [..., size], weight, bias [size] -> new [..., size] of x's type. The sum is rounded
+    to x's type, all else is computed in float32. Backends: reference, cpu.
+    """
+    return backends.get("norm", x.device.type).layer_norm(x, weight, bias, eps, residual)

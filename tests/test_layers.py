@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, list[str]] = {
         "worker.sample.wire",  # SamplerParams, Extra: fields of an engine's requests and outputs
     ],
     "cluster/cli/*": ["cluster.*"],
+    "cluster/cli/save_sharded.py": ["worker.sharded.saving"],  # a worker's job, without an engine
     "cluster/__main__.py": ["cluster.cli.*"],
     "cluster/app.py": [
         "cluster.api.*",
@@ -40,7 +41,12 @@ MAY_IMPORT: dict[str, list[str]] = {
     "cluster/replica_peers.py": ["cluster.api.*"],
     "cluster/api/*": ["cluster.api.*", "cluster.client.*", "cluster.text.*"],
     "cluster/control/*": ["cluster.control.*", "cluster.client.*", "cluster.text.*"],
-    "cluster/local.py": ["cluster.client.*", "cluster.text.*"],
+    "cluster/local.py": ["cluster.local_engine", "cluster.text.*", "cluster.client.*"],
+    "cluster/local_engine.py": [
+        "cluster.client.*",
+        "cluster.text.*",
+        "worker.new_weights",  # tensors of a caller in this process, written for the workers
+    ],
     "cluster/client/*": ["cluster.client.*", "cluster.text.*"],
     "cluster/text/*": ["cluster.text.*"],
     "coordinator/*": ["coordinator.*", "configs.*"],
@@ -62,6 +68,7 @@ LIBRARIES: dict[str, list[str]] = {
         "engine/actor.py",
         "engine/executor/process_killer.py",
         "engine/executor/ray.py",
+        "engine/executor/ray_worker.py",
         "worker/actor.py",
     ],
     "torch": [
@@ -106,6 +113,7 @@ ON_A_GROUND: dict[str, tuple[str, ...]] = {
         "engine/executor/inproc.py",
         "engine/executor/process_killer.py",
         "engine/executor/ray.py",
+        "engine/executor/ray_worker.py",
     ),
 }
 OF_A_GROUND = ("ray", "time", "secrets", "random", "threading", "multiprocessing", "os", "signal")

@@ -16,7 +16,7 @@ MAX_MEDIAN_LINES = 120
 
 ENDPOINT_FILES = ("protocol.py", "convert.py", "serving.py")
 """Each folder of an endpoint family has files with these names."""
-ENDPOINT_FOLDERS = ("admin", "chat", "completions", "messages", "responses")
+ENDPOINT_FOLDERS = ("admin", "chat", "completions", "messages", "pooling", "responses")
 CLUSTER = [name for name in FILES if name.startswith("cluster/")]
 
 

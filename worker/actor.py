@@ -59,8 +59,10 @@ class WorkerActor:
         store: tuple[str, int] = self._worker.open_store()
         return store
 
-    def init_cache(self, num_blocks: int, max_model_len: int) -> None:
-        self._worker.init_cache(num_blocks, max_model_len)
+    def init_cache(
+        self, num_blocks: int, max_model_len: int, offload_blocks: tuple[int, int]
+    ) -> None:
+        self._worker.init_cache(num_blocks, max_model_len, offload_blocks)
         freeze_gc()
 
     def run(self) -> None:

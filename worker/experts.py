@@ -6,15 +6,14 @@ balanced placements it moves the fewest experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from swell.configs.schema import Config, ModelConfig
 from swell.worker.layers.moe import Expert, MoE
-from swell.worker.layers.weight_shard import WeightShard
-from swell.worker.loader import load_weight_shards
+from swell.worker.loader import load_experts
 from swell.worker.mesh import Mesh
 
 
@@ -133,12 +132,13 @@ def rebalance(
         if owner != here:
             for layer in layers:
                 layer.local_experts.pop(expert, None)
-    _load(model, missing, model_config, on_progress)
+    _load(model, mesh, missing, model_config, on_progress)
     return moved, len(missing)
 
 
 def _load(
     model: Any,
+    mesh: Mesh,
     experts: Sequence[int],
     model_config: ModelConfig,
     on_progress: Callable[[], None],
@@ -148,12 +148,12 @@ def _load(
     layers = model.moe_layers()
     made = {expert: [layer.make_expert() for layer in layers] for expert in experts}
 
-    def shards_of(_stored: Collection[str]) -> Iterator[WeightShard]:
-        for expert, weights in made.items():
-            yield from model.expert_weight_shards(expert, weights)
-
     if made:
-        load_weight_shards(shards_of, model_config, lambda _done, _total: on_progress())
+        shards = {
+            expert: list(model.expert_weight_shards(expert, weights))
+            for expert, weights in made.items()
+        }
+        load_experts(shards, mesh, model_config, lambda _done, _total: on_progress())
     for expert, weights in made.items():
         _store_expert(layers, expert, weights)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from swell.configs.log import first_line
 from swell.worker.groups import GroupError
 
-NON_REQUEST_ERRORS = (GroupError, MemoryError)
+NON_REQUEST_ERRORS = (GroupError, MemoryError, torch.OutOfMemoryError)
 """Errors that are never the fault of one request."""
 
 

@@ -72,7 +72,7 @@ class CapturedForward(Forward):
     def __init__(self, model: Any, states: RequestStates) -> None:
         super().__init__(model, states)
         self._captured: tuple[_Captured, ...] = ()
-        """At most one for each `HeadOutput`."""
+        """At most one for each `HeadOutput`, without adapters and with them."""
         self._capturable = True
         self._result: list[Tensor] = []
         """The head's output of the last replay; empty: it was not captured."""
@@ -96,7 +96,7 @@ class CapturedForward(Forward):
 
     def _find(self, batch: InputBatch, head: HeadOutput) -> _Captured | None:
         for captured in self._captured:
-            if captured.head is head:
+            if captured.head is head and captured.adapted == (batch.adapters is not None):
                 return captured
         if not self._capturable:
             return None
@@ -110,22 +110,26 @@ class CapturedForward(Forward):
 
 
 def _fits(batch: InputBatch) -> bool:
-    """Whether a capture computes what the batch needs: hidden states only of rows that sample."""
+    """Whether a capture computes what the batch needs: hidden states only of rows that sample, and
+    embeddings of tokens."""
     only_samples = not batch.all_hidden or batch.num_samples == batch.num_tokens
-    return only_samples and batch.num_samples <= MAX_SAMPLES
+    return only_samples and batch.num_samples <= MAX_SAMPLES and batch.prompt_embeds is None
 
 
 class _Captured:
-    """The captured operations for one `HeadOutput`, and the tensors of their results."""
+    """The captured operations for one `HeadOutput`, with or without adapters, and the tensors of
+    their results."""
 
     def __init__(self, forward: Forward, batch: InputBatch, head: HeadOutput) -> None:
         """`batch`: any batch; all batches have the same input tensors."""
-        self.head = head
+        self.head, self.adapted = head, batch.adapters is not None
         inputs = batch.inputs
         tokens, (rows, blocks) = len(inputs.input_ids), inputs.block_table.shape
-        samples = min(MAX_SAMPLES, rows - 1)
+        samples = min(MAX_SAMPLES, inputs.samples.shape[1] - 1)
+        samples -= samples == rows  # the three sizes differ
         sizes = Sizes(tokens, rows, samples, tokens, blocks * batch.block_tokens)
-        largest = replace(batch, sizes=sizes, all_hidden=False)
+        adapters = None if batch.adapters is None else batch.adapters._replace(num_tokens=tokens)
+        largest = replace(batch, sizes=sizes, all_hidden=False, adapters=adapters)
         device = inputs.input_ids.device.type
         # [samples, hidden], and the head's output, if it was captured
         self._results, self.graph = capture(
@@ -151,8 +155,9 @@ def _compute(forward: Forward, batch: InputBatch, head: HeadOutput) -> list[Tens
 
 
 def make_forward(model: Any, states: RequestStates, mesh: Mesh) -> Forward:
-    """Captured if the worker has no peers and a backend can capture."""
+    """Captured if the worker has no peers, a backend can capture, and the model has a head of its
+    own: one that pools needs the hidden states of all tokens."""
     alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
-    if alone and can_capture(states.token_ids.device.type):
+    if alone and hasattr(model, "argmax") and can_capture(states.token_ids.device.type):
         return CapturedForward(model, states)
     return Forward(model, states)

@@ -1,4 +1,4 @@
-"""What the members of one group know and nobody else: neither torch's store nor gloo asks who
+"""What the members of one group know, and no other process: neither torch's store nor gloo asks who
 connects to it.
 
 Each plan of groups has a secret, which is new with each generation or epoch and comes to the
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import hmac
 
+from swell.configs.secret import SecretBytes
+
 TOKEN_BYTES = 32
 _DIGEST = "sha256"
 
@@ -26,7 +28,7 @@ class ForeignAddress(OSError):
 class GroupSecret:
     """Of one group of a plan; `name` distinguishes the groups of the plan."""
 
-    def __init__(self, secret: bytes, name: str) -> None:
+    def __init__(self, secret: SecretBytes, name: str) -> None:
         self._secret = secret
         self._name = name
 
@@ -49,7 +51,7 @@ class GroupSecret:
             )
         return address
 
-    def token(self, rank: int) -> bytes:
+    def token(self, rank: int) -> SecretBytes:
         """[TOKEN_BYTES] what only a member can send for this rank."""
         return self._derive("token", str(rank))
 

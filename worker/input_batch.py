@@ -6,7 +6,8 @@ One flat batch without padding: with rows of 1, 1 and 3 tokens,
     row              0     1     2  2  2
     query_start      0     1     2        5
     positions        s0    s1    s2 s2+1 s2+2      (s: the row's start)
-    logits_indices   0     1           4           (of the rows that sample)
+    logits_indices   0     1           4           (of the rows that sample; if the last token of
+                                                   the third row is a draft: 0, 1, 3, 4)
 
 The host's data is copied to the device at once; token ids and blocks are looked up on the device,
 which already has the tokens sampled by the previous step.
@@ -23,6 +24,9 @@ from torch import Tensor
 from swell.kernels.attention import AttentionMetadata
 from swell.kernels.inputs import Inputs, Sizes, make_gather
 from swell.worker.block_tables import BlockTables
+from swell.worker.drafts import StepDrafts
+from swell.worker.layers.lora import AdaptedTokens
+from swell.worker.prompt_embeds import EmbedsOverride
 from swell.worker.request_states import RequestStates
 from swell.worker.slot_set import NO_ROWS, SlotSet
 from swell.worker.wire import SchedulerOutput
@@ -30,7 +34,8 @@ from swell.worker.wire import SchedulerOutput
 
 @dataclass(frozen=True)
 class InputBatch:
-    """R rows, T tokens, S rows that sample. Its tensors are valid until the next batch is built."""
+    """R rows, T tokens, S samples: one of each row that samples, and one of each draft. Its tensors
+    are valid until the next batch is built."""
 
     plan: SchedulerOutput
     inputs: Inputs
@@ -39,6 +44,10 @@ class InputBatch:
     block_tokens: int
     all_hidden: bool
     """Whether the hidden states of all tokens are read, not only those of `logits_indices`."""
+    prompt_embeds: EmbedsOverride | None = None
+    """What takes the place of embeddings of its tokens, on the first stage."""
+    adapters: AdaptedTokens | None = None
+    """The tokens that have adapters, if any has."""
 
     @property
     def num_tokens(self) -> int:
@@ -78,7 +87,7 @@ class InputBatch:
 
     @property
     def logits_indices(self) -> Tensor:
-        """[S] int64, index into T of the last token of each row that samples"""
+        """[S] int64, index into T of the token before each sampled one"""
         return self.inputs.samples[0, : self.sizes.samples]
 
     @property
@@ -92,12 +101,19 @@ class InputBatch:
         return self.inputs.samples[2, : self.sizes.samples]
 
     def rows_in(self, active_slots: SlotSet) -> np.ndarray:
-        """[M] int64: which of the S rows that sample are in a set of slots."""
+        """[M] int64: which of the S samples are of rows in a set of slots."""
         return active_slots.among(self.sample_slots_np) if active_slots.any else NO_ROWS
 
     @cached_property
+    def drafts(self) -> StepDrafts | None:
+        """None: no row has drafts."""
+        return StepDrafts(self.plan) if self.plan.drafts else None
+
+    @cached_property
     def sample_rows_np(self) -> np.ndarray:
-        """[S] int64, the rows of the step that sample"""
+        """[S] int64, the row of the step of each sample"""
+        if self.plan.drafts:
+            return np.repeat(np.arange(len(self.plan.samples)), self.plan.samples)
         return np.flatnonzero(self.plan.samples)
 
     @cached_property
@@ -108,21 +124,28 @@ class InputBatch:
     @cached_property
     def sample_positions_np(self) -> np.ndarray:
         """[S] int64, the host's mirror"""
-        ends = np.array([self.plan.starts, self.plan.num_tokens], dtype=np.int64).sum(0)
-        return ends[self.sample_rows_np]
+        plan = self.plan
+        ends = np.array([plan.starts, plan.num_tokens], dtype=np.int64).sum(0)
+        if self.drafts is None:
+            return ends[self.sample_rows_np]
+        firsts = ends + 1 - np.array(plan.samples, dtype=np.int64)
+        return firsts[self.sample_rows_np] + self.drafts.offsets_np
 
 
 class BatchBuilder:
     """Builds one batch at a time; all batches use the same tensors."""
 
-    def __init__(self, states: RequestStates, blocks: BlockTables, max_tokens: int) -> None:
-        """`max_tokens`: of one step."""
+    def __init__(
+        self, states: RequestStates, blocks: BlockTables, max_tokens: int, draft_tokens: int = 0
+    ) -> None:
+        """`max_tokens`: of one step; `draft_tokens`: of a step in which rows have drafts."""
         # One more row and one more token, so that the numbers of samples, rows and tokens differ:
         # a capture distinguishes them by their values.
         rows = states.max_rows + 1
-        tokens, device = max(max_tokens, rows) + 1, states.token_ids.device
+        samples = rows + draft_tokens
+        tokens, device = max(max_tokens, samples) + 1, states.token_ids.device
         self._block_tokens = blocks.block_tokens
-        self._inputs = Inputs.allocate(tokens, rows, blocks.max_blocks, device)
+        self._inputs = Inputs.allocate(tokens, rows, blocks.max_blocks, device, samples)
         self._gather = make_gather(
             states.token_ids, blocks.tensor, blocks.block_tokens, self._inputs
         )

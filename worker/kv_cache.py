@@ -7,12 +7,28 @@ from pathlib import Path
 
 import torch
 
-from swell.configs.schema import CacheConfig
+from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.worker.layers.attention import Attention
+
+
+def keeps_kv(layers: Sequence[Attention]) -> bool:
+    """Whether a later step reads K and V of these layers. Where tokens attend to later ones, all of
+    a text is computed in one step, and nothing is kept."""
+    return not any(layer.lookahead for layer in layers)
+
+
+def blocks_of_steps(scheduler: SchedulerConfig, block_tokens: int) -> int:
+    """Blocks of all steps in flight, of which each row may leave one half empty, and one that the
+    scheduler leaves free for each running row."""
+    rows = scheduler.max_rows
+    step = -(-scheduler.max_tokens_per_step // block_tokens) + rows
+    return scheduler.steps_in_flight * step + rows
 
 
 def bytes_per_block(layers: Sequence[Attention], block_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of one block in all layers, K and V together."""
+    if not keeps_kv(layers):
+        layers = layers[:1]
     elements = sum(layer.kv_heads * layer.head_dim for layer in layers)
     return 2 * elements * block_tokens * dtype.itemsize
 
@@ -65,11 +81,15 @@ def allocate(
 ) -> None:
     """Bind a zeroed cache of `num_blocks` blocks to every layer.
 
-    On CPU the system allocates a page when it is first written.
+    On CPU the system allocates a page when it is first written. Layers that keep nothing are equal,
+    and use one cache in turn.
     """
+    caches: tuple[torch.Tensor, torch.Tensor] | None = None
     for layer in layers:
-        shape = (num_blocks, layer.kv_heads, block_tokens, layer.head_dim)
-        layer.bind_cache(
-            torch.zeros(shape, dtype=dtype, device=device),
-            torch.zeros(shape, dtype=dtype, device=device),
-        )
+        if caches is None or keeps_kv(layers):
+            shape = (num_blocks, layer.kv_heads, block_tokens, layer.head_dim)
+            caches = (
+                torch.zeros(shape, dtype=dtype, device=device),
+                torch.zeros(shape, dtype=dtype, device=device),
+            )
+        layer.bind_cache(*caches)

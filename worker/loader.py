@@ -13,10 +13,10 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
@@ -26,9 +26,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from swell.configs.log import first_line
 from swell.configs.schema import ModelConfig
+from swell.configs.sharded_index import is_sharded, read_index, refuse_other_model
 from swell.worker.layers.weight_shard import WeightShard
+from swell.worker.mesh import Mesh
 from swell.worker.model_folder import model_folder
 from swell.worker.quantization import refuse_quantized, refuse_type
+from swell.worker.sharded.loading import load_saved_experts, load_sharded
 
 Progress = Callable[[int, int], None]
 """Called with (bytes filled, all bytes) of this worker's parameters."""
@@ -48,8 +51,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 HUB_FILES = ("*.json", "*.safetensors")
 
 
-def load_config(model_config: ModelConfig) -> Any:
-    """The model's `PretrainedConfig`, from a folder or from the hub. Raises `ValueError`."""
+def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
+    """The model's `PretrainedConfig`, from a folder or from the hub; `pools`: it needs no causal
+    language model. Raises `ValueError`."""
     path = model_config.path
     _check_path(path)
     try:
@@ -57,7 +61,8 @@ def load_config(model_config: ModelConfig) -> Any:
     except Exception as error:
         raise ValueError(_explain_config(path, error)) from None
     refuse_quantized(path, config)
-    _check_architecture(config)
+    if not pools:
+        _check_architecture(config)
     try:
         config.get_text_config()
     except ValueError as error:
@@ -88,6 +93,13 @@ def resolve_dtype(model_config: ModelConfig, hf_config: Any) -> torch.dtype:
     if isinstance(own, str):
         own = getattr(torch, own.removeprefix("torch."), torch.float32)
     return own if own in DTYPES.values() else torch.float32
+
+
+def stored_backend(model_config: ModelConfig) -> str:
+    """`model.backend`; for saved weights `auto` is the one that they were saved with."""
+    if model_config.backend == "auto" and is_sharded(model_config):
+        return read_index(_folder(model_config.path)).backend
+    return model_config.backend
 
 
 def max_positions(hf_config: Any) -> int | None:
@@ -127,14 +139,43 @@ class Loadable(Protocol):
         """What it reads from a checkpoint that has the tensors named `stored`."""
 
 
+class LoadedWeights(NamedTuple):
+    """The parameters that were filled."""
+
+    nbytes: int
+    mapped_bytes: int
+    """Of these, those that are memory of a mapped file: the system counts them as available."""
+
+
 def load_weights(
     model: Loadable, model_config: ModelConfig, progress: Progress | None = None
-) -> int:
-    """Fill the parameters of `model` with this rank's part of the checkpoint; returns their bytes.
+) -> LoadedWeights:
+    """Fill the parameters of `model` with this rank's part of the checkpoint.
 
     Raises `ValueError` for a folder that does not hold what the model needs.
     """
-    return load_weight_shards(model.weight_shards, model_config, progress)
+    if not is_sharded(model_config):
+        return LoadedWeights(load_weight_shards(model.weight_shards, model_config, progress), 0)
+    folder = _folder(model_config.path)
+    refuse_other_model(folder, read_index(folder), model_config)
+    report = _LoadProgress(0, progress)
+    mapped_bytes = load_sharded(model, folder, report)
+    return LoadedWeights(report.total, mapped_bytes)
+
+
+def load_experts(
+    experts: Mapping[int, Sequence[WeightShard]],
+    mesh: Mesh,
+    model_config: ModelConfig,
+    progress: Progress | None = None,
+) -> None:
+    """Fill the shards of experts that engines share, from wherever the weights are."""
+    if is_sharded(model_config):
+        folder = _folder(model_config.path)
+        load_saved_experts(folder, mesh, experts, _LoadProgress(0, progress))
+    else:
+        shards = [shard for own in experts.values() for shard in own]
+        load_weight_shards(lambda _stored: shards, model_config, progress)
 
 
 def load_weight_shards(
@@ -149,9 +190,7 @@ def load_weight_shards(
     folder = Path() if dummy else _folder(model_config.path)
     weight_map = {} if dummy else _weight_map(folder)
     weight_shards = list(shards_of(weight_map.keys()))
-    report = _LoadProgress(
-        sum(p.target.nbytes for p in weight_shards), progress or (lambda done, total: None)
-    )
+    report = _LoadProgress(sum(p.target.nbytes for p in weight_shards), progress)
     if dummy:
         _fill(weight_shards, model_config.seed, report)
         return report.total
@@ -169,12 +208,11 @@ def load_weight_shards(
 
 
 def checkpoint_names(model_config: ModelConfig) -> Collection[str]:
-    """The names of the checkpoint's tensors; none for dummy weights."""
-    return (
-        ()
-        if model_config.load_format == "dummy"
-        else _weight_map(_folder(model_config.path)).keys()
-    )
+    """The names of the checkpoint's tensors; none for dummy weights, and for saved ones, whose
+    config.json says what is tied."""
+    if model_config.load_format == "dummy" or is_sharded(model_config):
+        return ()
+    return _weight_map(_folder(model_config.path)).keys()
 
 
 def stored_equal(model_config: ModelConfig, one: str, other: str, dtype: torch.dtype) -> bool:
@@ -196,8 +234,9 @@ def stored_equal(model_config: ModelConfig, one: str, other: str, dtype: torch.d
 class _LoadProgress:
     """Counts bytes towards the total."""
 
-    def __init__(self, total: int, progress: Progress) -> None:
-        self.done, self.total, self.progress = 0, total, progress
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.done, self.total = 0, total
+        self.progress = progress or (lambda done, total: None)
 
     def add(self, nbytes: int) -> None:
         self.done += nbytes

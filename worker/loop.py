@@ -9,6 +9,7 @@ operation whose peers do not come.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from typing import Any
@@ -18,8 +19,10 @@ from swell.coordinator.channel import Outlet, Waker
 from swell.worker.groups import GroupError
 from swell.worker.wire import (
     AbortGroups,
+    AdapterLoaded,
     AsyncModelRunnerOutput,
     GroupPlan,
+    LoadAdapter,
     Regroup,
     SchedulerOutput,
     Shutdown,
@@ -41,6 +44,9 @@ class WorkerLoop:
         self._step = 0
         self._failed = False
         self._generation = 0
+        self._loaded: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()
+        self._waker: Waker | None = None
+        """Ends a wait for commands once an adapter is loaded."""
         self._aborted = -1
         """Groups of this generation and of older ones are aborted."""
 
@@ -56,7 +62,9 @@ class WorkerLoop:
         """
         self._outlet.send(WorkerHello(self._rank))
         while True:
-            command = self._outlet.receive(0.0 if self._pending_outputs else None)
+            command = self._outlet.receive(0.0 if self._pending_outputs else None, self._waker)
+            while not self._loaded.empty():
+                self._outlet.send(self._loaded.get())
             if isinstance(command, Shutdown):
                 return
             try:
@@ -87,6 +95,17 @@ class WorkerLoop:
                     self._pending_outputs.append((command.step, started))
             case Regroup():
                 self._regroup(command.plan)
+            case LoadAdapter():
+                self._load_adapter(command)
+
+    def _load_adapter(self, command: LoadAdapter) -> None:
+        waker = self._waker = self._waker or Waker()
+
+        def on_loaded(loaded: AdapterLoaded) -> None:
+            self._loaded.put(loaded)
+            waker.wake()
+
+        self._worker.load_adapter(command, on_loaded)
 
     def _regroup(self, plan: GroupPlan) -> None:
         self._pending_outputs.clear()

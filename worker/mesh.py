@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from swell.configs.log import first_line
 from swell.configs.schema import ParallelConfig
+from swell.configs.secret import SecretBytes
 from swell.worker.group_secret import GroupSecret
 from swell.worker.groups import (
     Group,
@@ -95,6 +96,11 @@ class Mesh:
     @property
     def is_last_stage(self) -> bool:
         return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this worker returns the results of steps: one of the engine does."""
+        return self.is_last_stage and self.tensor_rank == 0
 
     @classmethod
     def build(
@@ -191,7 +197,7 @@ class Mesh:
     def _between_engines(self) -> list[Group]:
         return [group for group in (self.data, self.sync, self.expert) if group is not self.tensor]
 
-    def _form_own(self, store: dist.Store, timeout_s: float, secret: bytes) -> None:
+    def _form_own(self, store: dist.Store, timeout_s: float, secret: SecretBytes) -> None:
         kind, plan = self.device.type, f"generation{self.generation}"
         groups = (self.tensor, self.pipeline, self.feedback)
         self._form([(group, kind, None) for group in groups], store, timeout_s, secret, plan)
@@ -211,7 +217,7 @@ class Mesh:
         groups: Sequence[tuple[Group, str, int | None]],
         store: dist.Store,
         timeout_s: float,
-        secret: bytes,
+        secret: SecretBytes,
         plan: str,
     ) -> None:
         """Each with its device type and the ranks that an engine has in it (None: it is within

@@ -14,7 +14,7 @@ from torch import Tensor
 from swell.kernels.inputs import write_tokens
 from swell.worker.slot_set import SlotSet
 from swell.worker.staging import StagedTable
-from swell.worker.wire import NewRow
+from swell.worker.wire import NewRow, SchedulerOutput
 
 # Columns of `RequestStates.float_params`, and of `RequestStates.int_params`.
 TEMPERATURE, TOP_P, MIN_P = range(3)
@@ -73,6 +73,12 @@ class RequestStates:
         is_random = sampler.temperature > 0
         self.random_sampling.set(slot, is_random)
         self.with_top_k_or_p.set(slot, is_random and (sampler.top_k > 0 or sampler.top_p < 1))
+
+    def stage_drafts(self, plan: SchedulerOutput) -> None:
+        """Put the drafts of a step into their places at the next `apply`."""
+        for row, tokens in plan.drafts.items():
+            end = plan.starts[row] + plan.num_tokens[row]
+            self._tokens.stage(plan.slots[row], end - len(tokens), tokens)
 
     def apply(self) -> None:
         """Copy the staged rows to the device."""

@@ -17,13 +17,20 @@ from torch import Tensor
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.worker.block_tables import BlockTables
 from swell.worker.dp_sync import DPSyncResult, make_dp_sync
+from swell.worker.draft_model import NO_DRAFT_MODEL, NoDraftModel
 from swell.worker.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
 from swell.worker.feedback import PendingSends, make_feedback
 from swell.worker.forward import HeadOutput, make_forward
 from swell.worker.input_batch import BatchBuilder, InputBatch
+from swell.worker.lora import NO_ADAPTERS, AdapterNotLoaded, AdapterSlots, NoAdapters
 from swell.worker.mesh import Mesh
+from swell.worker.offload_store import OffloadStore
+from swell.worker.pool.pooler import Pooler
+from swell.worker.pool.reader import PoolingReader
+from swell.worker.prompt_embeds import PromptEmbedsTable
 from swell.worker.request_states import RequestStates
-from swell.worker.sample.logits_processor import PendingExtra
+from swell.worker.routed_experts import RoutedExpertsReader, RouteRecorder
+from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sample.logprobs import make_readers
 from swell.worker.sample.sampler import Sampler, SamplerOutput
 from swell.worker.sample.wire import SamplerParams
@@ -57,18 +64,23 @@ class CopyingOutput(AsyncModelRunnerOutput):
         self._sampled = sampled  # its tensors must exist until the copy is done
         self._mesh = mesh
         stream.wait_stream(torch.cuda.current_stream(stream.device))
-        self._copy = AsyncCopy(sampled.tensors(), stream)
+        self._copy = AsyncCopy(sampled.to_cpu_nonblocking, stream)
 
     def get_output(self) -> ModelRunnerOutput:
         host = self._copy.wait()
         # The device gives the host no error for an aborted collective.
         self._mesh.check()
-        return self._sampled.fill(self._output, host)
+        return host.fill(self._output)
 
 
 def with_default_params(row: NewRow) -> NewRow:
     """The row with parameters that every sampler accepts."""
     return replace_fields(row, sampler=SamplerParams(), min_tokens=0, end_token_ids=[])
+
+
+def with_tokens_alone(row: NewRow) -> NewRow:
+    """The row without anything that can be refused."""
+    return replace_fields(with_default_params(row), prompt_embeds=None, adapter="")
 
 
 class ModelRunner:
@@ -88,19 +100,46 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device,
         model_path: str = "",
+        pooler: Pooler | None = None,
+        offload: OffloadStore | None = None,
+        draft_tokens: int = 0,
+        adapters: NoAdapters = NO_ADAPTERS,
+        routes: RouteRecorder | None = None,
+        draft_model: NoDraftModel = NO_DRAFT_MODEL,
     ) -> None:
-        """`max_model_len`: tokens of the longest sequence; `model_path`: where the tokenizer is."""
+        """`max_model_len`: tokens of the longest sequence; `model_path`: where the tokenizer is;
+        `pooler`: of a model that pools; `offload`: of blocks that leave the KV cache;
+        `draft_tokens`: of a step in which rows have drafts; `adapters`: those in its layers;
+        `routes`: of a model whose choices of experts are recorded; `draft_model`: what guesses how
+        rows go on."""
         self.model = model
         self.mesh = mesh
         self.states = RequestStates(scheduler.max_rows, max_model_len, device)
         self.blocks = BlockTables(scheduler.max_rows, max_model_len, cache.block_tokens, device)
+        self._offload = offload
         self.failed = FailedRows()
         self.sampler = Sampler(self.states, model.vocab_size, model_path, self.failed, mesh.tensor)
-        self.readers = make_readers(model, self.states)
+        self.readers: list[HiddenStatesReader] = (
+            make_readers(model, self.states)
+            if pooler is None
+            else [PoolingReader(pooler, self.states)]
+        )
+        self.routes = routes
+        if routes is not None:
+            self.readers.append(RoutedExpertsReader(routes, self.states, self.blocks))
+        width = getattr(model, "embedding_width", None)
+        self.prompt_embeds = PromptEmbedsTable(width, device, mesh.is_first_stage)
+        max_tokens = max(scheduler.max_tokens_per_step, scheduler.max_rows)
+        self.adapters = AdapterSlots(adapters, max_tokens, device)
         self.feedback = make_feedback(mesh, self.states)
         self.dp_sync = make_dp_sync(model, mesh)
-        self.batches = BatchBuilder(self.states, self.blocks, scheduler.max_tokens_per_step)
+        self.batches = BatchBuilder(
+            self.states, self.blocks, scheduler.max_tokens_per_step, draft_tokens
+        )
         self._model_step = make_forward(model, self.states, mesh)
+        self._draft_runner = draft_model.make_runner(
+            self.states, self.blocks, scheduler.max_tokens_per_step
+        )
         # The engine does not plan further ahead than this, so an older send has been received.
         self._pending_sends = PendingSends(scheduler.steps_in_flight)
         self._copy_stream: torch.cuda.Stream | None = None
@@ -110,12 +149,12 @@ class ModelRunner:
     @property
     def is_output_rank(self) -> bool:
         """Whether `execute_model` returns outputs here: one worker of the engine."""
-        return self.mesh.is_last_stage and self.mesh.tensor_rank == 0
+        return self.mesh.is_output_rank
 
     @property
     def progress(self) -> int:
         """Grows with what is computed without a call of the model's layers; from any thread."""
-        return self._model_step.progress
+        return self._model_step.progress + self._draft_runner.progress
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
@@ -128,15 +167,21 @@ class ModelRunner:
             return self._output(plan, sync_result, None)
         batch = self.batches.build(plan)
         reading = [reader for reader in self.readers if reader.reads(plan)]
-        if reading or self.mesh.shares_experts:
+        if reading or self.mesh.shares_experts or self.routes is not None:
             batch = replace(batch, all_hidden=True)  # dp_sync has announced all tokens
         head = HeadOutput.ARGMAX if self.sampler.needs_only_argmax(batch) else HeadOutput.LOGITS
+        if (embeds := self.prompt_embeds.override(plan)) is not None:
+            batch = replace(batch, prompt_embeds=embeds)
+        if (tokens := self.adapters.tokens(plan)) is not None:
+            batch = replace(batch, adapters=tokens)
         hidden = self._forward(batch, head)
         self.feedback.after_forward(batch)
         if hidden is None:
             return None
         pending_extras = [extra for reader in reading for extra in reader(hidden, batch, plan)]
-        return self._output(plan, sync_result, self._sample(hidden, batch, head, pending_extras))
+        sampled = self._sample(hidden, batch, head, pending_extras)
+        self._draft_runner.after_sampling(plan, sampled)
+        return self._output(plan, sync_result, sampled)
 
     def drain(self) -> None:
         """Finish all messages between the stages, before the groups are left; every step has been
@@ -146,20 +191,34 @@ class ModelRunner:
 
     def _apply(self, plan: SchedulerOutput) -> None:
         """Put new requests into their slots, and assign blocks to new and running requests."""
+        if plan.copies:
+            assert self._offload is not None, "the engine knows the worker's limits"
+            self._offload.apply(plan.copies)
         for row in plan.new_rows:
             self.failed.forget(row.slot)
             try:
                 self._add_request(row)
-            except NON_REQUEST_ERRORS:
+            except (*NON_REQUEST_ERRORS, AdapterNotLoaded):
                 raise
             except Exception as error:
                 self.failed.add(row.slot, f"the worker refused it: {describe(error)}")
-                self._add_request(with_default_params(row))
+                self._add_refused(row)
             self.blocks.stage_set(row.slot, row.block_ids)
         for growth in plan.growths:
             self.blocks.stage_append(growth.slot, growth.block_ids)
+        self.states.stage_drafts(plan)
         self.states.apply()
         self.blocks.apply()
+
+    def _add_refused(self, row: NewRow) -> None:
+        """What it computes is what its blocks are named for, unless that itself is refused: then no
+        other request of such names is valid either."""
+        try:
+            self._add_request(with_default_params(row))
+        except (*NON_REQUEST_ERRORS, AdapterNotLoaded):
+            raise
+        except Exception:
+            self._add_request(with_tokens_alone(row))
 
     def _add_request(self, row: NewRow) -> None:
         """Raises what the row's own data raises: the same on every rank that samples. Its tokens
@@ -168,22 +227,31 @@ class ModelRunner:
             self.sampler.add_request(row)
         for reader in self.readers:
             reader.add_request(row)
+        self.prompt_embeds.add_request(row)
+        self.adapters.add_request(row)
         self.states.stage(row)
 
     def _forward(self, batch: InputBatch, head: HeadOutput) -> Tensor | None:
         """On the last stage, hidden states for this head (see `InputBatch.hidden_indices`). The
         other stages send theirs to the next one and return None."""
-        stage, group = self.mesh.stage, self.mesh.pipeline
+        stage, group, routes = self.mesh.stage, self.mesh.pipeline, self.routes
         intermediate = None
         if not self.mesh.is_first_stage:
             intermediate = self.model.make_empty_intermediate(batch.num_tokens)
             for tensor in intermediate.tensors():
                 group.recv(tensor, stage - 1)
+            if routes is not None:
+                routes.receive(batch.num_tokens, group, stage - 1)
         result = self._model_step.hidden(batch, intermediate, head)
         if self.mesh.is_last_stage:
             assert isinstance(result, Tensor)
+            if routes is not None:
+                routes.keep(batch)
             return result
-        self._pending_sends.add([group.send(tensor, stage + 1) for tensor in result.tensors()])
+        leaving = result.tensors()
+        if routes is not None:
+            leaving += routes.leaving(batch.num_tokens)
+        self._pending_sends.add([group.send(tensor, stage + 1) for tensor in leaving])
         return None
 
     def _sample(
@@ -193,7 +261,7 @@ class ModelRunner:
         head: HeadOutput,
         pending_extras: list[PendingExtra],
     ) -> SamplerOutput | None:
-        """Sample a token for each row that samples and write the tokens to the states; None: no row
+        """Sample the tokens of each row that samples and write them to the states; None: no row
         samples, and there are no pending extras."""
         if batch.num_samples == 0:
             nothing = hidden.new_zeros(0, dtype=torch.float32)
@@ -231,4 +299,4 @@ class ModelRunner:
             return ReadyOutput(output)
         if self._copy_stream is not None:
             return CopyingOutput(output, sampled, self.mesh, self._copy_stream)
-        return ReadyOutput(sampled.fill(output, sampled.tensors()))
+        return ReadyOutput(sampled.fill(output))

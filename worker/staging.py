@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from swell.kernels.host import to_device
 
+T = TypeVar("T")
 
-class AsyncCopy:
-    """Copies of tensors to the host, started now and waited for later."""
 
-    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """`stream`: on which CUDA copies; None: the tensors lie on the CPU. The caller keeps the
-        tensors until `wait` has returned."""
+class AsyncCopy(Generic[T]):
+    """What is copied to the host, started now and waited for later."""
+
+    def __init__(self, copy: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
+        """`copy` starts the copies, on the current stream, and returns them. `stream`: on which
+        CUDA copies; None: the tensors lie on the CPU. The caller keeps the tensors until `wait`
+        has returned."""
         self._done: torch.cuda.Event | None = None
         if stream is None:
-            self._host = list(tensors)
+            self._host = copy()
             return
         with torch.cuda.stream(stream):
-            self._host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+            self._host = copy()
             self._done = torch.cuda.Event()
             self._done.record(stream)
 
-    def wait(self) -> list[Tensor]:
-        """The tensors on the host."""
+    def wait(self) -> T:
+        """What `copy` returned; it may be read now."""
         if self._done is not None:
             self._done.synchronize()
         return self._host
@@ -36,15 +39,18 @@ class AsyncCopy:
 class StagedTable:
     """A device tensor [rows, width] with staged writes.
 
-    `stage` collects on the host; `apply` writes everything to the device in two copies and one
-    scatter, for any number of rows. An element must be staged at most once between two calls of
-    `apply`: a scatter does not define which of two writes wins.
+    `stage` collects on the host; `apply` writes everything to the device: one piece after the other
+    in the memory of the host, else in two copies and one scatter, for any number of rows. An
+    element must be staged at most once between two calls of `apply`: a scatter does not define
+    which of two writes wins.
     """
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         # [rows, width]
         self.tensor = torch.zeros(rows, width, dtype=dtype, device=device)
         self._host_type = np.dtype(str(dtype).removeprefix("torch."))
+        # [rows * width], the tensor's own memory; None: it is not the host's
+        self._flat_np = self.tensor.numpy().reshape(-1) if device.type == "cpu" else None
         self._first: list[int] = []
         """Where each of the staged values begins in the flat table."""
         self._values: list[np.ndarray] = []
@@ -60,13 +66,20 @@ class StagedTable:
         """Write what was staged."""
         if not self._first:
             return
+        if self._flat_np is not None:
+            for first, values in zip(self._first, self._values, strict=True):
+                self._flat_np[first : first + len(values)] = values
+        else:
+            self._scatter()
+        self._first.clear()
+        self._values.clear()
+
+    def _scatter(self) -> None:
         counts = np.array([len(values) for values in self._values], dtype=np.int64)
         # Index of a value in the flat table = its index among all values - that of its row's first
         # value + `first`.
         shift = np.array(self._first, dtype=np.int64) - counts.cumsum() + counts
         index = np.arange(counts.sum(), dtype=np.int64) + np.repeat(shift, counts)
         values = np.concatenate(self._values)
-        self._first.clear()
-        self._values.clear()
         device = self.tensor.device
         self.tensor.view(-1)[to_device(index, device)] = to_device(values, device)

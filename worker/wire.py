@@ -11,10 +11,12 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
-from swell.worker.sample.wire import Extra, SamplerParams
+from swell.configs.lora import Adapter
+from swell.configs.secret import HoldsSecrets, SecretBytes
+from swell.worker.sample.wire import Extra, PromptEmbeds, SamplerParams
 
 
-class NewRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request takes a slot: for the first time, or again after preemption or failover.
 
     `token_ids` holds all known tokens: the prompt and the output tokens that exist already.
@@ -29,6 +31,10 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, g
     min_tokens: int = 0
     """No token of `end_token_ids` is sampled before this many outputs exist."""
     end_token_ids: list[int] = []
+    prompt_embeds: PromptEmbeds | None = None
+    """They take the place of the embeddings of the prompt's tokens."""
+    adapter: str = ""
+    """The digest of the adapter with which it is computed; empty: none. All workers have it."""
 
 
 class BlockGrowth(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -38,17 +44,32 @@ class BlockGrowth(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block_ids: list[int]
 
 
-class SchedulerOutput(
-    msgspec.Struct, frozen=True, tag=0, array_like=True, omit_defaults=True, gc=False
-):
-    """One step. Applied in order: `new_rows`, `growths`, then the rows are computed.
+DEVICE = 0
+"""The tier of the blocks that steps compute with; the others are those of `OffloadTiers`."""
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copy the KV of one block, in all layers, from one tier of memory to another one."""
+
+    source_tier: int
+    source_block: int
+    target_tier: int
+    target_block: int
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
+    """One step. Applied in order: `copies`, `new_rows`, `growths`, then the rows are computed.
 
     The rows are columns of equal length, decode rows first:
 
         slots       which request
         starts      first position computed; every earlier one lies in the KV cache
         num_tokens  positions computed: starts[i] .. starts[i] + num_tokens[i] - 1
-        samples     whether a token is sampled after the last of them
+        samples     how many tokens are sampled: after each of the last so many positions
+
+    `drafts` are guesses: the tokens of a row's last positions, not known to be its own (see
+    `drafts.py`). A row with drafts samples after each of them and after the token before them; any
+    other row samples at most once.
 
     A sampled token is written on the device to the position after the row's last, where the next
     step reads it: the host may not have read it yet. A step without rows is the dummy batch.
@@ -61,14 +82,31 @@ class SchedulerOutput(
     slots: list[int] = []
     starts: list[int] = []
     num_tokens: list[int] = []
-    samples: list[bool] = []
+    samples: list[int] = []
     work: bool = False
     """Lockstep engines: this one wants another step after this one."""
     pause: bool = False
     """Lockstep engines: this one votes for a pause."""
+    copies: list[BlockCopy] = []
+    """One after the other."""
+    drafts: dict[int, list[int]] = {}
+    """Row -> its drafts."""
+    proposals: dict[int, int] = {}
+    """Row that samples -> how many tokens the draft model shall guess behind its new ones: as far
+    as its blocks hold these, and of a row with a wrong draft at most one more than were right."""
 
 
-class GroupPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class WeightsSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Weights that take the place of those which a worker has."""
+
+    path: str
+    """Their folder."""
+    number: int
+    """Grows with each replacement, so that a folder whose files were replaced is read again. 0: the
+    weights of the configuration."""
+
+
+class GroupPlan(HoldsSecrets, frozen=True, array_like=True, gc=False):
     """The groups that a worker shall form.
 
     A store is (host, port): through it the members of a group find each other. Every plan has a
@@ -89,10 +127,15 @@ class GroupPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The store of the workers of these engines; None if there is one engine."""
     keep_states: bool = False
     """True: all steps are done, slots and KV cache stay valid. False: all slots become empty."""
-    secret: bytes = b""
+    secret: SecretBytes = b""
     """What only the engine's own workers know (see `group_secret.py`)."""
-    expert_secret: bytes = b""
+    expert_secret: SecretBytes = b""
     """What only the workers of the engines that share experts know."""
+    sleep_level: int = 0
+    """What the worker holds until the next plan. 0: all that steps need. 1: no KV cache, and its
+    weights in the memory of the host. 2: no weights, which the next plan reads again."""
+    weights: WeightsSource | None = None
+    """None: those that it has."""
 
 
 class Regroup(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
@@ -109,17 +152,26 @@ class AbortGroups(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False)
     """Groups of a later plan are not aborted."""
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
+    """Forget the adapter of a place, which no request uses, and load this one there, beside the
+    steps; answered by `AdapterLoaded`."""
+
+    place: int
+    adapter: Adapter
+    number: int = 0
+    """The answer names it: a later load of the same adapter has another one."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
     """The worker ends its loop and frees its memory."""
 
 
-WorkerCommand = SchedulerOutput | Regroup | AbortGroups | Shutdown
+WorkerCommand = SchedulerOutput | Regroup | AbortGroups | LoadAdapter | Shutdown
 
 
-class ModelRunnerOutput(
-    msgspec.Struct, frozen=True, tag=0, array_like=True, omit_defaults=True, gc=False
-):
-    """The result of a step: one token for each row with `samples`, in row order, and extras."""
+class ModelRunnerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
+    """The result of a step: the tokens of each row that samples, in row order, and extras. A row
+    with drafts has one more than were accepted, each with an extra of a kind, any other row one."""
 
     step: int
     sampled_token_ids: list[int] = []
@@ -137,6 +189,10 @@ class ModelRunnerOutput(
     rows_with_nans: list[int] = []
     """Rows whose logits are no numbers (NaN, +inf, or only -inf); their tokens have no meaning
     either."""
+    accepted: dict[int, int] = {}
+    """Row with drafts -> how many of them the sampled tokens confirm, from the first."""
+    proposals: dict[int, list[int]] = {}
+    """Row of the plan's `proposals` -> what the draft model guesses behind the row's new tokens."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
@@ -187,10 +243,29 @@ class Regrouped(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
     """Experts that came from a peer."""
     experts_loaded: int = 0
     """Experts that no worker had, read from the checkpoint."""
+    refusal: str = ""
+    """Why the new weights cannot be used: it has none until another plan."""
+
+
+class AdapterLoaded(msgspec.Struct, frozen=True, tag=6, array_like=True, gc=False):
+    """A worker has loaded an adapter, or cannot."""
+
+    rank: int
+    digest: str
+    failure: str = ""
+    """Why it cannot; empty: it has."""
+    number: int = 0
+    """Of the command."""
 
 
 WorkerMessage = (
-    ModelRunnerOutput | WorkerFailure | WorkerHello | WorkerProgress | WorkerHeartbeat | Regrouped
+    ModelRunnerOutput
+    | WorkerFailure
+    | WorkerHello
+    | WorkerProgress
+    | WorkerHeartbeat
+    | Regrouped
+    | AdapterLoaded
 )
 
 
@@ -212,3 +287,9 @@ class WorkerLimits(msgspec.Struct, frozen=True, array_like=True, gc=False):
     vocab_size: int
     weight_bytes: int = 0
     pid: int = 0
+    samples: bool = True
+    """The model samples tokens; else it pools."""
+    keeps_kv: bool = True
+    """K and V are kept for later steps; else every prompt is computed in one step."""
+    offload_blocks: tuple[int, int] = (0, 0)
+    """Blocks beside the device's, in host memory and on disk."""

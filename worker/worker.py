@@ -4,41 +4,54 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from swell.configs.network import listening_socket, other_ports, prepare_for_nccl
+from swell.configs.log import first_line
+from swell.configs.network import prepare_for_nccl
+from swell.configs.pooling import PoolingSpec
 from swell.configs.process import available_cores
 from swell.configs.schema import Config
 from swell.kernels import backends
 from swell.worker import kv_cache
-from swell.worker.experts import max_share_bytes, rebalance
+from swell.worker.cache_size import block_bytes, count_cache_blocks, moe_layers
+from swell.worker.device import device_of
+from swell.worker.draft_model import NO_DRAFT_MODEL, NoDraftModel, load_draft_model
+from swell.worker.experts import rebalance
 from swell.worker.layers.packed_weight import pack_weights
-from swell.worker.loader import load_config, load_weights, max_model_len, resolve_dtype
-from swell.worker.mesh import GROUP_TIMEOUT_S, GroupError, Mesh
+from swell.worker.loader import (
+    LoadedWeights,
+    load_config,
+    load_weights,
+    max_model_len,
+    resolve_dtype,
+)
+from swell.worker.lora import NO_ADAPTERS, NoAdapters, OnLoaded, make_adapters
+from swell.worker.mesh import GroupError, Mesh
 from swell.worker.models import build_model
+from swell.worker.new_weights import ModelShape, with_weights_of
+from swell.worker.offload_store import OffloadStore, count_offload_blocks
+from swell.worker.pool.pooler import Pooler, load_pooler, max_text_tokens, read_model_pooling
+from swell.worker.routed_experts import RouteRecorder
 from swell.worker.runner import ModelRunner
+from swell.worker.sleep import SleepingWeights, collect_frozen, give_back
+from swell.worker.stores import Stores, reachable
 from swell.worker.vector_math import initialize_vector_math
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
+    LoadAdapter,
     Regrouped,
     SchedulerOutput,
+    WeightsSource,
     WorkerLimits,
 )
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes read, all bytes)."""
-
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-CONNECT_S = 2.0
-"""Timeout of one attempt to reach a store; between attempts the worker checks for an abort."""
 
 
 class Worker:
@@ -62,22 +75,34 @@ class Worker:
         host: str = "127.0.0.1",
     ) -> None:
         initialize_vector_math()
-        self.config = config
+        self.config = self._given_config = config
         self.rank = rank
         self.local_workers = max(1, local_workers)
         self._progress = progress
-        self._host = _reachable(host)
-        self.device = _device(
-            config.model.device, rank % self.local_workers if local_rank is None else local_rank
-        )
+        self._host = reachable(host)
+        own_rank = rank % self.local_workers if local_rank is None else local_rank
+        self.device = device_of(config.model.device, own_rank)
         if self.device.type == "cuda":
             prepare_for_nccl(self._host, config.cluster.interface)
         self.mesh: Mesh | None = None
         self.model: Any = None
+        self._is_whole = False
+        """The models have all their weights: an error or an interrupt may leave the half of one."""
+        self.pooler: Pooler | None = None
+        self.draft_model: NoDraftModel = NO_DRAFT_MODEL
+        self.adapters: NoAdapters = NO_ADAPTERS
         self.runner: ModelRunner | None = None
+        self._offload: OffloadStore | None = None
+        self._routes: RouteRecorder | None = None
         self._progress_counter = 0
-        self._max_model_len = 0
-        self._store: dist.TCPStore | None = None
+        self._cache_size: tuple[int, int, tuple[int, int]] | None = None
+        """The arguments of `init_cache`."""
+        self._sleeping_weights: SleepingWeights | None = None
+        self._text_path = config.model.path
+        """Where the tokenizer is."""
+        self._weights = WeightsSource(config.model.path, 0)
+        self._shape: ModelShape | None = None
+        self._stores = Stores(self._host, config.cluster)
         self._dtype = torch.float32
         self._prepared = threading.local()
 
@@ -98,34 +123,83 @@ class Worker:
         """
         self._prepare_thread()
         model_config, parallel = self.config.model, self.config.parallel
-        hf_config = load_config(model_config)
-        self._dtype = resolve_dtype(model_config, hf_config)
         self.mesh = Mesh.build(parallel, self.rank, store, epoch, self.device, host=self._host)
-        self.model = build_model(model_config, hf_config, self.mesh, self.device, self._dtype)
-        weight_bytes = load_weights(self.model, model_config, self._progress)
-        pack_weights(self.model)
-        for layer in [*self.model.attention_layers(), *self._moe_layers()]:
-            layer.register_forward_hook(self._count_layer)
+        hf_config, pooling, loaded = self._build_model()
         length = max_model_len(model_config, hf_config)
+        draft_model = self.draft_model
+        keeps_kv = kv_cache.keeps_kv(self.model.attention_layers())
+        if pooling is not None:
+            step_tokens = None if keeps_kv else self.config.scheduler.max_tokens_per_step
+            length = max_text_tokens(pooling, self.model, model_config, length, step_tokens)
+        sizes = self.config, self.model, self._dtype, draft_model
+        mapped_bytes = loaded.mapped_bytes + draft_model.mapped_bytes
+        lengths = length, mapped_bytes, self.adapters.reserved_bytes
+        offload_blocks = count_offload_blocks(self.config.cache, block_bytes(*sizes))
         return WorkerLimits(
-            num_blocks=self._count_blocks(length),
+            num_blocks=count_cache_blocks(*sizes, self.device, self.local_workers, *lengths),
             max_model_len=length,
             vocab_size=hf_config.get_text_config().vocab_size,
-            weight_bytes=weight_bytes,
+            weight_bytes=loaded.nbytes + draft_model.nbytes + self.adapters.nbytes,
             pid=os.getpid(),
+            samples=pooling is None,
+            keeps_kv=keeps_kv,
+            offload_blocks=offload_blocks if keeps_kv else (0, 0),
         )
 
-    def init_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Allocate the KV cache and the tables of steps.
+    def _build_model(self) -> tuple[Any, PoolingSpec | None, LoadedWeights]:
+        """Build and fill it; what its folder says, and what was loaded."""
+        assert self.mesh is not None
+        self._is_whole = False
+        model_config = self.config.model
+        pooling = read_model_pooling(model_config)
+        hf_config = load_config(model_config, pools=pooling is not None)
+        self._dtype = resolve_dtype(model_config, hf_config)
+        shape = ModelShape(hf_config, self._dtype, pooling)
+        if self._shape is not None:
+            self._shape.refuse_other(shape, model_config.path)
+        self._shape = shape
+        self.model = build_model(
+            model_config, hf_config, self.mesh, self.device, self._dtype, pooling
+        )
+        loaded = load_weights(self.model, model_config, self._on_loaded)
+        pack_weights(self.model)
+        self.adapters = make_adapters(self.config.lora, self.model, self._dtype)
+        if pooling is not None:
+            self.pooler = load_pooler(pooling, self.model, model_config, self.device, self._dtype)
+        for layer in [*self.model.attention_layers(), *moe_layers(self.model)]:
+            layer.register_forward_hook(self._count_layer)
+        self.draft_model = load_draft_model(
+            self.config, hf_config, pooling, self.mesh, self.device, self._count_progress
+        )
+        self._is_whole = True
+        return hf_config, pooling, loaded
 
-        `num_blocks` and `max_model_len` are the engine's: the smallest limits of all its workers.
+    def init_cache(
+        self, num_blocks: int, max_model_len: int, offload_blocks: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Allocate the KV cache, the memory of blocks that leave it, and the tables of steps.
+
+        The arguments are the engine's: the smallest limits of all its workers. Raises OSError where
+        no file can be made for blocks on disk.
         """
         assert self.mesh is not None, "load comes first"
         backends.prepare(self.device.type)
+        self._cache_size = num_blocks, max_model_len, offload_blocks
         cache = self.config.cache
         layers = self.model.attention_layers()
         kv_cache.allocate(layers, num_blocks, cache.block_tokens, self._dtype, self.device)
-        self._max_model_len = max_model_len
+        caches = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
+        of_drafts = self.draft_model.allocate(num_blocks, cache.block_tokens, self.device)
+        caches += [each.view(self._dtype) for each in of_drafts]
+        if self.config.model.routed_experts:
+            max_tokens = self.config.scheduler.max_tokens_per_step
+            self._routes = RouteRecorder(
+                self.model, self.mesh, num_blocks, cache.block_tokens, max_tokens, self.device
+            )
+            if self.mesh is not None and self.mesh.is_last_stage:
+                caches.append(self._routes.blocks.view(self._dtype))
+        if any(offload_blocks):
+            self._offload = OffloadStore(caches, offload_blocks, cache.offload_folder)
         self._start_runner()
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
@@ -133,6 +207,11 @@ class Worker:
         assert self.runner is not None, "init_cache comes first"
         self._prepare_thread()
         return self.runner.execute_model(plan)
+
+    def load_adapter(self, command: LoadAdapter, on_loaded: OnLoaded) -> None:
+        """Begin to load an adapter, beside the steps that follow; `on_loaded` is called on any
+        thread."""
+        self.adapters.load(command, self.rank, on_loaded)
 
     def regroup(self, plan: GroupPlan, store: dist.Store | None = None) -> Regrouped:
         """Leave the groups that the plan replaces, form new ones, and get this worker's part of the
@@ -147,10 +226,10 @@ class Worker:
         self._prepare_thread()
         self.mesh.begin(plan.generation)
         if store is None and plan.store is not None:
-            store = self._connect(plan.store)
+            store = self._stores.connect(plan.store, self.mesh)
         expert_store = None
         if plan.expert_store is not None:  # the first engine hosts it
-            expert_store = self._connect(plan.expert_store, absent=[0])
+            expert_store = self._stores.connect(plan.expert_store, self.mesh, absent=[0])
         if plan.keep_states and store is not None and self.runner is not None:
             self.runner.drain()
         moved = loaded = 0
@@ -162,9 +241,10 @@ class Worker:
             except BaseException:
                 self.mesh.abort()  # peers in a collective must not wait for this worker
                 raise
-        if not plan.keep_states and self.runner is not None:
-            self._start_runner()
-        return Regrouped(self.rank, plan.generation, moved, loaded)
+        refusal = ""
+        if not plan.keep_states and self._cache_size is not None:
+            refusal = self._follow(plan)
+        return Regrouped(self.rank, plan.generation, moved, loaded, refusal)
 
     def abort(self, generation: int | None = None) -> None:
         """Make this worker's collectives fail, also the one in flight; from any thread.
@@ -176,47 +256,109 @@ class Worker:
             mesh.abort(generation)
 
     def open_store(self) -> tuple[str, int]:
-        """Host a store that exists as long as this worker; returns (host, port)."""
-        if self._store is None:
-            # torch itself would listen at all addresses of the host.
-            ports = other_ports(self.config.cluster.port_range)
-            with listening_socket(self._host, ports) as listener:
-                self._store = dist.TCPStore(
-                    self._host,
-                    listener.getsockname()[1],
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=listener.detach(),
-                )
-        return self._host, self._store.port
+        """See `Stores.open`."""
+        return self._stores.open()
 
     def shutdown(self) -> None:
         """Leave the groups and drop every tensor; may be called twice, and after a failure."""
+        self.adapters.close()
+        self.adapters = NO_ADAPTERS
         if self.mesh is not None:
             self.mesh.close()
         if self.model is not None:
             for layer in self.model.attention_layers():
                 layer.unbind_cache()
-        self.mesh = self.model = self.runner = self._store = None
+        self.draft_model.unbind_cache()
+        self.draft_model = NO_DRAFT_MODEL
+        self._stores.close()
+        self.mesh = self.model = self.pooler = self.runner = self._offload = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _follow(self, plan: GroupPlan) -> str:
+        """Hold what the plan says; returns why new weights cannot be used. Raises ValueError for
+        those of the configuration."""
+        if plan.weights not in (None, self._weights):
+            assert plan.weights is not None
+            self._sleep(2)
+            self._weights = plan.weights
+            self.config = self._given_config
+            if plan.weights.number:
+                self.config = with_weights_of(self.config, plan.weights.path)
+        try:
+            self._set_sleep(plan.sleep_level)
+            return ""
+        except (OSError, ValueError) as error:
+            if not self._weights.number:
+                raise
+            refusal = first_line(error)
+        self._sleep(2)  # nothing holds the half of a model any more
+        return refusal
+
+    def _set_sleep(self, level: int) -> None:
+        """Give memory back, or get it again and start with empty slots. A worker that sleeps does
+        not wake up to sleep less deeply."""
+        assert self._cache_size is not None
+        if level:
+            self._sleep(level)
+        elif not self._is_whole:
+            self._sleep(2)
+            self._build_model()
+            self.init_cache(*self._cache_size)
+            collect_frozen()
+        elif self.runner is None:
+            if self._sleeping_weights is not None:
+                self._sleeping_weights.wake()
+                self._sleeping_weights = None
+            self.init_cache(*self._cache_size)
+        else:
+            self._start_runner()
+
+    def _sleep(self, level: int) -> None:
+        """See `GroupPlan.sleep_level`. On CPU the weights are in the memory of the host already."""
+        self._progress_counter, self.runner = self.progress_counter, None
+        self._offload = self._routes = None
+        if self.model is None:
+            return
+        for layer in self.model.attention_layers():
+            layer.unbind_cache()
+        self.draft_model.unbind_cache()
+        if level > 1:
+            self.adapters.close()
+            self.adapters = NO_ADAPTERS
+            self.draft_model = NO_DRAFT_MODEL
+            self.model = self.pooler = self._sleeping_weights = None
+            self._is_whole = False
+        elif self.device.type == "cuda" and self._sleeping_weights is None:
+            whole, self._is_whole = self._is_whole, False
+            self._sleeping_weights = SleepingWeights(self.model, *self.draft_model.modules)
+            self._is_whole = whole
+        give_back(self.device)
+
     def _start_runner(self) -> None:
         """Start with empty slots and an unused KV cache."""
-        assert self.mesh is not None
+        assert self.mesh is not None and self._cache_size is not None
         self._progress_counter, self.runner = self.progress_counter, None
         self.runner = ModelRunner(
             self.model,
             self.mesh,
             self.config.scheduler,
             self.config.cache,
-            self._max_model_len,
+            self._cache_size[1],
             self.device,
-            self.config.model.path,
+            self._text_path,
+            self.pooler,
+            self._offload,
+            self.config.drafts.step_tokens,
+            self.adapters,
+            self._routes,
+            self.draft_model,
         )
 
-    def _moe_layers(self) -> list[Any]:
-        return self.model.moe_layers() if hasattr(self.model, "moe_layers") else []
+    def _on_loaded(self, done_bytes: int, all_bytes: int) -> None:
+        self._count_progress()
+        if self._progress is not None:
+            self._progress(done_bytes, all_bytes)
 
     def _count_layer(self, *_call: Any) -> None:
         self._count_progress()
@@ -232,39 +374,6 @@ class Worker:
             raise GroupError("aborted while it loaded experts for itself")
         self._count_progress()
 
-    def _connect(self, address: tuple[str, int], absent: Sequence[int] = ()) -> dist.Store:
-        """A client of the store at `address`, or the store that this worker hosts. Raises
-        `GroupError`, with `absent` where the store does not answer."""
-        assert self.mesh is not None
-        host, port = address
-        if self._store is not None and (self._store.host, self._store.port) == (
-            _reachable(host),
-            port,
-        ):
-            return self._store
-        deadline = time.monotonic() + GROUP_TIMEOUT_S
-        while True:
-            try:
-                wait = timedelta(seconds=CONNECT_S)
-                store = dist.TCPStore(_reachable(host), port, is_master=False, timeout=wait)
-                break
-            except RuntimeError as error:
-                if self.mesh.is_aborted or time.monotonic() > deadline:
-                    text = f"the store at {host}:{port} does not answer: {error}"
-                    raise GroupError(text.splitlines()[0], absent) from error
-        store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_S))
-        return store
-
-    def _count_blocks(self, length: int) -> int:
-        cache, rows = self.config.cache, self.config.scheduler.max_rows
-        layers = self.model.attention_layers()
-        block_bytes = kv_cache.bytes_per_block(layers, cache.block_tokens, self._dtype)
-        useful = rows * -(-length // cache.block_tokens) if self.device.type == "cpu" else None
-        free = kv_cache.free_bytes(self.device, self.local_workers)
-        if self.config.parallel.expert:
-            free = max(0, free - max_share_bytes(self._moe_layers(), self.config))
-        return kv_cache.count_blocks(cache, block_bytes, free, useful)
-
     def _prepare_thread(self) -> None:
         """Set the number of OpenMP threads and the current GPU in the calling thread: both are
         settings of a thread."""
@@ -276,22 +385,3 @@ class Worker:
             return
         threads = self.config.model.cpu_threads or available_cores() // self.local_workers
         torch.set_num_threads(max(1, threads))
-
-
-def _device(wanted: str, local_rank: int) -> torch.device:
-    """`auto`: a GPU if there is one. Raises `ValueError` if the GPU does not exist."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("model.device=cuda, but torch sees no GPU; set model.device=cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"worker {local_rank} of this machine wants a GPU of its own, but torch sees "
-            f"{torch.cuda.device_count()}; lower parallel.tensor or parallel.pipeline"
-        )
-    return torch.device("cuda", local_rank)
-
-
-def _reachable(host: str) -> str:
-    """The loopback address for names of it, which may resolve to one where no store listens."""
-    return "127.0.0.1" if host in LOOPBACK else host

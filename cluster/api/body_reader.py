@@ -88,8 +88,10 @@ class BodyReader:
 def require_json(request: Request) -> None:
     """Raises HTTPError 415 unless the request says that it sends JSON. A browser sends a preflight
     before it sends JSON for a page of another site, and only `serve.cors_origins` allows one."""
-    sent = request.headers.get("content-type", "")
-    kind = sent.split(";")[0].strip().lower()
+    sent = request.headers.getlist("content-type")
+    if len(sent) > 1:
+        raise HTTPError(415, f"content-type stands {len(sent)} times; send one, 'application/json'")
+    kind = "".join(sent).partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPError(
             415, f"content-type {shown(kind)} is not supported; send 'application/json'"
@@ -97,14 +99,14 @@ def require_json(request: Request) -> None:
 
 
 async def read_json_parts(
-    request: Request, limit_bytes: int, limit_name: str = "serve.max_body_bytes"
+    request: Request, limit_bytes: int, limit_name: str = "serve.max_body_bytes="
 ) -> AsyncGenerator[bytes]:
     """The body of a JSON request as it comes, unpacked. Raises HTTPError before more than the limit
     came, or was unpacked, and BadRequest where it cannot be unpacked."""
     require_json(request)
     decoder = body_decoder(request)
     too_long = HTTPError(
-        413, f"the body has more than {limit_name}={limit_bytes} bytes", "request_too_large"
+        413, f"the body has more than {limit_name}{limit_bytes} bytes", "request_too_large"
     )
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > limit_bytes):
@@ -129,7 +131,7 @@ async def read_json_parts(
 
 async def read_short_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body of a JSON request that is short in any case."""
-    parts = read_json_parts(request, limit_bytes, "the limit here")
+    parts = read_json_parts(request, limit_bytes, "")
     return b"".join([part async for part in parts])
 
 

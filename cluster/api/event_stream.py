@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -17,14 +17,16 @@ IS_EVENT_STREAM = "swell.events"
 
 class EventStreamResponse:
     """A server-sent event stream over ready-made bytes; ends when the client leaves. `on_end` is
-    called once, however it ends."""
+    called once, however it ends. `has_failed`: whether the last events were about an error."""
 
     def __init__(
         self,
         events: AsyncGenerator[bytes],
         headers: Mapping[str, str],
         on_end: Callable[[], None],
+        has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.has_failed = has_failed
         self._events = events
         self._on_end = on_end
         self.headers = MutableHeaders(
@@ -41,6 +43,15 @@ class EventStreamResponse:
         try:
             with contextlib.suppress(ClientDisconnect):
                 await run_until_disconnect(receive, self._write(send))
+        finally:
+            self._on_end()
+
+    @contextlib.asynccontextmanager
+    async def opened(self) -> AsyncIterator[AsyncGenerator[bytes]]:
+        """The events, for a reader that is no client; they end with it."""
+        try:
+            async with contextlib.aclosing(self._events) as events:
+                yield events
         finally:
             self._on_end()
 

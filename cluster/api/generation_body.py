@@ -78,6 +78,9 @@ class GenerationBody(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Write `token_id:N` instead of its text where log probabilities name a token."""
+    return_routed_experts: bool | None = None
+    """Return the experts that computed each token, at the end of a stream. Needs
+    `model.routed_experts`."""
     best_of: int | None = None
     """Sample so many answers and keep the n with the largest mean log probability."""
     echo: bool | None = None

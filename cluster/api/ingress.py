@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,12 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from swell.cluster.api.admin.adapter_routes import AdapterRoutes
 from swell.cluster.api.admin.peers import PeerStories
 from swell.cluster.api.admin.protocol import RequestStory
 from swell.cluster.api.admin.serving import AdminRoutes
-from swell.cluster.api.body_reader import body_bytes
+from swell.cluster.api.answer_identity import AnswerIdentity
+from swell.cluster.api.body_reader import Body, body_bytes
 from swell.cluster.api.chat import convert as chat_convert
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.chat.serving import ChatResponseWriter
@@ -27,12 +29,12 @@ from swell.cluster.api.messages import convert as messages_convert
 from swell.cluster.api.messages.message import TokenCount
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
 from swell.cluster.api.messages.serving import MessagesResponseWriter
+from swell.cluster.api.pooling.pooling_routes import PoolingRoutes
 from swell.cluster.api.responses.routes import ResponseRoutes
 from swell.cluster.api.routing import (
     StripTrailingSlash,
     json_response,
     no_such_route,
-    request_id,
     route,
 )
 from swell.cluster.api.server.cors import Cors, CorsRules
@@ -80,9 +82,11 @@ class Ingress:
                 *self._responses.routes(),
                 route("/v1/messages", self._messages, "POST"),
                 route("/v1/messages/count_tokens", self._count_tokens, "POST"),
+                *PoolingRoutes(services).routes(),
                 *TokenizeRoutes(services).routes(),
                 *self._server.routes(),
                 *AdminRoutes(services).routes(),
+                *AdapterRoutes(services).routes(),
             ],
             exception_handlers={404: no_such_route, 405: no_such_route},
             middleware=[
@@ -112,35 +116,62 @@ class Ingress:
         await self.services.close()
 
     async def _completions(self, request: Request) -> Any:
-        body = await self.services.read_for_answer(request, CompletionRequest)
-        params = await self._process(request, completion_convert.to_generation_request, body)
-        writer = CompletionResponseWriter(f"cmpl-{request_id(request)}", self.services.model, body)
-        return await self.services.serving.answer(request, params, writer)
+        return await self._answer(request, CompletionRequest, self._begin_completions)
+
+    async def _begin_completions(
+        self, body: CompletionRequest, request: Request, identity: AnswerIdentity
+    ) -> Any:
+        convert = completion_convert.to_generation_request
+        params = await self._process(request, convert, body, identity)
+        id, model = f"cmpl-{identity.id}", self.services.model_name(body.model)
+        writer = CompletionResponseWriter(id, model, body, identity.created)
+        return await self.services.serving.answer(request, params, writer, identity)
 
     async def _chat(self, request: Request) -> Any:
-        body = await self.services.read_for_answer(request, ChatCompletionRequest)
-        params = await self._process(request, chat_convert.to_generation_request, body)
-        id = f"chatcmpl-{request_id(request)}"
-        writer = ChatResponseWriter(id, self.services.model, body, params.make_parser)
-        return await self.services.serving.answer(request, params, writer)
+        return await self._answer(request, ChatCompletionRequest, self._begin_chat)
+
+    async def _begin_chat(
+        self, body: ChatCompletionRequest, request: Request, identity: AnswerIdentity
+    ) -> Any:
+        convert = chat_convert.to_generation_request
+        params = await self._process(request, convert, body, identity)
+        id, model = f"chatcmpl-{identity.id}", self.services.model_name(body.model)
+        writer = ChatResponseWriter(id, model, body, params.make_parser, identity.created)
+        return await self.services.serving.answer(request, params, writer, identity)
 
     async def _messages(self, request: Request) -> Any:
-        body = await self.services.read_for_answer(request, MessagesRequest)
-        params = await self._process(request, messages_convert.to_generation_request, body)
-        id = request_id(request)
-        writer = MessagesResponseWriter(id, self.services.model, body, params.make_parser)
-        return await self.services.serving.answer(request, params, writer)
+        return await self._answer(request, MessagesRequest, self._begin_message)
+
+    async def _begin_message(
+        self, body: MessagesRequest, request: Request, identity: AnswerIdentity
+    ) -> Any:
+        convert = messages_convert.to_generation_request
+        params = await self._process(request, convert, body, identity)
+        model = self.services.model_name(body.model)
+        writer = MessagesResponseWriter(identity.id, model, body, params.make_parser)
+        return await self.services.serving.answer(request, params, writer, identity)
+
+    async def _answer(
+        self,
+        request: Request,
+        kind: type[Body],
+        begin: Callable[[Body, Request, AnswerIdentity], Awaitable[Any]],
+    ) -> Any:
+        services = self.services
+        body = await services.read_for_answer(request, kind)
+        owner = services.access.check_user(request)
+        return await services.resumable.answer(request, owner, body, partial(begin, body))
 
     async def _process(
         self,
         request: Request,
         convert: Callable[[Any, Mapping[str, Any]], GenerationRequest],
         body: Any,
+        identity: AnswerIdentity,
     ) -> RequestParams:
         work = partial(convert, body, self.services.sampling_defaults)
-        return await with_deadline(
-            request, self.services.input_processor.process(work, body_bytes(request))
-        )
+        processing = self.services.process(work, body_bytes(request), identity, body.model)
+        return await with_deadline(request, processing)
 
     async def _count_tokens(self, request: Request) -> Response:
         body = await self.services.read(request, CountTokensRequest)

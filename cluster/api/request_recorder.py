@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from starlette.requests import Request
 
 from swell.cluster.api.admin.protocol import RequestStory
-from swell.cluster.api.response_writer import ResponseWriter
+from swell.cluster.api.response_writer import AnswerWriter
 from swell.cluster.api.routing import request_id
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
 from swell.cluster.api.timings import timings_of
@@ -29,7 +29,7 @@ class RequestRecorder:
         self._ingress = ingress
 
     def record(
-        self, request: Request, params: RequestParams, answer: ResponseWriter, ending: ExitStack
+        self, request: Request, params: RequestParams, answer: AnswerWriter, ending: ExitStack
     ) -> RequestRecord:
         """The record of a request that begins now, and ends with `ending`."""
         now_s = time.monotonic()

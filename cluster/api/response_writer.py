@@ -24,31 +24,59 @@ VERSION = "x-swell-version"
 Batches = AsyncIterator[OutputBatch]
 
 
-class ResponseWriter(ABC):
-    """One answer over one or more prompts, each with `n` choices.
-
-    Choice `prompt * n + k` is the k-th answer to a prompt. `full_response` is the body of an answer
-    that is not streamed. A stream is `stream_start`, `delta` of each output, then `stream_end` or
-    `stream_error`, and `stream_done`.
-    """
+class AnswerWriter(ABC):
+    """One answer over one or more prompts: its body, `full_response`, where it is not streamed."""
 
     operation = "chat"
     """As OpenTelemetry's conventions name it."""
 
     def __init__(
-        self, id: str, model: str, *, n: int = 1, include_timings: bool | None = None
+        self,
+        id: str,
+        model: str,
+        *,
+        include_timings: bool | None = None,
+        created: int | None = None,
     ) -> None:
+        """`created`: None: now."""
         self.id = id
-        self.created = int(time.time())
+        self.created = int(time.time()) if created is None else created
         self.model = model
-        self.n = n
         self.record: RequestRecord | None = None
         """What happens to the request; None before it is submitted."""
+        self.failed = False
+        """The stream ended with an error."""
         self._include_timings = bool(include_timings)
 
     @abstractmethod
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         """`outputs`: one a prompt, with its choices."""
+
+    def timings(self) -> Timings | UnsetType:
+        """What has happened to the request, if its client wants to know it."""
+        if self.record is None or not self._include_timings:
+            return UNSET
+        return timings_of(self.record)
+
+
+class ResponseWriter(AnswerWriter):
+    """One answer that may be streamed, over one or more prompts, each with `n` choices.
+
+    Choice `prompt * n + k` is the k-th answer to a prompt. A stream is `stream_start`, `delta` of
+    each output, then `stream_end` or `stream_error`, and `stream_done`.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        *,
+        n: int = 1,
+        include_timings: bool | None = None,
+        created: int | None = None,
+    ) -> None:
+        super().__init__(id, model, include_timings=include_timings, created=created)
+        self.n = n
 
     def stream_start(self, choices: int) -> Iterable[bytes]:
         """Events before the first text."""
@@ -70,12 +98,6 @@ class ResponseWriter(ABC):
         """The very last event, however the stream went."""
         return ()
 
-    def timings(self) -> Timings | UnsetType:
-        """What has happened to the request, if its client wants to know it."""
-        if self.record is None or not self._include_timings:
-            return UNSET
-        return timings_of(self.record)
-
     async def stream(
         self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
     ) -> AsyncGenerator[bytes]:
@@ -93,6 +115,7 @@ class ResponseWriter(ABC):
                     yield b"".join(chunks)
                     chunks = []
         except ENGINE_ERRORS as error:
+            self.failed = True
             chunks += self.stream_error(error_info(error))
         else:
             chunks += self.stream_end(stream_usage(last, self.n))

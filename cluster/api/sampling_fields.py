@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs, bad_value
+from swell.cluster.text.sampling_params import (
+    DERIVED_SALT,
+    BadRequest,
+    StructuredOutputs,
+    bad_value,
+)
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.validate_params import Integers
 
@@ -57,6 +62,8 @@ def check_routing(cache_salt: str | None, rank: int | None, priority: int | None
     """The fields of routing and scheduling, which do not change the answer."""
     if cache_salt == "":
         raise bad_value("cache_salt", "", "must not be empty; leave it out")
+    if cache_salt is not None and cache_salt.startswith(DERIVED_SALT):
+        raise bad_value("cache_salt", cache_salt, "must not begin with the character NUL")
     if cache_salt is not None and len(cache_salt) > MAX_SALT_CHARS:
         raise BadRequest(
             f"cache_salt has {len(cache_salt)} characters; at most {MAX_SALT_CHARS} are allowed",

@@ -16,7 +16,6 @@ from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
-from swell.cluster.text.sampling_params import BadRequest
 
 VERSION = importlib.metadata.version("swell")
 START_FAILED = "cluster_failed"
@@ -117,18 +116,20 @@ class ServerRoutes:
 
     async def _models(self, request: Request) -> Response:
         self._services.access.check_user(request)
-        return json_response(admin.ModelList(data=[self._card()]))
+        names = [self._services.model, *self._services.adapters.names]
+        return json_response(admin.ModelList(data=[self._card(name) for name in names]))
 
     async def _one_model(self, request: Request) -> Response:
         self._services.access.check_user(request)
         model = request.path_params["model"]
-        if model != self._config.model.served_name:
-            raise BadRequest(f"the model {model!r} does not exist", "model", "model_not_found")
-        return json_response(self._card())
+        if model != self._services.model and self._services.adapters.find(model) is None:
+            raise self._services.model_not_found(model)
+        return json_response(self._card(model))
 
-    def _card(self) -> admin.ModelCard:
-        name, longest = self._config.model.served_name, self._prompts.max_model_len
-        return admin.ModelCard(id=name, created=0, root=name, max_model_len=longest)
+    def _card(self, name: str) -> admin.ModelCard:
+        base, longest = self._services.model, self._prompts.max_model_len
+        parent = None if name == base else base
+        return admin.ModelCard(id=name, created=0, root=base, parent=parent, max_model_len=longest)
 
     def _loads(self) -> list[admin.EngineLoad]:
         return [

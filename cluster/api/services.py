@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
+from swell.cluster.api.adapter_names import AdapterNames
 from swell.cluster.api.admin.peers import NoPeers, PeerStories
+from swell.cluster.api.answer_identity import AnswerIdentity
 from swell.cluster.api.body_reader import BodyReader
+from swell.cluster.api.disconnect import with_deadline
 from swell.cluster.api.request_recorder import RequestRecorder
+from swell.cluster.api.resumable.resumable_answers import ResumableAnswers
 from swell.cluster.api.server.access import Access
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
 from swell.cluster.api.serving_handler import ServingHandler
@@ -19,9 +25,10 @@ from swell.cluster.client.deadline import deadline_of
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.request_history import RequestHistory
-from swell.cluster.client.router import NoEngine
-from swell.cluster.text.input_processor import AsyncInputProcessor
+from swell.cluster.text.generation_request import GenerationRequest
+from swell.cluster.text.input_processor import AsyncInputProcessor, RequestParams
 from swell.cluster.text.offload import OffloadPools
+from swell.cluster.text.pooling_processor import generation_refusal, pooling_refusal
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.text_services import TextServices
@@ -46,12 +53,14 @@ class Services:
     ) -> None:
         self.config = config
         self.model = config.model.served_name
+        self.adapters = AdapterNames(text.adapters, lambda: self.llm.view)
         self.manager = manager
         self.store = store
         self.access = Access(config.serve)
         self.metrics = PrometheusStats()
         self.prompts = text.prompts
         self.sampling_defaults = text.sampling_defaults
+        self.pooling = text.pooling
         self.offloads = OffloadPools()
         self.input_processor = AsyncInputProcessor(text.processor, self.offloads)
         self.reader = BodyReader(config.serve, self.offloads.bodies, self.metrics.ignored)
@@ -64,8 +73,16 @@ class Services:
         self.traces = make_exporter(config.serve.otlp_endpoint, self.metrics.traced)
         self.recorder = RequestRecorder(history, self.traces, self.llm.client_index)
         self.serving = ServingHandler(self.llm, self.offloads.answers, self.recorder)
+        self.resumable = ResumableAnswers(
+            config.serve, self.offloads.bodies, self._versions, self.metrics.resumable
+        )
+
+    def _versions(self) -> set[str]:
+        """Of the weights of the engines that serve."""
+        return {member.version for member in self.llm.view.roster.members}
 
     async def close(self) -> None:
+        await self.resumable.close()
         self.llm.close()
         await self.traces.close()
         self.offloads.close()
@@ -73,25 +90,53 @@ class Services:
     async def read_for_answer(self, request: Request, kind: type[Body]) -> Body:
         """The body of a request for an answer. Raises TooManyWaiting before it is read where too
         many wait: thousands are refused as fast as they come."""
-        self.access.check_user(request)
-        if self.llm.has_seen_engine:
+        owner = self.access.check_user(request)
+        if self.pooling is not None and not kind.POOLS:
+            raise generation_refusal(self.pooling.spec)
+        if self.pooling is None and kind.POOLS:
+            raise pooling_refusal()
+        if self.llm.has_seen_engine and not self.resumable.has(request, owner):
             self.llm.check_admission()
         came_s = request.scope[ARRIVAL_TIME_S]
         request.state.deadline = deadline_of(request.headers.get(TIMEOUT), came_s)
         return await self.read(request, kind)
 
+    async def process(
+        self,
+        convert: Callable[[], GenerationRequest],
+        size_bytes: int,
+        identity: AnswerIdentity,
+        model: str | None,
+    ) -> RequestParams:
+        """The parameters of the request that `convert` makes; `model`: that of its body. Raises
+        BadRequest."""
+        adapter = None if model is None else self.adapters.find(model)
+        if adapter is None and model not in (None, self.model):
+            raise self.model_not_found(str(model))  # it was unloaded a moment ago
+        return await self.input_processor.process(
+            lambda: msgspec.structs.replace(convert(), random=identity.random, adapter=adapter),
+            size_bytes,
+        )
+
+    def model_name(self, model: str | None) -> str:
+        """What answers where a checked body has `model`: the model, or an adapter of it."""
+        return self.model if model is None else model
+
+    def model_not_found(self, model: str) -> BadRequest:
+        names = ", ".join(map(repr, (self.model, *self.adapters.names)))
+        return BadRequest(
+            f"the model {model!r} does not exist; this server has {names}",
+            "model",
+            "model_not_found",
+        )
+
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """A checked body for this model. Raises BadRequest, HTTPError, and NoEngine before the
-        first engine has reported its limits; while no engine is left, requests wait."""
+        """A checked body for this model, once an engine has reported its limits. Raises BadRequest,
+        HTTPError, NoEngine and RequestTimedOut."""
         self.access.check_user(request)
         body = await self.reader.read(request, kind)
         model = getattr(body, "model", None)
-        if model is not None and model != self.model:
-            raise BadRequest(
-                f"the model {model!r} does not exist; this server has {self.model!r}",
-                "model",
-                "model_not_found",
-            )
-        if not self.llm.has_seen_engine:
-            raise NoEngine("no engine is ready yet")
+        if model is not None and model != self.model and self.adapters.find(model) is None:
+            raise self.model_not_found(model)
+        await with_deadline(request, self.llm.wait_for_engine())
         return body

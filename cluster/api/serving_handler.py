@@ -11,17 +11,29 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from swell.cluster.api.answer_identity import AnswerIdentity, new_identity
 from swell.cluster.api.disconnect import run_until_disconnect
 from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.request_recorder import RequestRecorder
-from swell.cluster.api.response_writer import ENGINES, VERSION, ResponseWriter, usage_of
+from swell.cluster.api.response_writer import (
+    ENGINES,
+    VERSION,
+    AnswerWriter,
+    ResponseWriter,
+    usage_of,
+)
 from swell.cluster.api.routing import json_response, request_id
 from swell.cluster.api.tracing.trace_context import trace_headers
 from swell.cluster.client.answer_version import AnswerVersion
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.deadline import Deadline
-from swell.cluster.client.merged_outputs import MergedOutputs
-from swell.cluster.client.outputs import RequestOutput, RequestOutputKind
+from swell.cluster.client.merged_outputs import MergedOutputs, OutputsInTurn
+from swell.cluster.client.outputs import (
+    RequestOutput,
+    RequestOutputCollector,
+    RequestOutputKind,
+    TokenQueue,
+)
 from swell.cluster.client.request_history import RequestRecord
 from swell.cluster.client.request_state import RequestState
 from swell.cluster.text.input_processor import RequestParams
@@ -42,35 +54,46 @@ class ServingHandler:
         self._offload = offload
         self._recorder = recorder
 
+    async def pool(
+        self, request: Request, request_params: RequestParams, answer: AnswerWriter
+    ) -> Any:
+        """Submit everything, then answer whole. Raises TooManyWaiting."""
+        self._llm.check_admission()
+        states: list[RequestState] = []
+        kind = RequestOutputKind.FINAL_ONLY
+        with ExitStack() as ending:
+            identity = new_identity(request)
+            await self._begin(request, request_params, kind, answer, states, ending, identity)
+            outputs = MergedOutputs(states, request_params.params, kind)
+            return await self._whole(request, outputs, answer, ending)
+
     async def answer(
-        self, request: Request, request_params: RequestParams, answer: ResponseWriter
+        self,
+        request: Request,
+        request_params: RequestParams,
+        answer: ResponseWriter,
+        identity: AnswerIdentity,
     ) -> Any:
         """Submit everything, then answer whole or as a stream. Raises TooManyWaiting."""
         self._llm.check_admission()
-        return await self.handle_admitted(request, request_params, answer)
+        return await self.handle_admitted(request, request_params, answer, identity)
 
     async def handle_admitted(
-        self, request: Request, request_params: RequestParams, answer: ResponseWriter
+        self,
+        request: Request,
+        request_params: RequestParams,
+        answer: ResponseWriter,
+        identity: AnswerIdentity,
     ) -> Any:
         """The same for a request that was admitted before, perhaps by an ingress that is gone."""
         states: list[RequestState] = []
         kind = RequestOutputKind.DELTA if request_params.stream else RequestOutputKind.FINAL_ONLY
         with ExitStack() as ending:
-            record = self._recorder.record(request, request_params, answer, ending)
-            # What has not ended then has no reader any more.
-            ending.callback(lambda: self._llm.abort([state.request_id for state in states]))
-            await self._submit(request, request_params, kind, states, record)
-            self._arm_deadline_timer(request, states, ending)
-            outputs = MergedOutputs(states, request_params.params, kind)
+            await self._begin(request, request_params, kind, answer, states, ending, identity)
+            merge = OutputsInTurn if identity.is_repeatable else MergedOutputs
+            outputs = merge(states, request_params.params, kind)
             if not request_params.stream:
-                prompts = await run_until_disconnect(request.receive, outputs.whole())
-                ending.close()
-                usage = usage_of(prompts, outputs.num_output_tokens)
-                whole = await self._offload.run_sized(
-                    sum(map(_tokens, prompts)),  # a token is written as fast as a byte is read
-                    lambda: msgspec.json.encode(answer.full_response(prompts, usage)),
-                )
-                return json_response(whole, headers=_headers(outputs))
+                return await self._whole(request, outputs, answer, ending)
             # The status line waits for the first token: what fails before it has a status.
             await run_until_disconnect(request.receive, outputs.first())
             # The headers leave with the first token, and uvicorn sends no trailers: ranks that
@@ -79,7 +102,42 @@ class ServingHandler:
             events = answer.stream(
                 outputs, len(states), sent_engines=ranks, engines=lambda: outputs.served_ranks
             )
-            return EventStreamResponse(events, _headers(outputs), on_end=ending.pop_all().close)
+            return EventStreamResponse(
+                events,
+                _headers(outputs),
+                on_end=ending.pop_all().close,
+                has_failed=lambda: answer.failed,
+            )
+
+    async def _begin(
+        self,
+        request: Request,
+        request_params: RequestParams,
+        kind: RequestOutputKind,
+        answer: AnswerWriter,
+        states: list[RequestState],
+        ending: ExitStack,
+        identity: AnswerIdentity,
+    ) -> None:
+        """Record and submit everything; what has not ended with `ending` is aborted."""
+        record = self._recorder.record(request, request_params, answer, ending)
+        # What has not ended then has no reader any more.
+        ending.callback(lambda: self._llm.abort([state.request_id for state in states]))
+        await self._submit(request, request_params, kind, states, record, identity)
+        self._arm_deadline_timer(request, states, ending)
+
+    async def _whole(
+        self, request: Request, outputs: MergedOutputs, answer: AnswerWriter, ending: ExitStack
+    ) -> Any:
+        """The body, once everything is there."""
+        prompts = await run_until_disconnect(request.receive, outputs.whole())
+        ending.close()
+        usage = usage_of(prompts, outputs.num_output_tokens)
+        whole = await self._offload.run_sized(
+            sum(map(_tokens, prompts)),  # a token is written as fast as a byte is read
+            lambda: msgspec.json.encode(answer.full_response(prompts, usage)),
+        )
+        return json_response(whole, headers=_headers(outputs))
 
     async def _submit(
         self,
@@ -88,12 +146,14 @@ class ServingHandler:
         kind: RequestOutputKind,
         states: list[RequestState],
         record: RequestRecord,
+        identity: AnswerIdentity,
     ) -> None:
         """All children of all prompts, appended to `states`: the caller ends those that are there
         if this fails before its end. Other tasks run in between."""
         self._check_rank(request_params.data_parallel_rank)
         headers, id = trace_headers(request) or None, request_id(request)
-        work, version = 0, AnswerVersion()
+        work, version = 0, AnswerVersion(identity.begun_version)
+        collector = TokenQueue if identity.is_repeatable else RequestOutputCollector
         for prompt in request_params.prompts:
             for child in request_params.children(id, prompt, trace_headers=headers):
                 states.append(
@@ -105,6 +165,7 @@ class ServingHandler:
                         prompt=child.prompt_text,
                         text_start=request_params.text_start,
                         answer_version=version,
+                        collector=collector,
                     )
                 )
                 record.journeys.append(states[-1].journey)
@@ -137,5 +198,6 @@ def _headers(outputs: MergedOutputs) -> dict[str, str]:
 
 
 def _tokens(output: RequestOutput) -> int:
-    """The size of the answers to one prompt, in tokens."""
-    return len(output.prompt_token_ids) + sum(part.num_output_tokens for part in output.outputs)
+    """The size of the answers to one prompt, in tokens; a byte of a vector is written as fast."""
+    answers = sum(part.num_output_tokens + len(part.pooled) for part in output.outputs)
+    return len(output.prompt_token_ids) + answers

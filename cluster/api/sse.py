@@ -13,6 +13,7 @@ from swell.cluster.api.chat.protocol import ChatChunk, ChatDelta
 from swell.cluster.api.completions.protocol import CompletionChunk
 from swell.cluster.api.logprobs import ChatLogprobs, CompletionLogprobs
 from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 from swell.cluster.api.timings import Timings
 
 DONE = b"data: [DONE]\n\n"
@@ -30,6 +31,7 @@ class ChunkFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    routed_experts: RoutedExpertsBody | UnsetType = UNSET
 
 
 TEXT_ONLY = ChunkFields()

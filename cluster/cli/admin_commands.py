@@ -1,4 +1,4 @@
-"""`swell status`, `scale`, `drain`, `pause` and `resume`: the admin API from a shell."""
+"""`swell status`, `scale`, `drain`, `pause`, `sleep` and others: the admin API from a shell."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal
 
 import msgspec
+from msgspec import UnsetType
 
 from swell.cluster.api.admin.protocol import (
     Accepted,
     ClusterState,
     DrainRequest,
     ScaleRequest,
+    SleepRequest,
     UpgradeRequest,
+    UpgradeState,
 )
 from swell.cluster.cli.console import print_table
 from swell.cluster.cli.http_client import Client, ServerError
@@ -84,8 +88,13 @@ def _notes(state: ClusterState) -> Iterator[str]:
         again = _next_try(left.next_try_s)
         text = f"left of ended engines: {left.names} ({left.reason})"
         yield f"{text}; {left.failures} attempts to end it failed, the next one {again}"
+    if asleep := [engine.rank for engine in state.engines if engine.sleep_level]:
+        yield f"asleep: engines {asleep}, level {max(e.sleep_level for e in state.engines)}"
     error = f" ({state.upgrade.error})" if state.upgrade.error else ""
     yield f"version {state.upgrade.version}, upgrade: {state.upgrade.phase}{error}"
+    if failures := state.upgrade.failures:
+        again = _next_try(state.upgrade.next_try_s or 0.0)
+        yield f"a version does not start: {failures} attempts failed, the next one {again}"
 
 
 def _next_try(wait_s: float) -> str:
@@ -102,7 +111,8 @@ def drain(args: argparse.Namespace) -> int:
 
 
 def upgrade(args: argparse.Namespace) -> int:
-    """Returns when all engines are of the new version. Raises ServerError if it is rolled back."""
+    """Returns when all engines are of the version. Raises ServerError if it is rolled back, or if
+    another one is wanted meanwhile."""
     config = load(args.config, dict(args.set))
     request = UpgradeRequest(config=msgspec.to_builtins(config))
     asyncio.run(_upgrade(Client(args.url, args.api_key), request))
@@ -122,12 +132,24 @@ async def _upgrade(client: Client, request: UpgradeRequest) -> None:
         if line != reported:
             print(f"[{time.monotonic() - started:5.1f} s] {line}", flush=True)
             reported = line
+        if _is_upgraded(found, accepted.version):
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+def _is_upgraded(found: UpgradeState, version: str | UnsetType) -> bool:
+    """Whether all engines are of this version. Raises ServerError if they will not be."""
+    if found.version == version:
+        return found.phase in ("idle", "failed", "cancelled")
+    if found.previous == version:
         match found.phase:
+            case "rolling back" | "cancelling":
+                return False
             case "failed":
                 raise ServerError(f"the upgrade failed: {found.error}")
-            case "idle":
-                return
-        await asyncio.sleep(_POLL_S)
+            case "cancelled":
+                raise ServerError("the upgrade was cancelled")
+    raise ServerError(f"the upgrade was replaced by another one, to version {found.version}")
 
 
 def _change(args: argparse.Namespace, path: str, request: RequestBody) -> int:
@@ -136,14 +158,20 @@ def _change(args: argparse.Namespace, path: str, request: RequestBody) -> int:
     return 0
 
 
-def _switch(args: argparse.Namespace, path: str) -> int:
+def _switch(args: argparse.Namespace, path: str, body: RequestBody | None = None) -> int:
     """Request it and show the state after it."""
-    asyncio.run(Client(args.url, args.api_key).post(path, RequestBody(), Accepted))
+    asyncio.run(Client(args.url, args.api_key).post(path, body or RequestBody(), Accepted))
     return status(args)
+
+
+def sleep(args: argparse.Namespace) -> int:
+    requests: Literal["wait", "refuse"] = "refuse" if args.refuse else "wait"
+    return _switch(args, "/admin/sleep", SleepRequest(level=args.level, requests=requests))
 
 
 pause = partial(_switch, path="/admin/pause")
 resume = partial(_switch, path="/admin/resume")
+wake = partial(_switch, path="/admin/wake")
 
 
 async def change_engines(client: Client, path: str, request: RequestBody) -> ClusterState:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from swell.configs.adapter_files import WEIGHTS_NAME
 from swell.configs.schema import SERVE_FILES, Config
 
 
@@ -15,8 +16,12 @@ def named_paths(config: Config) -> dict[str, str]:
     cache of its own."""
     serve = config.serve
     paths = {f"serve.{key}": getattr(serve, key) for key in SERVE_FILES if getattr(serve, key)}
+    for name, folder in config.lora.adapters.items():
+        paths[f"lora.adapters.{name}"] = str(Path(folder, WEIGHTS_NAME))
     if Path(config.model.path).is_absolute():
         paths["model.path"] = str(Path(config.model.path, "config.json"))
+    if config.drafts.model is not None and Path(config.drafts.model.path).is_absolute():
+        paths["drafts.model"] = str(Path(config.drafts.model.path, "config.json"))
     return paths
 
 

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from swell.configs.secret import SecretText
+
 T = TypeVar("T")
 
 _CONNECT_S = 10.0
@@ -28,7 +30,9 @@ class ServerError(RuntimeError):
 class Client:
     """Calls one server, over a connection for each request. Every failure is a ServerError."""
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self, url: str, api_key: SecretText | None = None, timeout_s: float = 600.0
+    ) -> None:
         self.url = normal_url(url)
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}

@@ -54,6 +54,15 @@ def _drain(parser: argparse.ArgumentParser) -> None:
     _server(parser)
 
 
+def _sleep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--level", metavar="L", type=int, choices=(1, 2), default=1,
+        help="2: give the weights back, too, and read them again at the end (default 1)",
+    )  # fmt: skip
+    parser.add_argument("--refuse", action="store_true", help="requests do not wait meanwhile")
+    _status(parser)
+
+
 def _upgrade(parser: argparse.ArgumentParser) -> None:
     _config(parser)
     _server(parser)
@@ -66,6 +75,11 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="default 0")
     parser.add_argument("--seed", metavar="N", type=int, help="default: a new one each time")
     parser.add_argument("--chat", action="store_true", help="send the prompts as chat messages")
+
+
+def _save_sharded(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("out", metavar="OUT", help="a new folder, which becomes a whole model")
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
@@ -122,8 +136,19 @@ COMMANDS = {
     ),
     "pause": Command("let all engines stop", "swell.cluster.cli.admin_commands:pause", _status),
     "resume": Command("let them go on", "swell.cluster.cli.admin_commands:resume", _status),
+    "sleep": Command(
+        "let them stop and give memory back",
+        "swell.cluster.cli.admin_commands:sleep",
+        _sleep,
+    ),
+    "wake": Command("let them go on", "swell.cluster.cli.admin_commands:wake", _status),
     "generate": Command(
         "answer prompts in this process", "swell.cluster.cli.generate:generate", _generate
+    ),
+    "save-sharded": Command(
+        "save a model as its workers hold it, so that they start faster",
+        "swell.cluster.cli.save_sharded:save_sharded",
+        _save_sharded,
     ),
     "chat": Command("talk to a served model", "swell.cluster.cli.terminal_chat:chat", _chat),
     "bench": Command("measure a server or a model", "swell.cluster.cli.bench:bench", _bench),

@@ -10,12 +10,13 @@ from __future__ import annotations
 class AnswerVersion:
     """Of all requests that together answer one HTTP request."""
 
-    def __init__(self) -> None:
-        self.version: str | None = None
+    def __init__(self, begun: str | None = None) -> None:
+        """`begun`: the version whose tokens the client has already; None: it has none."""
+        self.version = begun
         """Of the engines that were chosen last; None: none was yet."""
         self._running = 0
         """Requests that have an engine now."""
-        self._has_tokens = False
+        self._has_tokens = begun is not None
 
     @property
     def required(self) -> str | None:

@@ -56,8 +56,6 @@ class AsyncLLM:
         """What has changed since that view, by rank."""
         self.client_index = ground.random_bits(31)
         self._readiness = ReadinessTracker(config.cluster.stall_timeout_s)
-        self.has_seen_engine = False
-        """There was an engine at some time, so its limits are known."""
         self._config = config
         self._admission = Admission(
             config.serve.max_waiting_requests,
@@ -68,6 +66,9 @@ class AsyncLLM:
         self._metrics = metrics
         self._on_limits = on_limits
         self._first_view = asyncio.Event()
+        self._first_engine = asyncio.Event()
+        self._num_early = 0
+        """Requests that came before the first engine, and wait for it."""
         self._view_at_s = clock()
         """When the newest view came."""
         self._log = StructuredLogger("cluster.ingress", client=self.client_index)
@@ -105,6 +106,11 @@ class AsyncLLM:
         return self._view
 
     @property
+    def has_seen_engine(self) -> bool:
+        """There was an engine at some time, so its limits are known."""
+        return self._first_engine.is_set()
+
+    @property
     def active_ranks(self) -> list[int]:
         return self._placer.active_ranks
 
@@ -116,18 +122,40 @@ class AsyncLLM:
         except TimeoutError:
             self._log.warning("the coordinator is silent")
 
+    async def wait_for_engine(self) -> None:
+        """Until the limits of an engine are known: an ingress that has just started may be there
+        before any engine is. Raises NoEngine after `serve.no_engine_timeout_s`, and at once if
+        `serve.max_waiting_requests` wait already."""
+        if self.has_seen_engine:
+            return
+        serve = self._config.serve
+        if self._num_early >= serve.max_waiting_requests:
+            raise NoEngine(f"no engine is ready yet, and {self._num_early} requests wait for one")
+        self._num_early += 1
+        try:
+            async with asyncio.timeout(serve.no_engine_timeout_s):
+                await self._first_engine.wait()
+        except TimeoutError:
+            limit_s = serve.no_engine_timeout_s
+            raise NoEngine(f"no engine is ready yet; waited {limit_s:g} s for one") from None
+        finally:
+            self._num_early -= 1
+
     def check_ready(self) -> ReadyState:
         """The engines that can make progress now."""
         return self._readiness.check(self._clock())
 
     def check_admission(self) -> None:
-        """Raises TooManyWaiting if another request may not wait (see `admission.py`). Those that
-        have an engine already, or had one, may.
+        """Raises TooManyWaiting if another request may not wait (see `admission.py`), and NoEngine
+        while the engines sleep and an operator wants no requests. Those that have an engine
+        already, or had one, may wait.
 
         The backlog is the reported one. While the coordinator is away it is what this ingress has
         sent itself: engines continue meanwhile, and the last report would refuse every request
         until the coordinator is back.
         """
+        if self._view.sleep.refuses:
+            raise NoEngine("the engines sleep, and no requests are taken until they are woken up")
         now_s = self._clock()
         stale_s = _STALE_VIEW_HEARTBEATS * self._config.cluster.heartbeat_s
         backlog = self._placer.backlog(own_only=now_s - self._view_at_s > stale_s)
@@ -147,18 +175,19 @@ class AsyncLLM:
         prompt: str | None = None,
         text_start: TextStart = TextStart.NEW_TEXT,
         answer_version: AnswerVersion | None = None,
+        collector: type[RequestOutputCollector] = RequestOutputCollector,
     ) -> RequestState:
         """Send a request, which gives answer number `index` to its prompt, to an engine, or keep
         it until there is one. Its outputs come into the state's queue. Raises NoEngine if there
         never was an engine; if it raises, nothing of the request is kept. `answer_version` is
-        shared by all requests that answer together."""
+        shared by all requests that answer together. `collector` is what its queue is."""
         if not self.has_seen_engine:
             raise NoEngine("no engine is ready yet")
         state = self._processor.add_request(
             request,
             params,
             kind=kind,
-            queue=RequestOutputCollector(kind, request.request_id),
+            queue=collector(kind, request.request_id),
             prompt=prompt,
             index=index,
             text_start=text_start,
@@ -204,7 +233,7 @@ class AsyncLLM:
             self._on_limits(
                 min(m.max_model_len for m in members), min(m.vocab_size for m in members)
             )
-            self.has_seen_engine = True
+            self._first_engine.set()
         self._placer.on_view(view, lost)
 
     def _on_loads(self, loads: Sequence[EngineLoad]) -> None:

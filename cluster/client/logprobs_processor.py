@@ -53,7 +53,7 @@ class LogprobsProcessor:
         for extra in extras:
             if isinstance(extra, PromptLogprobs):
                 self._add_prompt(extra)
-            else:
+            elif isinstance(extra, TokenLogprobs):
                 outputs.append(extra)
         if self._outputs is None:
             return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from swell.cluster.client.outputs import Event, RequestOutput, RequestOutputKind
@@ -92,16 +93,46 @@ class MergedOutputs:
         try:
             for number, queue in list(self._unfinished.items()):
                 output = queue.get_nowait()
+                if output is not None:
+                    self._add(number, output, batch)
+        except Exception as error:
+            self._error = error
+        return batch
+
+    def _add(self, number: int, output: RequestOutput, batch: OutputBatch) -> None:
+        if output.finished:
+            del self._unfinished[number]
+        answer = output.outputs[0]
+        if answer.finish_reason == "error":
+            raise RequestFailed(str(answer.stop_reason or "the request failed"))
+        merged = self._parents[number // self._children].add(output)
+        if merged is not None:
+            batch.append((number, merged))
+
+
+class OutputsInTurn(MergedOutputs):
+    """The same in an order that depends on the answers alone: one output of each unfinished request
+    after the other (of `TokenQueue`s). One that waits for its next token holds up the others."""
+
+    def __init__(
+        self, states: Sequence[RequestState], params: SamplingParams, kind: RequestOutputKind
+    ) -> None:
+        super().__init__(states, params, kind)
+        self._turns = deque(self._unfinished)
+        """Requests, by number: the next one first."""
+
+    def _take(self) -> OutputBatch:
+        batch: OutputBatch = []
+        try:
+            while self._turns:
+                number = self._turns[0]
+                output = self._unfinished[number].get_nowait()
                 if output is None:
-                    continue
-                if output.finished:
-                    del self._unfinished[number]
-                answer = output.outputs[0]
-                if answer.finish_reason == "error":
-                    raise RequestFailed(str(answer.stop_reason or "the request failed"))
-                merged = self._parents[number // self._children].add(output)
-                if merged is not None:
-                    batch.append((number, merged))
+                    break
+                self._turns.popleft()
+                if not output.finished:
+                    self._turns.append(number)
+                self._add(number, output, batch)
         except Exception as error:
             self._error = error
         return batch

@@ -31,6 +31,8 @@ REQUEST_BOUNDS_S = (
 )  # fmt: skip
 COUNT_BOUNDS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 
+RESUMABLE_RESULTS = ("begun", "joined", "recomputed", "aborted")
+
 _OF_REQUEST = {
     "e2e_s": ("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BOUNDS_S),
     "queue_s": ("request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BOUNDS_S),
@@ -141,6 +143,12 @@ class PrometheusStats(StatsSink, Collector):
             "result",
             ["sent", "dropped"],
         )
+        self._resumable = Counter(
+            "resumable_requests",
+            "Requests with an Idempotency-Key, and answers that no client came back for.",
+            "result",
+            RESUMABLE_RESULTS,
+        )
         own = [metric for metric in vars(self).values() if isinstance(metric, Histogram | Counter)]
         self._metrics = [*own, *self._of_request.values()]
         self._other_counts: Counts | None = None
@@ -148,7 +156,7 @@ class PrometheusStats(StatsSink, Collector):
         self.registry.register(self)
 
     def record(self, stats: IterationStats) -> None:
-        if stats.num_output_tokens:
+        if stats.num_prompt_tokens or stats.num_output_tokens:
             self._prompt_tokens.inc(stats.num_prompt_tokens)
             self._generation_tokens.inc(stats.num_output_tokens)
         self._first_token.observe(*stats.time_to_first_token_s)
@@ -176,6 +184,10 @@ class PrometheusStats(StatsSink, Collector):
     def traced(self, result: str, requests: int) -> None:
         """Requests were exported as spans, or could not be."""
         self._traces.inc(requests, result)
+
+    def resumable(self, result: str) -> None:
+        """One of RESUMABLE_RESULTS happened."""
+        self._resumable.inc(value=result)
 
     def counts(self) -> Counts:
         """The counters of this ingress."""

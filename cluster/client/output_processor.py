@@ -6,7 +6,7 @@ on to its queue (or, without one, into the returned list, as a synchronous calle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
 import msgspec
@@ -17,6 +17,7 @@ from swell.cluster.client.output_text import OutputText
 from swell.cluster.client.outputs import RequestOutput, RequestOutputCollector, RequestOutputKind
 from swell.cluster.client.request_state import RequestState
 from swell.cluster.client.stats import IterationStats, StatsSink
+from swell.cluster.client.token_pieces import one_by_one
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.cluster.text.token_texts import TokenTexts
@@ -127,16 +128,22 @@ class OutputProcessor:
                 continue
             # 1) statistics, 2) text and stops, 3) the client's output, 4) the end.
             state.times.record_tokens(output, now_s, stats)
-            try:
-                state.update(output)
-                request_output = state.make_output()
-            except Exception as error:  # a tokenizer's decoder may raise: its request alone ends
-                request_output = state.fail(error)
-            if request_output is not None:
-                if state.queue is not None:
-                    state.queue.put(request_output)
-                else:
-                    result.request_outputs.append(request_output)
+            pieces: Sequence[EngineCoreOutput] = (output,)
+            if state.queue is not None and state.queue.takes_each_token:
+                pieces = one_by_one(output)
+            for piece in pieces:
+                try:
+                    state.update(piece)
+                    request_output = state.make_output()
+                except Exception as error:  # a tokenizer's decoder may raise: its request ends
+                    request_output = state.fail(error)
+                if request_output is not None:
+                    if state.queue is not None:
+                        state.queue.put(request_output)
+                    else:
+                        result.request_outputs.append(request_output)
+                if state.finish_reason is not None:
+                    break
             if state.finish_reason is not None:
                 self._remove(state, now_s, stats)
                 if not output.finished:

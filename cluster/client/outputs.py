@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
 import msgspec
 
+from swell.cluster.client.routed_experts import RoutedExpertsTable
 from swell.cluster.text.token_texts import Texts, TokenTexts
 from swell.worker.sample.wire import TokenLogprobs
 
@@ -121,6 +123,11 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """stop, length, abort or error."""
     stop_reason: int | str | None = None
     """The stop string or stop token that ended it, or the message of an error."""
+    pooled: bytes = b""
+    """The vector of a request that pools: float32, little-endian."""
+    routed_experts: RoutedExpertsTable | None = None
+    """Of all tokens of prompt and answer but the last, which no expert has computed; at the end of
+    the answer, if requested."""
 
     def add(self, newer: CompletionOutput) -> None:
         """Append the next delta."""
@@ -132,6 +139,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         self.cumulative_logprob = newer.cumulative_logprob
         self.finish_reason = newer.finish_reason
         self.stop_reason = newer.stop_reason
+        self.routed_experts = newer.routed_experts
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -192,6 +200,9 @@ class RequestOutputCollector:
     Both sides run in one event loop.
     """
 
+    takes_each_token = False
+    """An output of its own is put for each token, whatever an engine gives at once."""
+
     def __init__(self, kind: RequestOutputKind, request_id: str = "") -> None:
         self.request_id = request_id
         self.ready = Event()
@@ -215,3 +226,24 @@ class RequestOutputCollector:
         if output is None and self._error is not None:
             raise self._error
         return output
+
+
+class TokenQueue(RequestOutputCollector):
+    """The same without merging: which outputs there are depends on the answer alone, and on no
+    reader. It holds no more than the tokens of one answer."""
+
+    takes_each_token = True
+
+    def __init__(self, kind: RequestOutputKind, request_id: str = "") -> None:
+        super().__init__(kind, request_id)
+        self._outputs: deque[RequestOutput] = deque()
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        if isinstance(output, Exception):
+            super().put(output)
+        else:
+            self._outputs.append(output)
+            self.ready.set()
+
+    def get_nowait(self) -> RequestOutput | None:
+        return self._outputs.popleft() if self._outputs else super().get_nowait()

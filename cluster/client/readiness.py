@@ -40,7 +40,7 @@ class ReadinessTracker:
         self._active: list[EngineId] = []
         self._unreachable: Mapping[EngineId, str] = {}
         self._repairing: list[int] = []
-        self._state = _SERVING
+        self._state, self._sleep_level = _SERVING, 0
         self._forming_s: float | None = None
         """Since when the group forms, by the clock of the views."""
         self._last_view_at: float | None = None
@@ -60,6 +60,7 @@ class ReadinessTracker:
         self._active = [k for k, m in members.items() if m.state is MemberState.ACTIVE]
         self._repairing = [m.rank for m in members.values() if m.state is MemberState.REPAIRING]
         self._state, self._last_view_at = view.state, now
+        self._sleep_level = view.sleep.level
         if view.state != _FORMING:
             self._forming_s = None
         elif self._forming_s is None:
@@ -75,7 +76,7 @@ class ReadinessTracker:
         view_at = now if self._last_view_at is None else self._last_view_at
         without_s = self._monitor.without_progress_s(self._limit_s)
         stuck = {key.rank: without_s[key] for key in self._active if key in without_s}
-        reasons = [f"engine {rank} replaces a worker" for rank in self._repairing]
+        reasons = [f"engine {rank} replaces a worker, or wakes up" for rank in self._repairing]
         reasons += [
             f"engine {rank} has work but made no progress for {time_s:.1f} s"
             for rank, time_s in stuck.items()
@@ -90,5 +91,6 @@ class ReadinessTracker:
                 ranks = []
                 reasons.append(f"the engines have been forming a group for {forming_s:.1f} s")
         if self._state == _PAUSED:
-            ranks, reasons = [], ["paused by an operator"]
+            what = f"asleep, level {self._sleep_level}" if self._sleep_level else "paused"
+            ranks, reasons = [], [f"{what} by an operator"]
         return ReadyState(ranks, "; ".join(reasons), is_silent)

@@ -21,6 +21,7 @@ from swell.cluster.client.outputs import (
 )
 from swell.cluster.client.placement_queue import QueuedRequest
 from swell.cluster.client.routed_engine import Route
+from swell.cluster.client.routed_experts import RoutedExpertsCollector, RoutedExpertsTable
 from swell.cluster.client.stats import RequestTimes
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.engine.request import MAX_FAILED_ATTEMPTS
@@ -30,6 +31,7 @@ from swell.engine.wire import (
     FinishReason,
     JourneyEventType,
 )
+from swell.worker.sample.wire import PooledValues
 
 MAX_UNREAD_ATTEMPTS = 5
 """How many attempts in a row may have outputs that this ingress cannot handle, without a token."""
@@ -48,7 +50,7 @@ class MigrationReason(enum.StrEnum):
 
     LEFT = "the engine left on request"
     DIED = "the engine was lost"
-    REPAIRING = "the engine replaces a worker"
+    REPAIRING = "the engine replaces a worker, or wakes up"
     DROPPED = "the engine dropped it"
     MESSAGES_LOST = "messages to or from the engine were lost"
     UNREACHABLE = "the engine is out of reach, or waits for the coordinator"
@@ -119,6 +121,8 @@ class RequestState:
         self._logprobs = logprobs
         self._include_stop = params.include_stop_str_in_output
         self._end_token_ids = {*request.eos_token_ids, *request.stop_token_ids}
+        self._pooled = b""
+        self._routes = RoutedExpertsCollector() if request.sampler.routed_experts else None
         self._sent_tokens = 0
         self._due_tokens = sys.maxsize if kind == RequestOutputKind.FINAL_ONLY else 1
         """With so many output tokens the next output is due: the first token at once, then every
@@ -199,6 +203,7 @@ class RequestState:
             data_parallel_rank=None,
             attempt=self.attempt,
             failed_attempts=self.failed_attempts,
+            waited_s=self.times.waited_s,
         )
 
     # ---------------------------------------------------------------- outputs
@@ -206,7 +211,12 @@ class RequestState:
     def update(self, output: EngineCoreOutput) -> None:
         """Apply tokens and the end; a stop string may end the request earlier."""
         token_ids, known = output.new_token_ids, self.output_token_ids
+        if not token_ids and self.request.sampler.pooling is not None:
+            self._take_pooled(output)
+            return
         logprobs = self._logprobs.split_extras(output.extras, len(token_ids))
+        if self._routes is not None:
+            self._routes.add(output.extras)
         if token_ids and len(known) == self._tokens_before_attempt:
             self._on_first_token(output.num_cached_tokens)
         num_visible = len(token_ids)
@@ -235,6 +245,15 @@ class RequestState:
             self._end(output.finish_reason, output.stop_reason)
         elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
+
+    def _take_pooled(self, output: EngineCoreOutput) -> None:
+        """The one output of a request that pools: its vector, or an error."""
+        for extra in output.extras:
+            if isinstance(extra, PooledValues):
+                self._on_first_token(output.num_cached_tokens)
+                self._pooled = extra.values
+        if output.finish_reason is not None:
+            self._end(output.finish_reason, output.stop_reason)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the request: text that was held back is visible, or holds the stop string that ends
@@ -267,6 +286,8 @@ class RequestState:
             cumulative_logprob=self._logprobs.cumulative,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
             stop_reason=self.stop_reason,
+            pooled=self._pooled,
+            routed_experts=self._routed_experts() if finished else None,
         )
         return RequestOutput(
             request_id=self.external_id,
@@ -278,6 +299,11 @@ class RequestState:
             version=self.answer_version.version or "",
             prompt_logprobs=self._logprobs.pop_prompt_logprobs(delta_only=is_delta),
         )
+
+    def _routed_experts(self) -> RoutedExpertsTable | None:
+        if self._routes is None:
+            return None
+        return self._routes.table(self.times.num_prompt_tokens + len(self.output_token_ids) - 1)
 
     def _on_first_token(self, num_cached_tokens: int) -> None:
         """Of an attempt. Cached tokens are those of the first one that gave a token."""

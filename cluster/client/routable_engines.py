@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.hash_ring import HashRing
@@ -15,7 +16,14 @@ class Candidates:
     def __init__(self, ranks: Iterable[int] = ()) -> None:
         self.ranks = list(ranks)
         self.as_set = frozenset(self.ranks)
-        self.ring = HashRing(self.ranks)
+
+    @cached_property
+    def ring(self) -> HashRing:
+        """Made when it is needed: where they are few, it is not."""
+        return HashRing(self.ranks)
+
+
+_NONE = Candidates()
 
 
 class RoutableEngines:
@@ -37,7 +45,7 @@ class RoutableEngines:
 
     def of_version(self, version: str) -> Candidates:
         """Of engines that may continue an answer of this version; perhaps none."""
-        return self._by_version.get(version, Candidates())
+        return self._by_version.get(version, _NONE)
 
     def long_enough(self, num_tokens: int) -> Candidates:
         """Of active engines: those of the version with the greatest length, if another one does not

@@ -84,6 +84,8 @@ class RoutedEngine:
         """As it was reported last."""
         self.changed_sums: tuple[set[RoutedEngine], ...] = ()
         """Where it is noted that what waits here has changed."""
+        self._busy: tuple[int, int] | None = None
+        """See `_busy_now`; None: something has changed since."""
         self.num_reports = 0
         self.blocks: OrderedDict[bytes, bool] = OrderedDict()
         """Whether another block was sent behind it. The least recently used first, and a block
@@ -107,6 +109,7 @@ class RoutedEngine:
         self._forget()
 
     def _note_change(self) -> None:
+        self._busy = None
         for changed in self.changed_sums:
             changed.add(self)
 
@@ -186,6 +189,11 @@ class RoutedEngine:
 
     def cost(self, tokens: int, block_tokens: int) -> int:
         """The score of a request with so many uncached prompt tokens here, in tokens."""
+        busy, free = self._busy = self._busy or self._busy_now()
+        return tokens + busy + (max(0, tokens - free * block_tokens) if self.num_blocks else 0)
+
+    def _busy_now(self) -> tuple[int, int]:
+        """The part of the score that is the same for each request, and the free blocks."""
         report, sent = self.load, self.sent
         waiting, requests = report.waiting_tokens, report.running + report.waiting
         held = int(report.kv_usage * self.num_blocks)
@@ -195,8 +203,5 @@ class RoutedEngine:
             held += load.blocks
         waiting = max(waiting, sent.uncomputed_tokens)
         requests = max(requests, sent.requests)
-        lacking = 0
-        if self.num_blocks:
-            free = max(0, self.num_blocks - max(held, sent.blocks))
-            lacking = max(0, tokens - free * block_tokens)
-        return tokens + waiting + requests * TOKENS_PER_ROW + lacking
+        free = max(0, self.num_blocks - max(held, sent.blocks))
+        return waiting + requests * TOKENS_PER_ROW, free

@@ -44,7 +44,7 @@ SHARED_PREFIX_DIVISOR = 4
 MAX_SCORED = 64
 """Of so many engines each is considered for each request."""
 
-CONSIDERED = 32
+CONSIDERED = 16
 """Of more engines: those that hold the longest prefix, and neighbours on the ring of hashes, which
 depend on the conversation alone; at most so many of each. The least loaded would not do: all
 ingresses would choose these until the next report."""

@@ -8,14 +8,14 @@
 engine got the request (no engine was there, or another one was lost) is measured by the ingress,
 the rest of the queue by the engine on its own clock; everything else by the ingress. A request that
 ended before its first token has no prefill and no decode, and its queue is known only if it never
-was on an engine.
+was on an engine. A request that pools has a vector in place of a first token, and no time to it.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from swell.engine.wire import EngineCoreOutput
+from swell.engine.wire import EngineCoreOutput, FinishReason
 
 
 class FinishedRequestStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class IterationStats(msgspec.Struct, kw_only=True):
     """The statistics of one call of the loop."""
 
     num_prompt_tokens: int = 0
-    """Prompts whose first token came."""
+    """Prompts whose first token, or vector, came."""
     num_output_tokens: int = 0
     time_to_first_token_s: list[float] = []
     inter_token_latency_s: list[float] = []
@@ -58,12 +58,15 @@ class RequestTimes:
         self.arrival_s = arrival_s
         self.first_token_s: float | None = None
         self.last_token_s = arrival_s
+        self.waited_s = 0.0
+        """From its arrival until an engine got it, the last time."""
         self._sent_s: float | None = None
         """When the engine got it that gave its first token, or else the last one."""
         self._engine_queue_s = 0.0
 
     def record_sent(self, now_s: float) -> None:
         """An engine gets the request, for the first time or again."""
+        self.waited_s = max(now_s - self.arrival_s, 0.0)
         if self.first_token_s is None:
             self._sent_s = now_s
 
@@ -71,6 +74,8 @@ class RequestTimes:
         """Account for the tokens of one output."""
         count = len(output.new_token_ids)
         if not count:
+            if output.finish_reason is FinishReason.STOP:
+                self._record_pooled(output, now_s, stats)
             return
         stats.num_output_tokens += count
         if self.first_token_s is None:
@@ -83,6 +88,12 @@ class RequestTimes:
             gap_s = (now_s - self.last_token_s) / count
             stats.inter_token_latency_s.extend([gap_s] * count)
         self.last_token_s = now_s
+
+    def _record_pooled(self, output: EngineCoreOutput, now_s: float, stats: IterationStats) -> None:
+        """Account for a vector, which is all that its request gives: it has no first token."""
+        self.first_token_s = self.last_token_s = now_s
+        self._engine_queue_s = output.queue_s
+        stats.num_prompt_tokens += self.num_prompt_tokens
 
     def finish(self, reason: str, num_output_tokens: int, now_s: float) -> FinishedRequestStats:
         queue_s = prefill_s = decode_s = None

@@ -22,7 +22,7 @@ _FIRST_S = 0.5
 _LONGEST_S = 300.0
 _DOUBLINGS = 20
 """More than `_LONGEST_S` needs; fewer than a float can hold."""
-_TICK_S = 1e-3
+TICK_S = 1e-3
 """Waits below the resolution of clocks are none."""
 
 
@@ -112,7 +112,7 @@ class Backoff:
     def wait_s(self, rank: int, now: float) -> float:
         """Seconds until the rank may be tried again."""
         left_s = self._slot(rank).not_before - now
-        return left_s if left_s > _TICK_S else 0.0
+        return left_s if left_s > TICK_S else 0.0
 
     def exhausted(self, rank: int) -> bool:
         """Whether the rank was tried so often that an operator has to find the cause."""
@@ -129,6 +129,13 @@ class Backoff:
         if not absent:
             return None
         rank = max(absent, key=lambda r: (self.slots[r].exhausted, self.slots[r].not_before))
+        return self._trouble(rank, now)
+
+    def trouble_of(self, rank: int, now: float) -> Trouble | None:
+        """Of one rank; None: its last start succeeded, or it had none."""
+        return self._trouble(rank, now) if self._slot(rank).failures else None
+
+    def _trouble(self, rank: int, now: float) -> Trouble:
         slot = self.slots[rank]
         return Trouble(
             rank,

@@ -12,10 +12,13 @@ from typing import TypeVar
 
 import msgspec
 
+from swell.cluster.control.drain_record import DrainRecord
 from swell.cluster.control.ray_port import RayPort
 from swell.cluster.control.versions import UpgradeRecord
+from swell.configs.lora import Adapter
 from swell.coordinator.contact import CoordinatorEndpoint
-from swell.coordinator.wire import ManagerState, ScalingCounts
+from swell.coordinator.manager_state import ManagerState, Sleep
+from swell.coordinator.scaling_counts import ScalingCounts
 
 T = TypeVar("T")
 
@@ -44,6 +47,12 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
     """Grows with each change of what is wanted."""
     upgrade: UpgradeRecord = UpgradeRecord()
     """The versions of the engines."""
+    drains: tuple[DrainRecord, ...] = ()
+    """Engines that leave."""
+    adapters: tuple[Adapter, ...] = ()
+    """Those that came while the server ran."""
+    sleep: Sleep = Sleep()
+    """As deep as an operator wants paused engines to sleep."""
 
     @property
     def age(self) -> tuple[int, int]:
@@ -62,6 +71,8 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
             self.term,
             self.number,
             scaling,
+            self.adapters,
+            self.sleep,
         )
 
 

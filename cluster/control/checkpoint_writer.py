@@ -8,11 +8,14 @@ from collections.abc import Callable
 import msgspec
 
 from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
+from swell.cluster.control.drain_record import DrainRecord
 from swell.cluster.control.versions import UpgradeRecord
 from swell.configs.log import StructuredLogger
+from swell.configs.lora import Adapter
 from swell.coordinator.ground import Ground
-from swell.coordinator.wire import ManagerState
+from swell.coordinator.manager_state import ManagerState, Sleep
 
+_AWAKE = Sleep()
 _PAUSE_S = 1.0
 """Before what could not be read or written is tried again, for the first time; each further wait is
 twice as long, up to `_LONGEST_PAUSE_S`."""
@@ -65,6 +68,9 @@ class CheckpointWriter:
                 kept.term,
                 kept.number,
                 previous.upgrade,
+                previous.drains,
+                kept.adapters,
+                kept.sleep,
             )
         self._newest = ClusterCheckpoint(term=previous.term, number=previous.number)
         same = previous.data in (0, self._data)
@@ -87,6 +93,14 @@ class CheckpointWriter:
         """Whether no other manager has taken over. Where the store does not answer, none can."""
         owner = await self._read_owner()
         return owner is None or owner in ("", self.owner)
+
+    async def is_leader_within(self, timeout_s: float) -> bool:
+        """The same for a caller that does not wait long: a store that is slow takes no successor
+        either."""
+        try:
+            return await asyncio.wait_for(self.is_leader(), timeout_s)
+        except TimeoutError:
+            return True
 
     async def _read_owner(self) -> str | None:
         """None: the store does not answer."""
@@ -123,7 +137,14 @@ class CheckpointWriter:
             await asyncio.sleep(settle_s)
 
     def make(
-        self, target: int, pause_requested: bool, served: bool, upgrade: UpgradeRecord
+        self,
+        target: int,
+        pause_requested: bool,
+        served: bool,
+        upgrade: UpgradeRecord,
+        drains: tuple[DrainRecord, ...],
+        adapters: tuple[Adapter, ...] = (),
+        sleep: Sleep = _AWAKE,
     ) -> ClusterCheckpoint:
         """The next one, or the newest if nothing has changed since."""
         before = self._newest
@@ -137,6 +158,9 @@ class CheckpointWriter:
             before.term,
             before.number,
             upgrade,
+            drains,
+            adapters,
+            sleep,
         )
         if wanted != before:
             self._newest = msgspec.structs.replace(wanted, number=before.number + 1)

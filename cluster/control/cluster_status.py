@@ -72,6 +72,19 @@ def describe(
     }
 
 
+def upgrade_trouble(failed: str | None, found: tuple[str, Trouble] | None) -> dict[str, Any]:
+    """`failed`: why the last upgrade did. `found`: a version that does not start now, and why."""
+    if found is None:
+        return {"error": failed, "failures": 0, "next_try_s": None}
+    version, trouble = found
+    now = f"version {version} does not start: {trouble.reason}"
+    return {
+        "error": "; ".join(filter(None, (failed, now))),
+        "failures": trouble.times,
+        "next_try_s": round(trouble.next_try_s, 1),
+    }
+
+
 def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> dict[str, Any]:
     report = report or EngineReport(handle.rank)
     return {
@@ -87,6 +100,7 @@ def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> di
         "epoch": report.epoch,
         "wave": report.wave,
         "repairs": report.repairs,
+        "sleep_level": report.sleep_level,
         "workers": msgspec.to_builtins(handle.ready.workers) if handle.ready else [],
     }
 

@@ -16,13 +16,16 @@ is then what it was while the cluster was whole last, or what else has come to s
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+
+import msgspec
+from msgspec.structs import replace
 
 from swell.cluster.control.backoff import Backoff, Trouble
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
-from swell.cluster.control.fleet_view import FleetView
+from swell.cluster.control.fleet_view import FleetView, Intent, Place
 from swell.configs.schema import ClusterConfig, Config
+from swell.coordinator.manager_state import Sleep
 
 TAKEN_OVER = "another manager has taken over meanwhile: send the request again"
 
@@ -50,8 +53,7 @@ class ChangeStage(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """The newest requested number of engines, and how far the cluster is with it."""
 
     target: int
@@ -63,23 +65,25 @@ class Change:
     stage: ChangeStage = ChangeStage.IN_PROGRESS
     error: str | None = None
     """Why it failed; None in every other stage."""
+    missed: int = 0
+    """Engines that were requested, if it failed."""
 
 
-@dataclass(frozen=True)
-class ControlState:
+class ControlState(msgspec.Struct, frozen=True):
     """What the manager wants, and what it remembers of what it did."""
 
     change: Change
     leadership: Leadership = Leadership.CANDIDATE
     pause_requested: bool = False
     """An operator wants a pause."""
+    sleep: Sleep = Sleep()
+    """As deep as the paused engines shall sleep."""
     has_served: bool = False
     """The cluster was up once: a start that fails from then on never ends the application."""
-    backoff: Backoff = field(default_factory=Backoff)
+    backoff: Backoff = msgspec.field(default_factory=Backoff)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """What to do now, by rank."""
 
     keep: tuple[int, ...] = ()
@@ -110,6 +114,7 @@ def take_over(
         change=replace(state.change, target=target, fallback=target),
         leadership=Leadership.LEADER,
         pause_requested=checkpoint.pause_requested if checkpoint.target else is_paused,
+        sleep=checkpoint.sleep,
         has_served=checkpoint.served,
     )
 
@@ -147,10 +152,23 @@ def scale(
 
 
 def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfig) -> ControlState:
-    """One engine leaves, and the target falls with it. Raises ScaleRefused."""
-    if rank not in fleet.staying:
-        raise ScaleRefused(f"there is no engine {rank}; engines: {fleet.staying}")
-    return scale(state, fleet, state.change.target - 1, limits)
+    """One engine leaves, and the target falls with it, unless it leaves already. Raises
+    ScaleRefused."""
+    serving = (engine for engine in fleet.engines if engine.place is Place.SERVING)
+    intents = {engine.rank: engine.intent for engine in serving}
+    match intents.get(rank):
+        case Intent.STAY:
+            return scale(state, fleet, state.change.target - 1, limits)
+        case None:
+            raise ScaleRefused(f"there is no engine {rank}; engines: {fleet.staying}")
+        case Intent.MOVE:
+            raise ScaleRefused(
+                f"engine {rank} leaves already: its host is taken away, and another one is started "
+                "in its place"
+            )
+    if state.leadership is Leadership.DEPOSED:
+        raise ScaleRefused(TAKEN_OVER)
+    return state
 
 
 def follow_load(state: ControlState, engines: int, limits: ClusterConfig) -> ControlState:
@@ -160,11 +178,23 @@ def follow_load(state: ControlState, engines: int, limits: ClusterConfig) -> Con
     return replace(state, change=change)
 
 
-def set_pause(state: ControlState, pause_requested: bool) -> ControlState:
-    """Raises ScaleRefused."""
+def depose(state: ControlState) -> ControlState:
+    """Another manager has taken over."""
+    return replace(state, leadership=Leadership.DEPOSED)
+
+
+def set_pause(
+    state: ControlState, pause_requested: bool, sleep: Sleep | None = None
+) -> ControlState:
+    """A pause, with or without sleep, or its end. Until that no engine wakes up, be it to sleep
+    less deeply. Raises ScaleRefused."""
     if state.leadership is Leadership.DEPOSED:
         raise ScaleRefused(TAKEN_OVER)
-    return replace(state, pause_requested=pause_requested)
+    if sleep is None:
+        sleep = state.sleep if pause_requested else Sleep()
+    elif sleep.level < state.sleep.level:
+        sleep = replace(sleep, level=state.sleep.level)
+    return replace(state, pause_requested=pause_requested, sleep=sleep)
 
 
 def plan(state: ControlState, fleet: FleetView, now: float) -> tuple[ControlState, Plan]:
@@ -179,12 +209,15 @@ def plan(state: ControlState, fleet: FleetView, now: float) -> tuple[ControlStat
     surplus -= len(cancel)
     can_leave = surplus > 0 and len(cancel) == len(fleet.starting)
     leave = fleet.staying[-surplus:] if can_leave else []
-    ranks = fleet.free_ranks(max(0, missing - len(keep)))
+    free = max(0, missing - len(keep))
+    ranks = fleet.free_ranks(0 if fleet.is_reserved else free)
     waits = {rank: state.backoff.wait_s(rank, now) for rank in ranks}
     start = [rank for rank in ranks if not waits[rank]]
-    if is_requested and (start or not ranks):
+    if is_requested and (start or not free):
         change = replace(change, stage=ChangeStage.IN_PROGRESS)
-    return replace(state, change=change), Plan(
+    if change is not state.change:
+        state = replace(state, change=change)
+    return state, Plan(
         tuple(keep),
         tuple(cancel),
         tuple(leave),
@@ -194,38 +227,44 @@ def plan(state: ControlState, fleet: FleetView, now: float) -> tuple[ControlStat
     )
 
 
-@dataclass(frozen=True)
-class StartFailure:
+class StartFailure(msgspec.Struct, frozen=True):
+    rank: int
     reason: str
     permanent: bool = False
     """It would fail again in the same way."""
 
 
-def on_starts_finished(
+def on_joined(state: ControlState, ranks: Iterable[int]) -> ControlState:
+    """Engines that were started serve."""
+    backoff, has_served = state.backoff, state.has_served
+    for rank in ranks:
+        backoff, has_served = backoff.started(rank), True
+    return replace(state, backoff=backoff, has_served=has_served)
+
+
+def on_failed(
     state: ControlState,
     fleet: FleetView,
-    started: Iterable[int],
-    failures: Mapping[int, StartFailure],
+    failure: StartFailure,
     now: float,
     *,
     is_requested: bool,
 ) -> ControlState:
-    """Engines that were started together serve, or have failed. `fleet` is without the latter."""
-    backoff, has_served = state.backoff, state.has_served
-    for rank in started:
-        backoff, has_served = backoff.started(rank), True
-    for rank, failure in failures.items():
-        backoff = backoff.failed(rank, now, failure.reason, permanent=failure.permanent)
-    state = replace(state, backoff=backoff, has_served=has_served)
-    back = max(fleet.num_present, state.change.fallback)
-    if not (is_requested and failures and back < state.change.target):
+    """An engine did not start; others that were started with it perhaps do. `fleet` is without
+    it."""
+    change, reason = state.change, failure.reason
+    backoff = state.backoff.failed(failure.rank, now, reason, permanent=failure.permanent)
+    state = replace(state, backoff=backoff)
+    back = max(fleet.num_present, change.fallback)
+    if not (is_requested and back < change.target):
         return state
-    reason = next(reversed(list(failures.values()))).reason
+    missed = change.missed or change.target
     change = replace(
-        state.change,
+        change,
         target=back,
         stage=ChangeStage.FAILED,
-        error=f"{state.change.target} engines were not reached, the target is {back}: {reason}",
+        error=f"{missed} engines were not reached, the target is {back}: {reason}",
+        missed=missed,
     )
     return replace(state, change=change, backoff=Backoff())
 
@@ -263,10 +302,12 @@ def phase(state: ControlState, fleet: FleetView, now: float) -> str:
 
 
 def _settle(change: Change, fleet: FleetView) -> Change:
-    whole = len(fleet.staying) == change.target and not (
+    target, stage = change.target, change.stage
+    is_settled = stage is ChangeStage.SETTLED and change.fallback == target
+    whole = len(fleet.staying) == target and not (
         fleet.is_committing or fleet.starting or fleet.any_leaving
     )
-    if whole and change.stage is not ChangeStage.FAILED:
+    if whole and not is_settled and stage is not ChangeStage.FAILED:
         return replace(change, stage=ChangeStage.SETTLED, fallback=change.target)
     return change
 

@@ -25,10 +25,11 @@ from swell.cluster.control.ray_port import Actor, RayPort
 from swell.configs.log import StructuredLogger, first_line
 from swell.configs.schema import Config
 from swell.coordinator.contact import CoordinatorContact
+from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import Membership, NotLeading
 from swell.coordinator.state_machine import JoinResult
-from swell.coordinator.wire import ClusterView, ManagerState
+from swell.coordinator.wire import ClusterView
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 5.0
@@ -190,7 +191,7 @@ class CoordinatorHandle:
     async def _kill_if_unresponsive(self) -> None:
         """Kill it if it does not answer a second call: the caller that waited may have been stopped
         itself. Its successor has as long to answer: it may be stopped, too. A manager that does not
-        reach Ray's GCS is perhaps cut off, and kills nobody: Ray would do it much later, and end a
+        reach Ray's GCS is perhaps cut off, and kills none: Ray would do it much later, and end a
         coordinator that serves."""
         async with self._probe_lock:
             try:

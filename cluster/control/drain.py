@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.drain_record import DrainRecord
 from swell.cluster.control.engine_handle import EngineHandle
 from swell.cluster.control.fleet_view import Intent
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import MAX_DRAIN_S
+from swell.coordinator.ground import Ground
 
 _IDLE_POLLS = 2
 """A request may be on its way when the first is taken."""
@@ -23,10 +25,11 @@ class Drain:
         self,
         load_report_s: float,
         coordinator: CoordinatorHandle,
+        ground: Ground,
         engines: Mapping[int, EngineHandle],
         detach: Callable[[list[EngineHandle]], Awaitable[None]],
     ) -> None:
-        self._load_report_s, self._coordinator = load_report_s, coordinator
+        self._load_report_s, self._coordinator, self._ground = load_report_s, coordinator, ground
         self._engines, self._detach = engines, detach
         self.held: Mapping[int, bool] = {}
         """Ranks whose answers could continue on no other engine, and whether some would have to: no
@@ -38,30 +41,55 @@ class Drain:
         """By rank."""
         return [handle for _, handle in sorted(self._engines.items()) if handle.leaving]
 
-    def add(self, handle: EngineHandle, timeout_s: float, intent: Intent) -> None:
-        """It may finish what it has, for so long once it gets no more requests."""
-        handle.intent, handle.idle_polls = intent, 0
-        handle.left_at = _now()
-        handle.leave_deadline_s = handle.left_at + timeout_s
+    def records(self) -> tuple[DrainRecord, ...]:
+        """What a successor of the manager goes on with."""
+        return tuple(handle.drain for handle in self.leaving if handle.drain is not None)
 
-    def shorten(self, timeout_s: float) -> None:
-        """Engines that leave have no longer than this from now on, unless they were named."""
-        latest = _now() + timeout_s
+    def add(self, handle: EngineHandle, timeout_s: float, intent: Intent) -> None:
+        """It may finish what it has, for so long once it gets no more requests. One that leaves
+        already has as long from now on."""
+        if not handle.leaving:
+            handle.left_at = _now()
+        handle.intent, handle.idle_polls = intent, 0
+        self._begin(handle, timeout_s)
+
+    def set_time(self, timeout_s: float) -> None:
+        """Engines that leave have as long as this from now on, unless they were named."""
         for handle in [each for each in self.leaving if each.intent is Intent.LEAVE]:
-            handle.leave_deadline_s = min(handle.leave_deadline_s, latest)
+            self._begin(handle, timeout_s)
+
+    def resume(self, handle: EngineHandle, record: DrainRecord) -> None:
+        """It was to leave under an earlier manager, and has what is left of its time."""
+        now, passed = _now(), self._ground.unix_time() - record.left_at
+        handle.intent = Intent.DRAIN if record.is_named else Intent.LEAVE
+        handle.left_at = now - min(max(0.0, passed), MAX_DRAIN_S)
+        left_s = record.deadline - self._ground.unix_time()
+        self._begin(handle, min(max(0.0, left_s), MAX_DRAIN_S))
+
+    def _begin(self, handle: EngineHandle, timeout_s: float) -> None:
+        handle.unmarked_since = _now()
+        handle.is_marked = False
+        self._set_deadline(handle, handle.unmarked_since + timeout_s)
+
+    def _set_deadline(self, handle: EngineHandle, deadline_s: float) -> None:
+        handle.leave_deadline_s = deadline_s
+        since_1970_s = self._ground.unix_time() - _now()
+        handle.drain = DrainRecord(
+            handle.name,
+            since_1970_s + handle.left_at,
+            since_1970_s + deadline_s,
+            handle.intent is Intent.DRAIN,
+        )
 
     async def run(self) -> None:
         """Until no engine is leaving: each is detached when it has finished what it has, or when
         its time is over. A paused engine cannot finish, and is detached then."""
-        marked: set[str] = set()
         while self.leaving:
             leaving = [handle for handle in self.leaving if not handle.in_transition]
-            marked &= {handle.name for handle in leaving}
-            if fresh := [handle for handle in leaving if handle.name not in marked]:
-                marked |= {handle.name for handle in fresh}
+            if fresh := [handle for handle in leaving if not handle.is_marked]:
                 await self._mark(fresh)
             now = _now()
-            due = [handle for handle in leaving if self._is_due(handle, now)]
+            due = [handle for handle in leaving if handle.is_marked and self._is_due(handle, now)]
             if due:
                 await self._detach(due)
             else:
@@ -75,11 +103,15 @@ class Drain:
         return (is_idle and not is_needed) or now >= handle.left_at + MAX_DRAIN_S
 
     async def _mark(self, handles: list[EngineHandle]) -> None:
-        """They get no more requests. The time until then is none of theirs."""
+        """They get no more requests. The time until then is none of theirs. Who is kept meanwhile,
+        or is to leave once more, is marked later."""
+        begun = {handle.name: handle.unmarked_since for handle in handles}
         epoch = await self._coordinator.leave([handle.rank for handle in handles])
         for handle in handles:
-            handle.left_epoch = epoch
-            handle.leave_deadline_s += _now() - handle.left_at
+            if handle.leaving and handle.unmarked_since == begun[handle.name]:
+                handle.is_marked, handle.left_epoch, handle.idle_polls = True, epoch, 0
+                delay_s = _now() - handle.unmarked_since
+                self._set_deadline(handle, handle.leave_deadline_s + delay_s)
 
     async def _poll(self, handles: list[EngineHandle]) -> None:
         """Look at a later report of each."""

@@ -16,8 +16,8 @@ from swell.cluster.control.node_drains import Moves, plan_moves
 from swell.cluster.control.placement import Placement
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
+from swell.coordinator.scaling_counts import ScalingCounts, UpgradeStatus
 from swell.coordinator.service import Membership
-from swell.coordinator.wire import ScalingCounts
 
 
 class Elasticity:
@@ -94,11 +94,12 @@ class Elasticity:
         if moves != Moves():
             fleet.on_change()
 
-    def counts(self) -> ScalingCounts:
+    def counts(self, upgrade: UpgradeStatus) -> ScalingCounts:
         fleet, policy = self._fleet.view(), self._autoscaler
         nodes = {engine.node for engine in fleet.engines} & set(self._draining)
         pending = len(fleet.pending)
-        return ScalingCounts(self._wanted()[0], pending, policy.grows, policy.shrinks, len(nodes))
+        target, draining = self._wanted()[0], len(nodes)
+        return ScalingCounts(target, pending, policy.grows, policy.shrinks, draining, upgrade)
 
     def describe(self) -> dict[str, Any]:
         """Parts of the body of `GET /admin/cluster`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from swell.cluster.control.fleet_view import Intent
+from swell.cluster.control.drain_record import DrainRecord
+from swell.cluster.control.fleet_view import EngineStatus, Intent, Place
 from swell.cluster.control.ray_port import Actor, Group
 from swell.cluster.control.versions import Version
 from swell.coordinator.roster import Member
@@ -38,7 +39,10 @@ class EngineHandle:
     version: Version | None = None
     """What it runs; None: unknown."""
     is_extra: bool = False
-    """It starts beside those that are wanted, for an upgrade."""
+    """It starts beside those that are wanted, and counts when it serves."""
+    for_answers: bool = False
+    """It starts since answers that have begun need its version: it waits for room, and others give
+    way to it."""
     actor: Actor | None = None
     group: Group | None = None
     in_doubt: bool = False
@@ -50,9 +54,16 @@ class EngineHandle:
     """Until it is ready."""
     intent: Intent = Intent.STAY
     left_at: float = 0.0
-    """When it was to leave, by the clock of the manager's event loop."""
+    """When it was to leave, for the first time, by the clock of the manager's event loop, here and
+    below."""
     leave_deadline_s: float = 0.0
-    """When it is detached even if it has requests, by the clock of the manager's event loop."""
+    """When it is detached even if it has requests."""
+    unmarked_since: float = 0.0
+    """When it was to leave last."""
+    is_marked: bool = False
+    """The coordinator knows since then that it leaves."""
+    drain: DrainRecord | None = None
+    """The same for the next manager; None: it was never to leave."""
     left_epoch: int = 0
     """Of the first roster in which it was leaving."""
     idle_polls: int = 0
@@ -60,7 +71,6 @@ class EngineHandle:
     in_transition: bool = False
     """The manager is changing its place in the roster."""
     joined_at: float = 0.0
-    """By the clock of the manager's event loop."""
     repairs: int = 0
     """Workers that had been replaced when `ready` was read."""
     ended: str | None = None
@@ -71,6 +81,21 @@ class EngineHandle:
     def leaving(self) -> bool:
         """It takes no new requests, and is to end; one that is starting is not wanted any more."""
         return self.intent in (Intent.LEAVE, Intent.DRAIN)
+
+    def status(self, place: Place, *, is_vacating: bool) -> EngineStatus:
+        """As the manager's decisions see it."""
+        return EngineStatus(
+            self.rank,
+            place,
+            self.intent,
+            self.in_transition,
+            waits_for_room=self.waits_for_room is not None,
+            node=self.ready.node if self.ready else None,
+            version=self.version_name,
+            is_extra=self.is_extra,
+            for_answers=self.for_answers,
+            is_vacating=is_vacating,
+        )
 
     def on_poll(self, report: EngineReport | None) -> None:
         """Count how often in a row it has no requests. `report`: its newest, which counts if it was

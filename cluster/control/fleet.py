@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from swell.cluster.control.actor_errors import ActorRaised
 from swell.cluster.control.batches import in_batches
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.drain import Drain
+from swell.cluster.control.drain_record import DrainRecord
 from swell.cluster.control.engine_handle import EngineHandle, StartFailed
-from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
+from swell.cluster.control.fleet_view import FleetView, Intent, Place
 from swell.cluster.control.placement import Placement
+from swell.cluster.control.task_set import TaskSet
 from swell.cluster.control.versions import Version
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
+from swell.coordinator.ground import Ground
 from swell.coordinator.roster import MemberState
 from swell.coordinator.service import Membership
 from swell.coordinator.wire import EngineReport
@@ -28,8 +30,10 @@ from swell.coordinator.wire import EngineReport
 _PAUSE_S = 1.0
 """After a drain failed, before it begins again."""
 
-OnDeath = Callable[[int, float, str], None]
-"""Takes the rank, for how many seconds it served, and why it died."""
+OnDeath = Callable[[EngineHandle, float, str], None]
+"""Takes the engine, for how many seconds it served, and why it died."""
+OnFailed = Callable[[EngineHandle, Exception], None]
+"""Takes an engine that did not start, and why."""
 
 
 class Fleet:
@@ -40,6 +44,7 @@ class Fleet:
         config: ClusterConfig,
         coordinator: CoordinatorHandle,
         placement: Placement,
+        ground: Ground,
         on_death: OnDeath,
         *,
         on_change: Callable[[], None],
@@ -54,13 +59,13 @@ class Fleet:
         self._config = config
         self._coordinator, self._placement = coordinator, placement
         self._on_death, self.on_change = on_death, on_change
-        self._drain = Drain(config.load_report_s, coordinator, self.engines, self._detach)
+        self._drain = Drain(config.load_report_s, coordinator, ground, self.engines, self._detach)
         self._vacating: frozenset[int] = frozenset()
+        self._is_reserved = False
         self._num_stalled_seen = 0
         """Entries of `Membership.stalled_engines` that were handled."""
-        self._tasks: dict[asyncio.Task[None], None] = {}
-        """In order of creation."""
         self._log = StructuredLogger("cluster.fleet")
+        self.tasks = TaskSet(self._log, on_change)
 
     @property
     def handles(self) -> list[EngineHandle]:
@@ -74,34 +79,28 @@ class Fleet:
             (Place.ENDING, self.ending),
         )
         found = [
-            EngineStatus(
-                rank,
-                place,
-                handle.intent,
-                handle.in_transition,
-                waits_for_room=handle.waits_for_room is not None,
-                node=handle.ready.node if handle.ready else None,
-                version=handle.version_name,
-                is_extra=handle.is_extra,
-                is_vacating=rank in self._vacating and handle.leaving,
-            )
+            handle.status(place, is_vacating=rank in self._vacating and handle.leaving)
             for place, table in tables
             for rank, handle in table.items()
         ]
-        return FleetView(
-            tuple(sorted(found, key=lambda engine: engine.rank)), self.group_change_lock.locked()
-        )
+        engines = tuple(sorted(found, key=lambda engine: engine.rank))
+        return FleetView(engines, self.group_change_lock.locked(), self._is_reserved)
 
     # ---------------------------------------------------------------- starting
 
-    async def adopt(self, versions: Sequence[Version]) -> list[EngineHandle]:
-        """Take over the engines of these versions that an earlier manager left. Returns those that
-        still have to load or to join: they are in `starting`, for `grow`."""
+    async def adopt(
+        self, versions: Sequence[Version], drains: Sequence[DrainRecord]
+    ) -> list[EngineHandle]:
+        """Take over the engines of these versions that an earlier manager left, and its drains.
+        Returns those that still have to load or to join: they are in `starting`, for `grow`."""
         serving, newcomers = await self._placement.adopt(versions)
+        records = {record.name: record for record in drains}
         for handle in serving:
             self._add_engine(handle)
             self._watch(handle)
-            if handle.leaving:
+            if (record := records.get(handle.name)) is not None:
+                self._drain.resume(handle, record)
+            elif handle.leaving:
                 self.leave(handle.rank, self._config.drain_timeout_s)
         self.starting.update({handle.rank: handle for handle in newcomers})
         return newcomers
@@ -113,28 +112,40 @@ class Fleet:
         return handles
 
     async def grow(
-        self, handles: list[EngineHandle], on_joined: Callable[[list[int]], None]
-    ) -> dict[int, BaseException]:
+        self,
+        handles: list[EngineHandle],
+        on_joined: Callable[[list[int]], None],
+        on_failed: OnFailed,
+    ) -> None:
         """Start newcomers of `starting` beside each other; those that are ready about the same time
-        join in one epoch: `on_joined` gets their ranks. Returns why the others failed, but for
-        those that were cancelled."""
-        failures: dict[int, BaseException] = {}
+        join in one epoch: `on_joined` gets their ranks. `on_failed` is called at once for each that
+        does not, but for those that were cancelled."""
         by_rank = {handle.rank: handle for handle in handles}
-        jobs = {rank: self._prepare(handle) for rank, handle in by_rank.items()}
+
+        def fail(rank: int, error: Exception) -> None:
+            if not by_rank[rank].leaving:
+                del self.starting[rank]
+                on_failed(by_rank[rank], error)
+                self.on_change()
+
+        async def prepare(handle: EngineHandle) -> None:
+            try:
+                await self._prepare(handle)
+            except Exception as error:
+                fail(handle.rank, error)
+                raise
+
+        jobs = {rank: prepare(handle) for rank, handle in by_rank.items()}
         prepared = in_batches(jobs, lambda rank: by_rank[rank].waits_for_room is not None)
         async with contextlib.aclosing(prepared) as batches:
             async for batch in batches:
-                failures |= {rank: error for rank, error in batch.items() if error}
                 ready = [by_rank[rank] for rank, error in batch.items() if error is None]
-                failures |= await self._join_batch(ready)
+                for rank, error in (await self._join_batch(ready)).items():
+                    fail(rank, error)
                 on_joined([h.rank for h in ready if self.engines.get(h.rank) is h])
-        failures = {rank: why for rank, why in failures.items() if not by_rank[rank].leaving}
-        for rank in failures:
-            del self.starting[rank]
         self.on_change()
-        return failures
 
-    async def _join_batch(self, handles: list[EngineHandle]) -> dict[int, BaseException]:
+    async def _join_batch(self, handles: list[EngineHandle]) -> dict[int, Exception]:
         """They serve then, but for those that were cancelled before it began, and for those that
         have failed: why, by rank."""
         handles = [handle for handle in handles if not handle.leaving]
@@ -142,7 +153,7 @@ class Fleet:
             self._watch(handle)
         async with self.group_change_lock:
             handles = [handle for handle in handles if not handle.leaving]
-            failures: dict[int, BaseException] = {
+            failures: dict[int, Exception] = {
                 handle.rank: StartFailed(
                     f"it ended before it joined: {handle.ended}", permanent=False
                 )
@@ -176,17 +187,19 @@ class Fleet:
         handle.intent = Intent.LEAVE
         if handle.starting is not None:
             handle.starting.cancel()
-        self.spawn(self._discard(handle))
+        self.tasks.spawn(self._discard(handle))
 
     async def _discard(self, handle: EngineHandle) -> None:
         try:
             if await self._placement.may_end():  # else its successor waits for it
                 await self._placement.end(handle)
+                # A coordinator that was restarted takes every engine that it hears for a member.
+                await self._coordinator.remove_failed([handle.rank])
         finally:
             del self.starting[handle.rank]
             self.on_change()
 
-    async def _join(self, handles: list[EngineHandle]) -> dict[int, BaseException]:
+    async def _join(self, handles: list[EngineHandle]) -> dict[int, Exception]:
         """Returns why those that have not joined did not, by rank; their group forms without them.
         One that dies meanwhile is removed."""
         try:
@@ -214,7 +227,7 @@ class Fleet:
         handle.joined_at = asyncio.get_running_loop().time()
         self.engines[handle.rank] = handle
         if handle.ended is not None:
-            self.spawn(self._on_engine_dead(handle, handle.ended))
+            self.tasks.spawn(self._on_engine_dead(handle, handle.ended))
 
     # ---------------------------------------------------------------- leaving
 
@@ -223,9 +236,14 @@ class Fleet:
         intent = Intent.DRAIN if is_drain else Intent.LEAVE
         self._drain.add(self.engines[rank], timeout_s, intent)
 
-    def shorten_drain(self, timeout_s: float) -> None:
-        """Engines that leave have no longer than this from now on, unless they were named."""
-        self._drain.shorten(timeout_s)
+    def set_drain_time(self, timeout_s: float) -> None:
+        """Engines that leave have as long as this from now on, unless they were named."""
+        self._drain.set_time(timeout_s)
+
+    @property
+    def drains(self) -> tuple[DrainRecord, ...]:
+        """What a successor of the manager goes on with."""
+        return self._drain.records()
 
     def move(self, rank: int) -> None:
         """Its host goes away: another one is started in its place."""
@@ -235,20 +253,23 @@ class Fleet:
         """Its host stays."""
         self.engines[rank].intent = Intent.STAY
 
-    def set_replaced(self, held: Mapping[int, bool], vacating: frozenset[int]) -> None:
-        """Of the engines that leave: see `Drain.held`, and `EngineStatus.is_vacating`."""
-        self._drain.held, self._vacating = held, vacating
+    def set_replaced(
+        self, held: Mapping[int, bool], vacating: frozenset[int], *, is_reserved: bool
+    ) -> None:
+        """Of the engines that leave: see `Drain.held`, and `EngineStatus.is_vacating`; and
+        `FleetView.is_reserved`."""
+        self._drain.held, self._vacating, self._is_reserved = held, vacating, is_reserved
 
     def keep(self, rank: int) -> None:
         """It was leaving, and is wanted again."""
         self.engines[rank].intent = Intent.STAY
-        self.spawn(self._coordinator.cancel_leave([rank]))
+        self.tasks.spawn(self._coordinator.cancel_leave([rank]))
 
     def drain(self) -> None:
         """Begin to drain the engines that leave, if that is not under way."""
         if self._drain.leaving and not self._draining:
             self._draining = True
-            self.spawn(self._drain_all())
+            self.tasks.spawn(self._drain_all())
 
     async def _drain_all(self) -> None:
         try:
@@ -279,6 +300,7 @@ class Fleet:
         finally:
             for handle in handles:
                 del self.ending[handle.rank]
+            self.on_change()
 
     # ---------------------------------------------------------------- the roster
 
@@ -295,7 +317,7 @@ class Fleet:
             if handle.in_transition:
                 continue
             if member is None:
-                self.spawn(self._on_missing(handle, reasons.get(rank)))
+                self.tasks.spawn(self._on_missing(handle, reasons.get(rank)))
             elif handle.leaving and member.state is MemberState.ACTIVE:
                 await self._coordinator.leave([rank])
             elif not handle.leaving and member.state is MemberState.LEAVING:
@@ -312,7 +334,7 @@ class Fleet:
             handle.ended = await self._placement.ended(handle)
             await self._on_engine_dead(handle, handle.ended)
 
-        handle.exit_watcher = self.spawn(watch())
+        handle.exit_watcher = self.tasks.spawn(watch())
 
     async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
         """The roster is without it. `reason`: it was found to have stopped. Else the coordinator
@@ -345,8 +367,7 @@ class Fleet:
         self.ending[rank] = self.engines.pop(rank)
         lived_s = asyncio.get_running_loop().time() - handle.joined_at - stopped_s
         self._log.warning("engine died", rank=rank, reason=why, lived_s=round(lived_s, 1))
-        if handle.intent is Intent.STAY:
-            self._on_death(rank, lived_s, why)
+        self._on_death(handle, lived_s, why)
         try:
             await self._coordinator.remove_failed([rank])
         finally:
@@ -373,28 +394,3 @@ class Fleet:
                 handle.repairs = report.repairs
             except Exception as error:
                 self._log.warning("engine does not answer", rank=report.rank, error=str(error))
-
-    # ---------------------------------------------------------------- tasks
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run it beside everything else; what it raises is logged."""
-
-        async def run() -> None:
-            try:
-                await work
-            except Exception as error:
-                self._log.error("failed", error=f"{type(error).__name__}: {error}")
-                self.on_change()
-
-        task = asyncio.create_task(run())
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
-        task.add_done_callback(lambda _task: work.close())  # cancelled before it began
-        return task
-
-    async def cancel_tasks(self) -> None:
-        """Cancel everything that runs, the caller aside, in order of creation."""
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

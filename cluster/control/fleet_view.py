@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+import msgspec
 
 
 class Place(enum.Enum):
@@ -30,8 +31,7 @@ class Intent(enum.Enum):
     """An operator has named it: it is not kept."""
 
 
-@dataclass(frozen=True)
-class EngineStatus:
+class EngineStatus(msgspec.Struct, frozen=True):
     rank: int
     place: Place
     intent: Intent = Intent.STAY
@@ -44,6 +44,8 @@ class EngineStatus:
     version: str = ""
     is_extra: bool = False
     """It starts beside those that are wanted, and counts when it serves."""
+    for_answers: bool = False
+    """It starts since answers that have begun need its version."""
     is_vacating: bool = False
     """It leaves, and counts until it has gone: another one takes its place."""
 
@@ -52,13 +54,14 @@ class EngineStatus:
         return self.is_vacating or (self.intent is Intent.STAY and not self.is_extra)
 
 
-@dataclass(frozen=True)
-class FleetView:
+class FleetView(msgspec.Struct, frozen=True):
     """Every engine that has to be ended some day, by rank."""
 
     engines: tuple[EngineStatus, ...] = ()
     is_committing: bool = False
     """The group of the engines changes."""
+    is_reserved: bool = False
+    """Whatever room there is belongs to an engine that waits: no other one starts."""
 
     @property
     def serving(self) -> list[int]:
@@ -112,6 +115,11 @@ class FleetView:
     def _ranks(
         self, place: Place, intent: Intent = Intent.STAY, *, may_be_moving: bool = True
     ) -> list[int]:
-        found = (e for e in self.engines if e.place is place and e.intent is intent)
-        counted = (engine for engine in found if not engine.is_extra)
-        return [engine.rank for engine in counted if may_be_moving or not engine.in_transition]
+        return [
+            e.rank
+            for e in self.engines
+            if e.place is place
+            and e.intent is intent
+            and not e.is_extra
+            and (may_be_moving or not e.in_transition)
+        ]

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,15 +39,18 @@ from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.elasticity import Elasticity
 from swell.cluster.control.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.fleet import Fleet
+from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.placement import Placement
 from swell.cluster.control.upgrader import Upgrader
+from swell.cluster.text.adapters import LoadedAdapters
 from swell.configs.log import StructuredLogger
 from swell.configs.process import exit_on_error_async
 from swell.configs.schema import Config
 from swell.coordinator.ground import Ground
+from swell.coordinator.manager_state import ManagerState, Sleep
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import Membership, NotLeading
-from swell.coordinator.wire import ClusterView, ManagerState
+from swell.coordinator.wire import ClusterView
 
 _ANSWER_TIMEOUT_S = 2.0
 """How long a description waits for the coordinator before it gives what was known last, and a pause
@@ -83,13 +84,14 @@ class ClusterManager:
         placement.may_end = partial(self._checkpoints.confirm_leader, self._limits.stall_timeout_s)
         self._wake = asyncio.Event()
         self._fleet = Fleet(
-            config.cluster, coordinator, placement, self._on_death, on_change=self._wake.set
+            config.cluster, coordinator, placement, ground, self._on_death, on_change=self._wake.set
         )
         self.upgrader = Upgrader(identity, config, self._fleet, placement)
         self._elasticity = Elasticity(
             config, self._fleet, placement, lambda: (self.target, self.upgrader.wanted.config)
         )
         self._state: ControlState = control_state.initial(config)
+        self.adapters = LoadedAdapters(config.lora, config.model.served_name, self._wake.set)
         self._view = ClusterView(Roster())
         self._log = StructuredLogger("cluster.manager")
 
@@ -100,31 +102,31 @@ class ClusterManager:
             found = await self._coordinator.membership()
             self._view = found.view
             previous = await self._checkpoints.load_previous(found.manager_state)
+            is_paused = self._view.state == "paused"
             self._state = control_state.take_over(
-                self._state,
-                previous,
-                is_paused=self._view.state == "paused",
-                limits=self._limits,
+                self._state, previous, is_paused=is_paused, limits=self._limits
             )
             self.upgrader.take_over(previous.upgrade)
+            self.adapters.all = previous.adapters
+            self.upgrader.set_needed(found.versions)
             await self.save()
             await self._coordinator.take_over(self._manager_state)
-            newcomers = await self.upgrader.adopt(self.target)
+            newcomers = await self.upgrader.adopt(self.target, previous.drains)
             if not previous.target:
                 self._state = control_state.adopt(self._state, self._fleet.view(), self._limits)
             if newcomers:
-                self._fleet.spawn(self._grow(newcomers, is_requested=False))
+                self._fleet.tasks.spawn(self._grow(newcomers, is_requested=False))
             for loop, name in (
                 (self._reconcile_forever, "reconcile"),
                 (self._watch_membership_forever, "membership"),
                 (self._placement.strays.collect_forever, "strays"),
                 (self._elasticity.follow_nodes_forever, "nodes"),
             ):
-                self._fleet.spawn(exit_on_error_async(loop, f"manager: {name}"))
+                self._fleet.tasks.spawn(exit_on_error_async(loop, f"manager: {name}"))
 
     async def leave(self) -> None:
         """Do nothing more: a successor takes over."""
-        await self._fleet.cancel_tasks()
+        await self._fleet.tasks.cancel()
 
     async def stop(self) -> None:
         """Let the engines finish what they have, then end them and the coordinator; unless
@@ -133,7 +135,7 @@ class ClusterManager:
         Serve stops the ingresses at the same time: they take nothing new and finish their streams.
         """
         async with self._lifecycle_lock:
-            await self._fleet.cancel_tasks()
+            await self._fleet.tasks.cancel()
             if not (self._leads and await self._checkpoints.is_leader()):
                 return
             try:
@@ -167,6 +169,7 @@ class ClusterManager:
             state = control_state.scale(self._state, fleet, engines, self._limits, drain_timeout_s)
             if reason is not None:
                 raise ScaleRefused(reason)
+            self._fleet.set_drain_time(state.change.drain_timeout_s)
             self._begin(state)
 
     async def upgrade(self, identity: str, config: Config) -> None:
@@ -178,52 +181,47 @@ class ClusterManager:
             self._wake.set()
 
     def drain(self, rank: int) -> None:
-        """Take one engine out; the target falls with it. Raises ScaleRefused."""
+        """Take one engine out; the target falls with it. The time of one that leaves already begins
+        anew. Raises ScaleRefused."""
         state = control_state.drain(self._state, self._fleet.view(), rank, self._limits)
-        self._fleet.leave(rank, state.change.drain_timeout_s, is_drain=True)
+        self._fleet.leave(rank, self._limits.drain_timeout_s, is_drain=True)
         self._begin(state)
 
     def _begin(self, state: ControlState) -> None:
         """Begin a change at once; what it cannot begin yet follows in `_reconcile_forever`."""
         self._state = state
-        self._fleet.shorten_drain(state.change.drain_timeout_s)
         self._reconcile()
         self._wake.set()
 
-    async def pause(self) -> None:
-        """Let all engines keep their requests and compute nothing. A change that is under way goes
-        on: newcomers are paused as they join, and engines that leave hand over what they have.
-        Raises ScaleRefused if another manager has taken over."""
-        await self._set_pause(True, self._coordinator.pause)
+    async def pause(self, sleep: Sleep | None = None) -> None:
+        """Let all engines keep their requests and compute nothing; with `sleep` they give memory
+        back until `resume`. A change under way goes on: newcomers are paused as they join, engines
+        that leave hand over. Raises ScaleRefused."""
+        await self._set_pause(True, sleep)
 
     async def resume(self) -> None:
         """Raises ScaleRefused if another manager has taken over."""
-        await self._set_pause(False, self._coordinator.resume)
+        await self._set_pause(False)
 
-    async def _set_pause(
-        self, pause_requested: bool, command: Callable[[], Awaitable[None]]
-    ) -> None:
-        is_leader = True
-        with contextlib.suppress(TimeoutError):  # then no successor can take over either
-            is_leader = await asyncio.wait_for(self._checkpoints.is_leader(), _ANSWER_TIMEOUT_S)
-        if not is_leader:
+    async def _set_pause(self, paused: bool, sleep: Sleep | None = None) -> None:
+        if not await self._checkpoints.is_leader_within(_ANSWER_TIMEOUT_S):
             raise ScaleRefused(control_state.TAKEN_OVER)
-        self._state = control_state.set_pause(self._state, pause_requested)
+        self._state = control_state.set_pause(self._state, paused, sleep)
         self._wake.set()
         try:
-            await command()
+            await (self._coordinator.pause() if paused else self._coordinator.resume())
         except NotLeading:  # another manager has taken over since that was looked up
             raise ScaleRefused(control_state.TAKEN_OVER) from None
 
     async def save(self) -> None:
-        """Returns when the newest request outlives this manager. Raises ScaleRefused if another one
-        has taken over: it will not happen."""
+        """Return when the newest request outlives this manager. Raises ScaleRefused: none will."""
         if not await self._checkpoints.save(self._checkpoint()):
             raise ScaleRefused(control_state.TAKEN_OVER)
 
     def _checkpoint(self) -> ClusterCheckpoint:
-        served, record = self._state.has_served, self.upgrader.record
-        return self._checkpoints.make(self.target, self.pause_requested, served, record)
+        served, record, drains = self._state.has_served, self.upgrader.record, self._fleet.drains
+        wanted = (self.target, self.pause_requested, served, record, drains, self.adapters.all)
+        return self._checkpoints.make(*wanted, self._state.sleep)
 
     # ---------------------------------------------------------------- what operators see
 
@@ -263,7 +261,7 @@ class ClusterManager:
             trouble=self.trouble,
             leftovers=self._placement.strays.leftovers(),
             **self._elasticity.describe(),
-            upgrade=self.upgrader.describe(),
+            upgrade=self.upgrader.describe(self.trouble),
         )
 
     async def not_ready_reason(self) -> tuple[str, bool]:
@@ -286,7 +284,7 @@ class ClusterManager:
                 self._log.error("cannot reconcile", error=f"{type(error).__name__}: {error}")
                 wait_s = _PAUSE_S
             self._coordinator.save_manager_state(self._manager_state)
-            self._fleet.spawn(self._checkpoints.save_until_written(self._checkpoint))
+            self._fleet.tasks.spawn(self._checkpoints.save_until_written(self._checkpoint))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):  # `wait_for` may swallow `stop`
                     await self._wake.wait()
@@ -306,37 +304,38 @@ class ClusterManager:
         for rank in plan.leave:
             self._fleet.leave(rank, self._state.change.drain_timeout_s)
         if plan.start:
-            handles = self._fleet.add_starting(self.upgrader.versions_of(plan.start))
-            self._fleet.spawn(self._grow(handles, is_requested=plan.is_requested))
+            handles = self._fleet.add_starting(dict.fromkeys(plan.start, self.upgrader.serving))
+            self._fleet.tasks.spawn(self._grow(handles, is_requested=plan.is_requested))
         self._fleet.drain()
 
     async def _grow(self, handles: list[EngineHandle], *, is_requested: bool) -> None:
         if not await self._checkpoints.is_leader():
             await self._step_down()
             return
-        on_joined = partial(self._on_starts, failures={}, is_requested=is_requested)
-        errors = await self._fleet.grow(handles, on_joined)
-        errors = self.upgrader.take_failures(handles, errors, self.target)
-        failures = {}
-        for rank, error in errors.items():
-            self._log.error("engine did not start", rank=rank, error=str(error))
-            permanent = isinstance(error, StartFailed) and error.permanent
-            failures[rank] = StartFailure(str(error), permanent)
-        before = self._state.change
-        self._on_starts([], failures, is_requested=is_requested)
+        on_failed = partial(self._on_failed, is_requested=is_requested)
+        await self._fleet.grow(handles, self._on_joined, on_failed)
+
+    def _on_joined(self, ranks: list[int]) -> None:
+        self._state = control_state.on_joined(self._state, ranks)
+        self.upgrader.on_joined(ranks)
+
+    def _on_failed(self, handle: EngineHandle, error: Exception, *, is_requested: bool) -> None:
+        if self.upgrader.take_failure(handle, error, self.target):
+            return
+        self._log.error("engine did not start", rank=handle.rank, error=str(error))
+        permanent = isinstance(error, StartFailed) and error.permanent
+        failure, before = StartFailure(handle.rank, str(error), permanent), self._state.change
+        self._state = control_state.on_failed(
+            self._state, self._fleet.view(), failure, self._now(), is_requested=is_requested
+        )
         if self._state.change is not before:
             self._log.error("change failed", error=self._state.change.error)
 
-    def _on_starts(
-        self, joined: list[int], failures: dict[int, StartFailure], *, is_requested: bool
-    ) -> None:
-        now = self._now()
-        self._state = control_state.on_starts_finished(
-            self._state, self._fleet.view(), joined, failures, now, is_requested=is_requested
-        )
-
-    def _on_death(self, rank: int, lived_s: float, reason: str) -> None:
-        self._state = control_state.on_death(self._state, rank, lived_s, self._now(), reason)
+    def _on_death(self, handle: EngineHandle, lived_s: float, reason: str) -> None:
+        rank, now = handle.rank, self._now()
+        self.upgrader.on_death(handle.version_name, lived_s, reason)
+        if handle.intent is Intent.STAY:
+            self._state = control_state.on_death(self._state, rank, lived_s, now, reason)
         if self._state.backoff.exhausted(rank):
             self._log.error("engines of one rank die again and again", rank=rank, reason=reason)
 
@@ -348,7 +347,8 @@ class ClusterManager:
 
     @property
     def _manager_state(self) -> ManagerState:
-        return self._checkpoint().manager_state(self.phase, self._elasticity.counts())
+        counts = self._elasticity.counts(self.upgrader.status)
+        return self._checkpoint().manager_state(self.phase, counts)
 
     @property
     def _leads(self) -> bool:
@@ -379,8 +379,8 @@ class ClusterManager:
 
     async def _step_down(self) -> None:
         self._log.warning("another manager leads: this one does nothing more")
-        self._state = replace(self._state, leadership=Leadership.DEPOSED)
-        await self._fleet.cancel_tasks()
+        self._state = control_state.depose(self._state)
+        await self._fleet.tasks.cancel()
 
     async def _on_membership(self, now: Membership) -> None:
         """A coordinator that was restarted knows only what engines have reported."""
@@ -389,12 +389,12 @@ class ClusterManager:
             return
         if self.upgrader.set_needed(now.versions):
             self._wake.set()
-        if now.manager_state != self._manager_state:
-            self._coordinator.save_manager_state(self._manager_state)
+        if now.manager_state != (state := self._manager_state):
+            self._coordinator.save_manager_state(state)
         if self.pause_requested and now.view.state == "serving":
             await self._coordinator.pause()
         if not self.pause_requested and now.view.state == "paused":
             await self._coordinator.resume()
         await self._fleet.compare(now)
-        if (state := self._elasticity.follow_load(now, self._state)) is not None:
-            self._begin(state)
+        if (wanted := self._elasticity.follow_load(now, self._state)) is not None:
+            self._begin(wanted)

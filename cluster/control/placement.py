@@ -208,13 +208,15 @@ class Placement:
                 self.on_waiting()
 
     def _extra_wait_s(self, handle: EngineHandle) -> float | None:
-        """An extra engine does not wait without limit: an upgrade goes on without it."""
-        return self._config.cluster.start_timeout_s if handle.is_extra else None
+        """An extra engine does not wait without limit: an upgrade goes on without it. Nor does one
+        for answers: they end after as long."""
+        is_apart = handle.is_extra or handle.for_answers
+        return self._config.cluster.start_timeout_s if is_apart else None
 
     async def _wait_for_room(self, handle: EngineHandle) -> None:
-        waits = self._config.autoscaling.waits_for_room
+        waits = handle.for_answers or self._config.autoscaling.waits_for_room
         timeout_s = _ROOM_S if waits else _RESERVE_TIMEOUT_S
-        while not await self._is_reserved(handle.group, timeout_s):
+        while not await self._is_reserved(handle.group, timeout_s, waits):
             reason = await self._lack(handle)
             if not waits:
                 raise NoRoom(reason)  # a host may join
@@ -223,11 +225,11 @@ class Placement:
                 self._log.warning("waits for room", rank=handle.rank, reason=reason)
                 self.on_waiting()
 
-    async def _is_reserved(self, group: Group, timeout_s: float) -> bool:
+    async def _is_reserved(self, group: Group, timeout_s: float, waits: bool) -> bool:
         try:
             return await self._ray.wait_for_group(group, timeout_s)
         except GcsUnavailable:
-            if not self._config.autoscaling.waits_for_room:
+            if not waits:
                 raise
             return False
 

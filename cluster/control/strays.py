@@ -78,7 +78,7 @@ class StrayCollector:
                 while await self._end_strays(ended):
                     await asyncio.sleep(_POLL_S)
         except asyncio.CancelledError:
-            self._due.set()  # whatever is left, nobody else looks for it
+            self._due.set()  # whatever is left, no other task looks for it
             raise
         except Exception as error:  # whatever Ray says, it is tried again
             self._failures += 1

@@ -1,34 +1,29 @@
-"""Which engines an upgrade replaces next. Pure: time is an argument.
+"""Of which version a cluster's engines are to be: how an upgrade begins, ends and fails. Pure: time
+is an argument.
 
-Laws. Answers that have begun continue on engines of their version alone; ingresses see to that.
-So the last engine of a version ends only when nobody needs it, and one is made again where the last
-one died while an ingress still needs it. There is at most one engine more than wanted:
+    IN_PROGRESS --- all engines are of the new version ---> SETTLED
+        |
+        +--- one does not become ready, or it is cancelled ---> ROLLING_BACK ---> FAILED
 
-    extra engine starts ---> it serves ---> one of an older version leaves ---> it has gone ---+
-          ^                                                                                    |
-          +---------------------------------- until none is older -----------------------------+
-
-Without room for an extra engine one of an older version leaves first, and its successor takes its
-place. So it does where engines of the older version are missing and do not start again. A version
-whose engine does not become ready is rolled back: from then on the one before is wanted, and
-engines of the failed one are replaced in the same way.
+A version whose engine does not become ready is rolled back: from then on the one before is wanted,
+and engines of the failed one are replaced in the same way. If that does not start either it is
+tried ever more slowly. In each stage an operator may want another version. What each engine does
+for that is decided in `upgrade_plan.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
 
-from msgspec.structs import replace as with_fields
+import msgspec
+from msgspec.structs import replace
 
-from swell.cluster.control.backoff import Backoff
+from swell.cluster.control.backoff import Backoff, Trouble
 from swell.cluster.control.control_state import ScaleRefused
-from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
+from swell.cluster.control.fleet_view import FleetView, Intent, Place
 from swell.cluster.control.versions import MAX_VERSIONS, UpgradeRecord, UpgradeStage, Version
 from swell.configs.schema import Config
 
-_EXTRA = 0
-"""The place of extra engines in the back-off."""
 _MAX_NO_ROOM = 3
 """Starts in the place of an engine that has left, until the version counts as too large for it."""
 _ENDS = {
@@ -36,58 +31,63 @@ _ENDS = {
     UpgradeStage.ROLLING_BACK: UpgradeStage.FAILED,
 }
 """What the stages of a change become when all engines are of the wanted version."""
-_UNDER_WAY = tuple(_ENDS)
 
 
 class UpgradeRefused(ScaleRefused):
     """An upgrade that cannot be made, and why."""
 
 
-@dataclass(frozen=True)
-class UpgradeState:
+class UpgradeState(msgspec.Struct, frozen=True):
     record: UpgradeRecord
-    backoff: Backoff = field(default_factory=Backoff)
-    """Of extra engines."""
+    backoff: Backoff = msgspec.field(default_factory=Backoff)
+    """Of versions, by number: of extra engines, and of those that answers wait for."""
     no_room: int = 0
-    """Starts in a row for which there was no room, where an engine had left for them."""
+    """Starts in a row for which there was no room, in the place of an engine that is missing."""
+    no_room_beside: str = ""
+    """A version of which no extra engine found room, since an engine has left for it."""
     failing: str = ""
     """A version of which engines are missing and do not start, until as many serve as are wanted: a
     new one takes their places."""
+    gives_way: int | None = None
+    """Rank of the engine that leaves for one that answers wait for."""
+    freed_at: float = float("-inf")
+    """When something was ending last."""
+    is_freeing: bool = False
+    """Something was, when that was looked at last."""
+
+    @property
+    def is_untried(self) -> bool:
+        """The new version has not served yet."""
+        record = self.record
+        return record.stage is UpgradeStage.IN_PROGRESS and record.wanted not in record.proven
 
     @property
     def starts(self) -> Version:
         """The version of an engine that replaces another one: the new one only once it has
         served."""
         record = self.record
-        untried = record.stage is UpgradeStage.IN_PROGRESS and record.wanted not in record.proven
         is_direct = record.in_place or self.failing == record.previous
-        if untried and not is_direct and record.previous in record.proven:
+        if self.is_untried and not is_direct and record.previous in record.proven:
             return record.get(record.previous)
         return record.get(record.wanted)
 
+    def wait_s(self, version: str, now: float) -> float:
+        """Seconds until an engine of it may be tried beside those that are wanted."""
+        return self.backoff.wait_s(self.record.get(version).number, now)
 
-@dataclass(frozen=True)
-class UpgradePlan:
-    """What to do now, by rank."""
-
-    held: frozenset[int] = frozenset()
-    """Engines that leave, and end only when no ingress needs their version."""
-    vacating: frozenset[int] = frozenset()
-    """Engines that leave, and count until they have gone: others take their places."""
-    cancel: tuple[int, ...] = ()
-    leave: tuple[int, ...] = ()
-    extra: Version | None = None
-    """An engine of it starts beside those that are wanted."""
-    wait_s: float | None = None
+    def lacks_room(self, fleet: FleetView) -> bool:
+        """As many engines as are wanted have no room."""
+        return self.no_room > 0 or any(engine.waits_for_room for engine in fleet.engines)
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True):
     """Why an engine did not start."""
 
     version: str
     reason: str
     is_extra: bool = False
+    for_answers: bool = False
+    """It was to finish answers that have begun."""
     no_room: bool = False
     """Nothing was started."""
     permanent: bool = False
@@ -104,102 +104,98 @@ def take_over(record: UpgradeRecord, identity: str, config: Config) -> UpgradeSt
         )
     if identity == record.deployed:
         return UpgradeState(record)
-    record = with_fields(record, deployed=identity)
+    state = UpgradeState(replace(record, deployed=identity))
     if identity == record.get(record.wanted).identity:
-        return UpgradeState(record)
-    if record.stage in _UNDER_WAY:  # towards a configuration that is not deployed any more
-        served = record.wanted if record.wanted in record.proven else record.previous
-        record = with_fields(record, wanted=served, stage=UpgradeStage.SETTLED)
-        if identity == record.get(served).identity:
-            return UpgradeState(record)
-    return begin(UpgradeState(record), identity, config)
+        return state
+    return _want(state, identity, config, ())
 
 
-def begin(state: UpgradeState, identity: str, config: Config) -> UpgradeState:
-    """Want another version. To want the previous one again cancels an upgrade that is under way.
-    Raises UpgradeRefused."""
+def begin(
+    state: UpgradeState, identity: str, config: Config, in_use: Collection[str]
+) -> UpgradeState:
+    """Want another version, whatever is under way. To want the one before an upgrade again cancels
+    it. `in_use`: versions of engines, and of answers that have begun. Raises UpgradeRefused."""
     record = state.record
-    wanted, previous = record.get(record.wanted), record.find(record.previous)
+    wanted = record.get(record.wanted)
     if identity == wanted.identity:
         raise UpgradeRefused(
-            f"version {wanted.name} has this configuration already; other weights need another "
-            "model.path"
+            f"version {wanted.name} has this configuration already (upgrade: {record.phase}); "
+            "other weights need another model.path"
         )
-    if record.stage in _UNDER_WAY:
-        is_cancel = previous is not None and identity == previous.identity
-        if is_cancel and record.stage is UpgradeStage.IN_PROGRESS:
-            return _roll_back(state, "it was cancelled")
-        if record.stage is UpgradeStage.ROLLING_BACK:
-            raise UpgradeRefused(
-                f"version {record.previous} is rolled back to version {wanted.name}: wait until "
-                "that has ended, and request the upgrade again"
-            )
+    fallback = record.get(_fallback(record))
+    if len(in_use) >= MAX_VERSIONS and identity != fallback.identity:
         raise UpgradeRefused(
-            f"an upgrade to version {wanted.name} is under way ({record.stage}): wait until it has "
-            "ended, or request the configuration of the version before to cancel it"
+            f"{len(in_use)} versions have engines or unfinished answers "
+            f"({', '.join(sorted(in_use))}), and the limit is {MAX_VERSIONS}: wait until one of "
+            "them has none"
         )
+    return _want(state, identity, config, in_use)
+
+
+def _want(
+    state: UpgradeState, identity: str, config: Config, in_use: Collection[str]
+) -> UpgradeState:
+    record = state.record
+    fallback, is_new = _fallback(record), record.stage is UpgradeStage.IN_PROGRESS
+    if is_new and identity == record.get(fallback).identity:
+        return _roll_back(state, None)
     version = Version.of(record.versions[-1].number + 1, identity, config)
-    versions = (*record.versions, version)
-    kept = [v for v in versions[:-MAX_VERSIONS] if v.name == wanted.name]
+    versions, keep = (*record.versions, version), {record.wanted, fallback, *in_use}
+    kept = (each for each in versions[:-MAX_VERSIONS] if each.name in keep)
     return UpgradeState(
-        with_fields(
+        replace(
             record,
             versions=(*kept, *versions[-MAX_VERSIONS:]),
             wanted=version.name,
-            previous=wanted.name,
+            previous=fallback,
             stage=UpgradeStage.IN_PROGRESS,
             in_place=False,
             error=None,
+            is_cancelled=False,
+            counts=record.counts.plus(cancelled=1) if is_new else record.counts,
         ),
         failing=state.failing,
     )
 
 
-def plan(
-    state: UpgradeState, fleet: FleetView, target: int, needed: Collection[str], now: float
-) -> tuple[UpgradeState, UpgradePlan]:
-    """`target`: engines wanted. `needed`: names of versions by which answers have begun."""
-    state = _observe(state, fleet, target)
-    record = state.record
-    staying, leaving = fleet.of(Place.SERVING), _leaving(fleet)
-    outdated = [engine.rank for engine in staying if engine.version != record.wanted]
-    surplus = len(staying) - target
-    leave = tuple(outdated[-surplus:]) if surplus > 0 else ()
-    wanted = {record.wanted, state.starts.name, *needed}
-    done = UpgradePlan(
-        held=_last_of_version(fleet, staying, leaving),
-        vacating=frozenset(e.rank for e in leaving) if record.in_place else frozenset(),
-        cancel=tuple(
-            engine.rank
-            for engine in fleet.of(Place.STARTING)
-            if engine.version not in wanted and not engine.in_transition
-        ),
-        leave=leave,
+def _fallback(record: UpgradeRecord) -> str:
+    """The version that is wanted if another one is given up: the last one that all engines were
+    of."""
+    if record.stage is not UpgradeStage.IN_PROGRESS:
+        return record.wanted
+    never_served = record.wanted in record.proven and record.previous not in record.proven
+    return record.wanted if never_served else record.previous
+
+
+def observe(state: UpgradeState, fleet: FleetView, target: int, now: float) -> UpgradeState:
+    """Note what has served, and whether the upgrade is complete."""
+    record, serving = state.record, [e for e in fleet.engines if e.place is Place.SERVING]
+    staying = fleet.of(Place.SERVING)
+    if fresh := {engine.version for engine in serving} - set(record.proven):
+        proven = (*record.proven, *sorted(fresh))
+        record = replace(record, proven=tuple(record.known(proven)))
+    is_whole = len(staying) >= target
+    is_pure = all(engine.version == record.wanted for engine in fleet.engines)
+    if record.stage is not UpgradeStage.IN_PROGRESS and staying and state.lacks_room(fleet):
+        is_complete = is_pure  # what is missing has no room, whatever its version is
+    else:
+        is_complete = is_pure and is_whole and len(fleet.engines) == target
+    if is_complete:
+        done = record.stage is UpgradeStage.IN_PROGRESS
+        stage, counts = _ENDS.get(record.stage, record.stage), record.counts.plus(done=done)
+        record = replace(record, stage=stage, in_place=False, counts=counts)
+    frees = any(
+        engine.place is Place.ENDING
+        or (engine.place is Place.STARTING and engine.intent is not Intent.STAY)
+        for engine in fleet.engines
     )
-    if leave or done.cancel or fleet.num_present < target:
-        return state, done
-    ends = [engine for engine in fleet.engines if engine.place is Place.ENDING]
-    missing = unmet(state, fleet, needed)
-    if missing and not any(engine.is_present for engine in ends):  # else a successor of it is next
-        return _make(state, fleet, missing[0], _spare(staying), done, now)
-    is_quiet = len(staying) == len(fleet.engines) == target and not fleet.is_committing
-    if outdated and is_quiet:
-        return _make(state, fleet, record.wanted, outdated, done, now)
-    return state, done
-
-
-def versions_of_starts(
-    state: UpgradeState, fleet: FleetView, needed: Collection[str], count: int
-) -> list[Version]:
-    """Of engines that replace others, or make the cluster larger: first those that are needed."""
-    first = [state.record.get(name) for name in unmet(state, fleet, needed)[:count]]
-    return [*first, *[state.starts] * (count - len(first))]
-
-
-def unmet(state: UpgradeState, fleet: FleetView, needed: Collection[str]) -> list[str]:
-    """Versions by which answers have begun, and of which no engine serves or starts."""
-    there = {engine.version for engine in fleet.engines if engine.place is not Place.ENDING}
-    return [name for name in state.record.known(sorted(needed)) if name not in there]
+    state = replace(
+        state,
+        record=record,
+        freed_at=now if frees or state.is_freeing else state.freed_at,
+        is_freeing=frees,
+    )
+    return replace(state, failing="", no_room=0) if is_whole else state
 
 
 def on_failure(
@@ -207,99 +203,72 @@ def on_failure(
 ) -> tuple[UpgradeState, bool]:
     """An engine did not start. Returns whether this says all; else it is for the back-off of its
     rank."""
-    record = state.record
-    is_new = record.stage is UpgradeStage.IN_PROGRESS and failure.version == record.wanted
-    can_go_back = is_new and (record.previous in record.proven or failure.permanent)
-    if failure.no_room and not failure.is_extra:
+    record, is_apart = state.record, failure.is_extra or failure.for_answers
+    if is_apart:
+        number = record.get(failure.version).number
+        backoff = state.backoff.failed(number, now, failure.reason, permanent=failure.permanent)
+        state = replace(state, backoff=backoff)
+    if failure.no_room and failure.for_answers:
+        return state, True
+    if failure.no_room and failure.is_extra:
+        if target > 1 or not state.is_untried:
+            record = replace(record, in_place=True)
+            return replace(state, record=record, no_room_beside=failure.version), True
+        reason = "; an upgrade of one engine needs room for a second one beside it"
+        failure = replace(failure, reason=failure.reason + reason)
+    elif failure.no_room:
         state = replace(state, no_room=state.no_room + 1)
-        if can_go_back and state.no_room >= _MAX_NO_ROOM:
-            return _roll_back(state, failure.reason), True
-        return state, False
-    if not is_new and not failure.is_extra:
-        return replace(state, failing=failure.version), False
-    if failure.no_room and target > 1:
-        return replace(state, record=with_fields(record, in_place=True)), True
-    if can_go_back:
-        reason = failure.reason
-        if failure.no_room:
-            reason += "; an upgrade of one engine needs room for a second one beside it"
-        return _roll_back(state, reason), True
-    if failure.is_extra:
-        backoff = state.backoff.failed(_EXTRA, now, failure.reason)
-        return replace(state, backoff=backoff), True
-    return state, False
+        if state.no_room < _MAX_NO_ROOM:
+            return state, False
+    is_new = record.stage is UpgradeStage.IN_PROGRESS and failure.version == record.wanted
+    if is_new and (record.previous in record.proven or failure.permanent):
+        return _roll_back(state, failure.reason), True
+    if not (is_new or is_apart or failure.no_room):
+        state = replace(state, failing=failure.version)
+    return state, is_apart
 
 
-def _observe(state: UpgradeState, fleet: FleetView, target: int) -> UpgradeState:
-    """Note what has served, and whether the upgrade is complete."""
-    record, staying = state.record, fleet.of(Place.SERVING)
-    served = {e.version for e in (*staying, *_leaving(fleet))} - set(record.proven)
-    if served:
-        proven = (*record.proven, *sorted(served))
-        record = with_fields(record, proven=tuple(record.known(proven)))
-    is_whole = len(staying) >= target
-    is_pure = all(engine.version == record.wanted for engine in fleet.engines)
-    if is_pure and is_whole and len(fleet.engines) == target:
-        stage = _ENDS.get(record.stage, record.stage)
-        record = with_fields(record, stage=stage, in_place=False)
-    state = replace(state, record=record)
-    return replace(state, failing="", no_room=0) if is_whole else state
+def on_joined(state: UpgradeState, version: str) -> UpgradeState:
+    """An engine that was started serves."""
+    return replace(state, backoff=state.backoff.started(state.record.get(version).number))
 
 
-def _make(
-    state: UpgradeState,
-    fleet: FleetView,
-    version: str,
-    replaceable: Sequence[int],
-    done: UpgradePlan,
-    now: float,
-) -> tuple[UpgradeState, UpgradePlan]:
-    """One engine of this version: an extra one, or in the place of one of `replaceable`."""
-    if any(engine.is_extra for engine in fleet.engines):
-        return state, done
-    num_serving = len(fleet.of(Place.SERVING))
-    if state.record.in_place and num_serving > 1:
-        if num_serving < len(fleet.engines) or not replaceable:
-            return state, done
-        leave = replaceable[-1]
-        return state, replace(done, leave=(leave,), vacating=done.vacating | {leave})
-    wait_s = state.backoff.wait_s(_EXTRA, now)
-    if wait_s:
-        return state, replace(done, wait_s=wait_s)
-    return state, replace(done, extra=state.record.get(version))
+def on_death(
+    state: UpgradeState, version: str, lived_s: float, now: float, reason: str
+) -> UpgradeState:
+    """An engine died after it had served for `lived_s`."""
+    found = state.record.find(version)
+    if found is None:
+        return state
+    return replace(state, backoff=state.backoff.died(found.number, lived_s, now, reason))
 
 
-def _roll_back(state: UpgradeState, reason: str) -> UpgradeState:
+def trouble(
+    state: UpgradeState, needed: Collection[str], missing: Trouble | None, now: float
+) -> tuple[str, Trouble] | None:
+    """A version that does not start though it is wanted, or answers have begun by it, and why.
+    `missing`: what keeps engines that are missing from being there."""
     record = state.record
+    for name in record.known([record.wanted, *sorted(needed)]):
+        if (found := state.backoff.trouble_of(record.get(name).number, now)) is not None:
+            return name, found
+    if missing is not None and record.stage is UpgradeStage.ROLLING_BACK:
+        return record.wanted, missing
+    return None
+
+
+def _roll_back(state: UpgradeState, reason: str | None) -> UpgradeState:
+    """Give the wanted version up, for the one before. `reason`: None: an operator wants that."""
+    record, is_cancelled = state.record, reason is None
+    text = f"version {record.wanted} did not become ready, so version {record.previous} is wanted "
     return UpgradeState(
-        with_fields(
+        replace(
             record,
             wanted=record.previous,
             previous=record.wanted,
             stage=UpgradeStage.ROLLING_BACK,
-            error=f"version {record.wanted} did not become ready, and version {record.previous} "
-            f"serves on: {reason}",
+            error=None if is_cancelled else f"{text}again: {reason}",
+            is_cancelled=is_cancelled,
+            counts=record.counts.plus(cancelled=is_cancelled, failed=not is_cancelled),
         )
     )
-
-
-def _leaving(fleet: FleetView) -> list[EngineStatus]:
-    serving = (engine for engine in fleet.engines if engine.place is Place.SERVING)
-    return [engine for engine in serving if engine.intent is not Intent.STAY]
-
-
-def _last_of_version(
-    fleet: FleetView, staying: list[EngineStatus], leaving: list[EngineStatus]
-) -> frozenset[int]:
-    """Engines that leave, and whose answers could continue on no other one. Where all engines are
-    of one version, another one comes."""
-    if len({engine.version for engine in fleet.engines}) < 2:
-        return frozenset()
-    there = {engine.version for engine in staying}
-    return frozenset(engine.rank for engine in leaving if engine.version not in there)
-
-
-def _spare(staying: list[EngineStatus]) -> list[int]:
-    """Engines beside which another one of their version stays."""
-    versions = [engine.version for engine in staying]
-    return [engine.rank for engine in staying if versions.count(engine.version) > 1]

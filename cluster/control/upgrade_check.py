@@ -11,7 +11,7 @@ from swell.cluster.control.upgrade import UpgradeRefused
 from swell.cluster.text.model_folder import check
 from swell.cluster.text.text_files import text_digest, text_files
 from swell.configs.identity import family, versioned_keys
-from swell.configs.schema import Config, ConfigError, load
+from swell.configs.schema import Config, ConfigError, ModelConfig, load
 
 _OF_APPLICATION = ("serve", "cluster", "autoscaling")
 """Sections that stay as they are."""
@@ -22,7 +22,7 @@ _OF_OPERATOR = "parallel.data"
 def family_of(config: Config) -> str:
     """Of which this configuration is a version. Raises ConfigError."""
     try:
-        return family(config, text_digest(config.model.path))
+        return family(config, text_digest(config.model))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={config.model.path!r} cannot be read: {error}") from None
 
@@ -62,7 +62,7 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
                 )
     merged = load(before)
     try:
-        _compare_text(running.model.path, merged.model.path)
+        _compare_text(running.model, merged.model)
         check(merged)
     except (ConfigError, OSError) as error:
         raise UpgradeRefused(f"{error}; the manager's host reads it") from None
@@ -74,15 +74,18 @@ def _refuse_experts(running: Config, requested: Config) -> None:
         raise UpgradeRefused(
             f"parallel.expert={str(requested.parallel.expert).lower()} (the cluster has "
             f"{str(running.parallel.expert).lower()}): engines that share experts form one group, "
-            "whose weights cannot differ; deploy the application with the new configuration, which "
-            "replaces the cluster"
+            "where a step of one is a step of all: weights, dtype, layout and steps in flight are "
+            "those of the group, and each engine has reserved memory for the experts of "
+            f"cluster.min_engines={running.cluster.min_engines} engines, so none can be replaced "
+            "alone; deploy the application with the new configuration (serve deploy), which "
+            "replaces the whole cluster, or deploy a second cluster and move the requests there"
         )
 
 
-def _compare_text(old: str, new: str) -> None:
-    if old == new:
+def _compare_text(old: ModelConfig, new: ModelConfig) -> None:
+    if old.path == new.path:
         return
-    for path in (old, new):
+    for path in (old.path, new.path):
         if not Path(path).is_dir():
             raise UpgradeRefused(
                 f"model.path={path!r} is no folder here: whether its tokenizer is that of the "
@@ -92,7 +95,7 @@ def _compare_text(old: str, new: str) -> None:
     differ = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     if differ:
         raise UpgradeRefused(
-            f"{', '.join(differ)} of {new} differ from those of {old}, by which the ingresses of "
-            "this cluster read and write text: all versions have the same; deploy a second cluster "
-            "for another tokenizer"
+            f"{', '.join(differ)} of {new.path} differ from those of {old.path}, by which the "
+            "ingresses of this cluster read and write text: all versions have the same; deploy a "
+            "second cluster for another tokenizer"
         )

@@ -1,4 +1,4 @@
-"""Carries out upgrades for the manager; `upgrade.py` decides. No decisions."""
+"""Carries out upgrades for the manager; `upgrade.py` and `upgrade_plan.py` decide. No decisions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from swell.cluster.control import upgrade
+from swell.cluster.control import upgrade, upgrade_plan
+from swell.cluster.control.backoff import Trouble
+from swell.cluster.control.cluster_status import upgrade_trouble
 from swell.cluster.control.control_state import Change, ScaleRefused
+from swell.cluster.control.drain_record import DrainRecord
 from swell.cluster.control.engine_handle import EngineHandle, NoRoom, StartFailed
 from swell.cluster.control.fleet import Fleet
 from swell.cluster.control.placement import Placement
 from swell.cluster.control.upgrade import Failure, UpgradeRefused
+from swell.cluster.control.upgrade_plan import UpgradePlan
 from swell.cluster.control.versions import UpgradeRecord, UpgradeStage, Version
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
+from swell.coordinator.scaling_counts import UpgradeStatus
 
 _SAVE_TIMEOUT_S = 10.0
 """How long the request may take to be stored: nothing is started before."""
@@ -60,13 +65,14 @@ class Upgrader:
         if self.record.stage is not record.stage:
             self._log.info("upgrade", stage=self.record.stage, version=self.record.wanted)
 
-    async def adopt(self, target: int) -> list[EngineHandle]:
+    async def adopt(self, target: int, drains: Sequence[DrainRecord]) -> list[EngineHandle]:
         """As `Fleet.adopt`. An extra engine that an earlier manager began to start is one again."""
-        newcomers = await self._fleet.adopt(self.record.versions)
-        new = [handle for handle in newcomers if handle.version_name == self.record.wanted]
+        newcomers = await self._fleet.adopt(self.record.versions, drains)
         is_settled = self.record.stage in (UpgradeStage.SETTLED, UpgradeStage.FAILED)
-        if new and not is_settled and self._fleet.view().num_present > target:
-            new[-1].is_extra = True
+        extras = self._needed if is_settled else {self.record.wanted, *self._needed}
+        found = [handle for handle in newcomers if handle.version_name in extras]
+        if found and self._fleet.view().num_present > target:
+            found[-1].is_extra = True
         return newcomers
 
     async def begin(
@@ -78,7 +84,8 @@ class Upgrader:
             raise UpgradeRefused(reason)
         if self._is_saving:
             raise UpgradeRefused("another upgrade is being requested: try again in some seconds")
-        before, self._state = self._state, upgrade.begin(self._state, identity, config)
+        in_use = {engine.version for engine in self._fleet.view().engines} | self._needed
+        before, self._state = self._state, upgrade.begin(self._state, identity, config, in_use)
         self._is_saving = True
         try:
             async with asyncio.timeout(_SAVE_TIMEOUT_S):
@@ -106,59 +113,76 @@ class Upgrader:
             return None
         fleet, now = self._fleet, asyncio.get_running_loop().time()
         view, stage = fleet.view(), self.record.stage
-        self._state, plan = upgrade.plan(self._state, view, change.target, self._needed, now)
+        self._state, plan = upgrade_plan.plan(self._state, view, change.target, self._needed, now)
+        self._execute(plan, change, grow)
         versions = {engine.rank: engine.version for engine in view.engines}
         held = {rank: versions[rank] in self._needed for rank in plan.held}
-        fleet.set_replaced(held, plan.vacating)
+        fleet.set_replaced(held, plan.vacating, is_reserved=plan.is_reserved)
+        if self.record.stage is not stage:
+            self._log.info("upgrade", stage=self.record.stage, version=self.record.wanted)
+        if plan.changes_something:
+            fleet.on_change()
+        return plan.wait_s
+
+    def _execute(self, plan: UpgradePlan, change: Change, grow: Grow) -> None:
+        fleet = self._fleet
+        for rank in plan.keep:
+            fleet.keep(rank)
         for rank in plan.cancel:
             fleet.cancel_start(rank)
         for rank in plan.leave:
             fleet.leave(rank, change.drain_timeout_s, is_drain=True)
-        if plan.extra is not None:
+        if plan.gives_way is not None:
+            rank = plan.gives_way
+            fleet.leave(rank, change.drain_timeout_s)
+            self._log.warning("engine gives way to a version that answers need", rank=rank)
+        if plan.takes_place is not None:
+            fleet.starting[plan.takes_place].is_extra = False
+        if plan.start is not None:
             (rank,) = fleet.view().free_ranks(1)
-            handles = fleet.add_starting({rank: plan.extra})
-            handles[0].is_extra = True
-            fleet.spawn(grow(handles, is_requested=False))
-        if self.record.stage is not stage:
-            self._log.info("upgrade", stage=self.record.stage, version=self.record.wanted)
-        return plan.wait_s
+            (handle,) = fleet.add_starting({rank: plan.start})
+            handle.is_extra = plan.is_extra
+            handle.for_answers = plan.for_answers
+            fleet.tasks.spawn(grow([handle], is_requested=False))
 
-    def versions_of(self, ranks: Sequence[int]) -> dict[int, Version]:
-        """Of engines that the manager starts."""
-        view = self._fleet.view()
-        chosen = upgrade.versions_of_starts(self._state, view, self._needed, len(ranks))
-        return dict(zip(ranks, chosen, strict=True))
+    def on_joined(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._state = upgrade.on_joined(self._state, self._fleet.engines[rank].version_name)
 
-    def take_failures(
-        self, handles: list[EngineHandle], errors: dict[int, BaseException], target: int
-    ) -> dict[int, BaseException]:
-        """Engines did not start. Returns those failures that say nothing about a version."""
-        now, left = asyncio.get_running_loop().time(), {}
-        for handle in handles:
-            if (error := errors.get(handle.rank)) is None:
-                continue
-            failure = Failure(
-                handle.version_name,
-                str(error),
-                handle.is_extra,
-                isinstance(error, NoRoom),
-                isinstance(error, StartFailed) and error.permanent,
-            )
-            self._state, is_handled = upgrade.on_failure(self._state, failure, target, now)
-            if not is_handled:
-                left[handle.rank] = error
-            else:
-                self._log.warning("not started", version=failure.version, error=failure.reason)
-        return left
+    def on_death(self, version: str, lived_s: float, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._state = upgrade.on_death(self._state, version, lived_s, now, reason)
 
-    def describe(self) -> dict[str, Any]:
-        """For `/admin/cluster`."""
-        record = self.record
-        is_settled = record.stage is UpgradeStage.SETTLED
+    def take_failure(self, handle: EngineHandle, error: Exception, target: int) -> bool:
+        """An engine did not start. Returns whether that says nothing about its rank."""
+        failure = Failure(
+            handle.version_name,
+            str(error),
+            handle.is_extra,
+            handle.for_answers,
+            isinstance(error, NoRoom),
+            isinstance(error, StartFailed) and error.permanent,
+        )
+        now = asyncio.get_running_loop().time()
+        self._state, is_handled = upgrade.on_failure(self._state, failure, target, now)
+        if is_handled:
+            self._log.warning("not started", version=failure.version, error=failure.reason)
+        return is_handled
+
+    @property
+    def status(self) -> UpgradeStatus:
+        """For the metrics."""
+        counts = self.record.counts
+        return UpgradeStatus(self.record.phase, counts.done, counts.failed, counts.cancelled)
+
+    def describe(self, missing: Trouble | None) -> dict[str, Any]:
+        """For `/admin/cluster`. `missing`: what keeps engines that are missing from being there."""
+        record, now = self.record, asyncio.get_running_loop().time()
+        found = upgrade.trouble(self._state, self._needed, missing, now)
         return {
-            "phase": str(record.stage),
+            "phase": record.phase,
             "version": record.wanted,
-            "previous": None if is_settled else record.previous,
+            "previous": None if record.stage is UpgradeStage.SETTLED else record.previous,
             "model": self.wanted.config.model.path,
-            "error": record.error,
+            **upgrade_trouble(record.error, found),
         }

@@ -12,7 +12,8 @@ import msgspec
 from swell.configs.schema import Config, load
 
 MAX_VERSIONS = 4
-"""That are remembered: an ingress that was cut off for long may still need an earlier one."""
+"""That are remembered besides those in use: an ingress that was cut off for long may still need an
+earlier one. As many may be in use at once."""
 
 
 class Version(msgspec.Struct, frozen=True, dict=True):
@@ -29,7 +30,7 @@ class Version(msgspec.Struct, frozen=True, dict=True):
     def of(cls, number: int, identity: str, config: Config) -> Version:
         return cls(number, identity, msgspec.to_builtins(config))
 
-    @property
+    @cached_property
     def name(self) -> str:
         """As rosters and answers have it."""
         return f"{self.number}-{self.identity}"
@@ -45,9 +46,27 @@ class UpgradeStage(enum.StrEnum):
     """Every engine is of the wanted version."""
     IN_PROGRESS = "in progress"
     ROLLING_BACK = "rolling back"
-    """The new version did not become ready: engines of the one before are made again."""
+    """The new version did not become ready, or was cancelled: engines of the one before are made
+    again."""
     FAILED = "failed"
     """It is rolled back."""
+
+
+class UpgradeCounts(msgspec.Struct, frozen=True):
+    """How upgrades have ended since the cluster was there first."""
+
+    done: int = 0
+    failed: int = 0
+    """A version did not become ready. One that is being rolled back is counted."""
+    cancelled: int = 0
+    """An operator has requested the version before, or another one."""
+
+    def plus(self, *, done: int = 0, failed: int = 0, cancelled: int = 0) -> UpgradeCounts:
+        return UpgradeCounts(self.done + done, self.failed + failed, self.cancelled + cancelled)
+
+
+_CANCELLED = {UpgradeStage.ROLLING_BACK: "cancelling", UpgradeStage.FAILED: "cancelled"}
+"""Phases of an upgrade that was not given up for a failure."""
 
 
 class UpgradeRecord(msgspec.Struct, frozen=True):
@@ -68,6 +87,14 @@ class UpgradeRecord(msgspec.Struct, frozen=True):
     """There is no room for an extra engine: one leaves before the next one starts."""
     error: str | None = None
     """Why the last upgrade failed."""
+    is_cancelled: bool = False
+    """It is rolled back because an operator wants that."""
+    counts: UpgradeCounts = UpgradeCounts()
+
+    @property
+    def phase(self) -> str:
+        """As `/admin/cluster` names it."""
+        return _CANCELLED.get(self.stage, self.stage) if self.is_cancelled else self.stage
 
     def find(self, name: str) -> Version | None:
         return next((version for version in self.versions if version.name == name), None)

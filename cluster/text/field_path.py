@@ -10,6 +10,8 @@ Key = str | int
 PathNames = Callable[[str], str]
 """Our path of a field -> its path in the names of one API."""
 
+MAX_PATH_CHARS = 1000
+"""Of a path in an error: names of unknown fields may be long."""
 _KEY = re.compile(r"\[(\d+)\]|(\[[^\[\]]*\]|[^.\[\]]+)")
 
 

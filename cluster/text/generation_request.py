@@ -4,15 +4,19 @@ what `InputProcessor` reads."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import msgspec
 
 from swell.cluster.text.chat_template import TemplateOptions
+from swell.cluster.text.prompt_embeds import EmbedsPrompt
+from swell.cluster.text.randomness import SYSTEM_RANDOM
 from swell.cluster.text.sampling_params import SamplingParams, bad_value
 from swell.cluster.text.schema.chat_messages import ChatMessage, ToolChoice
 from swell.cluster.text.truncation import PLAIN_TEXT, TokenizeOptions
 from swell.cluster.text.validate_params import check_length
+from swell.configs.lora import Adapter
 
 Prompt = str | list[int]
 """A text, or token ids."""
@@ -39,6 +43,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Answers to prompts, or to one conversation."""
 
     prompt: list[Prompt] | Conversation
+    embeds: Sequence[EmbedsPrompt] = ()
+    """The prompts, if they are embeddings: then `prompt` is empty."""
     params: SamplingParams
     """Not checked yet."""
     prompt_field: str = "prompt"
@@ -55,15 +61,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
+    adapter: Adapter | None = None
+    """What answers; None: the model alone."""
+    random: Random = SYSTEM_RANDOM
+    """The ids of tool calls are drawn from it."""
 
 
-def split_prompts(prompt: str | Sequence[Any]) -> list[Prompt]:
-    """The prompts of one request, each a text or a list of ids."""
+def split_prompts(prompt: str | Sequence[Any], field: str = "prompt") -> list[Prompt]:
+    """The prompts of one request, each a text or a list of ids; `field` gives them."""
     if isinstance(prompt, str):
         return [prompt]
     parts = list(prompt)
     if not parts:
-        raise bad_value("prompt", parts, "is empty; a prompt needs at least one token")
+        raise bad_value(field, parts, "is empty; a prompt needs at least one token")
     kinds = {type(part) for part in parts}
     if kinds == {int}:
         return [parts]
@@ -72,6 +82,6 @@ def split_prompts(prompt: str | Sequence[Any]) -> list[Prompt]:
             "mixes its forms: send a text, a list of texts, a list of token ids, or a list of "
             "lists of token ids"
         )
-        raise bad_value("prompt", parts, rule)
-    check_length("prompt", parts, "prompts", MAX_PROMPTS)
+        raise bad_value(field, parts, rule)
+    check_length(field, parts, "prompts", MAX_PROMPTS)
     return parts

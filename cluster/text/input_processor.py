@@ -8,12 +8,21 @@ from typing import NamedTuple
 
 import msgspec
 
+from swell.cluster.text.adapters import salt_of_adapter
 from swell.cluster.text.bad_words import bad_words_token_ids
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.generation_request import Conversation, GenerationRequest, Prompt
 from swell.cluster.text.model_formats import AnswerFormat, ModelFormats
 from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.parsers.base import ContentParser, Parser
+from swell.cluster.text.prompt_embeds import (
+    EmbedsPrompt,
+    EmbedsWidth,
+    check_embeds,
+    check_params,
+    needs_tokens,
+    salt_of,
+)
 from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import (
     BadRequest,
@@ -29,11 +38,15 @@ from swell.cluster.text.validate_params import (
     resolve_prompt_logprobs,
     validate,
 )
+from swell.configs.lora import Adapter
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import Grammar
+from swell.worker.sample.wire import Grammar, PoolingParams
 
 TAIL_TOKENS = 16
 """At the end of a prompt, where a template may have opened the answer's reasoning."""
+
+MAX_ROUTED_TOKENS = 256 * 1024
+"""Tokens whose experts one request returns: some 400 bytes each, of a large model."""
 
 CompileGrammar = Callable[[], Grammar]
 """Raises `BadRequest`."""
@@ -45,6 +58,10 @@ class ProcessedPrompt(NamedTuple):
     """Where it was a text, or `echo` needs its text."""
     max_tokens: int
     """The most tokens that an answer may have."""
+    segment_start: int = 0
+    """As in `PoolingParams`."""
+    embeds: EmbedsPrompt | None = None
+    """The prompt, if it has no tokens: `token_ids` are only as many."""
 
 
 class ChildRequest(msgspec.Struct, frozen=True):
@@ -73,6 +90,12 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None
     data_parallel_rank: int | None
     grammar: Grammar | None = None
+    pooling: PoolingParams | None = None
+    """The prompts are pooled, and nothing is sampled."""
+    skip_prefix_cache: bool = False
+    """Every token of a prompt is computed."""
+    adapter: Adapter | None = None
+    """As in `GenerationRequest`; `cache_salt` is of it too then."""
 
     def with_grammar(self, grammar: Grammar) -> RequestParams:
         return msgspec.structs.replace(self, grammar=grammar)
@@ -96,9 +119,13 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
                     bad_words=self.bad_words,
                     grammar=self.grammar,
                     priority=self.priority,
-                    cache_salt=self.cache_salt,
+                    cache_salt=self._salt(prompt),
                     data_parallel_rank=self.data_parallel_rank,
                     trace_headers=trace_headers,
+                    pooling=self._pooling(prompt),
+                    skip_prefix_cache=self.skip_prefix_cache,
+                    prompt_embeds=None if prompt.embeds is None else prompt.embeds.embeds,
+                    adapter=self.adapter,
                 ),
                 params,
                 index,
@@ -106,6 +133,16 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
             )
             for index, params in enumerate(child_sampling_params(self.params))
         ]
+
+    def _salt(self, prompt: ProcessedPrompt) -> str | None:
+        if prompt.embeds is None:
+            return self.cache_salt
+        return salt_of(prompt.embeds.digest, self.cache_salt)
+
+    def _pooling(self, prompt: ProcessedPrompt) -> PoolingParams | None:
+        if self.pooling is None or not prompt.segment_start:
+            return self.pooling
+        return msgspec.structs.replace(self.pooling, segment_start=prompt.segment_start)
 
 
 class InputProcessor(msgspec.Struct, frozen=True):
@@ -124,6 +161,10 @@ class InputProcessor(msgspec.Struct, frozen=True):
     """The scheduler's."""
     allow_chat_template: bool = False
     """A request may bring its own."""
+    embeds_width: EmbedsWidth | None = None
+    """Of prompts that are embeddings; None: they are refused."""
+    routed_experts: bool = False
+    """Engines record which experts computed a token."""
 
     def process(self, request: GenerationRequest) -> RequestParams:
         """May take long: the grammar is compiled too. Raises `BadRequest`."""
@@ -132,16 +173,21 @@ class InputProcessor(msgspec.Struct, frozen=True):
 
     def prepare(self, request: GenerationRequest) -> tuple[RequestParams, CompileGrammar | None]:
         """All but the grammar, and what compiles it."""
-        self._check_priority(request.priority)
+        check_priority(request.priority, self.policy)
         prompts = self._tokenize(request)
         answer = self._answer_format(request, prompts)
         params, vocab_size = request.params, self.prompts.vocab_size
         if answer.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         validate(params, vocab_size=vocab_size)
+        if request.embeds:
+            check_params(params, request.embeds, request.prompt_field, echo=request.echo)
         params = resolve_prompt_logprobs(params, sum(map(len, prompts)), vocab_size)
+        processed_prompts = self._processed_prompts(request, params, prompts)
+        if params.return_routed_experts:
+            self._check_routed_experts(processed_prompts, params.num_children)
         processed = RequestParams(
-            prompts=self._processed_prompts(request, params, prompts),
+            prompts=processed_prompts,
             text_start=_text_start(request),
             params=params,
             eos_token_ids=self.eos_token_ids,
@@ -151,10 +197,24 @@ class InputProcessor(msgspec.Struct, frozen=True):
             make_parser=answer.make_parser,
             stream=request.stream,
             priority=request.priority,
-            cache_salt=request.cache_salt,
+            cache_salt=_salt(request),
             data_parallel_rank=request.data_parallel_rank,
+            adapter=request.adapter,
         )
         return processed, answer.grammar
+
+    def _check_routed_experts(self, prompts: list[ProcessedPrompt], num_children: int) -> None:
+        field = "return_routed_experts"
+        if not self.routed_experts:
+            problem = "needs a server with model.routed_experts: true; leave it out"
+            raise bad_value(field, True, problem)
+        tokens = sum(len(prompt.token_ids) + prompt.max_tokens for prompt in prompts)
+        if tokens * num_children > MAX_ROUTED_TOKENS:
+            problem = (
+                f"of up to {tokens * num_children} tokens of prompts and answers; at most "
+                f"{MAX_ROUTED_TOKENS} are returned. Send max_tokens, or fewer prompts or answers"
+            )
+            raise bad_value(field, True, problem)
 
     def _answer_format(self, request: GenerationRequest, prompts: list[list[int]]) -> AnswerFormat:
         if isinstance(request.prompt, Conversation) and self.formats is not None:
@@ -167,11 +227,25 @@ class InputProcessor(msgspec.Struct, frozen=True):
 
     def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
         if self.max_children is not None:
-            count = 1 if isinstance(request.prompt, Conversation) else len(request.prompt)
+            count = 1
+            if not isinstance(request.prompt, Conversation):
+                count = len(request.embeds or request.prompt)
             check_num_children(count, request.params, self.max_children)
         if isinstance(request.prompt, Conversation) and self.formats is not None:
             self.formats.check_tools(request.prompt.template.tools)
+        if request.embeds:
+            return self._placeholders(request)
         return self.tokenize(request.prompt, request.tokenize_options, request.prompt_field)
+
+    def _placeholders(self, request: GenerationRequest) -> list[list[int]]:
+        """Token ids in the places of embeddings, of each prompt."""
+        check_embeds(request.embeds, self.embeds_width, request.prompt_field)
+        if (cut := request.tokenize_options.truncation) is not None:
+            raise needs_tokens("truncate_prompt_tokens", cut.tokens, request.prompt_field)
+        ids = [[0] * prompt.embeds.num_tokens for prompt in request.embeds]
+        for placeholders in ids:
+            self.prompts.check_ids(placeholders, request.prompt_field)
+        return ids
 
     def tokenize(
         self, prompt: list[Prompt] | Conversation, options: TokenizeOptions, field: str = "prompt"
@@ -193,9 +267,9 @@ class InputProcessor(msgspec.Struct, frozen=True):
         self, request: GenerationRequest, params: SamplingParams, prompts: list[list[int]]
     ) -> list[ProcessedPrompt]:
         """Texts as they were sent; with `echo` else the texts of the tokens that are read."""
-        sent_prompts: Sequence[Prompt | None] = [None]
+        sent_prompts: Sequence[Prompt | EmbedsPrompt | None] = [None]
         if not isinstance(request.prompt, Conversation):
-            sent_prompts = request.prompt
+            sent_prompts = request.embeds or request.prompt
         is_whole, found = request.tokenize_options.truncation is None, []
         for sent, token_ids in zip(sent_prompts, prompts, strict=True):
             max_tokens = self.prompts.resolve_max_tokens(
@@ -212,20 +286,23 @@ class InputProcessor(msgspec.Struct, frozen=True):
                 text = sent
             elif request.echo:
                 text = self.detokenizer.prompt_text(token_ids, params.skip_special_tokens)
-            found.append(ProcessedPrompt(token_ids, text, max_tokens))
+            embeds = sent if isinstance(sent, EmbedsPrompt) else None
+            found.append(ProcessedPrompt(token_ids, text, max_tokens, embeds=embeds))
         return found
 
-    def _check_priority(self, priority: int) -> None:
-        if priority and self.policy != "priority":
-            rule = (
-                f"has no effect here: scheduler.policy={self.policy!r} takes requests as they "
-                "come; leave it out, or set scheduler.policy=priority"
-            )
-            raise bad_value("priority", priority, rule, "unsupported_value")
+
+def check_priority(priority: int, policy: str) -> None:
+    """Refuse a priority that the scheduler's policy does not read."""
+    if priority and policy != "priority":
+        rule = (
+            f"has no effect here: scheduler.policy={policy!r} takes requests as they "
+            "come; leave it out, or set scheduler.policy=priority"
+        )
+        raise bad_value("priority", priority, rule, "unsupported_value")
 
 
 def _text_start(request: GenerationRequest) -> TextStart:
-    if request.params.structured_outputs is not None:
+    if request.params.structured_outputs is not None or request.embeds:
         return TextStart.VERBATIM
     if isinstance(request.prompt, Conversation):
         continues = request.prompt.template.continue_final_message
@@ -272,3 +349,10 @@ class AsyncInputProcessor:
         """The number of tokens of a text, without special tokens. Raises `BadRequest` if the
         context is too short for it."""
         return len(await self.tokenize(lambda: ([text], TEMPLATE_TEXT), len(text)))
+
+
+def _salt(request: GenerationRequest) -> str | None:
+    """The request's, with its adapter."""
+    if request.adapter is None:
+        return request.cache_salt
+    return salt_of_adapter(request.adapter, request.cache_salt)

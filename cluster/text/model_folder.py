@@ -11,7 +11,9 @@ from typing import Any
 
 from swell.cluster.text.generation_config import read_generation_config
 from swell.cluster.text.tokenizer import load_model_eos_token_ids
+from swell.configs.adapter_files import check_adapters
 from swell.configs.schema import Config, ConfigError
+from swell.configs.sharded_index import INDEX_NAME, check_sharded, is_sharded
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -19,6 +21,8 @@ _INDEX = "model.safetensors.index.json"
 
 def check(config: Config) -> None:
     """All checks of `swell serve`. A hub id is left to the loader."""
+    check_adapters(config.lora)
+    _check_draft_model(config)
     folder = Path(config.model.path)
     if not folder.is_dir():
         if _looks_like_a_path(config.model.path):
@@ -30,11 +34,35 @@ def check(config: Config) -> None:
     model = _read_json(folder / "config.json", "a model folder holds one")
     if not model.get("architectures") and not model.get("model_type"):
         raise ConfigError(f"{folder / 'config.json'} names no architecture")
-    if config.model.load_format != "dummy":
+    if is_sharded(config.model):
+        check_sharded(config)
+    elif config.model.load_format != "dummy":
         _check_weights(folder)
     _check_split(config, model)
     read_generation_config(config.model)
     load_model_eos_token_ids(str(folder))
+
+
+def _check_draft_model(config: Config) -> None:
+    """Its folder; whether it fits to the model is for the loader, which reads both configs."""
+    small = config.drafts.model
+    if small is None:
+        return
+    folder = Path(small.path)
+    if not folder.is_dir():
+        if _looks_like_a_path(small.path):
+            raise ConfigError(
+                f"drafts.model={small.path!r} is no folder; give a folder with config.json and "
+                "safetensors, or a hub id such as owner/name",
+                "drafts.model",
+            )
+        return
+    try:
+        _read_json(folder / "config.json", "a model folder holds one")
+        if small.load_format != "dummy" and not (folder / INDEX_NAME).is_file():
+            _check_weights(folder)
+    except ConfigError as error:
+        raise ConfigError(f"drafts.model={small.path!r}: {error}", "drafts.model") from None
 
 
 def _looks_like_a_path(path: str) -> bool:

@@ -100,6 +100,7 @@ class ModelFormats:
             kind = None
         wrap_calls = StructuredOrCallsParser if calls and form else None
         request_tools = [_tool(tool) for tool in tools]
+        make_id = partial(tool_format(name).random_id, request.random) if name else None
         start_markers: tuple[str, ...] = ()
         if name and calls and not (form and form.grammar):
             start_markers = tool_format(name).start_markers
@@ -108,6 +109,7 @@ class ModelFormats:
             parser = make_parser(
                 name,
                 kind,
+                make_id,
                 request_tools=request_tools,
                 prompt=prompt,
                 wrap_calls=wrap_calls,

@@ -25,6 +25,8 @@ from swell.cluster.text.truncation import (
     PLAIN_TEXT,
     TEMPLATE_TEXT,
     TokenizeOptions,
+    Truncation,
+    kept_tokens,
     truncate,
 )
 from swell.cluster.text.validate_params import check_token_ids, num_utf8_bytes
@@ -58,11 +60,15 @@ class PromptProcessor:
         vocab_size: int,
         model_name: str,
         chat_template: str | None = None,
+        *,
+        min_answer_tokens: int = 1,
     ) -> None:
+        """`min_answer_tokens`: for which a prompt must leave room; 0 where prompts are pooled."""
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, model_name, chat_template)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self._min_answer_tokens = min_answer_tokens
         self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             # A tokenizer.json may bring both; transformers would reset them at every call, which
@@ -102,15 +108,24 @@ class PromptProcessor:
     ) -> list[int]:
         """The ids of one prompt that are kept. May take long: call from a thread."""
         ids = prompt if isinstance(prompt, list) else self._tokenize(prompt, options, field)
-        ids = truncate(ids, options.truncation, self.max_model_len)
-        if not ids:
-            raise bad_value(field, ids, _NO_TOKEN)
-        if len(ids) >= self.max_model_len:
-            raise self._too_long(len(ids), field)
-        check_token_ids(field, ids, self.vocab_size)
+        ids = truncate(ids, options.truncation, self.max_model_len, self._min_answer_tokens)
+        self.check_ids(ids, field)
         return ids
 
+    def check_ids(self, ids: list[int], field: str) -> None:
+        """Refuse a prompt without tokens, one that does not fit, and ids that are no tokens."""
+        if not ids:
+            raise bad_value(field, ids, _NO_TOKEN)
+        if len(ids) > self.max_model_len - self._min_answer_tokens:
+            raise self._too_long(len(ids), field)
+        check_token_ids(field, ids, self.vocab_size)
+
     def _tokenize(self, text: str, options: TokenizeOptions, field: str) -> list[int]:
+        self.check_text(text, options, field)
+        return encode_text(self.tokenizer, text, add_special_tokens=options.add_special_tokens)
+
+    def check_text(self, text: str, options: TokenizeOptions, field: str) -> None:
+        """Refuse a text that is empty, or certainly too long, before all of it is tokenized."""
         if not text:
             raise bad_value(field, text, _NO_TOKEN)
         if options.truncation is None:
@@ -118,7 +133,10 @@ class PromptProcessor:
             self._check_chunks(text, field)
         else:  # all of it is tokenized: where tokens begin depends on what is before them
             self._check_bytes(text, field, max(self.max_prompt_bytes, MAX_TRUNCATED_BYTES))
-        return encode_text(self.tokenizer, text, add_special_tokens=options.add_special_tokens)
+
+    def kept_tokens(self, truncation: Truncation) -> int:
+        """The most tokens of a prompt that a truncation keeps. Raises `BadRequest`."""
+        return kept_tokens(truncation, self.max_model_len, self._min_answer_tokens)
 
     def _check_chunks(self, text: str, field: str) -> None:
         """Refuse a text that is far too long before all of it is tokenized. A text has fewer tokens
@@ -211,7 +229,10 @@ class PromptProcessor:
         self, num_prompt_tokens: int, field: str, max_tokens: int | None = None
     ) -> BadRequest:
         name, limit = Field(field), Field("max_tokens")
-        if max_tokens is None:
+        if not self._min_answer_tokens:
+            what = ["your ", name, f" has {num_prompt_tokens} tokens. "]
+            end = ["Please reduce its length, or set ", Field("truncate_prompt_tokens"), "."]
+        elif max_tokens is None:
             what = ["your ", name, f" has {num_prompt_tokens} tokens, and at least one is needed "]
             end = ["for the answer. Please reduce the length of the ", name, "."]
         else:

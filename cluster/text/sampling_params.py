@@ -14,13 +14,17 @@ from typing import Any
 import msgspec
 
 from swell.cluster.text.field_path import PathNames
+from swell.configs.lora import Adapter
+from swell.configs.shown import shown as shown
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import Grammar, SamplerParams
+from swell.worker.sample.wire import Grammar, PoolingParams, PromptEmbeds, SamplerParams
 
 SAMPLING_EPS = 1e-5
 """Dividing logits by less overflows float32, and the answer would be the greedy one anyway."""
 SEED_BITS = 63
-SHOWN_CHARS = 80
+DERIVED_SALT = "\0"
+"""How cache salts begin that are derived from more than a request's own `cache_salt`, which may not
+begin so: else it could name what belongs to others."""
 
 
 class Field(str):
@@ -118,6 +122,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Return each token's log probability, and those of this many top tokens."""
     prompt_logprobs: int | None = None
     """The same of every prompt token after the first."""
+    return_routed_experts: bool = False
+    """Return the experts that computed each token. Needs `model.routed_experts`."""
     structured_outputs: StructuredOutputs | None = None
     """The form that the answer must have."""
     stream_interval: int | None = None
@@ -132,23 +138,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
-
-
-def shown(value: object) -> str:
-    """A value as an error message shows it: its repr, shortened. Of the outermost level at most
-    three elements, so that no value is too large to show."""
-    if isinstance(value, str | bytes) and len(value) > SHOWN_CHARS:
-        return repr(value[:SHOWN_CHARS]) + "..."
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
-    if not isinstance(value, list | tuple | dict):
-        text = repr(value)
-        return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "..."
-    if len(value) <= 3 and not any(isinstance(part, list | tuple | dict) for part in value):
-        text = repr(value)
-        if len(text) <= SHOWN_CHARS:
-            return text
-    return f"an {'object' if isinstance(value, dict) else 'array'} of {len(value)}"
 
 
 def bad_value(path: str, value: object, problem: str, code: str | None = None) -> BadRequest:
@@ -193,6 +182,10 @@ def to_core_request(
     cache_salt: str | None = None,
     data_parallel_rank: int | None = None,
     trace_headers: dict[str, str] | None = None,
+    pooling: PoolingParams | None = None,
+    skip_prefix_cache: bool = False,
+    prompt_embeds: PromptEmbeds | None = None,
+    adapter: Adapter | None = None,
 ) -> EngineCoreRequest:
     """The engine's form of validated parameters.
 
@@ -216,6 +209,8 @@ def to_core_request(
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         grammar=grammar,
+        pooling=pooling,
+        routed_experts=params.return_routed_experts,
     )
     return EngineCoreRequest(
         request_id=internal_request_id(external_req_id),
@@ -230,5 +225,7 @@ def to_core_request(
         data_parallel_rank=data_parallel_rank,
         trace_headers=trace_headers,
         external_req_id=external_req_id,
-        skip_prefix_cache=params.prompt_logprobs is not None,
+        skip_prefix_cache=skip_prefix_cache or params.prompt_logprobs is not None,
+        prompt_embeds=prompt_embeds,
+        adapter=adapter,
     )

@@ -8,12 +8,18 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from swell.cluster.text.prompt_embeds import load_embeds_width
+from swell.configs.schema import ModelConfig
+
 _NAMES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "config_sentence_transformers.json",
     "generation_config.json",
     "merges.txt",
+    "modules.json",
+    "sentence_bert_config.json",
     "special_tokens_map.json",
     "spiece.model",
     "tokenizer.json",
@@ -24,26 +30,29 @@ _NAMES = (
 )
 _TIKTOKEN = ".tiktoken"
 _CONFIG = "config.json"
-_CONFIG_KEYS = ("bos_token_id", "eos_token_id", "vocab_size")
+_CONFIG_KEYS = ("architectures", "bos_token_id", "eos_token_id", "id2label", "vocab_size")
 _DIGITS = 16
 
 
-def text_files(path: str) -> dict[str, str]:
+def text_files(model: ModelConfig) -> dict[str, str]:
     """Digests by name of what is there, `config.json` by the keys that text depends on. Of a hub's
     model the name alone is known. Raises OSError, and ValueError for a broken config.json."""
-    folder = Path(path)
+    folder = Path(model.path)
     if not folder.is_dir():
-        return {"model.path": path}
+        return {"model.path": model.path}
     found = {file.name: _digest(file.read_bytes()) for file in _files(folder)}
     config = json.loads((folder / _CONFIG).read_bytes())
     for key in _CONFIG_KEYS:
         found[f"{_CONFIG}: {key}"] = json.dumps(config.get(key))
+    width = load_embeds_width(model)
+    if width is not None:
+        found[f"{_CONFIG}: the width of embeddings"] = str(width.numbers)
     return found
 
 
-def text_digest(path: str) -> str:
+def text_digest(model: ModelConfig) -> str:
     """Of all of them. The same errors."""
-    return _digest(json.dumps(text_files(path), sort_keys=True).encode())
+    return _digest(json.dumps(text_files(model), sort_keys=True).encode())
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -10,8 +10,12 @@ from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.generation_config import read_generation_config
 from swell.cluster.text.input_processor import InputProcessor
 from swell.cluster.text.model_formats import ModelFormats
+from swell.cluster.text.pooling_processor import PoolingProcessor, load_pooling
+from swell.cluster.text.prompt_embeds import load_embeds_width
 from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
+from swell.configs.adapter_files import adapters_of
+from swell.configs.lora import Adapter
 from swell.configs.schema import Config
 
 
@@ -23,18 +27,23 @@ class TextServices(NamedTuple):
     processor: InputProcessor
     sampling_defaults: Mapping[str, Any]
     """The model's, for fields of `SamplingParams` that a request leaves out."""
+    pooling: PoolingProcessor | None = None
+    """Of a model that pools."""
+    adapters: Mapping[str, Adapter] = {}
+    """Those of the configuration, by name."""
 
     @classmethod
     def load(cls, config: Config) -> TextServices:
         """Blocks for seconds. Raises ConfigError."""
         path, serve = config.model.path, config.serve
-        tokenizer = load_tokenizer(path)
+        tokenizer, pooling = load_tokenizer(path), load_pooling(config.model)
         prompts = PromptProcessor(
             tokenizer,
             config.model.max_model_len or 1,
             1,
             config.model.served_name,
             read_template(serve.chat_template),
+            min_answer_tokens=1 if pooling is None else 0,
         )
         defaults = read_generation_config(config.model)
         detokenizer = Detokenizer(tokenizer)
@@ -47,5 +56,13 @@ class TextServices(NamedTuple):
             max_children=serve.max_children,
             policy=config.scheduler.policy,
             allow_chat_template=serve.request_chat_template,
+            embeds_width=load_embeds_width(config.model),
+            routed_experts=config.model.routed_experts,
         )
-        return cls(prompts, detokenizer, processor, defaults.sampling)
+        pooled = None
+        if pooling is not None:
+            policy = config.scheduler.policy
+            pooled = PoolingProcessor(prompts, pooling, serve.max_children, policy)
+        return cls(
+            prompts, detokenizer, processor, defaults.sampling, pooled, adapters_of(config.lora)
+        )

@@ -86,22 +86,27 @@ def load_model_eos_token_ids(path: str) -> list[int]:
 
 
 def read_json(path: str, name: str) -> dict[str, Any]:
-    """A JSON file of a model, or nothing where there is none."""
+    """The object in a JSON file of a model, or nothing where there is none."""
+    data = read_json_value(path, name)
+    return data if isinstance(data, dict) else {}
+
+
+def read_json_value(path: str, name: str) -> Any:
+    """What a JSON file of a model holds; None where there is no such file."""
     file = Path(path) / name
     if not Path(path).is_dir():
         from transformers.utils import cached_file
 
         cached = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if cached is None:
-            return {}
+            return None
         file = Path(cached)
     try:
-        data = json.loads(file.read_text())
+        return json.loads(file.read_text())
     except FileNotFoundError:
-        return {}
+        return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
-    return data if isinstance(data, dict) else {}
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -37,21 +37,32 @@ TEMPLATE_TEXT = TokenizeOptions(add_special_tokens=False)
 """A chat template writes special tokens itself."""
 
 
-def truncate(token_ids: list[int], truncation: Truncation | None, max_model_len: int) -> list[int]:
+def truncate(
+    token_ids: list[int],
+    truncation: Truncation | None,
+    max_model_len: int,
+    min_answer_tokens: int = 1,
+) -> list[int]:
     """The tokens of a prompt that are kept. Raises `BadRequest` if none could be."""
     if truncation is None:
         return token_ids
+    count = kept_tokens(truncation, max_model_len, min_answer_tokens)
+    return token_ids[:count] if truncation.side == "right" else token_ids[-count:]
+
+
+def kept_tokens(truncation: Truncation, max_model_len: int, min_answer_tokens: int) -> int:
+    """The most tokens of a prompt that are kept. Raises `BadRequest` if none could be."""
     count = (
         max_model_len - truncation.reserved_tokens
         if truncation.tokens == FIT_CONTEXT
         else truncation.tokens
     )
-    if not 1 <= count < max_model_len:
+    longest = max_model_len - min_answer_tokens
+    if not 1 <= count <= longest:
         raise BadRequest(
             f"truncate_prompt_tokens={truncation.tokens} leaves {max(count, 0)} tokens of the "
             f"prompt beside {truncation.reserved_tokens} of the answer; it must leave "
-            "at least one, and fewer than "
-            f"max_model_len={max_model_len}",
+            f"at least one, and at most {longest} (max_model_len={max_model_len})",
             "truncate_prompt_tokens",
         )
-    return token_ids[:count] if truncation.side == "right" else token_ids[-count:]
+    return count

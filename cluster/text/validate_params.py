@@ -86,6 +86,12 @@ RANGES: Mapping[str, Numbers | Integers] = {
     "logprobs": Integers(0, MAX_LOGPROBS, optional=True),
     "prompt_logprobs": Integers(WHOLE_VOCABULARY, MAX_LOGPROBS, optional=True),
 }
+FLAGS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "return_routed_experts",
+    "skip_special_tokens",
+)
 _BIAS = Numbers(-100.0, 100.0)
 
 
@@ -103,7 +109,7 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
             "allowed_token_ids",
         )
     _check_bias(params.logit_bias, vocab_size)
-    for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+    for name in FLAGS:
         if not isinstance(getattr(params, name), bool):
             raise bad_value(name, getattr(params, name), "must be true or false")
 

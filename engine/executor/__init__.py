@@ -11,8 +11,10 @@ import msgspec
 
 from swell.configs.schema import Config, ConfigError
 from swell.worker.wire import (
+    AdapterLoaded,
     AsyncModelRunnerOutput,
     GroupPlan,
+    LoadAdapter,
     Regrouped,
     SchedulerOutput,
     WorkerLimits,
@@ -49,6 +51,15 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     num_blocks: int
     max_model_len: int
     vocab_size: int
+    samples: bool = True
+    """As in `WorkerLimits`, and so the next."""
+    keeps_kv: bool = True
+    offload_blocks: tuple[int, int] = (0, 0)
+
+    @property
+    def of_cache(self) -> tuple[int, int, tuple[int, int]]:
+        """The arguments of `Worker.init_cache`."""
+        return self.num_blocks, self.max_model_len, self.offload_blocks
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -102,6 +113,15 @@ class Executor(ABC):
         """Replace the lost workers; the others keep their weights. `regroup` must follow, and
         the KV cache holds nothing. Raises ExecutorError if it cannot be done."""
         raise ExecutorError("this executor cannot replace a worker")
+
+    def load_adapter(self, command: LoadAdapter) -> None:
+        """Let every worker load an adapter, beside the steps that follow."""
+        raise ExecutorError("this executor loads no adapters")
+
+    def loaded_adapters(self, wait_s: float) -> list[AdapterLoaded]:
+        """Those that all workers have loaded, or that one cannot, each once; after waiting for one.
+        Raises as a result that is waited for."""
+        return []
 
     def check(self) -> None:  # noqa: B027 - threads cannot die alone
         """Raise WorkerLost if a worker has died or stopped; called while the engine is idle."""
@@ -157,4 +177,13 @@ def agree_limits(config: Config, limits: Sequence[WorkerLimits]) -> ExecutorLimi
             f"{capacity_tokens} tokens in {num_blocks} blocks; raise cache.memory_bytes (or "
             "cache.memory_fraction) or lower model.max_model_len"
         )
-    return ExecutorLimits(num_blocks, min(wanted, capacity_tokens), limits[0].vocab_size)
+    first = limits[0]
+    in_memory, on_disk = zip(*(limit.offload_blocks for limit in limits), strict=True)
+    return ExecutorLimits(
+        num_blocks,
+        min(wanted, capacity_tokens),
+        first.vocab_size,
+        first.samples,
+        first.keeps_kv,
+        (min(in_memory), min(on_disk)),
+    )

@@ -1,10 +1,10 @@
 """How many workers share the cores and the memory of a host: those of all engines that have a part
-there. Pure."""
+there; and which stages do. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from swell.configs.schema import Config
@@ -39,3 +39,11 @@ def workers_by_node(
     at_least = -(-config.parallel.world * config.parallel.data // max(1, nodes))
     workers = bundle_workers(config)
     return Counter({node: max(at_least, count * workers) for node, count in placed.items()})
+
+
+def stage_order(bundle_nodes: dict[int, str]) -> Sequence[int]:
+    """Bundles in the order in which pipeline stages take them: node by node."""
+    first_seen: dict[str, int] = {}
+    for bundle in sorted(bundle_nodes):
+        first_seen.setdefault(bundle_nodes[bundle], bundle)
+    return sorted(bundle_nodes, key=lambda bundle: (first_seen[bundle_nodes[bundle]], bundle))

@@ -24,9 +24,12 @@ from swell.engine.executor import (
     agree_limits,
     loading,
 )
+from swell.engine.executor.adapter_loads import QueuedLoads
 from swell.worker.wire import (
+    AdapterLoaded,
     AsyncModelRunnerOutput,
     GroupPlan,
+    LoadAdapter,
     ModelRunnerOutput,
     Regrouped,
     SchedulerOutput,
@@ -66,6 +69,7 @@ class InlineExecutor(Executor):
         self._generation = 0
         self._broken = False
         self._failure: BaseException | None = None
+        self._loads = QueuedLoads(workers=1)
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
         prepare_for_torch()
@@ -83,7 +87,7 @@ class InlineExecutor(Executor):
             )
             limits = agree_limits(self._config, [self._worker.load()])
             progress("allocating the KV cache")
-            self._worker.init_cache(limits.num_blocks, limits.max_model_len)
+            self._worker.init_cache(*limits.of_cache)
             if self._config.parallel.expert:
                 self._store = self._worker.open_store()
             else:
@@ -103,6 +107,13 @@ class InlineExecutor(Executor):
         if self._broken:
             raise GroupBroken("the step was planned before its groups had failed")
         return InlineOutput(self, self.guard(self._worker.execute_model, plan))
+
+    def load_adapter(self, command: LoadAdapter) -> None:
+        command = self._loads.begin(command)
+        self.guard(self._worker.load_adapter, command, self._loads.queue.put)
+
+    def loaded_adapters(self, wait_s: float) -> list[AdapterLoaded]:
+        return self._loads.take(wait_s)
 
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         self._generation += 1
@@ -127,7 +138,8 @@ class InlineExecutor(Executor):
             self._worker.shutdown()
             raise
         except BaseException:  # the user's interrupt: what the step had begun is forgotten
-            self._worker.regroup(GroupPlan(self._generation))
+            if call != self._worker.regroup:  # the caller regroups again, perhaps by another plan
+                self._worker.regroup(GroupPlan(self._generation))
             raise
 
     def abort(self) -> None:

@@ -29,9 +29,12 @@ from swell.engine.executor import (
     agree_limits,
     loading,
 )
+from swell.engine.executor.adapter_loads import QueuedLoads
 from swell.worker.wire import (
+    AdapterLoaded,
     AsyncModelRunnerOutput,
     GroupPlan,
+    LoadAdapter,
     ModelRunnerOutput,
     Regrouped,
     SchedulerOutput,
@@ -193,6 +196,7 @@ class InprocExecutor(Executor):
         self._aborted = -1
         self._local_workers = workers_per_machine or config.parallel.world
         self._threads: list[WorkerThread] = []
+        self._loads = QueuedLoads(config.parallel.world)
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
         prepare_for_torch()
@@ -216,7 +220,7 @@ class InprocExecutor(Executor):
                 )
             limits = agree_limits(self._config, self._call_all("load"))
             progress("allocating the KV cache")
-            self._call_all("init_cache", limits.num_blocks, limits.max_model_len)
+            self._call_all("init_cache", *limits.of_cache)
             if parallel.expert:
                 self._store = self._threads[0].call("open_store").result()
             else:
@@ -231,6 +235,14 @@ class InprocExecutor(Executor):
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         futures = [thread.call("execute_model", plan) for thread in self._threads]
         return InprocOutput(futures, self._config.parallel.world - self._config.parallel.tensor)
+
+    def load_adapter(self, command: LoadAdapter) -> None:
+        command = self._loads.begin(command)
+        for thread in self._threads:
+            thread.call("load_adapter", command, self._loads.queue.put)
+
+    def loaded_adapters(self, wait_s: float) -> list[AdapterLoaded]:
+        return self._loads.take(wait_s)
 
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         self._generation += 1

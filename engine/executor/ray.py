@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,7 +18,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from swell.configs.log import StructuredLogger
+from swell.configs.log import StructuredLogger, first_line
 from swell.configs.network import other_ports
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.channel import ChannelKeys, Inbox
@@ -34,12 +33,17 @@ from swell.engine.executor import (
     agree_limits,
     loading,
 )
+from swell.engine.executor.adapter_loads import AdapterLoads
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
+from swell.engine.executor.host_shares import stage_order
 from swell.engine.executor.process_killer import kill_process
+from swell.engine.executor.ray_worker import RayWorker
 from swell.worker.actor import WorkerActor
 from swell.worker.wire import (
+    AdapterLoaded,
     AsyncModelRunnerOutput,
     GroupPlan,
+    LoadAdapter,
     ModelRunnerOutput,
     Regroup,
     Regrouped,
@@ -61,6 +65,8 @@ _END_S = 5.0
 MAX_REPAIRS = 3
 REPAIRS_PERIOD_S = 300.0
 """An engine that needs more than `MAX_REPAIRS` in this time has another problem."""
+_RELOAD_TIMEOUT_S = 30.0
+"""How long an engine waits for the adapters of a worker that takes the place of another."""
 
 
 class RayOutput(AsyncModelRunnerOutput):
@@ -70,19 +76,6 @@ class RayOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         return self._executor.wait_for(self._step)
-
-
-@dataclass(eq=False, slots=True)
-class _WorkerHandle:
-    """One worker process; its successor is another."""
-
-    rank: int
-    actor: Any
-    node: str
-    """Where its bundle is."""
-    pid: int = 0
-    run: Any = None
-    peer: bytes | None = None
 
 
 class RayExecutor(Executor):
@@ -107,7 +100,7 @@ class RayExecutor(Executor):
         ports = other_ports(cluster.port_range)
         self._inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys, host, ports=ports)
         self._heartbeats = HeartbeatListener(keys, host, cluster.stall_timeout_s, ports)
-        self._workers: dict[int, _WorkerHandle] = {}
+        self._workers: dict[int, RayWorker] = {}
         self._bundles: Sequence[int] = ()
         """The bundles of the pipeline stages, from the first start on: a replacement has its
         predecessor's, even if Ray has moved bundles to other nodes meanwhile."""
@@ -117,6 +110,9 @@ class RayExecutor(Executor):
         self._aborted = -1
         self._results: dict[int, ModelRunnerOutput] = {}
         self._lost: dict[int, str] = {}
+        self._loads = AdapterLoads(config.parallel.world)
+        self._loaded: list[AdapterLoaded] = []
+        """By all workers, and not taken yet."""
         self._repaired_at: list[float] = []
         self._log = StructuredLogger("engine.executor")
 
@@ -165,7 +161,7 @@ class RayExecutor(Executor):
         for rank in ranks:
             bundle = self._bundles[rank // self._config.parallel.tensor]
             node = nodes[bundle]
-            new_workers.append(_WorkerHandle(rank, self._create(rank, bundle, node), node))
+            new_workers.append(RayWorker(rank, self._create(rank, bundle, node), node))
             self._workers[rank] = new_workers[-1]
         progress(f"loading weights on {len(new_workers)} workers")
         loaded = self._load(new_workers, progress)
@@ -176,7 +172,7 @@ class RayExecutor(Executor):
         if self._limits is None:
             self._limits = agree_limits(self._config, loaded)
         progress("allocating the KV cache")
-        size = (self._limits.num_blocks, self._limits.max_model_len)
+        size = self._limits.of_cache
         ray.get([worker.actor.init_cache.remote(*size) for worker in new_workers], timeout=limit_s)
         for worker in new_workers:
             worker.run = worker.actor.run.remote()
@@ -184,8 +180,22 @@ class RayExecutor(Executor):
         while any(m.peer is None or m.rank not in self._heartbeats.ranks for m in new_workers):
             self._receive()
             for worker in new_workers:
-                if ended := _exit_reason(worker):
+                if ended := worker.exit_reason():
                     raise ExecutorError(f"worker {worker.rank} {ended} while it connected")
+
+    def _load_adapters(self, ranks: list[int]) -> None:
+        """Let workers in the places of others load what these had. An adapter that one cannot load
+        is reported as `loaded_adapters` does."""
+        for command in self._loads.replace_workers(ranks):
+            for rank in ranks:
+                peer = self._workers[rank].peer
+                assert peer is not None
+                self._inbox.send(peer, command)
+        deadline = time.monotonic() + _RELOAD_TIMEOUT_S
+        while self._loads.missing() and time.monotonic() < deadline:
+            self._receive()
+            self.check()
+        self._loaded += self._loads.give_up(_RELOAD_TIMEOUT_S)
 
     def _create(self, rank: int, bundle: int, node: str) -> Any:
         resources = self._placement_group.bundle_specs[bundle]
@@ -201,7 +211,7 @@ class RayExecutor(Executor):
             ),
         ).remote(self._config, rank, local_workers, self._keys, *addresses)
 
-    def _load(self, workers: list[_WorkerHandle], progress: Progress) -> list[WorkerLimits]:
+    def _load(self, workers: list[RayWorker], progress: Progress) -> list[WorkerLimits]:
         """Load on these workers, and report the progress of the first one."""
         loads = [worker.actor.load.remote() for worker in workers]
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
@@ -239,7 +249,7 @@ class RayExecutor(Executor):
     def check(self) -> None:
         """Raise WorkerLost if workers have died or stopped."""
         for rank, worker in self._workers.items():
-            if ended := _exit_reason(worker):
+            if ended := worker.exit_reason():
                 self._lost[rank] = f"(pid {worker.pid}) {ended}"
         for rank, why in self._heartbeats.stopped().items():
             self._lost.setdefault(rank, f"(pid {self._workers[rank].pid}) {why}")
@@ -267,6 +277,19 @@ class RayExecutor(Executor):
         if not failure.group:
             pid = self._workers[failure.rank].pid
             self._lost[failure.rank] = f"(pid {pid}) failed: {failure.message}"
+
+    def load_adapter(self, command: LoadAdapter) -> None:
+        self._send_all(self._loads.begin(command))
+
+    def loaded_adapters(self, wait_s: float) -> list[AdapterLoaded]:
+        if wait_s and not self._loaded:
+            messages = self._receive(wait_s)
+            for message in messages:
+                self._raise_if_failed(message)
+            if not messages:
+                self.check()
+        loaded, self._loaded = self._loaded, []
+        return loaded
 
     # ---------------------------------------------------------------- groups and repair
 
@@ -315,8 +338,11 @@ class RayExecutor(Executor):
         self.abort()
         try:
             self._start_workers(lost, lambda text: None)
+            self._load_adapters(lost)
         except ray.exceptions.RayError as error:
-            raise ExecutorError(f"workers {lost} could not be replaced: {_line(error)}") from error
+            raise ExecutorError(
+                f"workers {lost} could not be replaced: {first_line(error)}"
+            ) from error
 
     @property
     def store(self) -> tuple[str, int] | None:
@@ -333,15 +359,15 @@ class RayExecutor(Executor):
             for rank, worker in sorted(self._workers.items())
         ]
 
-    def _kill(self, worker: _WorkerHandle) -> None:
+    def _kill(self, worker: RayWorker) -> None:
         """End a worker that may be dead already, or stopped, or busy. Its memory is free then,
         unless its node cannot be reached."""
         self._heartbeats.forget(worker.rank)
-        if worker.pid and not _exit_reason(worker):
+        if worker.pid and not worker.exit_reason():
             try:
                 kill_process(worker.pid, worker.node)
             except ray.exceptions.RayError as error:
-                self._log.warning("worker not ended yet", rank=worker.rank, error=_line(error))
+                self._log.warning("worker not ended yet", rank=worker.rank, error=first_line(error))
         ray.kill(worker.actor)
 
     # ---------------------------------------------------------------- the channel
@@ -352,43 +378,22 @@ class RayExecutor(Executor):
             assert worker.peer is not None, "workers are connected by `start` and `repair`"
             self._inbox.send(worker.peer, frame)
 
-    def _receive(self) -> list[WorkerMessage]:
+    def _receive(self, wait_s: float = _DEATH_POLL_S) -> list[WorkerMessage]:
         """Messages of workers that are alive, after waiting a moment for one; results are kept,
         too."""
         messages = []
-        for peer, message in self._inbox.receive(_DEATH_POLL_S):
+        for peer, message in self._inbox.receive(wait_s):
             if isinstance(message, WorkerHello):
                 self._workers[message.rank].peer = peer
             elif not isinstance(message, WorkerProgress) and peer not in self._peers:
                 continue
             elif isinstance(message, ModelRunnerOutput):
                 self._results[message.step] = message
+            elif isinstance(message, AdapterLoaded):
+                self._loaded += filter(None, [self._loads.answer(message)])
             messages.append(message)
         return messages
 
     @property
     def _peers(self) -> set[bytes | None]:
         return {worker.peer for worker in self._workers.values()}
-
-
-def stage_order(bundle_nodes: dict[int, str]) -> Sequence[int]:
-    """Bundles in the order in which pipeline stages take them: node by node."""
-    first_seen: dict[str, int] = {}
-    for bundle in sorted(bundle_nodes):
-        first_seen.setdefault(bundle_nodes[bundle], bundle)
-    return sorted(bundle_nodes, key=lambda bundle: (first_seen[bundle_nodes[bundle]], bundle))
-
-
-def _exit_reason(worker: _WorkerHandle) -> str:
-    """Why the worker is no more, or nothing while it runs."""
-    if worker.run is None or not ray.wait([worker.run], timeout=0)[0]:
-        return ""
-    try:
-        ray.get(worker.run)
-    except ray.exceptions.RayError as error:
-        return f"died: {_line(error)}"
-    return "ended"
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

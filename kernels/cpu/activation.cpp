@@ -1,41 +1,73 @@
-// silu(gate) * up.
+// Activations, alone and of a gate: act(gate) * up.
 #include "thread_pool.h"
 #include "vec.h"
 
 namespace {
 
-template <typename T>
-SWELL_INLINE v8 gated(v8 gate, v8 up) {
-  return round_to<T>(gate / (splat(1.0f) + vexp(-gate))) * up;
+SWELL_INLINE v8 silu(v8 x) { return x / (splat(1.0f) + vexp(-x)); }
+
+// x * (1 + erf(x / sqrt(2))) / 2 by Abramowitz and Stegun 7.1.26: the error of erf is below 1.5e-7.
+SWELL_INLINE v8 gelu(v8 x) {
+  const v8 zero = {};
+  const v8 z = (x < zero ? -x : x) * splat(0.70710678118654752f);
+  const v8 t = splat(1.0f) / (splat(1.0f) + splat(0.3275911f) * z);
+  v8 y = splat(1.061405429f);
+  y = y * t + splat(-1.453152027f);
+  y = y * t + splat(1.421413741f);
+  y = y * t + splat(-0.284496736f);
+  y = y * t + splat(0.254829592f);
+  const v8 rest = splat(0.5f) * x * (y * t * vexp(-z * z));  // x * (1 - erf(|z|)) / 2
+  return x < zero ? rest : x - rest;
 }
 
-template <typename T>
-void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
+template <typename T, v8 (*ACT)(v8)>
+void act(const T* x, T* out, int64_t rows, int64_t size) {
+  const int64_t full = size & ~int64_t(7), tail = size - full;
+  parallel_for_each(rows, rows * size * 8, [=](int64_t row) {
+    const T* from = x + row * size;
+    T* to = out + row * size;
+    for (int64_t i = 0; i < full; i += 8) store(to + i, ACT(load(from + i)));
+    if (tail) store_part(to + full, ACT(load_part(from + full, tail)), tail);
+  });
+}
+
+template <typename T, v8 (*ACT)(v8)>
+void act_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
   const int64_t full = size & ~int64_t(7), tail = size - full;
   parallel_for_each(rows, rows * size * 8, [=](int64_t row) {
     const T* gate = gate_up + row * 2 * size;
     const T* up = gate + size;
     T* to = out + row * size;
-    for (int64_t i = 0; i < full; i += 8) store(to + i, gated<T>(load(gate + i), load(up + i)));
+    for (int64_t i = 0; i < full; i += 8)
+      store(to + i, round_to<T>(ACT(load(gate + i))) * load(up + i));
     if (tail)
-      store_part(to + full, gated<T>(load_part(gate + full, tail), load_part(up + full, tail)),
-                 tail);
+      store_part(to + full,
+                 round_to<T>(ACT(load_part(gate + full, tail))) * load_part(up + full, tail), tail);
   });
 }
 
 }  // namespace
 
 struct ActivationArgs {
-  const void* gate_up;
+  const void* x;  // [rows, size], or [rows, 2 * size] of a gate
   void* out;
   int64_t rows, size, is_bf16;
 };
 
-SWELL_API void swell_silu_and_mul(const ActivationArgs* a) {
-  if (a->is_bf16)
-    silu_and_mul(static_cast<const bf16*>(a->gate_up), static_cast<bf16*>(a->out), a->rows,
-                 a->size);
-  else
-    silu_and_mul(static_cast<const float*>(a->gate_up), static_cast<float*>(a->out), a->rows,
-                 a->size);
+namespace {
+
+template <v8 (*ACT)(v8), bool GATED>
+void run(const ActivationArgs* a) {
+  const auto typed = [&](auto type) {
+    using T = decltype(type);
+    (GATED ? act_and_mul<T, ACT> : act<T, ACT>)(static_cast<const T*>(a->x),
+                                                static_cast<T*>(a->out), a->rows, a->size);
+  };
+  a->is_bf16 ? typed(bf16{}) : typed(float{});
 }
+
+}  // namespace
+
+SWELL_API void swell_silu_and_mul(const ActivationArgs* a) { run<silu, true>(a); }
+SWELL_API void swell_gelu_and_mul(const ActivationArgs* a) { run<gelu, true>(a); }
+SWELL_API void swell_gelu(const ActivationArgs* a) { run<gelu, false>(a); }

@@ -1,4 +1,4 @@
-"""Gated activation compiled from `activation.cpp`."""
+"""Activations compiled from `activation.cpp`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,48 @@ from swell.kernels.cpu.build import TYPES
 from swell.kernels.cpu.graph import INT, POINTER, Function
 from swell.kernels.reference import activation as reference
 
-_silu = Function(
-    "swell_silu_and_mul",
-    "rows",
-    **dict.fromkeys(("gate_up", "out"), POINTER),
-    **dict.fromkeys(("rows", "size", "is_bf16"), INT),
-)
+
+def _function(name: str) -> Function:
+    return Function(
+        name,
+        "rows",
+        **dict.fromkeys(("x", "out"), POINTER),
+        **dict.fromkeys(("rows", "size", "is_bf16"), INT),
+    )
+
+
+_silu_and_mul = _function("swell_silu_and_mul")
+_gelu_and_mul = _function("swell_gelu_and_mul")
+_gelu = _function("swell_gelu")
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `swell.kernels.activation.silu_and_mul`."""
     if gate_up.dtype not in TYPES:
         return reference.silu_and_mul(gate_up)
-    gate_up = gate_up.contiguous()
-    size = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
-    _silu(
-        gate_up.data_ptr(), out.data_ptr(), out.numel() // max(1, size), size,
-        gate_up.dtype == torch.bfloat16, used=(gate_up, out),
+    return _run(_silu_and_mul, gate_up, gate_up.shape[-1] // 2)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `swell.kernels.activation.gelu_and_mul`."""
+    if gate_up.dtype not in TYPES:
+        return reference.gelu_and_mul(gate_up)
+    return _run(_gelu_and_mul, gate_up, gate_up.shape[-1] // 2)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """See `swell.kernels.activation.gelu`."""
+    if x.dtype not in TYPES:
+        return reference.gelu(x)
+    return _run(_gelu, x, x.shape[-1])
+
+
+def _run(function: Function, x: Tensor, size: int) -> Tensor:
+    """x [..., in] -> new [..., size]"""
+    x = x.contiguous()
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
+    function(
+        x.data_ptr(), out.data_ptr(), out.numel() // max(1, size), size,
+        x.dtype == torch.bfloat16, used=(x, out),
     )  # fmt: skip
     return out

@@ -197,7 +197,7 @@ struct Attention {
       float* s = score + m * score_stride;
       const int64_t p = read.position + m / group;
       const int64_t low = a.window > 0 ? std::max(from, p - a.window + 1) : from;
-      const int64_t high = std::min(to, p + 1);
+      const int64_t high = std::min(to, p + 1 + a.lookahead);
       if (low >= high) {
         for (int64_t j = begin; j < end; j += 8) store(s + j, v8{});
         continue;

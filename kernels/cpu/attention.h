@@ -13,7 +13,7 @@ struct AttentionArgs {
   const int32_t* context_tokens;
   const int32_t* block_table;
   int64_t rows, heads, kv_heads, head_dim, block_tokens, table_stride, q_stride;
-  int64_t k_block_stride, v_block_stride, window, is_bf16;
+  int64_t k_block_stride, v_block_stride, window, lookahead, is_bf16;
   float scale, softcap;
 };
 
@@ -40,7 +40,7 @@ struct KeyRange {
     tile = std::max<int64_t>(1, kTileTokens / a.block_tokens) * a.block_tokens;
     low = a.window > 0 ? std::max<int64_t>(0, position - a.window + 1) : 0;
     base = low / tile * tile;
-    end = position + item.count;
+    end = std::min<int64_t>(a.context_tokens[item.row], position + item.count + a.lookahead);
   }
 
   // This head's part of block `index`, in a cache whose blocks are `stride` elements apart.

@@ -17,7 +17,7 @@ _attention = Function(
     **dict.fromkeys(("query_start", "context_tokens", "block_table"), POINTER),
     **dict.fromkeys(("rows", "heads", "kv_heads", "head_dim"), INT),
     **dict.fromkeys(("block_tokens", "table_stride", "q_stride"), INT),
-    **dict.fromkeys(("k_block_stride", "v_block_stride", "window", "is_bf16"), INT),
+    **dict.fromkeys(("k_block_stride", "v_block_stride", "window", "lookahead", "is_bf16"), INT),
     **dict.fromkeys(("scale", "softcap"), FLOAT),
 )
 
@@ -31,12 +31,14 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    lookahead: int = 0,
 ) -> Tensor:
     """See `swell.kernels.attention.paged_attention`."""
     if q.dtype not in TYPES or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
         return reference.paged_attention(
-            q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap
-        )
+            q, k_cache, v_cache, meta,
+            scale=scale, window=window, softcap=softcap, lookahead=lookahead,
+        )  # fmt: skip
     tokens, heads, head_dim = q.shape
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype)
     if q.stride(2) != 1 or q.stride(1) != head_dim:
@@ -50,7 +52,7 @@ def paged_attention(
         query_start.data_ptr(), context_tokens.data_ptr(), block_table.data_ptr(),
         context_tokens.shape[0], heads, k_cache.shape[1], head_dim,
         k_cache.shape[2], block_table.stride(0), q.stride(0),
-        k_cache.stride(0), v_cache.stride(0), window, q.dtype == torch.bfloat16,
+        k_cache.stride(0), v_cache.stride(0), window, lookahead, q.dtype == torch.bfloat16,
         scale, softcap,
         used=(q, k_cache, v_cache, out, query_start, context_tokens, block_table),
     )  # fmt: skip

@@ -4,23 +4,23 @@
 #include "vec.h"
 
 struct GatherArgs {
-  const int64_t* columns;  // [4][room_rows]: slots, starts, counts, whether the row samples
+  const int64_t* columns;  // [4][room_rows]: slots, starts, counts, samples of each row
   const int32_t *token_ids, *blocks;  // of slot s: token_ids + s * width, blocks + s * max_blocks
   int64_t slots, width, max_blocks, block_tokens;
   int64_t *input_ids, *positions, *slot_mapping;
   int32_t *query_start, *context_tokens, *block_table;  // block_table [room_rows][max_blocks]
-  int64_t* samples;  // [3][room_rows]: last token, slot, next position
-  int64_t room_tokens, room_rows;
+  int64_t* samples;  // [3][room_samples]: token before, slot, position
+  int64_t room_tokens, room_rows, room_samples;
   int64_t tokens, samples_count, max_query, max_context;  // results
 
   bool holds(int64_t slot, int64_t begin, int64_t end, int64_t sampled) const {
-    return 0 <= slot && slot < slots && 0 <= begin && begin <= end && end + sampled <= width &&
-           end <= max_blocks * block_tokens;
+    return 0 <= slot && slot < slots && 0 <= begin && begin <= end && end + (sampled > 0) <= width &&
+           end <= max_blocks * block_tokens && sampled <= std::max<int64_t>(end - begin, 1);
   }
 };
 
 // Returns the number of rows. A smaller result is the index of a row that lies outside of the tables,
-// or that exceeds the room for tokens: then `tokens` does too.
+// or that exceeds the room for tokens or samples: then `tokens` or `samples_count` does too.
 SWELL_API int64_t swell_gather_inputs(GatherArgs* a, int64_t rows) {
   const int64_t *slots = a->columns, *starts = slots + a->room_rows;
   const int64_t *counts = starts + a->room_rows, *sampling = counts + a->room_rows;
@@ -30,7 +30,9 @@ SWELL_API int64_t swell_gather_inputs(GatherArgs* a, int64_t rows) {
     const int64_t first = a->tokens, begin = starts[row], end = begin + counts[row];
     if (!a->holds(slots[row], begin, end, sampling[row])) return row;
     a->tokens += counts[row];
-    if (a->tokens > a->room_tokens) return row;
+    const int64_t first_sample = a->samples_count;
+    a->samples_count += sampling[row];
+    if (a->tokens > a->room_tokens || a->samples_count > a->room_samples) return row;
     const int32_t* ids = a->token_ids + slots[row] * a->width;
     const int32_t* blocks = a->blocks + slots[row] * a->max_blocks;
     for (int64_t p = begin, t = first; p < end; p++, t++) {
@@ -43,10 +45,9 @@ SWELL_API int64_t swell_gather_inputs(GatherArgs* a, int64_t rows) {
     a->context_tokens[row] = int32_t(end);
     const int64_t used = (end + a->block_tokens - 1) / a->block_tokens;
     std::memcpy(a->block_table + row * a->max_blocks, blocks, used * sizeof(int32_t));
-    if (sampling[row]) {
-      const int64_t sample[] = {a->tokens - 1, slots[row], end};
-      for (int i = 0; i < 3; i++) a->samples[i * a->room_rows + a->samples_count] = sample[i];
-      a->samples_count++;
+    for (int64_t back = sampling[row] - 1, s = first_sample; back >= 0; back--, s++) {
+      const int64_t sample[] = {a->tokens - 1 - back, slots[row], end - back};
+      for (int i = 0; i < 3; i++) a->samples[i * a->room_samples + s] = sample[i];
     }
     a->max_query = std::max(a->max_query, counts[row]);
     a->max_context = std::max(a->max_context, end);

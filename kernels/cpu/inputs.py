@@ -22,7 +22,7 @@ class _Arguments(ctypes.Structure):
         *((name, POINTER) for name in ("columns", "token_ids", "blocks")),
         *((name, INT) for name in ("slots", "width", "max_blocks", "block_tokens")),
         *((name, POINTER) for name in (*_INPUTS, "samples")),
-        *((name, INT) for name in ("room_tokens", "room_rows")),
+        *((name, INT) for name in ("room_tokens", "room_rows", "room_samples")),
         *((name, INT) for name in ("tokens", "samples_count", "max_query", "max_context")),
     ]
 
@@ -53,19 +53,19 @@ class _Gather:
             self._columns.ctypes.data, token_ids.data_ptr(), block_table.data_ptr(),
             *token_ids.shape, block_table.shape[1], block_tokens,
             *(getattr(out, name).data_ptr() for name in _INPUTS), out.samples.data_ptr(),
-            len(out.input_ids), rows,
+            len(out.input_ids), rows, out.samples.shape[1],
         )  # fmt: skip
         assert out.block_table.shape[1] == block_table.shape[1]
         self._address = ctypes.addressof(self._arguments)
 
     def __call__(
-        self, slots: list[int], starts: list[int], counts: list[int], samples: list[bool]
+        self, slots: list[int], starts: list[int], counts: list[int], samples: list[int]
     ) -> Sizes:
         rows, found = len(slots), self._arguments
-        check_room(0, rows, self._references[2])
+        check_room(0, rows, 0, self._references[2])
         self._columns[:, :rows] = (slots, starts, counts, samples)
         done = _gather(self._address, rows)
-        check_room(found.tokens, rows, self._references[2])
+        check_room(found.tokens, rows, found.samples_count, self._references[2])
         if done < rows:
             raise outside(done, slots[done], starts[done], self._references[0])
         return Sizes(found.tokens, rows, found.samples_count, found.max_query, found.max_context)

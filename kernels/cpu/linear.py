@@ -34,7 +34,7 @@ _panel = library().swell_linear_panel
 _panel.restype = ctypes.c_int64
 
 PANEL = _panel()
-"""Outputs of one panel; the last panel is padded with zeros."""
+"""Outputs of one panel."""
 
 
 def pack(weight: Tensor) -> Weight:
@@ -49,6 +49,11 @@ def pack(weight: Tensor) -> Weight:
     if whole < panels:
         data[whole, :, : outs - whole * PANEL] = weight[whole * PANEL :].T
     return PackedTensor(data, outs, size)
+
+
+def panel() -> int:
+    """See `swell.kernels.linear.panel`."""
+    return int(PANEL)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -48,25 +48,26 @@ double log_sum(const float* logits, int64_t vocab, float top, float own, int64_t
 }
 
 void rank(Scratch& scratch, const float* logits, int64_t vocab, int64_t token, int64_t top,
-          int64_t* indices, float* logprobs) {
+          int64_t* tokens, float* logprobs, int64_t& rank) {
   const float most = first_largest(logits, vocab).value;
   int64_t larger;
   double whole = double(most) + log_sum(logits, vocab, most, logits[token], larger);
   if (!std::isfinite(most)) whole = NAN;
-  indices[0] = 1 + larger;
-  indices[1] = token;
-  if (top > 0) find_best(scratch, logits, vocab, top, indices + 2);
-  for (int64_t i = 0; i <= top; i++) logprobs[i] = float(double(logits[indices[1 + i]]) - whole);
+  rank = 1 + larger;
+  tokens[0] = token;
+  if (top > 0) find_best(scratch, logits, vocab, top, tokens + 1);
+  for (int64_t i = 0; i <= top; i++) logprobs[i] = float(double(logits[tokens[i]]) - whole);
 }
 
 }  // namespace
 
-// logits: rows `stride` apart; indices [rows, 2 + top], logprobs [rows, 1 + top].
-SWELL_API void swell_rank(const float* logits, const int64_t* tokens, int64_t rows, int64_t vocab,
-                          int64_t stride, int64_t top, int64_t* indices, float* logprobs) {
+// logits: rows `stride` apart; tokens and logprobs [rows, 1 + top], ranks [rows].
+SWELL_API void swell_rank(const float* logits, const int64_t* selected, int64_t rows, int64_t vocab,
+                          int64_t stride, int64_t top, int64_t* tokens, float* logprobs,
+                          int64_t* ranks) {
   parallel_for_each(rows, rows * vocab * 8, [=](int64_t row) {
     static thread_local Scratch scratch;
-    rank(scratch, logits + row * stride, vocab, tokens[row], top, indices + row * (2 + top),
-         logprobs + row * (1 + top));
+    rank(scratch, logits + row * stride, vocab, selected[row], top, tokens + row * (1 + top),
+         logprobs + row * (1 + top), ranks[row]);
   });
 }

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from swell.kernels.cpu.build import library
+from swell.kernels.logprobs import LogprobsTensors
 
 _call = library().swell_rank
-_call.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, *[ctypes.c_void_p] * 2]
+_call.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, *[ctypes.c_void_p] * 3]
 _call.restype = None
 
 
-def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> LogprobsTensors:
     """See `swell.kernels.logprobs.rank_tokens`; the lower of equally likely tokens comes first."""
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert token_ids.dtype == torch.int64 and token_ids.is_contiguous()
     rows, vocab = logits.shape
     top = min(top, vocab)
-    indices = torch.empty(rows, 2 + top, dtype=torch.int64)
-    logprobs = torch.empty(rows, 1 + top, dtype=torch.float32)
+    ranked = LogprobsTensors.empty_cpu(rows, 1 + top)
     _call(
         logits.data_ptr(), token_ids.data_ptr(), rows, vocab, logits.stride(0), top,
-        indices.data_ptr(), logprobs.data_ptr(),
+        *[tensor.data_ptr() for tensor in ranked],
     )  # fmt: skip
-    return indices, logprobs
+    return ranked

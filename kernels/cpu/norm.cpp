@@ -1,4 +1,4 @@
-// RMS norm, alone and with the residual's addition in front.
+// RMS norm and layer norm, alone and with the residual's addition in front.
 #include "thread_pool.h"
 #include "vec.h"
 
@@ -34,7 +34,64 @@ void norm(const T* x, const T* residual, const T* weight, T* out, T* total, int6
   });
 }
 
+// Vectors are dense. The sum is written to `out` first, and normalized there.
+template <typename T>
+void center_norm(const T* x, const T* residual, const T* weight, const T* bias, T* out, int64_t rows,
+                 int64_t size, float eps) {
+  const int64_t full = size & ~int64_t(7), tail = size - full;
+  const auto at = [=](const T* from, int64_t i) {
+    return i < full ? load(from + i) : load_part(from + i, tail);
+  };
+  const auto put = [=](T* to, int64_t i, v8 v) {
+    i < full ? store(to + i, v) : store_part(to + i, v, tail);
+  };
+  parallel_for_each(rows, rows * size * 2, [=](int64_t row) {
+    const T *from = x + row * size, *other = residual + row * size;
+    T* to = out + row * size;
+    v8 sums[4] = {}, squares[4] = {};
+    for (int64_t i = 0; i < size; i += 8) {
+      v8 v = at(from, i);
+      if (residual) v = round_to<T>(v + at(other, i));
+      put(to, i, v);
+      sums[i / 8 % 4] += v;
+    }
+    const float mean = hsum((sums[0] + sums[1]) + (sums[2] + sums[3])) / float(size);
+    for (int64_t i = 0; i < full; i += 8) {
+      const v8 v = load(to + i) - splat(mean);
+      squares[i / 8 % 4] += v * v;
+    }
+    float variance = hsum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    for (int64_t i = 0; i < tail; i++) {  // zeros behind the end would count as -mean
+      const float v = load_part(to + full, tail)[i] - mean;
+      variance += v * v;
+    }
+    const v8 inverse = splat(1.0f / std::sqrt(variance / float(size) + eps));
+    for (int64_t i = 0; i < size; i += 8) {
+      v8 v = (at(to, i) - splat(mean)) * inverse * at(weight, i);
+      if (bias) v += at(bias, i);
+      put(to, i, v);
+    }
+  });
+}
+
 }  // namespace
+
+struct LayerNormArgs {
+  const void *x, *residual, *weight, *bias;
+  void* out;
+  int64_t rows, size, is_bf16;
+  float eps;
+};
+
+SWELL_API void swell_layer_norm(const LayerNormArgs* a) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    center_norm(static_cast<const T*>(a->x), static_cast<const T*>(a->residual),
+                static_cast<const T*>(a->weight), static_cast<const T*>(a->bias),
+                static_cast<T*>(a->out), a->rows, a->size, a->eps);
+  };
+  a->is_bf16 ? run(bf16{}) : run(float{});
+}
 
 struct NormArgs {
   const void *x, *residual, *weight;

@@ -1,4 +1,4 @@
-"""RMS norm compiled from `norm.cpp`."""
+"""RMS norm and layer norm compiled from `norm.cpp`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ _norm = Function(
     "outer",
     **dict.fromkeys(("x", "residual", "weight", "out", "total"), POINTER),
     **dict.fromkeys(("outer", "inner", "x_stride", "size", "is_bf16"), INT),
+    eps=FLOAT,
+)
+
+_layer_norm = Function(
+    "swell_layer_norm",
+    "rows",
+    **dict.fromkeys(("x", "residual", "weight", "bias", "out"), POINTER),
+    **dict.fromkeys(("rows", "size", "is_bf16"), INT),
     eps=FLOAT,
 )
 
@@ -52,3 +60,21 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         used=(x, residual, weight, out, total),
     )  # fmt: skip
     return out, total
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+) -> Tensor:
+    """See `swell.kernels.norm.layer_norm`."""
+    if x.dtype not in TYPES or weight.dtype != x.dtype:
+        return reference.layer_norm(x, weight, bias, eps, residual)
+    assert residual is None or residual.shape == x.shape
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    out, size = torch.empty_like(x), x.shape[-1]
+    _layer_norm(
+        x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(),
+        None if bias is None else bias.data_ptr(), out.data_ptr(),
+        x.numel() // size, size, x.dtype == torch.bfloat16, eps,
+        used=tuple(t for t in (x, residual, weight, bias, out) if t is not None),
+    )  # fmt: skip
+    return out

@@ -1,4 +1,4 @@
-"""Gated activation in plain torch."""
+"""Activations in plain torch."""
 
 from __future__ import annotations
 
@@ -10,3 +10,14 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `swell.kernels.activation.silu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def gelu(x: Tensor) -> Tensor:
+    """See `swell.kernels.activation.gelu`."""
+    return torch.nn.functional.gelu(x)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `swell.kernels.activation.gelu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate) * up

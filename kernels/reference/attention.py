@@ -21,6 +21,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    lookahead: int = 0,
 ) -> Tensor:
     """See `swell.kernels.attention.paged_attention`."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -32,7 +33,9 @@ def paged_attention(
     for first in range(0, rows if per_row else 0, chunk):
         last = min(rows, first + chunk)
         # [rows of the chunk, Q, heads, head_dim]
-        answer = _attend_rows(q, k_cache, v_cache, meta, first, last, scale, window, softcap)
+        answer = _attend_rows(
+            q, k_cache, v_cache, meta, first, last, scale, window, softcap, lookahead
+        )
         # Selected by a mask: only the device knows how many tokens the chunk has.
         inside = (row >= first) & (row < last)
         answer = answer[(row - first).clamp(0, last - first - 1), index]
@@ -50,6 +53,7 @@ def _attend_rows(
     scale: float,
     window: int,
     softcap: float,
+    lookahead: int,
 ) -> Tensor:
     """The rows first .. last - 1, padded to Q query and C context tokens."""
     device, queries, context = q.device, meta.max_query_tokens, meta.max_context_tokens
@@ -74,7 +78,8 @@ def _attend_rows(
     scores = rows_q @ rows_k[:, :, None].transpose(-1, -2) * scale  # [B, kv_heads, group, Q, C]
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = key_index <= position[:, :, None]  # [B, Q, C]
+    seen = key_index <= position[:, :, None] + lookahead  # [B, Q, C]
+    seen &= key_index < total[:, None, None]
     if window > 0:
         seen &= key_index > position[:, :, None] - window
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))

@@ -18,15 +18,21 @@ class _Gather:
         self._block_tokens = block_tokens
 
     def __call__(
-        self, slots: list[int], starts: list[int], counts: list[int], samples: list[bool]
+        self, slots: list[int], starts: list[int], counts: list[int], samples: list[int]
     ) -> Sizes:
-        check_room(sum(counts), len(slots), self._out)
+        check_room(sum(counts), len(slots), sum(samples), self._out)
         columns = np.array([slots, starts, counts, samples], dtype=np.int64)
         self._check(columns)
-        slots_np, starts_np, counts_np, _ = columns
+        slots_np, starts_np, counts_np, samples_np = columns
         ends_np, context_np = counts_np.cumsum(), starts_np + counts_np
-        sample_rows = columns[3].nonzero()[0]
-        sampling_np = (ends_np[sample_rows] - 1, slots_np[sample_rows], context_np[sample_rows])
+        sample_rows = np.repeat(np.arange(len(slots)), samples_np)
+        # [S]: positions of the row that follow
+        back_np = samples_np.cumsum()[sample_rows] - 1 - np.arange(len(sample_rows))
+        sampling_np = (
+            ends_np[sample_rows] - 1 - back_np,
+            slots_np[sample_rows],
+            context_np[sample_rows] - back_np,
+        )
         sizes = Sizes(
             tokens=int(counts_np.sum()),
             rows=len(slots),
@@ -47,7 +53,8 @@ class _Gather:
         table, length = self._token_ids.shape
         room = self._block_table.shape[1] * self._block_tokens
         inside = (slots >= 0) & (slots < table) & (starts >= 0) & (counts >= 0)
-        inside &= (starts + counts + samples <= length) & (starts + counts <= room)
+        inside &= (starts + counts + (samples > 0) <= length) & (starts + counts <= room)
+        inside &= samples <= counts.clip(1)
         if not inside.all():
             row = int(inside.argmin())
             raise outside(row, int(slots[row]), int(starts[row]), self._token_ids)

@@ -11,6 +11,10 @@ def pack(weight: Tensor) -> Tensor:
     return weight
 
 
+def panel() -> None:
+    """See `swell.kernels.linear.panel`."""
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `swell.kernels.linear.linear`."""
     return F.linear(x, weight, bias)

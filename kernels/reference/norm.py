@@ -1,4 +1,4 @@
-"""RMS norm in plain torch, operation for operation as transformers' LlamaRMSNorm."""
+"""RMS norm in plain torch, operation for operation as transformers' LlamaRMSNorm; layer norm."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """See `swell.kernels.norm.add_rms_norm`."""
     total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+) -> Tensor:
+    """See `swell.kernels.norm.layer_norm`."""
+    total = x if residual is None else x + residual
+    return torch.nn.functional.layer_norm(total, (total.shape[-1],), weight, bias, eps)

@@ -22,7 +22,8 @@ import torch
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.coordinator.channel import Inbox, Outlet, make_keys
-from swell.engine.scheduler import ScheduledStep, Scheduler
+from swell.engine.scheduler import Scheduler
+from swell.engine.step_builder import ScheduledStep
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, EngineMessage
 from swell.worker.mesh import Mesh, SoloGroup
 from swell.worker.runner import ModelRunner
@@ -225,7 +226,7 @@ def sampling_baseline(model: str, tokens: int = 512) -> dict[str, float]:
     """Microseconds of wall time of a step with one row in `LLM`, and all of them but the model and
     the sampler."""
     with LLM(model) as llm:
-        runner = llm._core.executor._worker.runner  # type: ignore[attr-defined]
+        runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
         watch = Stopwatch()
         runner._forward = watch.around(runner._forward)
         runner.model.argmax = watch.around(runner.model.argmax)

@@ -26,7 +26,7 @@ from swell.worker.sample.sampler import Sampler
 
 ROWS, PROMPT_TOKENS, STEPS, PAIRS = 64, 32, 48, 3
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 32_000,

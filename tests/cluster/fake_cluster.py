@@ -27,6 +27,7 @@ from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.api.ingress import Ingress, build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.text.adapters import AdapterRefused, LoadedAdapters
 from swell.configs.schema import Config, load
 from swell.coordinator import roster as rosters
 from swell.coordinator.channel import Inbox, make_keys
@@ -44,7 +45,7 @@ from swell.engine.wire import (
     KeepAliveReply,
 )
 from swell.engine.wire import JourneyEventType as Kind
-from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
+from swell.worker.sample.wire import Extra, PromptLogprobs, RoutedExperts, TokenLogprobs
 from tests.engine.fake_worker import next_token
 
 LOOK_S = 0.002
@@ -145,6 +146,8 @@ class FakeEngine(_Threaded):
             incarnation=next(self.incarnations),
         )
         self.credit_steps = 0
+        self.tokens_at_once = 1
+        """Tokens of a request in one output, unless it ends before."""
         self._losing = False
         """Messages are counted and not sent."""
         self.requests: dict[str, tuple[bytes, EngineCoreRequest, list[int]]] = {}
@@ -270,18 +273,16 @@ class FakeEngine(_Threaded):
         self._tell_started()
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request_id, (peer, request, tokens) in list(self.requests.items()):
-            tokens.append(self._draw(request, tokens))
-            ends = tokens[-1] in (*request.eos_token_ids, *request.stop_token_ids)
-            reason = None
-            if ends and len(tokens) >= request.min_tokens:
-                reason = FinishReason.STOP
-            elif len(tokens) >= request.max_tokens:
-                reason = FinishReason.LENGTH
+            reason, found, new = None, [], 0
+            while reason is None and new < self.tokens_at_once:
+                tokens.append(self._draw(request, tokens))
+                new += 1
+                reason = _finish_reason(request, tokens)
+                found += _extras(request, tokens)
             if reason is not None:
                 del self.requests[request_id]
-            found = _logprobs(request, tokens)
             answer = EngineCoreOutput(
-                request_id, tokens[-1:], reason, extras=found, attempt=request.attempt
+                request_id, tokens[-new:], reason, extras=found, attempt=request.attempt
             )
             outputs.setdefault(peer, []).append(answer)
         for peer, answers in outputs.items():
@@ -301,15 +302,32 @@ class FakeEngine(_Threaded):
         self.inbox.send(peer, EngineCoreOutputs(outputs, seq=seq, **fields))
 
 
-def _logprobs(request: EngineCoreRequest, tokens: list[int]) -> list[Extra]:
-    """The log probabilities that belong to the last of `tokens`, the outputs: every token is
-    certain."""
+def _finish_reason(request: EngineCoreRequest, tokens: list[int]) -> FinishReason | None:
+    ends = tokens[-1] in (*request.eos_token_ids, *request.stop_token_ids)
+    if ends and len(tokens) >= request.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(tokens) >= request.max_tokens else None
+
+
+def experts_of(token: int) -> bytes:
+    """Two layers with two experts each."""
+    return bytes([token % 7, 8, token % 5, 9])
+
+
+def _extras(request: EngineCoreRequest, tokens: list[int]) -> list[Extra]:
+    """What belongs to the last of `tokens`, the outputs: log probabilities, where every token is
+    certain, and the experts of the tokens before it."""
     found: list[Extra] = []
     prompt, sampler = request.prompt_token_ids, request.sampler
     if sampler.prompt_logprobs is not None and len(tokens) == 1:
         certain = [0.0] * (1 + sampler.prompt_logprobs)
         rows = [[token] * len(certain) for token in prompt[1:]]
         found.append(PromptLogprobs(1, rows, [certain] * len(rows), [1] * len(rows)))
+    if sampler.routed_experts:
+        is_first = len(tokens) == len(request.output_token_ids) + 1
+        start = 0 if is_first else len(prompt) + len(tokens) - 2
+        routed = [*prompt, *tokens[:-1]][start:]
+        found.append(RoutedExperts(start, [1, 3], 2, False, b"".join(map(experts_of, routed))))
     if sampler.logprobs is not None:
         count = 1 + sampler.logprobs
         found.append(TokenLogprobs(tokens[-1:] * count, [0.0] * count, 1))
@@ -321,12 +339,21 @@ class FakeManager:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.arguments: dict[str, tuple[Any, ...]] = {}
+        """Of the last call of each name."""
         self.refusal: str | None = None
+        self.adapters: LoadedAdapters | None = None
 
     def __getattr__(self, name: str) -> Any:
-        async def remote(*_: Any) -> Any:
+        async def remote(*arguments: Any) -> Any:
             self.calls.append(name)
+            self.arguments[name] = arguments
             waits = name == "not_ready_reason"
+            if self.adapters is not None and name in ("load_adapter", "unload_adapter"):
+                try:
+                    getattr(self.adapters, name.removesuffix("_adapter"))(*arguments)
+                except AdapterRefused as refused:
+                    return ChangeResult(2, str(refused))
             return ("engine 0: reads weights", False) if waits else ChangeResult(2, self.refusal)
 
         return type("Method", (), {"remote": staticmethod(remote)})

@@ -109,7 +109,7 @@ def test_each_of_n_answers_is_the_one_of_its_seed(llm):
 
 
 def test_n_answers_compute_their_prompt_once(llm):
-    kv = llm._core.scheduler.kv
+    kv = llm._engine.core.scheduler.kv
     prompt = [(i * 7) % 90 + 33 for i in range(150)]
     queried, found = kv.num_queried_tokens, kv.num_hit_tokens
     (answer,) = llm.generate([prompt], SamplingParams(n=8, max_tokens=1))
@@ -152,14 +152,14 @@ def test_if_one_answer_fails_its_siblings_end_with_it(llm, monkeypatch):
 
     monkeypatch.setattr(RequestState, "update", fail_once)
     long = SamplingParams(n=3, max_tokens=200, ignore_eos=True)
-    steps = llm._core.num_steps
+    steps = llm._engine.core.num_steps
     first, second = llm.generate(
         ["count from 1 to 30"] * 2, [long, SamplingParams(n=2, max_tokens=8, ignore_eos=True)]
     )
     assert [part.finish_reason for part in first.outputs] == ["error"]
     assert "no such token" in first.outputs[0].stop_reason
     assert [part.finish_reason for part in second.outputs] == ["length"] * 2
-    assert llm._core.num_steps - steps < 50, "tokens without a receiver are not sampled"
+    assert llm._engine.core.num_steps - steps < 50, "tokens without a receiver are not sampled"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_bad_request_is_refused_and_the_next_one_works(llm, prompt, params, wo
 
 
 def test_an_interrupted_call_leaves_nothing(llm, monkeypatch):
-    step, calls = llm._core.step, []
+    step, calls = llm._engine.core.step, []
 
     def interrupt():
         calls.append(1)
@@ -188,7 +188,7 @@ def test_an_interrupted_call_leaves_nothing(llm, monkeypatch):
             raise KeyboardInterrupt
         return step()
 
-    monkeypatch.setattr(llm._core, "step", interrupt)
+    monkeypatch.setattr(llm._engine.core, "step", interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["count from 1 to 50"] * 3, GREEDY)
     monkeypatch.undo()
@@ -196,7 +196,14 @@ def test_an_interrupted_call_leaves_nothing(llm, monkeypatch):
     assert llm.generate("upper: abc", GREEDY)[0].finished
 
 
-INTERRUPTIBLE = ("local.py", "output_processor.py", "core.py", "scheduler.py", "inline.py")
+INTERRUPTIBLE = (
+    "local.py",
+    "local_engine.py",
+    "output_processor.py",
+    "core.py",
+    "scheduler.py",
+    "inline.py",
+)
 """Files in whose every line the user's interrupt may arrive."""
 
 
@@ -255,7 +262,7 @@ def test_the_next_call_completes_an_interrupted_cleanup(llm, monkeypatch):
 
 
 def test_a_request_that_the_engine_refuses_takes_its_siblings_with_it(llm, monkeypatch):
-    add, added = llm._core.add_request, []
+    add, added = llm._engine.core.add_request, []
 
     def refuse_third(request, client):
         added.append(request.request_id)
@@ -263,13 +270,13 @@ def test_a_request_that_the_engine_refuses_takes_its_siblings_with_it(llm, monke
             raise ValueError("planted")
         return add(request, client)
 
-    monkeypatch.setattr(llm._core, "add_request", refuse_third)
+    monkeypatch.setattr(llm._engine.core, "add_request", refuse_third)
     with pytest.raises(ValueError, match="planted"):
         llm.generate(["upper: abc"] * 4, GREEDY)
     monkeypatch.undo()
     llm.check_idle()
     (answer,) = llm.generate("upper: abc", GREEDY)
-    assert answer.finished and not llm._processor.request_states
+    assert answer.finished and not llm._engine.processor.request_states
 
 
 def test_a_refused_call_keeps_the_cached_prefixes(llm):

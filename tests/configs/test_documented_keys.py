@@ -26,7 +26,7 @@ PROBE = re.compile(r"`(/(?:v1/|admin/)?[a-z_]+(?:\.json)?)`")
 NO_ROUTES = {"/admin", "/tmp", "/v1", "/v1/traces", "/invocations"}
 """Prefixes, a folder, and routes of other servers."""
 FIELD = re.compile(r"`((?:rescale|upgrade|autoscaling|pending|leftovers)\.[a-z_.]+)[`:]")
-NAMES = re.compile(r"`([a-z_.]+)`")
+NAMES = re.compile(r"`([a-z0-9_.]+)`")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -6,11 +6,13 @@ import re
 
 import pytest
 
+from swell.cluster.api.admin import serving
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.cli.doctor import ray_hosts
 from swell.cluster.client.admission import WINDOW_S
 from swell.cluster.control import autoscaler, backoff, load_signals, node_drains, placement
-from swell.configs import network, schema
+from swell.cluster.text.schema import strict_json
+from swell.configs import network, schema, yaml_text
 from swell.coordinator import handshakes
 from swell.coordinator.ports import CHOSEN_PORTS
 from tests.test_layers import ROOT
@@ -34,6 +36,10 @@ LIMITS = {
         f"{COUNTS[int(backoff._LONGEST_S / 60)]} minutes after the last attempt at the latest",
     ],
     "security": [
+        f"of the admin API** have {serving._MAX_BODY_BYTES // 1024} KiB at most",
+        f"more than {strict_json.MAX_DEPTH} objects and arrays in each other",
+        f"have {yaml_text.MAX_YAML_BYTES // 1024} KiB at most, {yaml_text.MAX_DEPTH} levels, and "
+        f"{yaml_text.MAX_NODES // 1000} 000 keys and values",
         f"| {handshakes.HANDSHAKE_S:g} s | `HANDSHAKE_S` in",
         f"| {handshakes.MAX_PENDING}; further ones are shut down at once | `MAX_PENDING` |",
         f"| {handshakes.MAX_MESSAGE_BYTES // MIB} MiB | `MAX_MESSAGE_BYTES`;",

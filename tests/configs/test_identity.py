@@ -30,6 +30,7 @@ OTHER = {
     "parallel.expert": True,
     "cache.block_tokens": 32,
     "scheduler.max_rows": 7,
+    "drafts.method": "ngram",
     "cluster.stall_timeout_s": 7.0,
 }
 
@@ -53,7 +54,7 @@ def test_all_keys_count_except_named_ones() -> None:
     free = {"model.name", "parallel.data"}
     free |= {f"cluster.{key}" for key in ("max_engines", "drain_timeout_s")}
     config = base()
-    for section in ("model", "parallel", "cache", "scheduler", "cluster"):
+    for section in ("model", "parallel", "cache", "scheduler", "drafts", "cluster"):
         part = getattr(config, section)
         for key in part.__struct_fields__:
             changed = msgspec.structs.replace(part, **{key: "something else"})

@@ -58,9 +58,10 @@ def test_contract_keys_can_be_set(section: str, key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "values"),
     [
-        ("model.load_format", ["auto", "dummy"]),
+        ("model.load_format", ["auto", "dummy", "sharded"]),
         ("model.device", ["auto", "cpu", "cuda"]),
         ("scheduler.policy", ["fcfs", "priority"]),
+        ("drafts.method", ["none", "ngram"]),
     ],
 )
 def test_contract_values(key: str, values: list[str]) -> None:
@@ -115,6 +116,11 @@ def test_an_unknown_section_is_named_with_the_known_ones() -> None:
         ("cache.block_tokens", [1, 16], [0]),
         ("scheduler.steps_in_flight", [1, 16], [0, 17]),
         ("scheduler.max_chunk_tokens", [0, 64], [-1]),
+        ("drafts.model", [None], ["m", 3]),
+        ("drafts.max_tokens", [1, 32], [0, 33]),
+        ("drafts.min_match", [1, 8], [0, 33]),
+        ("drafts.max_match", [3, 32], [0, 33]),
+        ("drafts.max_step_tokens", [2, 4096], [1, 4097]),
         ("serve.port", [0, 65535], [-1, 65536]),
         ("serve.max_body_bytes", [1, 2**25], [0, 2**25 + 1]),
         ("cluster.stall_timeout_s", [0.001, 30], [0, -1]),
@@ -125,7 +131,8 @@ def test_ranges(key: str, good: list[object], bad: list[object]) -> None:
     for value in good:
         load({"model": {"path": "m"}}, {key: value})
     for value in bad:
-        assert refusal({"model": {"path": "m"}}, {key: value}).startswith(f"{key}:")
+        text = refusal({"model": {"path": "m"}}, {key: value})
+        assert text.startswith(f"{key}: " if value is None else f"{key}={value!r}: ")
 
 
 def test_rules_between_keys_name_both_keys_and_values() -> None:
@@ -196,6 +203,30 @@ def test_overrides_win_over_the_source(tmp_path) -> None:
     assert (loaded.model.seed, loaded.scheduler.max_rows) == (2, 4)
 
 
+def test_a_match_of_drafts_is_not_longer_than_its_limit() -> None:
+    text = refusal({"model": {"path": "m"}, "drafts": {"min_match": 9}})
+    assert "drafts.min_match=9" in text and "drafts.max_match=8" in text
+
+
+def test_a_draft_model_is_named_where_it_is_used_and_nowhere_else(tmp_path) -> None:
+    text = refusal({"model": {"path": "m"}, "drafts": {"method": "model"}})
+    assert text.startswith("drafts.method=model needs drafts.model")
+    text = refusal({"model": {"path": "m"}, "drafts": {"model": {"path": "small"}}})
+    assert text.startswith("drafts.model='small' is not used with drafts.method=none")
+    text = refusal({"model": {"path": "m"}, "drafts": {"model": {"path": "s", "size": 1}}})
+    assert "drafts.model.size" in text
+    text = refusal({"model": {"path": "m"}, "drafts": {"model": {"path": ""}}})
+    assert text.startswith("drafts.model.path=''")
+    settings = {"model": {"path": "m"}, "drafts": {"method": "model", "model": {"path": "s"}}}
+    assert load(settings, {"drafts.model.dtype": "bfloat16"}).drafts.model.dtype == "bfloat16"
+    assert settings["drafts"]["model"] == {"path": "s"}
+    text = refusal(settings, {"drafts.model.path.name": "x"})
+    assert text == "section 'drafts.model.path' must hold keys and values"
+    (tmp_path / "small").mkdir()
+    source = yaml(tmp_path, "model: {path: m}\ndrafts: {method: model, model: {path: small}}")
+    assert load(source).drafts.model.path == str(tmp_path / "small")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -226,7 +257,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path) -> None:
 
 
 def test_a_mapping_with_a_strange_value_is_refused() -> None:
-    assert refusal({"model": {"path": Path("m")}}).startswith("model.path:")
+    assert refusal({"model": {"path": Path("m")}}).startswith("model.path=PosixPath('m'):")
     assert "scheduler" in refusal({"model": {"path": "m"}, "scheduler": 3}, {"scheduler.a": 1})
 
 
@@ -296,3 +327,12 @@ def test_a_log_line_carries_its_facts() -> None:
     first, second = stream.getvalue().splitlines()
     assert first.endswith("INFO swell.test_schema loaded rank=0 epoch=3 note='two words' empty=''")
     assert second.endswith("WARNING swell.test_schema rank wins rank=1")
+
+
+def test_clients_may_be_as_late_as_an_outage_makes_them() -> None:
+    """TCP sends what a link lost again after up to twice the outage: a request is not refused for
+    an outage that its cluster survives."""
+    default = config()
+    late_s = 2 * default.cluster.stall_timeout_s
+    assert default.serve.head_timeout_s >= late_s
+    assert default.serve.transfer_timeout_s >= late_s

@@ -309,10 +309,10 @@ def test_an_async_outlet_may_be_closed_twice(address, keys) -> None:
     async def close_twice() -> None:
         outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, print)
         fd = outlet._fd
+        reader, writer = os.pipe()  # before the number is free: neither of them gets it
         outlet.close()
         while Path(f"/proc/self/fd/{fd}").exists():  # ZeroMQ's own thread closes it
             await asyncio.sleep(0.01)
-        reader, writer = os.pipe()
         os.dup2(reader, fd)
         came = asyncio.Event()
         asyncio.get_running_loop().add_reader(fd, came.set)
@@ -396,12 +396,12 @@ def test_a_handshake_that_is_over_at_once_is_noticed(
 ) -> None:
     """The thread that connects may be held up just after it has."""
 
-    class Slow(channel._FrameDecoder[str]):
+    class Slow(channel.FrameDecoder[str]):
         def __init__(self, message_type: Any) -> None:
             time.sleep(0.3)
             super().__init__(message_type)
 
-    monkeypatch.setattr(channel, "_FrameDecoder", Slow)
+    monkeypatch.setattr(channel, "FrameDecoder", Slow)
 
     async def scenario() -> None:
         outlet: AsyncOutlet[str] = AsyncOutlet(inbox.address, str, keys, lambda message: None)

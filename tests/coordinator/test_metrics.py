@@ -8,7 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.roster import Roster
-from swell.coordinator.wire import ClusterView, EngineReport, ScalingCounts
+from swell.coordinator.scaling_counts import ScalingCounts, UpgradeStatus
+from swell.coordinator.wire import ClusterView, EngineReport
 from tests.coordinator.test_roster import roster_of
 
 
@@ -38,7 +39,15 @@ def test_every_engine_has_its_values() -> None:
             dummy_steps=rank + 8,
             sync_s=rank + 0.5,
             repairs=rank + 9,
+            wakes=rank + 4,
             nans_in_logits=rank + 10,
+            drafts=rank + 12,
+            accepted_drafts=rank + 11,
+            adapters_loaded=rank + 11,
+            adapters_waited_for=rank + 12,
+            adapter_loads=rank + 13,
+            adapter_load_failures=rank + 14,
+            sleep_level=2 if rank else 0,
         )
         for rank in (0, 3)
     ]
@@ -55,13 +64,21 @@ def test_every_engine_has_its_values() -> None:
         assert values["swell_kv_cache_usage_ratio", engine] == 0.5
         assert values["swell_engine_steps_total", engine] == 10 * rank
         assert values["swell_nan_logits_total", engine] == rank + 10
+        assert values["swell_adapters_loaded", engine] == rank + 11
+        assert values["swell_num_requests_waiting_for_adapters", engine] == rank + 12
+        assert values["swell_adapter_loads_total", engine] == rank + 13
+        assert values["swell_adapter_load_failures_total", engine] == rank + 14
+        assert values["swell_engine_sleep_level", engine] == (2 if rank else 0)
         assert values["swell_num_preemptions_total", engine] == rank
+        assert values["swell_draft_tokens_total", engine] == rank + 12
+        assert values["swell_accepted_draft_tokens_total", engine] == rank + 11
         assert values["swell_prefix_cache_queries_total", engine] == 100
         assert values["swell_prefix_cache_hits_total", engine] == 25
         assert values["swell_waves_total", engine] == rank + 7
         assert values["swell_dummy_steps_total", engine] == rank + 8
         assert values["swell_sync_seconds", engine] == rank + 0.5
-        assert values["swell_engine_repairs_total", engine] == rank + 9
+        assert values["swell_engine_repairs_total", engine] == 5
+        assert values["swell_engine_wakes_total", engine] == rank + 4
 
 
 def test_an_empty_cluster_has_no_series_of_engines() -> None:
@@ -72,7 +89,7 @@ def test_an_empty_cluster_has_no_series_of_engines() -> None:
 
 def test_one_phase_is_the_current_one() -> None:
     values = scrape(ClusterView(Roster(), phase="drain"), "phase")
-    phases = {phase: value for (name, phase), value in values.items() if phase}
+    phases = {phase: value for (name, phase), value in values.items() if "rescale_phase" in name}
     assert phases == {"idle": 0, "pending": 0, "prepare": 0, "commit": 0, "drain": 1, "failed": 0}
 
 
@@ -83,3 +100,15 @@ def test_what_the_manager_wants_is_shown() -> None:
     assert values["swell_draining_nodes", ""] == 1
     assert values["swell_autoscaler_decisions_total", "grow"] == 3
     assert values["swell_autoscaler_decisions_total", "shrink"] == 1
+
+
+def test_how_upgrades_ended_is_shown() -> None:
+    scaling = ScalingCounts(upgrade=UpgradeStatus("rolling back", 4, 2, 1))
+    view = ClusterView(Roster(), scaling=scaling)
+    results = {result: value for (_, result), value in scrape(view, "result").items() if result}
+    assert results == {"done": 4, "failed": 2, "cancelled": 1}
+    values = scrape(view, "phase")
+    current = [
+        phase for (name, phase), value in values.items() if name == "swell_upgrade_phase" and value
+    ]
+    assert current == ["rolling back"]

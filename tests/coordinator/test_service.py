@@ -11,9 +11,12 @@ import msgspec
 import pytest
 
 from swell.configs.schema import load
+from swell.coordinator import channel
 from swell.coordinator.channel import ChannelAddress, Outlet, make_keys
+from swell.coordinator.codec import encode
 from swell.coordinator.contact import CoordinatorEndpoint
 from swell.coordinator.ground import ThreadGround
+from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.recovery import recovery_s
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import CoordinatorService, NotLeading
@@ -30,7 +33,6 @@ from swell.coordinator.wire import (
     IngressMessage,
     Introduce,
     Joined,
-    ManagerState,
     OtherIngressCounts,
     ReconfigureDistributedRequest,
     Resume,
@@ -310,18 +312,16 @@ def test_an_ingress_that_has_missed_a_roster_gets_it(service, connect) -> None:
 
 def test_a_publication_is_encoded_once_for_all(service, connect, monkeypatch) -> None:
     encoded: list[str] = []
-    encoder = service._inbox._encoder
 
-    class Counting:
-        def encode(self, message: object) -> bytes:
-            encoded.append(type(message).__name__)
-            return encoder.encode(message)
+    def counted(message: object) -> bytes:
+        encoded.append(type(message).__name__)
+        return encode(message)
 
     subscribers = [connect() for _ in range(5)]
     for number, subscriber in enumerate(subscribers):
         subscriber.send(Subscribe(number))
         receive_view(subscriber, lambda _view: True)
-    monkeypatch.setattr(service._inbox, "_encoder", Counting())
+    monkeypatch.setattr(channel, "encode", counted)
     service.join([member(0)], SOON_S)
     for subscriber in subscribers:
         receive_view(subscriber, lambda view: view.roster.ranks == [0])

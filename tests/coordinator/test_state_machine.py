@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from swell.configs.lora import Adapter
 from swell.configs.schema import load
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, MemberState
@@ -13,6 +14,8 @@ from swell.coordinator.wave_interface import GroupState, Phase
 from swell.coordinator.waves import WaveCoordinator
 from swell.coordinator.wire import (
     Broken,
+    ClusterReports,
+    ClusterView,
     EngineHello,
     EngineReport,
     Introduce,
@@ -327,3 +330,15 @@ def test_the_epoch_advances_past_one_that_was_seen(dense) -> None:
     dense.advance_epoch(9, 0.0)
     assert (dense.roster.epoch, dense.roster.ranks) == (10, [0])
     assert dense.cluster_state.due(0.0) is not None, "and it is commands"
+
+
+def test_the_names_of_adapters_reach_ingresses_without_a_new_roster(dense) -> None:
+    dense.join([member(0)], 0.0)
+    assert isinstance(dense.publication(1.0), ClusterView)
+    assert dense.publication(1.0) is None
+    names = (Adapter("one", "/one", "1"),)
+    dense.manager_state = msgspec.structs.replace(dense.manager_state, adapters=names)
+    assert dense.publication(1.0) is None, "with the next reports, or after load_report_s"
+    published = dense.publication(1.0 + CONFIG.load_report_s)
+    assert isinstance(published, ClusterReports)
+    assert published.view(dense.roster).adapters == dense.view().adapters == names

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -198,3 +200,30 @@ def test_tokenize_and_back(cluster):
     text = "héllo ☺ 你好"
     ids = cluster.post("/tokenize", {"prompt": text}).json()["tokens"]
     assert cluster.post("/detokenize", {"tokens": ids}).json()["prompt"] == text
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_engine_sleeps_and_what_waits_is_answered_when_it_has_woken_up(cluster, level):
+    body = chat("count from 3 to 9", temperature=0, max_tokens=60)
+    expected = cluster.post("/v1/chat/completions", body).json()["choices"]
+
+    def until(sleep_level: int, status: int) -> None:
+        deadline = time.monotonic() + 60.0
+        while True:
+            (engine,) = cluster.get("/admin/cluster").json()["engines"]
+            ready = httpx.get(cluster.url + "/ready", timeout=10).status_code
+            if (engine["sleep_level"], ready) == (sleep_level, status):
+                return
+            assert time.monotonic() < deadline, (engine, ready)
+            time.sleep(0.1)
+
+    assert cluster.post("/admin/sleep", {"level": level}).status_code == 202
+    until(level, 503)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(cluster.post, "/v1/chat/completions", body)
+        time.sleep(1.0)
+        assert not waiting.done()
+        assert cluster.post("/admin/wake", {}).status_code == 202
+        assert waiting.result(60.0).json()["choices"] == expected
+    until(0, 200)
+    cluster.wait_idle()

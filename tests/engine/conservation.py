@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from swell.engine.block_pool import BlockPool
+
+
+def cached_run(pool: BlockPool, names: Sequence[bytes]) -> list[int]:
+    """The longest run of cached blocks for a chain of names, from its start."""
+    blocks: list[int] = []
+    for name in names:
+        if (block := pool.get_cached_block(name)) is None:
+            break
+        blocks.append(block)
+    return blocks
 
 
 def check_blocks(pool: BlockPool) -> None:

@@ -27,11 +27,13 @@ from swell.cluster.client.outputs import (
 )
 from swell.cluster.client.parallel_sampling import ParentRequest
 from swell.cluster.client.request_state import MigrationReason
+from swell.cluster.client.routed_experts import RoutedExpertsTable
 from swell.cluster.local import LLM
 from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.generation_request import Conversation, GenerationRequest
 from swell.cluster.text.tokenizer import load_tokenizer
 from swell.cluster.text.truncation import TEMPLATE_TEXT
+from swell.kernels.logprobs import LogprobsTensors
 from swell.worker.sample import logprobs, sampler
 from tests.engine.depth import keeping_depth
 from tests.engine.features import RequestSpec
@@ -63,6 +65,7 @@ class Part:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: RoutedExpertsTable | None = None
 
     def add(self, newer: CompletionOutput, *, is_delta: bool) -> None:
         """Add the next output; it must not contradict the earlier ones."""
@@ -82,6 +85,8 @@ class Part:
         self.num_output_tokens = newer.num_output_tokens
         self.cumulative_logprob = newer.cumulative_logprob
         self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
+        assert newer.routed_experts is None or newer.finish_reason is not None
+        self.routed_experts = newer.routed_experts
 
 
 @dataclass
@@ -152,13 +157,13 @@ def assert_same_positions(got: Positions | None, want: Positions | None) -> None
 # ---------------------------------------------------------------- engines
 
 
-def engine(**overrides: Any) -> LLM:
+def engine(model: str = NANO, **overrides: Any) -> LLM:
     """Eight rows; the keys of `overrides` are those of `--set`, with `__` for a dot."""
     changes = {key.replace("__", "."): value for key, value in overrides.items()}
     basis = {"model.device": "cpu", "cache.memory_bytes": 4_000_000, "scheduler.max_rows": 8}
     settings = basis | changes
     with keeping_depth() if settings.get("scheduler.steps_in_flight", 1) != 1 else nullcontext():
-        return LLM(NANO, **settings)
+        return LLM(model, **settings)
 
 
 @dataclass
@@ -179,7 +184,7 @@ class EngineHarness:
 
     `patience`: the client reads its collectors every so many steps, and finds what has merged
     there. `recovered_every`: every so many steps each engine loses its cache and its steps in
-    flight, as when a worker of its dies; 0: never.
+    flight, as when a worker of its dies; 0: never. With `sleep_level` it sleeps then, and wakes up.
     """
 
     def __init__(
@@ -189,10 +194,11 @@ class EngineHarness:
         patience: int = 1,
         stream_interval: int = 1,
         recovered_every: int = 0,
+        sleep_level: int = 0,
     ) -> None:
         self._engines = engines
         self._patience = patience
-        self._recovered_every = recovered_every
+        self._recovered_every, self._sleep_level = recovered_every, sleep_level
         self._processor = OutputProcessor(DETOKENIZER, stream_interval=stream_interval)
         self._children: dict[str, _Child] = {}
         self._submitted: list[tuple[ParentRequest, RequestOutputKind, Answer]] = []
@@ -227,7 +233,7 @@ class EngineHarness:
                 request, child.params, kind=kind, queue=collector, index=child.child_index
             )
             self._children[request.request_id] = _Child(number, place, collector, sorted(cuts))
-            assert self._engines[place]._core.add_request(request, CLIENT) is None
+            assert self._engines[place]._engine.core.add_request(request, CLIENT) is None
 
     def run(self) -> list[Answer]:
         """Step all engines in turn until everything is answered, in the order of submission."""
@@ -235,7 +241,7 @@ class EngineHarness:
         try:
             while self._processor.request_states:
                 for place, llm in enumerate(self._engines):
-                    if llm._core.has_work:
+                    if llm._engine.core.has_work:
                         self._receive(llm)
                     self._move_from(place)
                 steps += 1
@@ -244,7 +250,10 @@ class EngineHarness:
                     self._read()
                 if self._recovered_every and steps % self._recovered_every == 0:
                     for llm in self._engines:
-                        llm._core.discard_steps_in_flight()
+                        llm._engine.core.discard_steps_in_flight()
+                        if self._sleep_level:
+                            llm._engine.core.set_sleep(self._sleep_level)
+                            llm._engine.core.set_sleep(0)
         finally:
             self._clear()
         self._read()
@@ -253,19 +262,19 @@ class EngineHarness:
     def _clear(self) -> None:
         """Leave the engines empty, also after a failure, for the next test."""
         for llm in self._engines:
-            llm._core.abort_requests(list(self._children))
-            while llm._core.has_work:  # steps in flight without requests
-                llm._core.step()
+            llm._engine.core.abort_requests(list(self._children))
+            while llm._engine.core.has_work:  # steps in flight without requests
+                llm._engine.core.step()
             llm.check_idle()
 
     def _receive(self, llm: LLM) -> None:
-        for outputs in llm._core.step().values():
+        for outputs in llm._engine.core.step().values():
             for output in outputs:
                 child = self._children[output.request_id]
                 child.num_outputs += 1
                 child.preemptions = max(child.preemptions, output.num_preemptions)
             ended = self._processor.process_outputs(outputs).reqs_to_abort
-            llm._core.abort_requests([state.request_id for state in ended])
+            llm._engine.core.abort_requests([state.request_id for state in ended])
 
     def _move_from(self, place: int) -> None:
         """Requests that are due lose their engine; another engine gets the tokens that they have
@@ -276,10 +285,12 @@ class EngineHarness:
                 continue
             child.cuts.pop(0)
             self.num_moves += 1
-            self._engines[place]._core.abort_requests([request_id])
+            self._engines[place]._engine.core.abort_requests([request_id])
             child.engine = (place + 1) % len(self._engines)
             state.unassign(MigrationReason.LEFT)
-            refused = self._engines[child.engine]._core.add_request(state.engine_request(), CLIENT)
+            refused = self._engines[child.engine]._engine.core.add_request(
+                state.engine_request(), CLIENT
+            )
             assert refused is None, refused
 
     def _read(self) -> None:
@@ -327,12 +338,12 @@ class RoundingProbe:
             tokens, max_logits = take(logits)
             return self._compare(take(self._shaken(logits))[0], tokens), max_logits
 
-        def ranked(
-            logits: torch.Tensor, ids: torch.Tensor, top: int
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            shaken, _ = rank(self._shaken(logits), ids.repeat(self.TIMES), top)
-            true, values = rank(logits, ids, top)
-            return self._compare(shaken, true), values
+        def ranked(logits: torch.Tensor, ids: torch.Tensor, top: int) -> LogprobsTensors:
+            shaken = rank(self._shaken(logits), ids.repeat(self.TIMES), top)
+            true = rank(logits, ids, top)
+            self._compare(shaken.logprob_token_ids, true.logprob_token_ids)
+            self._compare(shaken.selected_token_ranks, true.selected_token_ranks)
+            return true
 
         with (
             patch.object(sampler, "sample_tokens", drawn),

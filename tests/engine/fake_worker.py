@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from swell.configs.schema import Config, load
 from swell.engine.core import EngineCore
@@ -45,14 +46,24 @@ def expected(request: EngineCoreRequest) -> list[int]:
 
 
 class FakeWorker:
-    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_tokens: int, offload_blocks: tuple[int, int] = (0, 0)
+    ) -> None:
         self.block_tokens = block_tokens
-        self.cache = [[-1] * block_tokens for _ in range(num_blocks)]
+        sizes = (num_blocks, *offload_blocks)
+        self.tiers = [[[-1] * block_tokens for _ in range(size)] for size in sizes]
+        self.cache = self.tiers[0]
         self.tokens: dict[int, dict[int, int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
+        self.draft_tiers = [[list(block) for block in tier] for tier in self.tiers]
+        """What a draft model has computed: the same tokens in the same blocks."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        for copy in plan.copies:
+            for tiers in (self.tiers, self.draft_tiers):
+                content = tiers[copy.source_tier][copy.source_block]
+                tiers[copy.target_tier][copy.target_block] = list(content)
         for row in plan.new_rows:
             self.tokens[row.slot] = dict(enumerate(row.token_ids))
             self.tables[row.slot] = list(row.block_ids)
@@ -61,17 +72,62 @@ class FakeWorker:
             self.tables[growth.slot] += growth.block_ids
         rows = list(zip(plan.slots, plan.starts, plan.num_tokens, plan.samples, strict=True))
         assert len({slot for slot, *_ in rows}) == len(rows), "a slot has two rows"
+        for row, drafts in plan.drafts.items():
+            slot, start, count, samples = rows[row]
+            assert samples == len(drafts) + 1 <= count
+            for position, token in enumerate(drafts, start + count - len(drafts)):
+                self.tokens[slot][position] = token
         for slot, start, count, _ in rows:
             for position in range(start, start + count):
                 self._write(slot, position, self.tokens[slot][position])
-        drawn = []
-        for slot, start, count, samples in rows:
-            if samples:
-                end = start + count
-                token = next_token([self._read(slot, p) for p in range(end)], self.seeds[slot])
-                self.tokens[slot][end] = token
-                drawn.append(token)
-        return ModelRunnerOutput(plan.step, drawn)
+        drawn: list[int] = []
+        accepted = {}
+        for row, (slot, start, count, samples) in enumerate(rows):
+            kept = self._draw(slot, start + count, samples)
+            drawn += kept
+            if row in plan.drafts:
+                accepted[row] = len(kept) - 1
+        return ModelRunnerOutput(
+            plan.step, drawn, accepted=accepted, proposals=self.guess(plan, accepted)
+        )
+
+    def guess(self, plan: SchedulerOutput, accepted: dict[int, int]) -> dict[int, list[int]]:
+        """By a draft model that is as good as the model, where it has computed every token."""
+        found: dict[int, list[int]] = {}
+        cache = self.draft_tiers[0]
+        for row, slot in enumerate(plan.slots):
+            tokens, table = self.tokens[slot], self.tables[slot]
+            for position in range(plan.starts[row], plan.starts[row] + plan.num_tokens[row]):
+                block, offset = divmod(position, self.block_tokens)
+                cache[table[block]][offset] = tokens[position]
+            if row not in plan.proposals:
+                continue
+            found[row], count = [], plan.proposals[row]
+            drafts, right = len(plan.drafts.get(row, ())), accepted.get(row, 0)
+            if right < drafts:
+                count = min(count, right + 1)
+            newest = plan.starts[row] + plan.num_tokens[row] - drafts + right
+            places = [divmod(position, self.block_tokens) for position in range(newest + count)]
+            context = [cache[table[block]][offset] for block, offset in places[:newest]]
+            guess = tokens[newest]
+            for block, offset in places[newest:]:
+                cache[table[block]][offset] = guess  # every guess has a place
+                context.append(guess)
+                guess = next_token(context, self.seeds[slot])
+                found[row].append(guess)
+        return found
+
+    def _draw(self, slot: int, end: int, samples: int) -> list[int]:
+        """The tokens after each of the last `samples` positions before `end`, up to the first that
+        the draft behind it differs from."""
+        drawn: list[int] = []
+        for position in range(end + 1 - samples, end + 1):
+            token = next_token([self._read(slot, p) for p in range(position)], self.seeds[slot])
+            drawn.append(token)
+            if position == end or self.tokens[slot][position] != token:
+                self.tokens[slot][position] = token
+                break
+        return drawn
 
     def _write(self, slot: int, position: int, token: int) -> None:
         block, offset = divmod(position, self.block_tokens)
@@ -94,8 +150,11 @@ class LateOutput(AsyncModelRunnerOutput):
 
 
 class FakeExecutor(Executor):
-    def __init__(self, num_blocks: int, block_tokens: int) -> None:
-        self.worker = FakeWorker(num_blocks, block_tokens)
+    def __init__(
+        self, num_blocks: int, block_tokens: int, offload_blocks: tuple[int, int] = (0, 0)
+    ) -> None:
+        self._sizes = (num_blocks, block_tokens, offload_blocks)
+        self.worker = FakeWorker(*self._sizes)
         self.plans: list[SchedulerOutput] = []
         self.groups: list[GroupPlan] = []
         self._queue: deque[SchedulerOutput] = deque()
@@ -119,7 +178,7 @@ class FakeExecutor(Executor):
         self.groups.append(groups)
         if not groups.keep_states:
             self._queue.clear()
-            self.worker = FakeWorker(len(self.worker.cache), self.worker.block_tokens)
+            self.worker = FakeWorker(*self._sizes)
         return [Regrouped(0, groups.generation)]
 
     def abort(self) -> None:
@@ -136,15 +195,19 @@ def make_core(
     num_blocks: int = 64, max_model_len: int = 64, block_tokens: int = 4, **scheduler: object
 ) -> EngineCore:
     prefix_caching = scheduler.pop("prefix_caching", True)
+    offload: Any = scheduler.pop("offload_blocks", (0, 0))
+    drafts = scheduler.pop("drafts", {})
     config: Config = load(
         {
             "model": {"path": "none"},
             "cache": {"block_tokens": block_tokens, "prefix_caching": prefix_caching},
             "scheduler": {"max_rows": 8, **scheduler},
+            "drafts": drafts,
         }
     )
-    executor = FakeExecutor(num_blocks, block_tokens)
-    return EngineCore(config, executor, ExecutorLimits(num_blocks, max_model_len, VOCAB))
+    executor = FakeExecutor(num_blocks, block_tokens, offload)
+    limits = ExecutorLimits(num_blocks, max_model_len, VOCAB, offload_blocks=offload)
+    return EngineCore(config, executor, limits)
 
 
 def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:

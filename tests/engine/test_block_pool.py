@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from swell.engine.block_hash import extend_block_hashes, pack_tokens
 from swell.engine.block_pool import BlockPool
+from tests.engine.conservation import cached_run
 
 NUM_BLOCKS = 6
 NAMES = [bytes([i]) for i in range(4)]
@@ -47,7 +48,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             if block is None:
                 break
             expected.append(block)
-        found = self.pool.get_cached_blocks(chain[:length])
+        found = cached_run(self.pool, chain[:length])
         assert found == expected
         assert self.pool.num_free_among(found) == len([b for b in found if b in self.free])
         self.pool.touch(found)
@@ -108,11 +109,9 @@ def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
     pool.free(old)
     pool.free(new)
     assert pool.allocate(1) == [old[1]]
-    assert (
-        pool.get_cached_blocks(NAMES[:2]) == [old[0]] and pool.get_cached_blocks(NAMES[2:]) == new
-    )
+    assert cached_run(pool, NAMES[:2]) == [old[0]] and cached_run(pool, NAMES[2:]) == new
     assert pool.allocate(2) == [old[0], new[1]]
-    assert pool.get_cached_blocks(NAMES[:2]) == [] and pool.get_cached_blocks(NAMES[2:]) == [new[0]]
+    assert cached_run(pool, NAMES[:2]) == [] and cached_run(pool, NAMES[2:]) == [new[0]]
 
 
 def test_a_prefix_that_is_used_again_becomes_the_most_recent() -> None:
@@ -122,7 +121,7 @@ def test_a_prefix_that_is_used_again_becomes_the_most_recent() -> None:
     pool.cache_block(second[0], b"b")
     pool.free(first)
     pool.free(second)
-    pool.touch(pool.get_cached_blocks([b"a"]))
+    pool.touch(cached_run(pool, [b"a"]))
     pool.free(first)
     assert pool.allocate(1) == second
 
@@ -134,7 +133,7 @@ def test_blocks_without_a_hash_are_allocated_before_a_prefix_is_evicted() -> Non
     pool.free(named)
     pool.free(plain)
     assert sorted(pool.allocate(2)) == sorted(plain)
-    assert pool.get_cached_blocks([b"a"]) == named
+    assert cached_run(pool, [b"a"]) == named
 
 
 # -------------------------------------------------------------------------------- hashes

@@ -13,6 +13,7 @@ from swell.worker.sample.wire import SamplerParams
 from swell.worker.wire import GroupPlan
 from tests.engine.conservation import check_blocks
 from tests.engine.fake_worker import expected, make_core, regroup, run, token_ids
+from tests.engine.planted_drafts import KINDS, plant
 
 CLIENT = b"ingress"
 
@@ -22,6 +23,11 @@ def request(name: str, prompt: list[int], max_tokens: int = 8, **extra: object):
     return EngineCoreRequest(name, prompt, max_tokens=max_tokens, **extra)
 
 
+DRAFTS = {
+    None: {},
+    "model": {"method": "model", "model": {"path": "small"}, "max_tokens": 5},
+}
+"""The others are planted."""
 requests = st.builds(
     request,
     st.just("?"),
@@ -53,9 +59,22 @@ requests = st.builds(
     prefix_caching=st.booleans(),
     aborts=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 30)), max_size=3),
     losses=st.sets(st.integers(0, 30), max_size=4),
+    offload=st.tuples(st.sampled_from([0, 0, 1, 3, 20]), st.sampled_from([0, 0, 2, 20])),
+    drafts=st.sampled_from([None, "model", *KINDS]),
 )
 def test_answers_do_not_depend_on_the_schedule_nor_on_lost_steps(
-    wanted, num_blocks, budget, chunk, depth, max_rows, policy, prefix_caching, aborts, losses
+    wanted,
+    num_blocks,
+    budget,
+    chunk,
+    depth,
+    max_rows,
+    policy,
+    prefix_caching,
+    aborts,
+    losses,
+    offload,
+    drafts,
 ):
     core = make_core(
         num_blocks=num_blocks,
@@ -66,7 +85,11 @@ def test_answers_do_not_depend_on_the_schedule_nor_on_lost_steps(
         max_rows=max_rows,
         policy=policy,
         prefix_caching=prefix_caching,
+        offload_blocks=offload,
+        drafts=DRAFTS.get(drafts, {"method": "ngram", "max_tokens": 5}),
     )
+    if drafts in KINDS:
+        plant(core, drafts, expected)
     arrivals = [
         (at, request(**{**_fields(r), "name": f"r{i}"})) for i, (r, at) in enumerate(wanted)
     ]
@@ -91,6 +114,8 @@ def test_answers_do_not_depend_on_the_schedule_nor_on_lost_steps(
         assert clock < 5000, "no progress"
     core.check_idle()
     check_blocks(core.scheduler.kv.pool)
+    if drafts == "model":
+        assert core.scheduler.drafter.num_drafts == core.scheduler.drafter.num_accepted
     for i, (r, _) in enumerate(wanted):
         got = outputs.get(f"r{i}", [])
         tokens = list(r.output_token_ids) + token_ids(got)
@@ -188,8 +213,8 @@ def test_each_start_of_a_request_reports_what_happened_since_the_one_before():
     reports: dict[str, list[JourneyEvent]] = {f"r{i}": [] for i in range(3)}
 
     def on_start(started):
-        for one in started.get(CLIENT, ()):
-            reports[one.request_id] += one.journey_events()
+        for one in started:
+            reports[one.request_id] += one.events
 
     core.on_start = on_start
     for name in reports:
@@ -210,6 +235,38 @@ def test_priority_decides_which_request_starts():
     for name, priority in (("low", 5), ("high", -1), ("middle", 0)):
         core.add_request(request(name, [1], 2, priority=priority), CLIENT)
     assert list(run(core)) == ["high", "middle", "low"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_request_that_comes_from_another_engine_keeps_its_place(policy):
+    """It goes by its arrival at the ingress, behind all of a higher priority."""
+    core = make_core(max_rows=1, policy=policy, steps_in_flight=1)
+    first = -1 if policy == "priority" else 0
+    core.add_request(request("high", [1], 2, priority=first), CLIENT)
+    core.add_request(request("new", [1], 2), CLIENT)
+    core.add_request(request("old", [1], 4, output_token_ids=[5], attempt=2, waited_s=60), CLIENT)
+    core.add_request(request("oldest", [1], 2, attempt=3, waited_s=61), CLIENT)
+    names = (
+        ["oldest", "old", "high", "new"] if policy == "fcfs" else ["high", "oldest", "old", "new"]
+    )
+    assert list(run(core)) == names
+
+
+def test_a_suspect_does_not_keep_its_place():
+    core = make_core(max_rows=1, steps_in_flight=1)
+    core.add_request(request("new", [1], 2), CLIENT)
+    core.add_request(request("suspect", [1], 2, attempt=2, failed_attempts=1, waited_s=60), CLIENT)
+    assert list(run(core)) == ["new", "suspect"]
+
+
+def test_a_request_that_runs_is_not_ended_for_an_older_one():
+    core = make_core(max_rows=1, steps_in_flight=1)
+    core.add_request(request("runs", [1], 6), CLIENT)
+    core.step()
+    core.add_request(request("old", [1], 6, attempt=2, waited_s=60), CLIENT)
+    outputs = run(core)
+    assert list(outputs) == ["runs", "old"]
+    assert outputs["runs"][-1].num_preemptions == 0
 
 
 def test_an_abort_during_the_step_holds_for_that_step():

@@ -4,24 +4,28 @@ whatever the number of engines, and whatever happens to the others meanwhile."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from swell.configs.drafts import DraftModelConfig
 from swell.configs.schema import Config, load
 from swell.coordinator.channel import Outlet
 from swell.coordinator.service import CoordinatorService
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.server import EngineServer
-from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from swell.worker.sample.wire import RoutedExperts, SamplerParams
+from tests.engine.planted_drafts import plant
 
 pytestmark = pytest.mark.slow
 
 NANO_MOE = Path(__file__).resolve().parents[2] / "configs" / "models" / "nano-moe"
-SOON_S = 60.0
+SOON_S = 120.0
+"""Two engines that share experts on a busy machine take half a second for a step."""
 PROMPTS = [[5, 6, 7, 8 + index] for index in range(4)]
 
 
@@ -33,10 +37,14 @@ class Engine:
         self.outlet = Outlet(self.server.address, EngineCoreOutputs, service.keys)
         self._thread = threading.Thread(target=self.server.run)
         self._thread.start()
-        self.received: dict[str, list[int]] = {}
+        self.routes: dict[str, bytes] = {}
+        """The experts of each answer, as they came."""
+        self._is_stopped = False
 
     def submit(self, name: str, prompt: list[int], seed: int) -> None:
-        sampler = SamplerParams(temperature=0.9 if seed % 2 else 0.0, seed=seed)
+        routed = self.server.core.config.model.routed_experts
+        temperature = 0.9 if seed % 2 else 0.0
+        sampler = SamplerParams(temperature=temperature, seed=seed, routed_experts=routed)
         self.outlet.send(EngineCoreRequest(name, prompt, sampler, max_tokens=40))
 
     def receive(self, count: int) -> list[list[int]]:
@@ -47,11 +55,21 @@ class Engine:
             message = self.outlet.receive(SOON_S)
             assert message is not None, "no answer"
             for output in message.outputs:
-                tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-                ended |= {output.request_id} if output.finished else set()
+                name = output.request_id
+                assert output.finish_reason in (None, FinishReason.LENGTH), output
+                tokens.setdefault(name, []).extend(output.new_token_ids)
+                for extra in output.extras:
+                    assert isinstance(extra, RoutedExperts)
+                    known = self.routes.get(name, b"")
+                    assert len(known) == extra.start * extra.token_bytes
+                    self.routes[name] = known + extra.data
+                ended |= {name} if output.finished else set()
         return [tokens[name] for name in sorted(tokens)]
 
     def stop(self) -> None:
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         self.server.stop()
         self.server.core.executor.abort()
         self._thread.join(SOON_S)
@@ -68,6 +86,7 @@ def config() -> Config:
             "model.device": "cpu",
             "model.cpu_threads": 1,
             "cache.memory_bytes": 20_000_000,
+            "cluster.stall_timeout_s": SOON_S,  # no client here sends keep-alives
         },
     )
 
@@ -79,6 +98,20 @@ def service(config: Config) -> Iterator[CoordinatorService]:
     service.stop()
 
 
+@pytest.fixture
+def start(config: Config, service: CoordinatorService) -> Iterator[Callable[..., Engine]]:
+    """Starts engines, which are stopped in any case: others would wait for their group."""
+    started: list[Engine] = []
+
+    def start(rank: int, config: Config = config) -> Engine:
+        started.append(Engine(config, service, rank))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.stop()
+
+
 def answers(run: str, *engines: Engine) -> list[list[int]]:
     """Every prompt, spread over the engines."""
     for index, prompt in enumerate(PROMPTS):
@@ -88,11 +121,11 @@ def answers(run: str, *engines: Engine) -> list[list[int]]:
     return [received[index % len(engines)][index // len(engines)] for index in range(len(PROMPTS))]
 
 
-def test_an_answer_does_not_depend_on_the_number_of_engines(config, service) -> None:
-    first = Engine(config, service, 0)
+def test_an_answer_does_not_depend_on_the_number_of_engines(service, start) -> None:
+    first = start(0)
     service.join([first.server.member], SOON_S)
     alone = answers("a", first)
-    second = Engine(config, service, 1)
+    second = start(1)
     service.join([second.server.member], SOON_S)
     assert answers("b", first, second) == alone
     for index, prompt in enumerate(PROMPTS):
@@ -100,4 +133,43 @@ def test_an_answer_does_not_depend_on_the_number_of_engines(config, service) -> 
     first.stop()
     service.remove_failed([0])
     assert second.receive(len(PROMPTS)) == alone, "the remaining engine has its experts"
-    second.stop()
+
+
+def test_routed_experts_of_engines_that_share_experts(config, service, start) -> None:
+    """They have the model's numbers, wherever an expert is."""
+    config = structs.replace(config, model=structs.replace(config.model, routed_experts=True))
+    first = start(0, config)
+    service.join([first.server.member], SOON_S)
+    alone = answers("a", first)
+    second = start(1, config)
+    service.join([second.server.member], SOON_S)
+    assert answers("b", first, second) == alone
+    for index, prompt in enumerate(PROMPTS):
+        routes = (first, second)[index % 2].routes[f"b{index}"]
+        assert routes == first.routes[f"a{index}"]
+        assert len(set(routes)) > 4 and len(routes) >= (len(prompt) + 38) * 8
+
+
+@pytest.mark.parametrize("method", ["ngram", "model"])
+def test_drafts_of_engines_that_share_experts(config, service, start, method: str) -> None:
+    """An engine computes several tokens of a row while the other one computes one, or none. A draft
+    model has all its experts, and is in no group."""
+    plain = start(0)
+    service.join([plain.server.member], SOON_S)
+    alone = answers("a", plain)
+    plain.stop()
+    service.remove_failed([0])
+    known = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, alone, strict=True)}
+    small = DraftModelConfig(path=str(NANO_MOE)) if method == "model" else None
+    drafts = structs.replace(config.drafts, method=method, model=small)
+    config = structs.replace(config, drafts=drafts)
+    engines = [start(rank, config) for rank in (1, 2)]
+    for engine in engines if method == "ngram" else ():
+        plant(engine.server.core, "mixed", lambda core: known[tuple(core.prompt_token_ids)])
+    service.join([engine.server.member for engine in engines], SOON_S)
+    assert answers("b", *engines) == alone
+    drafters = [engine.server.core.scheduler.drafter for engine in engines]
+    counts = [(drafter.num_accepted, drafter.num_drafts) for drafter in drafters]
+    (greedy, of_greedy), (drawn, of_drawn) = counts
+    assert 0 < greedy <= of_greedy and 0 < drawn < of_drawn
+    assert (greedy == of_greedy) == (method == "model"), "it is the same model"

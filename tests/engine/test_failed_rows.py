@@ -20,7 +20,7 @@ from swell.worker.sample import grammar
 from swell.worker.sample.logit_bias import LogitBias
 from swell.worker.sample.wire import Grammar, SamplerParams
 from swell.worker.wire import ModelRunnerOutput, SchedulerOutput
-from tests.engine.conservation import check_blocks
+from tests.engine.conservation import cached_run, check_blocks
 from tests.engine.fake_worker import VOCAB, FakeWorker, expected, make_core, run, token_ids
 from tests.engine.test_token_exact import Engine
 from tests.worker import tiny_models
@@ -125,12 +125,12 @@ def test_blocks_that_it_computed_before_a_preemption_are_not_found_either() -> N
     step = scheduler.schedule()
     assert step is not None
     [request] = step.rows
-    assert len(scheduler.kv.pool.get_cached_blocks(request.block_hashes)) == 2
+    assert len(cached_run(scheduler.kv.pool, request.block_hashes)) == 2
     scheduler._preempt(request)
     failed = ModelRunnerOutput(step.plan.step, [0], rows_with_nans=[0])
     [answer] = scheduler.update(step, failed)[CLIENT]
     assert answer.finish_reason is FinishReason.ERROR
-    assert scheduler.kv.pool.get_cached_blocks(request.block_hashes) == []
+    assert cached_run(scheduler.kv.pool, request.block_hashes) == []
     core.check_idle()
     check_blocks(scheduler.kv.pool)
 

@@ -24,8 +24,17 @@ from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.local import LLM
 from swell.cluster.text.sampling_params import SamplingParams
 from tests.engine.depth import record_depth
-from tests.engine.engine_harness import DELTA, Answer, EngineHarness, Plain, assert_same, engine
+from tests.engine.engine_harness import (
+    DELTA,
+    NANO,
+    Answer,
+    EngineHarness,
+    Plain,
+    assert_same,
+    engine,
+)
 from tests.engine.features import FEATURES, STEADY, RequestSpec, request_specs
+from tests.engine.planted_drafts import Teacher, plant
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +50,14 @@ class Axis:
     """Requests evict each other from the cache."""
     is_warm: bool = False
     """Every request was answered once before."""
+    drafts: str = ""
+    """Which drafts rows have (see `planted_drafts.py`)."""
 
 
 SCARCE = {"cache__block_tokens": 2, "cache__memory_bytes": 4096 * 50}
+BY_THE_SAME = {"drafts__method": "model", "drafts__model": {"path": NANO}}
+BY_CHANCE = {"drafts__method": "model", "drafts__model": {"path": NANO, "load_format": "dummy"}}
+"""Random weights: hardly ever right."""
 AXES = {
     "one step in flight": Axis({"scheduler__steps_in_flight": 1}),
     "two steps in flight": Axis({"scheduler__steps_in_flight": 2}),
@@ -59,11 +73,63 @@ AXES = {
         {**SCARCE, "cache__prefix_caching": False, "scheduler__steps_in_flight": 3}, is_scarce=True
     ),
     "recovered every 4 steps": Axis(harness={"recovered_every": 4}, is_scarce=True),
+    "asleep every 15 steps, pipeline 2, drafts by n-grams": Axis(
+        {"parallel__pipeline": 2, "drafts__method": "ngram", "drafts__min_match": 1},
+        harness={"recovered_every": 15, "sleep_level": 1},
+        is_scarce=True,
+    ),
+    "asleep without weights every 20 steps, tensor 2, two steps": Axis(
+        {"parallel__tensor": 2, "scheduler__steps_in_flight": 2},
+        harness={"recovered_every": 20, "sleep_level": 2},
+        is_scarce=True,
+    ),
     # Blocks of one token: whole prompts are found, and their last token is computed all the same.
     "a warm cache": Axis({"cache__block_tokens": 1}, is_warm=True),
     "tensor 2": Axis({"parallel__tensor": 2}),
     "pipeline 2, chunks of 9": Axis({"parallel__pipeline": 2, "scheduler__max_chunk_tokens": 9}),
     "two engines": Axis(engines=2),
+    "drafts by n-grams": Axis({"drafts__method": "ngram", "drafts__min_match": 1}),
+    "drafts by a model that is right, two steps": Axis(
+        {**BY_THE_SAME, "scheduler__steps_in_flight": 2}
+    ),
+    "drafts by a model that is wrong, chunks of 5, three steps": Axis(
+        {**BY_CHANCE, "scheduler__max_chunk_tokens": 5, "scheduler__steps_in_flight": 3}
+    ),
+    "drafts by a model, scarce blocks that go to the host": Axis(
+        {
+            **BY_THE_SAME,
+            **SCARCE,
+            "cache__memory_bytes": 2 * SCARCE["cache__memory_bytes"],
+            "cache__offload_bytes": 8_000_000,
+        },
+        is_scarce=True,
+    ),
+    "drafts by a model, a warm cache": Axis(
+        {**BY_THE_SAME, "cache__block_tokens": 1}, is_warm=True
+    ),
+    "drafts by a model, tensor 2, asleep without weights every 20 steps": Axis(
+        {**BY_THE_SAME, "parallel__tensor": 2},
+        harness={"recovered_every": 20, "sleep_level": 2},
+        is_scarce=True,
+    ),
+    "drafts by a model, pipeline 2, three steps": Axis(
+        {**BY_THE_SAME, "parallel__pipeline": 2, "scheduler__steps_in_flight": 3}
+    ),
+    "drafts by a model, two engines": Axis(BY_THE_SAME, engines=2),
+    "right drafts, recovered every 4 steps": Axis(
+        harness={"recovered_every": 4}, is_scarce=True, drafts="right"
+    ),
+    "wrong drafts, three steps, chunks of 5": Axis(
+        {"scheduler__max_chunk_tokens": 5, "scheduler__steps_in_flight": 3}, drafts="wrong"
+    ),
+    "mixed drafts, two steps, scarce blocks": Axis(
+        {**SCARCE, "scheduler__steps_in_flight": 2}, is_scarce=True, drafts="mixed"
+    ),
+    "mixed drafts, a warm cache": Axis({"cache__block_tokens": 1}, is_warm=True, drafts="mixed"),
+    "mixed drafts, tensor 2": Axis({"parallel__tensor": 2}, drafts="mixed"),
+    "mixed drafts, pipeline 2, three steps": Axis(
+        {"parallel__pipeline": 2, "scheduler__steps_in_flight": 3}, drafts="mixed"
+    ),
 }
 
 
@@ -72,11 +138,22 @@ class Site:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.engines = [engine(**axis.overrides) for _ in range(axis.engines)]
-        self.depths = [record_depth(llm._core) for llm in self.engines]
+        overrides = {"drafts__method": "ngram"} if axis.drafts else {}
+        self.engines = [engine(**axis.overrides, **overrides) for _ in range(axis.engines)]
+        self.depths = [record_depth(llm._engine.core) for llm in self.engines]
+        self.teacher = Teacher()
+        for llm in self.engines if axis.drafts else ():
+            self.teacher.watch(llm._engine.core)
+            plant(llm._engine.core, axis.drafts, self.teacher)
 
     def answer(self, requested: Sequence[tuple[RequestSpec, RequestOutputKind]]) -> list[Answer]:
-        """Answer all requests at once, so that each runs in a batch with others."""
+        """Answer all requests at once, so that each runs in a batch with others. Planted drafts
+        know the answers of the first time."""
+        if self.axis.drafts:
+            self._answer(requested)
+        return self._answer(requested)
+
+    def _answer(self, requested: Sequence[tuple[RequestSpec, RequestOutputKind]]) -> list[Answer]:
         harness = EngineHarness(self.engines, **self.axis.harness)
         for at, (request_spec, kind) in enumerate(requested):
             harness.ask(request_spec, kind, at=at)
@@ -100,8 +177,12 @@ class Site:
         return answers
 
     @property
+    def has_drafts(self) -> bool:
+        return self.engines[0]._engine.core.scheduler.drafter.num_drafts > 0
+
+    @property
     def num_hit_tokens(self) -> int:
-        return sum(llm._core.scheduler.kv.num_hit_tokens for llm in self.engines)
+        return sum(llm._engine.core.scheduler.kv.num_hit_tokens for llm in self.engines)
 
     def close(self) -> None:
         for llm in self.engines:
@@ -188,7 +269,7 @@ def test_a_feature_over_an_axis(name: str, site: Site, plain: Plain) -> None:
     for answer in answers.values():
         assert_same(answer, want)
     ranked = FEATURES[name].params.best_of is not None
-    if not site.axis.harness and not ranked:
+    if not site.axis.harness and not site.has_drafts and not ranked:
         tokens = sum(part.num_output_tokens for part in want.parts.values())
         assert answers[DELTA].num_outputs >= tokens - 1, "it streams"
 
@@ -205,6 +286,20 @@ def test_requests_are_preempted_where_blocks_are_scarce(site: Site) -> None:
         assert len(preempted) > 0.7 * len(FEATURES), preempted
     else:
         assert not preempted
+
+
+def test_drafts_are_accepted_as_often_as_they_are_right(site: Site) -> None:
+    assert site.features
+    drafter = site.engines[0]._engine.core.scheduler.drafter
+    if site.axis.drafts:
+        assert drafter.num_drafts > 1000
+    if site.axis.overrides.get("drafts__method") == "model":
+        assert drafter.num_drafts > 300
+    share = drafter.num_accepted / max(1, drafter.num_drafts)
+    low, high = {"right": (0.9, 1.0), "wrong": (0.0, 0.0), "mixed": (0.3, 0.9)}.get(
+        site.axis.drafts, (0.0, 1.0)
+    )
+    assert low <= share <= high
 
 
 @settings(STEADY, max_examples=8)

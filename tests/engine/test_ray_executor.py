@@ -10,10 +10,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import ray
+import transformers
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from swell.configs.adapter_files import WEIGHTS_NAME, adapter_digest
+from swell.configs.lora import Adapter
 from swell.configs.schema import load
 from swell.coordinator.channel import make_keys
 from swell.engine.core import EngineCore
@@ -21,6 +25,7 @@ from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost, build_
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
 from swell.worker.wire import SchedulerOutput
+from tests import adapters
 from tests.engine.fake_worker import regroup
 
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
@@ -55,6 +60,7 @@ def core():
             "cache.memory_bytes": 4_000_000,
             "cluster.stall_timeout_s": STALL_S,
             "cluster.start_timeout_s": 240,
+            "lora.enabled": True,
         },
     )
     executor = build_executor(config, placement_group=bundles, keys=make_keys(), host="127.0.0.1")
@@ -98,15 +104,22 @@ def recover(core: EngineCore, failure: ExecutorError | None) -> None:
         try:
             if isinstance(failure, WorkerLost):
                 core.executor.repair()
+                core.on_repaired()
             regroup(core)
             failure = None
         except (GroupBroken, WorkerLost) as error:
             failure = error
 
 
+@pytest.fixture(scope="module")
+def adapter_shapes() -> dict[str, tuple[int, int]]:
+    return adapters.module_shapes(transformers.AutoModelForCausalLM.from_pretrained(NANO))
+
+
 @pytest.fixture(autouse=True)
 def many_repairs(monkeypatch):
     monkeypatch.setattr("swell.engine.executor.ray.MAX_REPAIRS", 99)
+    monkeypatch.setattr("swell.engine.executor.ray._RELOAD_TIMEOUT_S", 5.0)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +145,44 @@ def test_a_lost_worker_is_replaced_and_the_answer_continues(core, whole, number,
         check_for(core, 0.1)
 
 
+def test_adapters_of_a_lost_worker_are_loaded_again_and_one_that_has_gone_fails_alone(
+    core, adapter_shapes, tmp_path
+):
+    """The folder of the third hangs, so that what waits for it is bounded."""
+    requests = [WANTED[0]]
+    for seed, name in enumerate(("stays", "gone", "hangs"), 1):
+        folder = str(adapters.make_adapter(tmp_path / name, adapter_shapes, seed=seed))
+        adapter = Adapter(name, folder, adapter_digest(name, folder))
+        changes = {"request_id": name, "cache_salt": adapter.digest, "adapter": adapter}
+        requests.append(msgspec.structs.replace(WANTED[0], **changes))
+
+    def submit_all() -> None:
+        for request in requests:
+            assert core.add_request(request, b"test") is None
+
+    submit_all()
+    whole = answers(core)
+    assert len({tuple(tokens) for tokens in whole.values()}) == 4
+    submit_all()
+    tokens = answers(core, 8)
+    shutil.rmtree(tmp_path / "gone")
+    weights = tmp_path / "hangs" / WEIGHTS_NAME
+    weights.unlink()
+    os.mkfifo(weights)
+    os.kill(pids(core)[1], signal.SIGKILL)
+    with pytest.raises(WorkerLost) as lost:
+        answers(core, tokens=tokens)
+    recover(core, lost.value)
+    failed = {o.request_id: o for outputs in core.take_failed() for o in outputs.get(b"test", [])}
+    assert sorted(failed) == ["gone", "hangs"]
+    assert "its folder/adapter_config.json cannot be read" in failed["gone"].stop_reason
+    assert "may hang" in failed["hangs"].stop_reason
+    answers(core, tokens=tokens)
+    for name in ("a", "stays"):
+        assert tokens[name] == whole[name]
+    core.check_idle()
+
+
 def test_groups_that_are_aborted_in_a_step_are_formed_again(core, whole):
     submit(core)
     tokens = answers(core, 8)
@@ -146,7 +197,7 @@ def test_a_worker_that_fails_by_itself_is_replaced_but_not_for_ever(core, whole,
     submit(core)
     tokens = answers(core, 8)
     core.executor.execute(
-        SchedulerOutput(10**6, slots=[10**6], starts=[0], num_tokens=[1], samples=[True])
+        SchedulerOutput(10**6, slots=[10**6], starts=[0], num_tokens=[1], samples=[1])
     )
     with pytest.raises(WorkerLost, match=r"worker \d .* failed: IndexError") as lost:
         answers(core, tokens=tokens)
@@ -165,6 +216,14 @@ def test_workers_that_die_in_an_idle_engine_are_detected(core):
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(WorkerLost):
         check_for(core, 60.0)
+    with pytest.raises(WorkerLost):
+        wait_for_adapters(core)
+
+
+def wait_for_adapters(core: EngineCore) -> None:
+    """Wait for nothing but an adapter; what the workers sent before comes first."""
+    for _ in range(100):
+        core.executor.loaded_adapters(0.05)
 
 
 def check_for(core: EngineCore, limit_s: float) -> None:

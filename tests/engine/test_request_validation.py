@@ -10,9 +10,16 @@ import pytest
 
 from swell.cluster.text import sampling_params as ingress
 from swell.cluster.text import validate_params as limits
+from swell.configs.lora import Adapter
 from swell.engine import request_validation as validate
 from swell.engine.wire import EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import GRAMMAR_LIMITS, Grammar, SamplerParams
+from swell.worker.sample.wire import (
+    GRAMMAR_LIMITS,
+    Grammar,
+    PoolingParams,
+    PromptEmbeds,
+    SamplerParams,
+)
 from tests.engine.fake_worker import make_core, run, token_ids
 
 VOCAB, LENGTH = 50, 64
@@ -35,12 +42,22 @@ OF_REQUEST: list[tuple[str, Any]] = [
     ("priority", 2**63),
     ("failed_attempts", -1),
     ("attempt", 0),
+    ("waited_s", -0.1),
+    ("waited_s", NAN),
+    ("waited_s", INF),
     ("request_id", "r" * 5000),
     ("cache_salt", "s" * 5000),
     ("external_req_id", "e" * 5000),
     ("trace_headers", {str(i): "" for i in range(65)}),
     ("trace_headers", {"a": "b" * 70_000}),
     ("cache_salt", "\ud800"),
+    ("adapter", Adapter("x", "/x", "x")),
+    ("adapter", Adapter("\ud800", "/x", "x")),
+    ("adapter", Adapter("x", "/x" * 5000, "x")),
+    ("adapter", Adapter("x", "/x", "x" * 5000)),
+    ("prompt_embeds", PromptEmbeds("F32", 4, b"123")),
+    ("prompt_embeds", PromptEmbeds("F32", 0, b"")),
+    ("prompt_embeds", PromptEmbeds("BF16", -4, bytes(48))),
 ]
 OF_SAMPLER: list[tuple[str, Any]] = [
     *((name, value) for name in ("temperature", "top_p", "min_p") for value in (NAN, INF, -0.1)),
@@ -67,6 +84,8 @@ OF_SAMPLER: list[tuple[str, Any]] = [
     ("allowed_token_ids", [-1]),
     ("allowed_token_ids", [1] * (VOCAB + 1)),
     ("grammar", Grammar("x" * 5_000_000)),
+    ("pooling", PoolingParams()),  # with max_tokens above 0
+    ("routed_experts", True),  # where none are recorded
 ]
 
 

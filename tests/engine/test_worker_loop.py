@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from swell.configs.lora import Adapter
 from swell.coordinator.channel import Inbox, Outlet, make_keys
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
 from swell.worker.groups import GroupError
 from swell.worker.loop import HeartbeatThread, WorkerLoop
 from swell.worker.wire import (
+    AdapterLoaded,
     AsyncModelRunnerOutput,
     GroupPlan,
+    LoadAdapter,
     ModelRunnerOutput,
     Regroup,
     Regrouped,
@@ -49,6 +52,8 @@ class StubWorker:
         self.aborts: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.steps: dict[int, Callable[[], object]] = {}
         self.forming: Callable[[], object] = lambda: None
+        self.loads: list[Callable[[], None]] = []
+        """Calls that say that an adapter is loaded."""
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         self.executed.append(plan.step)
@@ -59,6 +64,14 @@ class StubWorker:
     def regroup(self, plan: GroupPlan) -> Regrouped:
         self.forming()
         return Regrouped(RANK, plan.generation)
+
+    def load_adapter(
+        self, command: LoadAdapter, on_loaded: Callable[[AdapterLoaded], None]
+    ) -> None:
+        self.executed.append(-command.place)
+        self.loads.append(
+            lambda: on_loaded(AdapterLoaded(RANK, command.adapter.digest, "", command.number))
+        )
 
     def abort(self, generation: int | None = None) -> None:
         self.aborts.put(generation)
@@ -219,3 +232,16 @@ def test_heartbeats_continue_while_a_step_computes_and_their_end_is_detected(eng
     until(lambda: set(engine.heartbeats.stopped()) == {RANK})
     engine.heartbeats.forget(RANK)
     assert engine.heartbeats.stopped() == {} and engine.heartbeats.ranks == set()
+
+
+def test_adapters_are_loaded_beside_the_steps_and_in_their_order(engine):
+    """A worker that has nothing to do says at once that one is loaded."""
+    adapter = Adapter("one", "/one", "digest")
+    engine.send(plan(1), LoadAdapter(7, adapter, 3), plan(2))
+    assert [engine.receive(), engine.receive()] == [ModelRunnerOutput(1), ModelRunnerOutput(2)]
+    assert engine.worker.executed == [1, -7, 2]
+    time.sleep(0.05)
+    engine.worker.loads.pop()()
+    assert engine.receive() == AdapterLoaded(RANK, "digest", "", 3)
+    engine.send(plan(3))
+    assert engine.receive() == ModelRunnerOutput(3)

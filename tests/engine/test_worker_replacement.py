@@ -71,7 +71,7 @@ def test_a_worker_that_hangs_is_ended_on_its_own_node(executor, monkeypatch, err
     monkeypatch.setattr(executor_module, "placement_group_table", lambda group: table)
     executor.start_workers(0, 1, 2)
     executor._workers[1].pid = 77
-    monkeypatch.setattr(executor_module, "_exit_reason", lambda worker: "")
+    monkeypatch.setattr(type(executor._workers[1]), "exit_reason", lambda worker: "")
     executor._kill(executor._workers[1])
     assert killed == [(77, "b"), "actor 1"], "whether or not its node could be reached"
 
@@ -80,5 +80,5 @@ def test_a_worker_that_has_ended_is_not_ended_again(executor, monkeypatch) -> No
     """Its pid may belong to another process by now."""
     monkeypatch.setattr(executor_module, "kill_process", lambda *_: pytest.fail("it has ended"))
     monkeypatch.setattr(executor_module.ray, "kill", lambda actor: None)
-    monkeypatch.setattr(executor_module, "_exit_reason", lambda worker: "died")
-    executor._kill(SimpleNamespace(rank=0, pid=77, node="a", actor="actor 0"))
+    ended = SimpleNamespace(rank=0, pid=77, node="a", actor="actor 0", exit_reason=lambda: "died")
+    executor._kill(ended)

@@ -43,10 +43,26 @@ def test_greedy_answers(family, depth, tmp_path):
         assert engine.greedy() == truth(tmp_path)
 
 
-def test_memory_is_given_back(tmp_path):
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_by_the_same_model(depth, tmp_path):
+    tiny_models.make(tmp_path, "llama-llama3")
+    drafts = {"drafts__method": "model", "drafts__model": {"path": str(tmp_path)}}
+    with Engine(
+        tmp_path, model__device="cuda", scheduler__steps_in_flight=depth, **drafts
+    ) as engine:
+        assert engine.greedy() == truth(tmp_path)
+        drafter = engine.core.scheduler.drafter
+        assert 0 < drafter.num_accepted == drafter.num_drafts
+
+
+@pytest.mark.parametrize("method", ["none", "model"])
+def test_memory_is_given_back(tmp_path, method):
     tiny_models.make(tmp_path, "llama")
     before = torch.cuda.memory_allocated()
-    with Engine(tmp_path, model__device="cuda") as engine:
+    small = {"path": str(tmp_path)} if method == "model" else None
+    with Engine(
+        tmp_path, model__device="cuda", drafts__method=method, drafts__model=small
+    ) as engine:
         engine.greedy()
         assert torch.cuda.memory_allocated() > before
     assert torch.cuda.memory_allocated() == before

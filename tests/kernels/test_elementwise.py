@@ -14,9 +14,10 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-def close(got: Tensor, wanted: Tensor) -> None:
+def close(got: Tensor, wanted: Tensor, times: float = 1.0) -> None:
     assert got.dtype == wanted.dtype
-    torch.testing.assert_close(got, wanted, rtol=TOLERANCE[got.dtype], atol=TOLERANCE[got.dtype])
+    tolerance = TOLERANCE[got.dtype] * times
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
 
 
 def llama_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,6 +101,37 @@ def test_silu_and_mul(name, dtype, shape):
     gate, up = x.float().chunk(2, dim=-1)
     wanted = (gate / (1 + torch.exp(-gate))).to(dtype) * up.to(dtype)
     close(load_backend(name, "activation").silu_and_mul(x), wanted)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (5, 130), (64, 1024)])
+def test_gelu(name, dtype, shape):
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * 3).to(dtype)
+    x[0, :4] = torch.tensor([-200.0, 90.0, -6.0, 0.0])
+    activation, wide = load_backend(name, "activation"), x.double()
+    whole = wide * (1 + torch.erf(wide / 2**0.5)) / 2
+    close(activation.gelu(x), whole.to(dtype), times=2)
+    gate, up = whole.to(dtype).chunk(2, dim=-1)[0], x.chunk(2, dim=-1)[1]
+    close(activation.gelu_and_mul(x), gate * up, times=5)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 64), (1, 7), (3, 100), (40, 1024)])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_layer_norm(name, dtype, shape, has_bias, adds):
+    torch.manual_seed(0)
+    x, residual = ((torch.randn(shape) * 3 + 1).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(shape[-1]).to(dtype) for _ in range(2))
+    total = (x + residual if adds else x).double()
+    centered = total - total.mean(-1, keepdim=True)
+    wanted = centered / (centered.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    wanted = (wanted + bias.double() if has_bias else wanted).to(dtype)
+    norm = load_backend(name, "norm").layer_norm
+    close(norm(x, weight, bias if has_bias else None, 1e-5, residual if adds else None), wanted)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

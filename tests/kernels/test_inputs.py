@@ -23,11 +23,11 @@ def backend(name: str):
 
 @st.composite
 def steps(draw):
-    """(slot, start, count, whether it samples) of each row."""
+    """(slot, start, count, samples) of each row."""
     slots = draw(st.lists(st.integers(0, SLOTS - 1), max_size=SLOTS, unique=True))
     counts = [draw(st.integers(0, 12)) for _ in slots]
     return [
-        (slot, draw(st.integers(0, LENGTH - n)), n, draw(st.booleans()))
+        (slot, draw(st.integers(0, LENGTH - n)), n, draw(st.integers(0, min(n, 5))))
         for slot, n in zip(slots, counts, strict=True)
     ]
 
@@ -39,7 +39,7 @@ def test_inputs_of_a_step(name, step, seed):
     torch.manual_seed(seed)
     ids = torch.randint(1000, (SLOTS, LENGTH + 1), dtype=torch.int32)
     table = torch.randint(1 << 30, (SLOTS, BLOCKS), dtype=torch.int32)
-    out = Inputs.allocate(80, SLOTS, BLOCKS, torch.device("cpu"))
+    out = Inputs.allocate(80, SLOTS, BLOCKS, torch.device("cpu"), samples=5 * SLOTS)
     for tensor in out:
         tensor.fill_(-7)
     slots, starts, counts, draws = ([row[i] for row in step] for i in range(4))
@@ -62,7 +62,11 @@ def test_inputs_of_a_step(name, step, seed):
     begins_with(out.query_start, [0, *last])
     begins_with(out.context_tokens, ends)
     reported = zip(last, slots, ends, draws, strict=True)
-    sampling = [(end - 1, slot, position) for end, slot, position, draw in reported if draw]
+    sampling = [
+        (end - 1 - back, slot, position - back)
+        for end, slot, position, draws in reported
+        for back in reversed(range(draws))
+    ]
     for column_, wanted in zip(out.samples, zip(*sampling, strict=True), strict=False):
         begins_with(column_, list(wanted))
     for row, (slot, end) in enumerate(zip(slots, ends, strict=True)):
@@ -117,6 +121,20 @@ def test_a_sampled_token_has_its_place(name):
     assert gather([1, 0], [LENGTH - 1, LENGTH - 2], [1, 1], [False, True]).samples == 1
     with pytest.raises(IndexError, match=f"row 1 of the step: slot 0 from position {LENGTH - 1}"):
         gather([1, 0], [0, LENGTH - 1], [1, 1], [True, True])
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_samples_have_room_and_tokens_of_their_row(name):
+    ids = torch.zeros(SLOTS, LENGTH + 1, dtype=torch.int32)
+    table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
+    out = Inputs.allocate(9, 2, BLOCKS, torch.device("cpu"), samples=3)
+    gather = backend(name).make_gather(ids, table, BLOCK, out)
+    assert gather([0, 1], [0, 0], [3, 3], [2, 1]).samples == 3
+    assert out.samples.tolist() == [[1, 2, 5], [0, 0, 1], [2, 3, 3]]
+    with pytest.raises(ValueError, match="4 samples, and there is room for 3"):
+        gather([0, 1], [0, 0], [3, 3], [2, 2])
+    with pytest.raises(IndexError, match="row 0 of the step"):
+        gather([0], [0], [2], [3])
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

@@ -92,6 +92,19 @@ def test_a_packed_row_has_its_bits_alone_and_among_others(dtype, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("outs", [1, 31, 32, 33, 1000])
+@pytest.mark.parametrize("width", [None, 8])
+def test_an_unpacked_weight_is_the_weight(dtype, outs, width, monkeypatch):
+    """Also from panels of another width, which another processor has packed."""
+    module, weight = backend("cpu"), torch.randn(outs, 9).to(dtype)
+    if width is not None:
+        monkeypatch.setattr(module, "PANEL", width)
+    packed = module.pack(weight)
+    assert packed.data.shape[1:] == (9, module.panel())
+    assert torch.equal(packed.unpack(), weight)
+
+
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size", "outs"), SHAPES)

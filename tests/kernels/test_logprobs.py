@@ -25,17 +25,15 @@ def test_definition(name, vocab, top, ties):
     logits = wide[:, :vocab]
     logits[1, : vocab - 1] = -torch.inf
     tokens = torch.randint(vocab, (6,))
-    indices, logprobs = load_backend(name, "logprobs").rank_tokens(logits, tokens, top)
+    token_ids, logprobs, ranks = load_backend(name, "logprobs").rank_tokens(logits, tokens, top)
     exact = logits.double().log_softmax(1)
-    assert indices.shape == (6, 2 + min(top, vocab))
-    assert indices[:, 0].tolist() == [
+    assert token_ids.shape == (6, 1 + min(top, vocab))
+    assert ranks.tolist() == [
         1 + int((row > row[token]).sum()) for row, token in zip(logits, tokens, strict=True)
     ]
-    assert torch.equal(indices[:, 1], tokens)
-    torch.testing.assert_close(
-        logprobs.double(), exact.gather(1, indices[:, 1:]), atol=2e-6, rtol=2e-6
-    )
-    best = indices[:, 2:]
+    assert torch.equal(token_ids[:, 0], tokens)
+    torch.testing.assert_close(logprobs.double(), exact.gather(1, token_ids), atol=2e-6, rtol=2e-6)
+    best = token_ids[:, 1:]
     assert all(len(set(row)) == len(row) for row in best.tolist())
     wanted = logits.sort(1, descending=True).values[:, :top]
     assert torch.equal(logits.gather(1, best), wanted)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swell.kernels.attention import AttentionMetadata
+from swell.kernels.attention import WHOLE_ROW, AttentionMetadata
 from tests.kernels.load import load_backend
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ def backend(name: str):
     return load_backend(name, "attention").paged_attention
 
 
-def by_definition(case: Case, row: int, window: int, softcap: float) -> Tensor:
+def by_definition(case: Case, row: int, window: int, softcap: float, lookahead: int = 0) -> Tensor:
     """One row in float64, one query token at a time over exactly the positions that it sees."""
     n, c = case.rows[row]
     head = torch.arange(case.heads) // (case.heads // case.kv_heads)
@@ -76,7 +76,7 @@ def by_definition(case: Case, row: int, window: int, softcap: float) -> Tensor:
     out = torch.empty(n, case.heads, case.head_dim, dtype=torch.float64)
     for i in range(n):
         position = c - n + i
-        seen = slice(max(0, position - window + 1) if window else 0, position + 1)
+        seen = slice(max(0, position - window + 1) if window else 0, position + 1 + lookahead)
         scores = torch.einsum("hd,jhd->hj", q[i], k[seen]) * case.head_dim**-0.5
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
@@ -107,6 +107,19 @@ def test_definition(name, dtype, heads, kv_heads, head_dim, block_tokens, window
     got = backend(name)(*case.paged(list(range(len(MIXED)))), **options)
     wanted = torch.cat([by_definition(case, r, window, softcap) for r in range(len(MIXED))])
     close(got, wanted, dtype)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("lookahead", [1, 8, 70, WHOLE_ROW])
+@pytest.mark.parametrize("head_dim", [32, 20])
+def test_lookahead(name, dtype, window, lookahead, head_dim):
+    case = Case(MIXED, 4, 2, head_dim, dtype=dtype)
+    options = {"scale": head_dim**-0.5, "window": window, "lookahead": lookahead}
+    got = backend(name)(*case.paged(list(range(len(MIXED)))), **options)
+    rows = [by_definition(case, r, window, 0.0, lookahead) for r in range(len(MIXED))]
+    close(got, torch.cat(rows), dtype)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
@@ -143,16 +156,17 @@ def test_backends_agree(contexts, shape, block_tokens, window, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [0, 50])
-def test_batch_does_not_matter(dtype, window):
+@pytest.mark.parametrize("lookahead", [0, WHOLE_ROW])
+def test_batch_does_not_matter(dtype, window, lookahead):
     """Bit for bit: a token alone, in a batch, and in a prompt cut into other chunks."""
     attend = backend("cpu")
     case = Case([(150, 150), (1, 77), (64, 200)], 8, 2, 64, dtype=dtype)
-    options = {"scale": 0.125, "window": window}
+    options = {"scale": 0.125, "window": window, "lookahead": lookahead}
     alone = [attend(*case.paged([r]), **options) for r in range(3)]
     for order in ([0, 1, 2], [2, 0, 1], [1, 2]):
         got = attend(*case.paged(order), **options)
         assert torch.equal(got, torch.cat([alone[r] for r in order]))
-    for cut in (1, 13, 149):
+    for cut in (1, 13, 149) if not lookahead else ():
         parts = Case([(cut, cut), (150 - cut, 150)], 8, 2, 64, dtype=dtype)
         parts.q = [case.q[0][:cut], case.q[0][cut:]]
         parts.k, parts.v = [case.k[0][:cut], case.k[0]], [case.v[0][:cut], case.v[0]]

@@ -223,8 +223,8 @@ class ObservedManager(ClusterManager):
             self.on_shrink()
         super()._begin(state)
 
-    async def _grow(self, handles: list[EngineHandle], *, is_requested: bool) -> None:
-        await super()._grow(handles, is_requested=is_requested)
+    def _on_failed(self, handle: EngineHandle, error: Exception, *, is_requested: bool) -> None:
+        super()._on_failed(handle, error, is_requested=is_requested)
         if self._state.change.stage is ChangeStage.FAILED:
             self.on_failed_change(self.target)
 

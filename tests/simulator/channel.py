@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import msgspec
-
 from swell.configs import process as process_setup
-from swell.coordinator.channel import _MAX_BURST, ChannelAddress, _FrameDecoder
+from swell.coordinator.channel import _MAX_BURST, ChannelAddress
+from swell.coordinator.codec import FrameDecoder, encode
 from tests.simulator.connection import Side
 from tests.simulator.network import Network
 from tests.simulator.process import Process
+
+_NEVER = float("inf")
 
 
 class SimWaker:
@@ -48,9 +49,9 @@ class SimEnd:
     def __init__(self, process: Process, net: Network, message_type: Any) -> None:
         self.process, self.net = process, net
         self.closed = False
-        self._queue: deque[Any] = deque()
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._frame_decoder: _FrameDecoder[Any] = _FrameDecoder(message_type)
+        self.queue: deque[Any] = deque()
+        """What has come."""
+        self._frame_decoder: FrameDecoder[Any] = FrameDecoder(message_type)
         self._waiter: asyncio.Future[None] | None = None
         self._deadline = 0.0
         """Of the present wait, by the clock of the process."""
@@ -66,24 +67,23 @@ class SimEnd:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def has_message(self) -> bool:
-        return bool(self._queue)
-
-    async def wait(self, timeout_s: float | None) -> None:
-        """Until there is a message, a call of `wake`, or the time is over."""
+    def begin_wait(self, timeout_s: float | None) -> asyncio.Future[None]:
+        """Done when there is a message, at a call of `wake`, or when the time is over; `end_wait`
+        comes after it."""
         assert self._waiter is None, "two loops wait for one end"
-        loop = self.process.loop
-        self._waiter = waiter = loop.create_future()
+        process = self.process
+        waiter: asyncio.Future[None] = asyncio.Future(loop=process.loop)  # type: ignore[arg-type]
+        self._waiter = waiter
         if timeout_s is not None:
-            self._deadline = deadline = loop.time() + timeout_s
-            if self._timer is None or self._timer.when() > deadline:
+            self._deadline = deadline = process.time() + timeout_s
+            if self._timer is None or self._timer.when_s > deadline:
                 self._set_timer(deadline)
         else:
-            self._deadline = float("inf")
-        try:
-            await waiter
-        finally:
-            self._waiter = None
+            self._deadline = _NEVER
+        return waiter
+
+    def end_wait(self) -> None:
+        self._waiter = None
 
     def _set_timer(self, when: float) -> None:
         if self._timer is not None:
@@ -96,13 +96,13 @@ class SimEnd:
             return
         if self.process.time() >= self._deadline:
             self.wake()
-        elif self._deadline != float("inf"):
+        elif self._deadline != _NEVER:
             self._set_timer(self._deadline)
 
     def ready(self, timeout_s: float | None = 0.0, waker: SimWaker | None = None) -> bool:
         """Without waiting; who waits awaits `SimGround.ready`."""
-        if self._queue or timeout_s == 0.0:
-            return bool(self._queue)
+        if self.queue or timeout_s == 0.0:
+            return bool(self.queue)
         raise RuntimeError("only `SimGround.ready` waits")
 
     def vanish(self) -> None:
@@ -141,10 +141,12 @@ class SimInbox(SimEnd):
         self.send_to_all((peer,), message)
 
     def send_to_all(self, peers: Iterable[bytes], message: Any) -> None:
-        frame, kind = self._encode(message), type(message).__name__
+        if not self.process.alive:
+            return
+        frame, kind = encode(message), type(message).__name__
         for peer in peers:
             side = self._peers.get(peer)
-            if side is not None and self.process.alive:
+            if side is not None:
                 side.send(frame, kind)
 
     def receive(
@@ -154,11 +156,11 @@ class SimInbox(SimEnd):
             yield from self.take()
 
     def take(self) -> Iterator[tuple[bytes, Any]]:
-        for _ in range(_MAX_BURST):
-            if not self._queue:
-                return
-            side, frame = self._queue.popleft()
-            message = self._frame_decoder.decode(frame)
+        left, decode = _MAX_BURST, self._frame_decoder.decode
+        while self.queue and left:  # it is another one after a handover
+            side, frame = self.queue.popleft()
+            left -= 1
+            message = decode(frame)
             if message is not None:
                 yield side.identity, message
 
@@ -189,7 +191,7 @@ class SimInbox(SimEnd):
     # ---------------------------------------------------------------- from the network
 
     def on_frame(self, side: Side, frame: bytes) -> None:
-        self._queue.append((side, frame))
+        self.queue.append((side, frame))
         if self._waiter is not None:
             self.wake()
 
@@ -199,10 +201,10 @@ class SimInbox(SimEnd):
         former = self._peers.get(side.identity)
         self._peers[side.identity] = side
         if former is not None:
-            kept = (item for item in self._queue if item[0] is not former)
-            self._queue = deque(kept)
+            kept = (item for item in self.queue if item[0] is not former)
+            self.queue = deque(kept)
             former.close()
-        for other, _ in self._queue:
+        for other, _ in self.queue:
             if other.identity == side.identity:
                 other.identity = b"\0" + self.process.bits.randbytes(4)
 
@@ -241,15 +243,15 @@ class SimOutlet(SimEnd):
             return
         side = self.side
         if side is not None and side.open:
-            side.send(self._encode(message), type(message).__name__)
+            side.send(encode(message), type(message).__name__)
         else:
-            self._unsent.append((self._encode(message), type(message).__name__))
+            self._unsent.append((encode(message), type(message).__name__))
 
     def receive(self, timeout_s: float | None = 0.0, waker: SimWaker | None = None) -> Any:
         return self.take() if self.ready(timeout_s, waker) else None
 
     def take(self) -> Any:
-        return self._frame_decoder.decode(self._queue.popleft())
+        return self._frame_decoder.decode(self.queue.popleft())
 
     def close(self) -> None:
         """What was sent arrives; what was not sent yet is tried for a while."""
@@ -299,7 +301,7 @@ class SimOutlet(SimEnd):
     # ---------------------------------------------------------------- from the network
 
     def on_frame(self, side: Side, frame: bytes) -> None:
-        self._queue.append(frame)
+        self.queue.append(frame)
         if self._waiter is not None:
             self.wake()
 

@@ -102,10 +102,11 @@ class Side:
 
     def send(self, frame: bytes, kind: str = "") -> None:
         """Put it on its way; `kind` names the type of its message."""
-        net, kernel = self._net, self._net.kernel
-        delay_s = net.options.delay_s * (0.5 + self._random.random())
+        net, peer = self._net, self.peer.process
+        kernel = net.kernel
+        delay_s = net.delay_s * (0.5 + self._random.random())
         if net.slow_hosts:
-            delay_s += net.extra_delay_s(self.process.host, self.peer.process.host)
+            delay_s += net.extra_delay_s(self.process.host, peer.host)
         if net.lossy_hosts:
             delay_s += self._retransmission_s()
         at = kernel.now + delay_s
@@ -113,7 +114,7 @@ class Side:
             at = self._arrives_at
         self._arrives_at = at
         self._sent += 1
-        kernel.at(at, self.peer.process, self.arrive, frame)
+        kernel.at(at, peer, self.arrive, frame)
         if net.aims:
             net.on_sent(kind, self, at)
 

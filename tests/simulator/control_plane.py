@@ -4,6 +4,7 @@ without tensors, coordinator, manager, and a Ray of tables."""
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -37,8 +38,6 @@ HEARTBEAT_S = 1.0
 DRAIN_TIMEOUT_S = 5.0
 MAX_ENGINES = 4
 
-RESOURCES = {HOSTS[0]: {"CPU": 1.0}, HOSTS[1]: {"CPU": 2.0}, HOSTS[2]: {"CPU": 3.0}}
-
 _NODE_RESTART_S = 2.0
 """From the moment at which a host that Ray has given up can be reached again."""
 _RESTART_S = 1.0
@@ -50,6 +49,7 @@ AUTOSCALING = {"queue_s": 0.05, "kv_usage": 0.05, "grow_after_s": 0.5, "shrink_a
 """So that the little load of a scenario moves the target."""
 
 
+@functools.cache
 def make_config(engines: int, expert: bool, autoscaled: bool = False) -> Config:
     return load(
         {
@@ -212,7 +212,9 @@ class ControlPlane:
         self.engines: list[SimEngine] = []
         """Of all starts, living or not."""
         self.coordinators: list[tuple[Process, SimCoordinator]] = []
-        self.resources: dict[str, dict[str, float]] = {**RESOURCES}
+        self.resources: dict[str, dict[str, float]] = {
+            host: {"CPU": float(room)} for host, room in zip(HOSTS, scenario.rooms, strict=True)
+        }
         """Of each host now, as a new node of it would have them."""
         if scenario.autoscaled:
             self.resources |= {host: {} for host in HOSTS[1:]}

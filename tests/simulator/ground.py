@@ -40,10 +40,11 @@ class SimGround:
 
     def __init__(self, process: Process, net: Network) -> None:
         self.process, self.net = process, net
+        self.now = process.time
         self._looks = 0
 
-    def now(self) -> float:
-        return self.process.time()
+    def unix_time(self) -> float:
+        return self.process.kernel.now
 
     def random_bits(self, count: int) -> int:
         return self.process.bits.getrandbits(count)
@@ -86,22 +87,23 @@ class SimGround:
         if timeout_s is not None and timeout_s <= 0.0:
             self._looks += 1
             assert self._looks < _MAX_LOOKS, f"{self.process.name} looks without end"
-            return end.has_message()
+            return bool(end.queue)
         self._looks = 0
         if waker is not None and waker.woken:
-            waker.clear()
-            return end.has_message()
-        if end.has_message():
+            waker.woken = False
+            return bool(end.queue)
+        if end.queue:
             return True
         if waker is not None:
             waker.waiting = end
         try:
-            await end.wait(timeout_s)
+            await end.begin_wait(timeout_s)
         finally:
+            end.end_wait()
             if waker is not None:
                 waker.waiting = None
-                waker.clear()
-        return end.has_message()
+                waker.woken = False
+        return bool(end.queue)
 
     async def result(self, step: Any) -> Any:
         """A step that takes virtual time has `async computed()`, which waits until it is computed,

@@ -44,7 +44,7 @@ class SimMember:
     def all_reduce(self, work: bool, pause: bool) -> asyncio.Future[Sums]:
         """The sums of this member's next step. They raise GroupBroken."""
         future: asyncio.Future[Sums] = self.process.loop.create_future()
-        future.add_done_callback(lambda done: done.exception())  # it may never be waited for
+        future.add_done_callback(asyncio.Future.exception)  # it may never be waited for
         if self.broken is not None:
             future.set_exception(GroupBroken(self.broken))
             return future
@@ -88,10 +88,11 @@ class SimGroup:
         """Every result that is there and reaches its member."""
         if len(self.members) < self.engines:
             return
-        members = [member for _, member in sorted(self.members.items())]
+        members = [self.members[index] for index in sorted(self.members)]
+        known = min(len(member.values) for member in members)
         for member in members:
             for number in list(member.waiting):
-                if all(number < len(peer.values) for peer in members):
+                if number < known:
                     self._groups.later(self._deliver_one, member, number)
 
     def _deliver_one(self, member: SimMember, number: int) -> None:

@@ -7,18 +7,23 @@ event out moves nothing else.
 
 from __future__ import annotations
 
-import heapq
 import struct
-import zlib
+import sys
 from asyncio import events
 from collections import deque
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from itertools import count
 from random import Random
 from typing import Any
+from zlib import crc32
 
 Call = Callable[..., Any]
+Event = tuple["Owner", Call, tuple[Any, ...]]
+"""Who runs it, and what."""
 
-_TIME = struct.Struct("<d")
+_MANY_TRACED = 1000
+_pack_time = struct.Struct("<d").pack
 
 
 class ProcessExited(BaseException):
@@ -54,17 +59,19 @@ class Kernel:
         self.now = 0.0
         self.events = 0
         """Events that have run."""
-        self.checksum = 0
-        """Of all that was traced: equal for equal runs."""
+        self._checksum = 0
+        self._traced: list[bytes] = []
+        """What is not in it yet."""
         self.log: list[tuple[float, str, int]] | None = None
         """If it is a list: what was traced, as time, label and bytes of the frame."""
         self.failures: list[str] = []
         """Loops and callbacks that have raised."""
         self._halted = False
-        self._made = 0
-        self._heap: list[tuple[float, int, Owner, Call, tuple[Any, ...]]] = []
-        self._ready: deque[tuple[Owner, Call, tuple[Any, ...]]] = deque()
-        """Events of this instant; those of the heap for the same instant are older."""
+        self._number = count().__next__
+        self._heap: list[tuple[float, int, Event]] = []
+        """Events of later instants."""
+        self.ready: deque[Event] = deque()
+        """Events of this instant. What comes from the heap is older than what was made since."""
 
     def random(self, name: str) -> Random:
         """A source of chance of its own."""
@@ -73,64 +80,79 @@ class Kernel:
     def at(self, when: float, owner: Owner, call: Call, *args: Any) -> None:
         """Run `call(*args)` at a time, now if it has passed."""
         if when <= self.now:
-            self._ready.append((owner, call, args))
+            self.ready.append((owner, call, args))
         else:
-            self._made += 1
-            heapq.heappush(self._heap, (when, self._made, owner, call, args))
+            heappush(self._heap, (when, self._number(), (owner, call, args)))
 
     def soon(self, owner: Owner, call: Call, *args: Any) -> None:
-        self._ready.append((owner, call, args))
+        self.ready.append((owner, call, args))
 
     def reschedule(self, owner: Owner, when: Callable[[Call], float | None]) -> None:
         """Move the waiting events of an owner: `when` gives their new times, None to let one be."""
-        for index, (_, number, whose, call, args) in enumerate(self._heap):
-            if whose is owner and (new := when(call)) is not None:
-                self._heap[index] = (max(new, self.now), number, whose, call, args)
-        heapq.heapify(self._heap)
+        for index, (_, number, event) in enumerate(self._heap):
+            if event[0] is owner and (new := when(event[1])) is not None:
+                self._heap[index] = (max(new, self.now), number, event)
+        heapify(self._heap)
 
     def trace(self, label: bytes, frame: bytes = b"") -> None:
         """Make it part of the checksum. Neither may hold addresses, times of the machine or the
         order of a set."""
-        head = zlib.crc32(_TIME.pack(self.now) + label, self.checksum)
-        self.checksum = zlib.crc32(frame, head)
+        traced = self._traced
+        traced += (_pack_time(self.now), label, frame)
+        if len(traced) > _MANY_TRACED:
+            self._add_traced()
         if self.log is not None:
             self.log.append((self.now, label.decode(), len(frame)))
+
+    @property
+    def checksum(self) -> int:
+        """Of all that was traced: equal for equal runs."""
+        self._add_traced()
+        return self._checksum
+
+    def _add_traced(self) -> None:
+        self._checksum = crc32(b"".join(self._traced), self._checksum)
+        self._traced.clear()
 
     def halt(self) -> None:
         """End `run` after this event."""
         self._halted = True
 
-    def run(self, until_s: float, max_events: float = float("inf")) -> bool:
+    def run(self, until_s: float, max_events: int = sys.maxsize) -> bool:
         """Run events up to a time. True if it was halted. Raises RuntimeError if there are more
         events than `max_events`: something turns without end."""
-        heap, ready, set_loop = self._heap, self._ready, events._set_running_loop
-        loop = None
-        last = self.events + max_events
+        heap, ready, set_loop = self._heap, self.ready, events._set_running_loop
+        next_of, append = ready.popleft, ready.append
+        loop, left = None, max_events
         self._halted = False
         try:
-            while not self._halted:
-                if ready and not (heap and heap[0][0] <= self.now):
-                    owner, call, args = ready.popleft()
-                elif heap and heap[0][0] <= until_s:
-                    self.now, _, owner, call, args = heapq.heappop(heap)
-                else:
+            while True:
+                while ready:
+                    owner, call, args = next_of()
+                    if not owner.runs:
+                        owner.hold(call, args)
+                        continue
+                    if owner.loop is not loop and owner.loop is not None:
+                        loop = owner.loop
+                        set_loop(loop)
+                    left -= 1
+                    try:
+                        call(*args)
+                    except ProcessExited:
+                        pass
+                    except Exception as error:
+                        owner.fail(getattr(call, "__qualname__", "event"), error)
+                    if self._halted:
+                        return True
+                    if not left:
+                        raise RuntimeError(f"{max_events} events until {self.now:.3f} s")
+                if not heap or heap[0][0] > until_s:
                     self.now = max(self.now, until_s)
                     return False
-                if not owner.runs:
-                    owner.hold(call, args)
-                    continue
-                if owner.loop is not loop and owner.loop is not None:
-                    loop = owner.loop
-                    set_loop(loop)
-                self.events += 1
-                try:
-                    call(*args)
-                except ProcessExited:
-                    pass
-                except Exception as error:
-                    owner.fail(getattr(call, "__qualname__", "event"), error)
-                if self.events >= last:
-                    raise RuntimeError(f"{self.events} events until {self.now:.3f} s")
+                self.now, _, event = heappop(heap)
+                append(event)
+                while heap and heap[0][0] <= self.now:
+                    append(heappop(heap)[2])
         finally:
+            self.events += max_events - left
             set_loop(None)
-        return True

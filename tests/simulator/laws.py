@@ -100,9 +100,11 @@ class Run:
             return False  # what a cut held back may come late
         if "paused" in states and not plane.operator.paused:
             return False
-        stage = plane.manager.manager.upgrader.record.stage
-        if stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
+        record = plane.manager.manager.upgrader.record
+        if record.stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
             return False
+        if any(engine.version != record.wanted for engine in plane.living_engines):
+            return False  # one that ended answers of its version is replaced
         fleet = plane.manager.manager._fleet
         if fleet.starting or fleet.ending or not fleet._placement.strays.is_done:
             return False  # as the state says

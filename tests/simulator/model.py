@@ -57,8 +57,10 @@ class SimStep(AsyncModelRunnerOutput):
         self._executor, self._output, self._at = executor, output, at
 
     async def computed(self) -> None:
-        await asyncio.sleep(max(0.0, self._at - self._executor.process.time()))
-        await self._executor.wait_while_hanging()
+        executor, process = self._executor, self._executor.process
+        await process.sleep(self._at - process.time())
+        if executor.hangs:
+            await executor.wait_while_hanging()
 
     def get_output(self) -> ModelRunnerOutput:
         self._executor.check()
@@ -89,8 +91,9 @@ class SimGroupStep(AsyncModelRunnerOutput):
             await before.computed()
         try:
             sums = await self._member.all_reduce(self._plan.work, self._plan.pause)
-            await asyncio.sleep(self._time_s)
-            await self._executor.wait_while_hanging()
+            await self._executor.process.sleep(self._time_s)
+            if self._executor.hangs:
+                await self._executor.wait_while_hanging()
             if self._member.broken is not None:
                 raise GroupBroken(self._member.broken)
         except GroupBroken as error:
@@ -134,6 +137,7 @@ class SimExecutor(Executor):
         self._aborts = 0
         self.hangs = False
         """Steps do not end, though the process lives."""
+        self.sleep_level = 0
         self.worker_lost = False
         """Until it is repaired, steps and groups fail."""
         self.on_poison: Callable[[], None] = lambda: None
@@ -148,6 +152,7 @@ class SimExecutor(Executor):
         return ExecutorLimits(NUM_BLOCKS, MAX_MODEL_LEN, VOCAB_SIZE)
 
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        assert not self.sleep_level, "it computes while it sleeps"
         for row in plan.new_rows:
             self._rows[row.slot] = (dict(enumerate(row.token_ids)), row.sampler.seed)
             if row.sampler.seed == POISON_SEED:
@@ -158,8 +163,8 @@ class SimExecutor(Executor):
             if samples:
                 tokens, seed = self._rows[slot]
                 end = start + count
-                tokens[end] = next_token(tokens[end - 1], end, seed, self._weights)
-                sampled.append(tokens[end])
+                tokens[end] = token = next_token(tokens[end - 1], end, seed, self._weights)
+                sampled.append(token)
         time_s = self._step_s + _TOKEN_S * sum(plan.num_tokens)
         if self._groups is not None:
             self.last_step = SimGroupStep(self, plan, sampled, time_s)
@@ -170,7 +175,16 @@ class SimExecutor(Executor):
     def regroup(self, groups: GroupPlan) -> Any:
         if not groups.keep_states:
             self._rows.clear()
+        wakes, self.sleep_level = self.sleep_level > groups.sleep_level, groups.sleep_level
+        if wakes:
+            return self._wake()
         return [] if self._groups is None else self._form(self._groups, groups)
+
+    async def _wake(self) -> list[Regrouped]:
+        self.check()
+        await asyncio.sleep(_REPAIR_S * self._repair_times.random())
+        self.check()
+        return []
 
     async def _form(self, groups: SimGroups, plan: GroupPlan) -> list[Regrouped]:
         if self.member is not None:

@@ -73,6 +73,7 @@ class Network:
     def __init__(self, kernel: Kernel, options: NetworkOptions | None = None) -> None:
         self.kernel = kernel
         self.options = options or NetworkOptions()
+        self.delay_s = self.options.delay_s
         self.cuts: dict[Path, float] = {}
         """Directions in which nothing arrives, and since when."""
         self.slow_hosts: dict[str, float] = {}

@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from swell.cluster.control.control_state import TAKEN_OVER, ScaleRefused
+from swell.coordinator.manager_state import Sleep
 from tests.simulator.actors import identity, with_weights
 from tests.simulator.kernel import WORLD
 from tests.simulator.scenario import Operation
@@ -85,6 +86,8 @@ class Operator:
                 return (number,)
             case "upgrade":
                 return identity(number), with_weights(self._plane.config, number)
+            case "pause" if number:
+                return (Sleep(number),)
         return ()
 
     def _repeat(self, attempt: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from swell.cluster.client.request_placer import RequestPlacer
 from swell.cluster.client.request_state import RequestState
 from swell.cluster.client.routable_engines import RoutableEngines
 from swell.cluster.client.router import Router
-from swell.cluster.control import actor_names, control_state, upgrade
+from swell.cluster.control import actor_names, control_state, upgrade, upgrade_plan
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.fleet import Fleet
 from swell.cluster.control.manager import ClusterManager
@@ -44,6 +45,7 @@ from tests.simulator.scenario import (
     Request,
     Scenario,
     draw,
+    draw_tight,
 )
 
 
@@ -195,6 +197,31 @@ def _upgrading(weights: int) -> Callable[[Scenario], Scenario]:
     return shape
 
 
+def _kept(scenario: Scenario) -> Scenario:
+    """An operator wants fewer engines, and as many again while these finish what they have."""
+    requests = [Request(3.5 + 0.05 * index, 0, (index,), 300, index) for index in range(12)]
+    return replace(
+        scenario,
+        engines=3,
+        ingresses=1,
+        requests=tuple(requests),
+        operations=(Operation(4.2, "scale", 1), Operation(5.2, "scale", 3)),
+        step_s=SLOW_STEP_S,
+        autoscaled=False,
+    )
+
+
+def _tight(scenario: Scenario) -> Scenario:
+    random = Random(f"planted:{scenario.seed}")
+    return draw_tight(random, replace(scenario, expert=False))
+
+
+def _all_stay(
+    right: Any, state: Any, fleet: Any, waiting: Any, needed: Any, done: Any, now: Any
+) -> Any:
+    return state, done
+
+
 LOSSES = ("drop",)
 PROCESSES = ("kill", "kill-control", "stop")
 
@@ -243,7 +270,7 @@ BUGS = {
         CoordinatorService, "_on_subscribe", _nothing, PROCESSES
     ),
     "coordinator: an engine that is kept goes on leaving": Bug(
-        CoordinatorStateMachine, "cancel_leave", lambda right, self, ranks, now: []
+        CoordinatorStateMachine, "cancel_leave", lambda right, self, ranks, now: [], shape=_kept
     ),
     "manager: a drain is over at once": Bug(Fleet, "leave", _no_time_to_leave),
     "manager: what it placed is a stray": Bug(actor_names, "find_strays", _all_strays, PROCESSES),
@@ -259,7 +286,7 @@ BUGS = {
         control_state, "take_over", _pause_forgotten, ("kill", "kill-control")
     ),
     "manager: an engine that is kept goes on leaving": Bug(
-        CoordinatorHandle, "cancel_leave", _not_sent, LOSSES
+        CoordinatorHandle, "cancel_leave", _not_sent, LOSSES, _kept
     ),
     "ingress: an answer continues on any version": Bug(
         RoutableEngines,
@@ -271,7 +298,10 @@ BUGS = {
         AsyncLLM, "_versions_in_use", lambda right, self: [], shape=_upgrading(1)
     ),
     "manager: a version that is needed is not made again": Bug(
-        upgrade, "unmet", lambda right, *args: [], shape=_upgrading(1)
+        upgrade_plan, "unmet", lambda right, *args: [], shape=_upgrading(1)
+    ),
+    "manager: nothing gives way to a version that is needed": Bug(
+        upgrade_plan, "_give_way", _all_stay, shape=_tight
     ),
     "manager: a version that does not load is not rolled back": Bug(
         upgrade, "_roll_back", lambda right, state, reason: state, shape=_upgrading(BROKEN_WEIGHTS)

@@ -54,17 +54,18 @@ class Prober:
     def _get_state(self) -> object:
         """Whatever the truth depends on."""
         plane = self._plane
+        net = plane.net
         views = [
             (i.process.name, i.llm and (i.llm.view.roster.epoch, tuple(i.llm.active_ranks)))
             for i in plane.ingresses
         ]
         return (
             len(self._faults.happened),
-            sorted(plane.net.cuts),
-            sorted(plane.net.slow_hosts),
-            sorted(plane.net.lossy_hosts),
+            set(net.cuts),
+            set(net.slow_hosts),
+            set(net.lossy_hosts),
             plane.operator.changed_at,
-            [(p.name, p.alive, p.stopped) for p in plane.ray.processes.values()],
+            [2 * p.alive + p.stopped for p in plane.ray.processes.values()],
             views,
         )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property, partial
+from random import Random
 from typing import Any, Protocol
 
 from swell.configs import process as process_setup
@@ -16,6 +17,8 @@ from tests.simulator.kernel import WORLD, Call, Kernel, Owner, ProcessExited
 _MAX_OFFSET_S = 1e4
 _TIMER_LATE_S = 1e-9
 """A timer fires so late that rounding never makes it early."""
+_MANY_TASKS = 16
+"""Of one loop: of more, those that have ended are let go."""
 _MAX_THREAD_S = 1e-3
 """How long a call in another thread takes at most."""
 
@@ -45,12 +48,16 @@ class Process(Owner):
         self.on_exit: list[Callable[[Process], None]] = []
         """Called when it has ended, outside of any process."""
         self.bits = kernel.random(f"bits:{name}")
-        self._threads = kernel.random(f"threads:{name}")
         self._offset = kernel.random(f"clock:{name}").random() * _MAX_OFFSET_S
         self._backlog: deque[tuple[Call, tuple[Any, ...]]] = deque()
         self._free_at = 0.0
         self._resuming = False
         self.loop: SimLoop = SimLoop(self)
+
+    @cached_property
+    def threads(self) -> Random:
+        """When calls in other threads run."""
+        return self.kernel.random(f"threads:{self.name}")
 
     # ---------------------------------------------------------------- the clock
 
@@ -74,6 +81,14 @@ class Process(Owner):
             return None
 
         self.kernel.reschedule(self, retimed)
+
+    def sleep(self, seconds: float) -> Awaitable[None]:
+        """As `asyncio.sleep`, in one of its tasks."""
+        if seconds <= 0.0:
+            return asyncio.sleep(0.0)
+        future: asyncio.Future[None] = self.loop.create_future()
+        self.loop.call_at(self.time() + seconds, _wake, future)
+        return future
 
     # ---------------------------------------------------------------- its life
 
@@ -177,20 +192,20 @@ class Process(Owner):
             events._set_running_loop(before)
 
 
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 class SimHandle:
     """As `asyncio.Handle` and `asyncio.TimerHandle`."""
 
-    __slots__ = ("_args", "_call", "_cancelled", "_context", "_loop", "when_s")
+    __slots__ = ("_args", "_call", "_cancelled", "_loop", "when_s")
 
     def __init__(
-        self,
-        loop: SimLoop,
-        call: Call,
-        args: tuple[Any, ...],
-        context: Any,
-        when_s: float | None = None,
+        self, loop: SimLoop, call: Call, args: tuple[Any, ...], when_s: float | None = None
     ) -> None:
-        self._loop, self._call, self._args, self._context = loop, call, args, context
+        self._loop, self._call, self._args = loop, call, args
         self._cancelled = False
         self.when_s = when_s
         """Of a timer, by the clock of its process."""
@@ -199,7 +214,7 @@ class SimHandle:
         if self._cancelled:
             return
         try:
-            self._context.run(self._call, *self._args)
+            self._call(*self._args)
         except Exception as error:
             message = f"exception in {getattr(self._call, '__qualname__', 'a callback')}"
             self._loop.call_exception_handler({"message": message, "exception": error})
@@ -221,36 +236,44 @@ class SimLoop:
     def __init__(self, process: Process) -> None:
         self.process = process
         self._kernel = process.kernel
+        self._ready = process.kernel.ready
         self._handler: Callable[[Any, dict[str, Any]], Any] | None = None
         self.tasks: list[Any] = []
-        """All that were ever made."""
-
-    def time(self) -> float:
-        return self.process.time()
+        """All that have not ended, and some that have."""
+        self._max_tasks = _MANY_TASKS
+        self.time = process.time
+        loop: Any = self
+        self.create_future: Callable[[], asyncio.Future[Any]] = partial(asyncio.Future, loop=loop)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
-        handle = SimHandle(self, callback, args, context or contextvars.copy_context())
-        self._kernel._ready.append((self.process, handle.run, ()))
+        """Tasks and futures, which give a context, cancel none of these calls: for them there is no
+        handle. Nothing here has variables of a context, so that all runs in one."""
+        if context is not None:
+            self._ready.append((self.process, callback, args))
+            return None
+        handle = SimHandle(self, callback, args)
+        self._ready.append((self.process, handle.run, ()))
         return handle
 
     call_soon_threadsafe = call_soon
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
-        return self.call_at(self.process.time() + delay, callback, *args, context=context)
+        return self.call_at(self.time() + delay, callback, *args)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
-        handle = SimHandle(self, callback, args, context or contextvars.copy_context(), when)
-        self._kernel.at(self.process.world_time(when), self.process, handle.run)
+        handle = SimHandle(self, callback, args, when)
+        process = self.process
+        self._kernel.at(process.world_time(when), process, handle.run)
         return handle
-
-    def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)  # type: ignore[arg-type]
 
     def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> Any:
         name = name or self.process.name
         loop: Any = self
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, name=name, context=context)
         self.tasks.append(task)
+        if len(self.tasks) > self._max_tasks:
+            self.tasks = [each for each in self.tasks if not each.done()]
+            self._max_tasks = 2 * len(self.tasks) + _MANY_TASKS
         return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
@@ -267,12 +290,12 @@ class SimLoop:
             else:
                 future.set_result(result)
 
-        delay_s = self.process._threads.random() * _MAX_THREAD_S
+        delay_s = self.process.threads.random() * _MAX_THREAD_S
         self._kernel.at(self._kernel.now + delay_s, self.process, run)
         return future
 
-    def get_debug(self) -> bool:
-        return False
+    get_debug = staticmethod(bool)
+    """Never. asyncio looks at it for each future and task."""
 
     def is_running(self) -> bool:
         return True

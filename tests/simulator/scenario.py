@@ -67,7 +67,8 @@ class Operation:
     kind: str
     """scale, drain, upgrade, pause or resume; redeploy is what Serve does."""
     argument: int = 0
-    """Of scale: how many engines; of drain: which rank; of upgrade and redeploy: which weights."""
+    """Of scale: how many engines; of drain: which rank; of upgrade and redeploy: which weights; of
+    pause: how deeply engines sleep."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Scenario:
     """How long a step takes, its tokens aside."""
     autoscaled: bool = False
     """The number of engines follows the load, and hosts have resources when engines need them."""
+    rooms: tuple[int, int, int] = (1, 2, 3)
+    """Engines for which each host has room, unless it is autoscaled."""
 
 
 TRIGGERS = (
@@ -149,7 +152,7 @@ def draw(
         requests, faults = _draw_lost_abort(aborts, kinds, requests, faults)
     if Random(f"poison:{seed}").random() < 0.05:
         requests[0] = replace(requests[0], seed=POISON_SEED, gives_up_after=None)
-    return Scenario(
+    scenario = Scenario(
         seed,
         engines,
         ingresses,
@@ -160,6 +163,38 @@ def draw(
         Random(f"control:{seed}").choice(HOSTS),
         Random(f"step:{seed}").choice((FAST_STEP_S, FAST_STEP_S, SLOW_STEP_S)),
         Random(f"autoscaled:{seed}").random() < 0.25,
+    )
+    tight = Random(f"tight:{seed}")
+    if {"kill", "lose-host-for-good"} <= {*kinds} and not expert and tight.random() < 0.15:
+        return draw_tight(tight, scenario)
+    return scenario
+
+
+def draw_tight(random: Random, scenario: Scenario) -> Scenario:
+    """Versions change while long answers stream, engines die, and a host is lost, without which
+    there is room for exactly as many engines as are wanted."""
+    engines, lost = random.randint(1, 3), random.choice((1, 2))
+    rooms = {0: 0, 3 - lost: 0}
+    for _ in range(engines):
+        rooms[random.choice((0, 3 - lost))] += 1
+    rooms[lost] = random.randint(1, 2)
+    losses = [_draw_fault(random, ("lose-host-for-good",))]
+    losses += [_draw_fault(random, ("kill",)) for _ in range(random.randint(1, 3))]
+    faults = [replace(fault, at=fault.at + _SPAN_S * random.random()) for fault in losses]
+    faults[0] = replace(faults[0], target=lost - 1)
+    operations = _draw_upgrades(random)
+    if random.random() < 0.3:
+        at = _BEGIN_S + random.random() * _SPAN_S
+        operations.append(Operation(at, "scale", random.randint(1, engines)))
+    return replace(
+        scenario,
+        engines=engines,
+        requests=tuple(_draw_long(random, [*scenario.requests])),
+        faults=tuple(faults),
+        operations=tuple(sorted(operations, key=lambda operation: operation.at)),
+        step_s=SLOW_STEP_S,
+        autoscaled=False,
+        rooms=(rooms[0], rooms[1], rooms[2]),
     )
 
 
@@ -226,26 +261,31 @@ def _draw_operation(random: Random) -> list[Operation]:
     at = _BEGIN_S + random.random() * _SPAN_S
     kind = random.choice(("scale", "scale", "drain", "pause"))
     if kind == "pause":
-        return [Operation(at, kind), Operation(at + random.choice((0.1, 2.0, 30.0)), "resume")]
+        level = int(1e6 * at) % 3
+        return [
+            Operation(at, kind, level),
+            Operation(at + random.choice((0.1, 2.0, 30.0)), "resume"),
+        ]
     return [Operation(at, kind, random.randint(1, 3) if kind == "scale" else random.randint(0, 2))]
 
 
 def _draw_upgrades(random: Random) -> list[Operation]:
-    """One or two, to weights that perhaps do not load; the second one perhaps cancels the first."""
+    """One to three, to weights that perhaps do not load. The next one perhaps cancels the one
+    before, replaces it, or goes forth again, while that is under way or has ended."""
     at = _BEGIN_S + random.random() * _SPAN_S
     kind = random.choice(("upgrade", "upgrade", "redeploy"))
-    first = Operation(at, kind, random.choice((1, 1, 1, BROKEN_WEIGHTS)))
-    if random.random() < 0.6:
-        return [first]
-    after_s = random.choice((0.05, 0.5, 2.0, 10.0))
-    kind = random.choice(("upgrade", "upgrade", "redeploy"))
-    return [first, Operation(at + after_s, kind, random.choice((0, 2, 2)))]
+    operations = [Operation(at, kind, random.choice((1, 1, 1, BROKEN_WEIGHTS)))]
+    while len(operations) < 3 and random.random() < 0.4:
+        at += random.choice((0.05, 0.5, 2.0, 10.0))
+        kind = random.choice(("upgrade", "upgrade", "redeploy"))
+        operations.append(Operation(at, kind, random.choice((0, 1, 2, 2, BROKEN_WEIGHTS))))
+    return operations
 
 
 def _draw_long(random: Random, requests: list[Request]) -> list[Request]:
     """Some answers are so long that versions change meanwhile."""
     return [
-        replace(request, max_tokens=random.randint(100, 400)) if random.random() < 0.4 else request
+        replace(request, max_tokens=random.randint(50, 200)) if random.random() < 0.4 else request
         for request in requests
     ]
 

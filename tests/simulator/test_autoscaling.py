@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swell.coordinator.wire import ScalingCounts
+from swell.coordinator.scaling_counts import ScalingCounts
 from tests.simulator.kernel import WORLD
 from tests.simulator.laws import Run
 from tests.simulator.scenario import HOSTS, SLOW_STEP_S, Fault, Operation, Request, Scenario
@@ -26,7 +26,8 @@ def watch(run: Run) -> list[ScalingCounts]:
     seen: list[ScalingCounts] = []
 
     def look() -> None:
-        seen.append(run.plane.manager.manager._elasticity.counts())
+        manager = run.plane.manager.manager
+        seen.append(manager._elasticity.counts(manager.upgrader.status))
         run.plane.kernel.at(run.plane.kernel.now + 0.5, WORLD, look)
 
     run.plane.kernel.at(_BURST_AT_S, WORLD, look)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wave_interface import Phase
 from swell.coordinator.wire import ClusterView
+from swell.engine.server import EngineServer
 from tests.simulator.actors import SimEngine
 from tests.simulator.control_plane import (
     DRAIN_TIMEOUT_S,
@@ -61,6 +62,9 @@ class Watch:
         """Engines that did not reach the coordinator, or did not run: from, until."""
         self._leaving: dict[Process, float] = {}
         """Engines that an operator wants no more, as the coordinator knew last, and since when."""
+        self._staying: dict[tuple[str, int], float] = {}
+        """Requests, with the number of the attempt, that could be elsewhere than at an engine that
+        is not reached, and since when."""
         self._epochs: dict[SimIngress, int] = {}
         plane.ray.on_end.append(self._on_end)
         plane.on_view.append(self._on_view)
@@ -68,10 +72,12 @@ class Watch:
         plane.on_detach.append(self._on_detach)
 
     def look(self) -> None:
-        self._look_at_paths()
+        engines = self._plane.living_engines
+        self._look_at_paths(engines)
         self._look_at_requests()
-        self._look_at_engines()
-        self._look_at_roster()
+        self._look_at_engines(engines)
+        self._look_at_disturbances(engines)
+        self._look_at_roster(engines)
         self._look_at_pause()
         self._look_at_placements()
 
@@ -94,54 +100,68 @@ class Watch:
 
     # ---------------------------------------------------------------- each request ends in time
 
-    def could_serve(
-        self, ingress: SimIngress, engine: SimEngine, version: str | None = None
-    ) -> bool:
-        """The engine runs, and the ingress reaches it and knows it, for an answer of this version
-        or one that has not begun."""
-        server, net = engine.server, self._plane.net
+    def _look_at_paths(self, engines: list[SimEngine]) -> None:
+        """Each path once: an ingress that reaches an engine may use it for several versions."""
+        able = [engine for engine in engines if self._could_serve(engine)]
+        versions = (None, *dict.fromkeys([engine.version for engine in self._plane.engines]))
+        served_since, now = self._served_since, self._kernel.now
+        for ingress in self._plane.ingresses:
+            ranks = self._reached(ingress, able) if able else set()
+            for version in versions:
+                if ranks and self._takes_one_of(ingress, ranks, version):
+                    served_since.setdefault((ingress, version), now)
+                else:
+                    served_since.pop((ingress, version), None)
+
+    def _could_serve(self, engine: SimEngine) -> bool:
+        """It runs, and goes on by itself or by a coordinator."""
+        server = engine.server
         if server is None or not engine.process.runs or engine.executor.hangs:
             return False
-        if ingress.llm is None or not ingress.process.runs:
-            return False
-        if net.is_blocked(ingress.process.host, engine.process.host):
-            return False
-        is_alone = server.core.wave_member.phase is Phase.ALONE
-        if self._plane.scenario.expert and not (is_alone or self._is_led(engine)):
-            return False
-        member = ingress.llm.view.roster.find(engine.rank, server.incarnation)
-        candidates = ingress.llm._placer._router._candidates(version, 0)
-        return member is not None and engine.rank in candidates.ranks
+        if not self._plane.scenario.expert or server.core.wave_member.phase is Phase.ALONE:
+            return True
+        return self._is_led(server, engine.process.host)
 
-    def _is_led(self, engine: SimEngine) -> bool:
+    def _reached(self, ingress: SimIngress, engines: list[SimEngine]) -> set[int]:
+        """Ranks of engines that an ingress reaches and knows."""
+        llm, net, host = ingress.llm, self._plane.net, ingress.process.host
+        if llm is None or not ingress.process.runs:
+            return set()
+        if net.cuts:
+            engines = [each for each in engines if not net.is_blocked(host, each.process.host)]
+        find = llm.view.roster.find
+        known = [e for e in engines if e.server and find(e.rank, e.server.incarnation) is not None]
+        return {engine.rank for engine in known}
+
+    @staticmethod
+    def _takes_one_of(ingress: SimIngress, ranks: set[int], version: str | None) -> bool:
+        """Whether it sends one of these an answer of this version, or one that has not begun."""
+        assert ingress.llm is not None
+        router = ingress.llm._placer._router
+        return not ranks.isdisjoint(router._candidates(version, 0).ranks)
+
+    def _is_led(self, server: EngineServer, host: str) -> bool:
         """Engines that share experts need the coordinator to go on without one that was lost, until
         they go on alone. It is made again when Ray has noticed its end, and found where it has
         moved to, not while Ray's GCS is away."""
         coordinator, plane = self._plane.coordinator, self._plane
-        if coordinator is None or engine.server is None:
+        if coordinator is None:
             return False
         process = plane.coordinators[-1][0]
-        is_known = engine.server._coordinator_client._address == coordinator.address
+        is_known = server._coordinator_client._address == coordinator.address
         if plane.ray.away and not is_known:
             return False
-        return process.runs and not plane.net.is_blocked(engine.process.host, process.host)
-
-    def _look_at_paths(self) -> None:
-        engines = self._plane.living_engines
-        versions = [None, *dict.fromkeys(engine.version for engine in self._plane.engines)]
-        for key in [(i, version) for i in self._plane.ingresses for version in versions]:
-            if any(self.could_serve(key[0], engine, key[1]) for engine in engines):
-                self._served_since.setdefault(key, self._kernel.now)
-            else:
-                self._served_since.pop(key, None)
+        return process.runs and not plane.net.is_blocked(host, process.host)
 
     def _look_at_requests(self) -> None:
         if self._plane.operator.paused is not False:
             return
         now, faults = self._kernel.now, self._faults
+        if not (unended := [each for each in self._unended if each.request.at <= now]):
+            return
         over = max(faults.begun_at, self._plane.operator.changed_at)
         bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s
-        for each in list(self._unended):
+        for each in unended:
             version = each.state.answer_version.required if each.state is not None else None
             ingress = self._plane.ingresses[each.request.ingress]
             since = self._served_since.get((ingress, version))
@@ -155,20 +175,22 @@ class Watch:
             self.slowest_s = max(self.slowest_s, taken_s)
 
     def _look_at_placements(self) -> None:
-        """No request stays where its ingress does not reach, if that has another engine."""
+        """No request stays where its ingress does not reach, if that has another engine; but for a
+        heartbeat, after which it has looked: an answer that begins there has an engine since."""
+        staying: dict[tuple[str, int], float] = {}
         for ingress in self._plane.ingresses:
             llm = ingress.llm
             if llm is None or not llm._placer._unreachable or not ingress.process.runs:
                 continue
             unreachable, router = llm._placer._unreachable, llm._placer._router
-            stay = [
-                state
-                for state in llm._processor.request_states.values()
-                if state.engine in unreachable
-                and router.can_place(state.answer_version.required_elsewhere)
-            ]
-            if stay:
-                self._break(f"{stay[0].request_id} stays at an engine that is not reached")
+            for state in llm._processor.request_states.values():
+                version = state.answer_version.required_elsewhere
+                if state.engine in unreachable and router.can_place(version):
+                    key = state.request_id, state.attempt
+                    since = staying[key] = self._staying.get(key, self._kernel.now)
+                    if self._kernel.now - since > HEARTBEAT_S / self._faults.slowest_clock:
+                        self._break(f"{state.request_id} stays at an engine that is not reached")
+        self._staying = staying
 
     def _compute_s(self, request: SimRequest) -> float:
         steps = _COMPUTE_STEPS * request.request.max_tokens
@@ -176,18 +198,18 @@ class Watch:
 
     # ---------------------------------------------------------------- nothing is computed in vain
 
-    def _look_at_engines(self) -> None:
-        faults, awaited = self._faults, self._awaited()
+    def _look_at_engines(self, engines: list[SimEngine]) -> None:
+        faults = self._faults
         bound_s = SILENCE_S if faults.kinds - {"drop", "loss"} else LOOK_S
         if faults.kinds and bound_s == LOOK_S:
             bound_s = _LOSS_S + ("loss" in faults.kinds) * _RETRANSMISSIONS_S
         seen, before = {}, self._unawaited
-        for engine in self._plane.living_engines:
-            self._note_disturbance(engine)
-            if engine.server is None:
-                continue
-            steps = engine.server.core.num_steps
-            for request in engine.server.core.scheduler.requests.values():
+        cores = [(engine, engine.server.core) for engine in engines if engine.server is not None]
+        busy = [each for each in cores if each[1].scheduler.requests]
+        awaited = self._awaited() if busy else set()
+        for engine, core in busy:
+            steps = core.num_steps
+            for request in core.scheduler.requests.values():
                 attempt = (request.request_id, request.attempt)
                 if attempt in awaited:
                     continue
@@ -212,16 +234,21 @@ class Watch:
     def _is_disturbed(self, engine: SimEngine) -> bool:
         """It does not run, or does not reach the coordinator, or the head, which ends it then."""
         process, plane = engine.process, self._plane
-        if plane.coordinator is None or not process.runs or engine.executor.hangs:
+        if not process.runs or engine.executor.hangs or plane.coordinator is None:
             return True
+        if not (net := plane.net).cuts:
+            return False
         hosts = (plane.coordinators[-1][0].host, plane.ray.head)
-        return any(plane.net.is_blocked(process.host, host) for host in hosts)
+        return any(net.is_blocked(process.host, host) for host in hosts)
+
+    def _look_at_disturbances(self, engines: list[SimEngine]) -> None:
+        """What was decided about one then cannot be done while Ray's GCS is away, but after it."""
+        for engine in engines:
+            is_pending = self._plane.ray.away and self._is_excused(engine)
+            if is_pending or self._is_disturbed(engine):
+                self._note_disturbance(engine)
 
     def _note_disturbance(self, engine: SimEngine) -> None:
-        """What was decided about it then cannot be done while Ray's GCS is away, but after it."""
-        is_pending = self._plane.ray.away and self._is_excused(engine)
-        if not self._is_disturbed(engine) and not is_pending:
-            return
         now = self._kernel.now
         begun, until = self._disturbed.get(engine.process, (now, now))
         is_over = until < now - 2 * LOOK_S and until - begun < self._brief_s
@@ -243,16 +270,24 @@ class Watch:
         was_long = until - begun > self._brief_s and self._kernel.now - until < _EXCUSED_S
         return was_long or engine.executor.hangs
 
-    def _look_at_roster(self) -> None:
+    def _look_at_roster(self, engines: list[SimEngine]) -> None:
         if (coordinator := self._plane.coordinator) is None:
             return
         roster = coordinator._state_machine.roster
-        for engine in self._plane.living_engines:
+        for engine in engines:
             member = engine.server and roster.find(engine.rank, engine.server.incarnation)
             if member and member.state is MemberState.LEAVING:
                 self._leaving.setdefault(engine.process, self._kernel.now)
-            elif member and engine.rank not in coordinator._state_machine.detached:
-                self._leaving.pop(engine.process, None)
+            elif member and engine.process in self._leaving and self._is_kept(engine.process):
+                del self._leaving[engine.process]
+
+    def _is_kept(self, process: Process) -> bool:
+        """A manager says so: a coordinator that was restarted has forgotten who leaves."""
+        manager = self._plane.manager
+        if not (manager.has_started and manager.process.alive):
+            return False
+        engines = manager.manager._fleet.engines.values()
+        return any(not e.leaving and process.name.startswith(f"{e.name}.") for e in engines)
 
     def _on_leave(self, ranks: list[int]) -> None:
         """A coordinator that ends at once has perhaps told the ingresses before."""

@@ -62,10 +62,10 @@ def answers(folder, **overrides) -> list:
             for i in range(4)
         ]
         outputs = [llm.generate(prompts, params)]
-        progress_counter = llm._core.executor.progress_counter
+        progress_counter = llm._engine.core.executor.progress_counter
         outputs.append(llm.generate(prompts[:1], params[3]))
         assert (
-            llm._core.executor.progress_counter >= progress_counter + params[3].max_tokens
+            llm._engine.core.executor.progress_counter >= progress_counter + params[3].max_tokens
         )  # seen to make progress
     parts = [output.outputs[0] for some in outputs for output in some]
     return [(part.token_ids, part.logprobs) for part in parts]
@@ -110,7 +110,7 @@ def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatc
         assert tokens(greedy, greedy) == alone
         with_logprobs = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
         assert tokens(with_logprobs, with_logprobs) == alone
-        worker = llm._core.executor._worker
+        worker = llm._engine.core.executor._worker
         assert {c.head for c in worker.runner._model_step._captured} == set(forward.HeadOutput)
         monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
         replayed.clear()

@@ -30,7 +30,7 @@ def test_the_last_layer_computes_only_read_tokens(tmp_path, monkeypatch, prompt_
         "cache.prefix_caching": False,
     }
     with LLM(str(tmp_path), **options) as llm:
-        model = llm._core.executor._worker.model
+        model = llm._engine.core.executor._worker.model
         seen: list[list[int]] = [[], []]
         for rows, layer in zip(seen, (model.layers[0], model.layers[-1]), strict=True):
             layer.mlp.register_forward_pre_hook(

@@ -42,7 +42,7 @@ def check(logits: torch.Tensor, token_id: int, top: int, reported: TokenLogprobs
 
 
 def extras(sampled: SamplerOutput) -> dict[int, list[Extra]]:
-    return sampled.fill(ModelRunnerOutput(0), sampled.tensors()).extras
+    return sampled.to_cpu_nonblocking().fill(ModelRunnerOutput(0)).extras
 
 
 def params(sampled: int | None, prompt: int | None) -> SamplerParams:
@@ -60,26 +60,24 @@ def test_ranks_and_logprobs(rows: int, top: int, rng) -> None:
         [[rng.choice([-3.5, -1.0, 0.0, 0.25, 2.0, 9.0]) for _ in range(VOCAB)] for _ in range(rows)]
     )
     token_ids = torch.tensor([rng.randrange(VOCAB) for _ in range(rows)])
-    indices, values = rank_tokens(logits, token_ids, top)
-    assert indices.shape == (rows, 2 + min(top, VOCAB))
-    for row in range(rows):
-        rank, *ids = indices[row].tolist()
-        reported = TokenLogprobs(ids, values[row].tolist(), rank)
-        check(logits[row], int(token_ids[row]), top, reported)
+    ranked = rank_tokens(logits, token_ids, top)
+    assert ranked.logprob_token_ids.shape == (rows, 1 + min(top, VOCAB))
+    for row, of_row in enumerate(zip(*ranked.tolists(), strict=True)):
+        check(logits[row], int(token_ids[row]), top, TokenLogprobs(*of_row))
 
 
 def test_impossible_tokens_have_minus_infinity() -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0]])
-    indices, values = rank_tokens(logits, torch.tensor([1]), 2)
-    assert indices[0, 0] == 3
-    assert values[0].tolist() == pytest.approx([-math.inf, math.log(0.5), math.log(0.5)])
+    _, logprobs, ranks = rank_tokens(logits, torch.tensor([1]), 2).tolists()
+    assert ranks == [3]
+    assert logprobs[0] == pytest.approx([-math.inf, math.log(0.5), math.log(0.5)])
 
 
 def test_a_nearly_certain_token_keeps_its_digits() -> None:
     """Its logarithm is far below the rounding of its logit."""
     logits = torch.tensor([[1000.0, 984.0, 984.0]])
-    _, values = rank_tokens(logits, torch.tensor([0]), 0)
-    assert values.item() == pytest.approx(-math.log1p(2 * math.exp(-16)), rel=0.1)
+    ranked = rank_tokens(logits, torch.tensor([0]), 0)
+    assert ranked.logprobs.item() == pytest.approx(-math.log1p(2 * math.exp(-16)), rel=0.1)
 
 
 @st.composite
@@ -230,7 +228,7 @@ def test_both_kinds_of_one_row_leave_together() -> None:
     tokens = torch.tensor([7])
     pending_extras = [*reader(hidden, batch, plan), *(some.rank(tokens) for some in kept)]
     sampled = SamplerOutput(batch, tokens, tokens, pending_extras)
-    output = sampled.fill(ModelRunnerOutput(0), sampled.tensors())
+    output = sampled.fill(ModelRunnerOutput(0))
     assert output.sampled_token_ids == [7]
     assert {
         row: [type(extra) for extra in reported] for row, reported in output.extras.items()

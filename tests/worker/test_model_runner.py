@@ -37,9 +37,10 @@ def greedy_row(slot: int, tokens: list[int], blocks: list[int] | None = None) ->
     return NewRow(slot, tokens, len(tokens), blocks or [], SamplerParams())
 
 
+@pytest.mark.parametrize("device_is_host", [True, False])
 @settings(max_examples=50, deadline=None)
 @given(
-    st.lists(
+    steps=st.lists(
         st.lists(
             st.tuples(
                 st.integers(0, 3), st.integers(0, 7), st.lists(st.integers(0, 99), max_size=3)
@@ -50,8 +51,10 @@ def greedy_row(slot: int, tokens: list[int], blocks: list[int] | None = None) ->
         max_size=5,
     )
 )
-def test_staged_writes_equal_direct_ones(steps):
+def test_staged_writes_equal_direct_ones(device_is_host, steps):
     table, direct = StagedTable(4, 10, torch.int32, CPU), np.zeros((4, 10), dtype=np.int32)
+    if not device_is_host:
+        table._flat_np = None
     for writes in steps:
         before = table.tensor.clone()
         for row, start, values in writes:

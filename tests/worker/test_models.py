@@ -9,7 +9,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +16,15 @@ import torch
 import torch.distributed as dist
 
 from swell.configs.schema import ModelConfig, ParallelConfig
-from swell.kernels.attention import AttentionMetadata
+from swell.kernels.inputs import Inputs, Sizes
+from swell.worker.input_batch import InputBatch
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import load_config, load_weights
 from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
 from swell.worker.models.generic import refuse_config
 from swell.worker.models.intermediate import IntermediateTensors, stage_layers
+from swell.worker.wire import SchedulerOutput
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -43,8 +44,11 @@ class Part:
     count: int
 
 
-def batch_of(prompts: Sequence[Sequence[int]], parts: Sequence[Part]) -> Any:
-    """A flat batch of the parts; each row has its own blocks, in descending order."""
+def batch_of(
+    prompts: Sequence[Sequence[int]], parts: Sequence[Part], wanted: list[int] | None = None
+) -> InputBatch:
+    """A flat batch of the parts; each row has its own blocks, in descending order. `wanted`: the
+    tokens whose hidden states are read (None: all)."""
     blocks = MAX_TOKENS // BLOCK_TOKENS
     table = torch.arange(len(prompts) * blocks, dtype=torch.int32).flip(0).view(-1, blocks)
     ids, positions, slots, starts = [], [], [], [0]
@@ -56,19 +60,27 @@ def batch_of(prompts: Sequence[Sequence[int]], parts: Sequence[Part]) -> Any:
             slots.append(block * BLOCK_TOKENS + p % BLOCK_TOKENS)
         starts.append(len(ids))
     context = [part.start + part.count for part in parts]
-    meta = AttentionMetadata(
-        query_start=torch.tensor(starts, dtype=torch.int32),
-        context_tokens=torch.tensor(context, dtype=torch.int32),
-        block_table=table[[part.row for part in parts]].contiguous(),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64),
-        max_query_tokens=max((part.count for part in parts), default=0),
-        max_context_tokens=max(context, default=0),
-    )
-    return SimpleNamespace(
-        input_ids=torch.tensor(ids, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        attention=meta,
-        hidden_indices=None,
+    indices = torch.tensor(wanted or [], dtype=torch.int64)
+    return InputBatch(
+        plan=SchedulerOutput(0),
+        inputs=Inputs(
+            input_ids=torch.tensor(ids, dtype=torch.int64),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            context_tokens=torch.tensor(context, dtype=torch.int32),
+            block_table=table[[part.row for part in parts]].contiguous(),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            samples=indices.expand(3, -1),
+        ),
+        sizes=Sizes(
+            tokens=len(ids),
+            rows=len(parts),
+            samples=len(indices),
+            max_query_tokens=max((part.count for part in parts), default=0),
+            max_context_tokens=max(context, default=0),
+        ),
+        block_tokens=BLOCK_TOKENS,
+        all_hidden=wanted is None,
     )
 
 
@@ -402,19 +414,17 @@ def test_hidden_indices_select_unchanged_states(tiny: Any, family: str, wanted: 
     load_weights(model, config)
     pack_weights(model)
     prompts = [list(range(10, 40)), list(range(50, 60))]
-    first = batch_of(prompts, [Part(0, 0, 30), Part(1, 0, 8)])
     second = batch_of(prompts, [Part(1, 8, 2)])
 
-    def hidden(rows: torch.Tensor | None) -> list[torch.Tensor]:
+    def hidden(rows: list[int] | None) -> list[torch.Tensor]:
+        first = batch_of(prompts, [Part(0, 0, 30), Part(1, 0, 8)], rows)
         for layer in model.attention_layers():
             shape = (32, layer.kv_heads, BLOCK_TOKENS, layer.head_dim)
             layer.bind_cache(*(torch.zeros(shape) for _ in range(2)))
-        first.hidden_indices = rows
         with torch.no_grad():
             return [model(first, None), model(second, None)]
 
-    rows = torch.tensor(wanted, dtype=torch.int64)
-    (every, later), (some, later_too) = hidden(None), hidden(rows)
+    (every, later), (some, later_too) = hidden(None), hidden(wanted)
     assert some.shape == (len(wanted), every.shape[1])
-    torch.testing.assert_close(some, every[rows], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(some, every[wanted], rtol=1e-5, atol=1e-5)
     assert torch.equal(later, later_too)

@@ -53,7 +53,7 @@ def test_initialized_before_a_worker_computes() -> None:
 
     with (
         patch.object(worker, "initialize_vector_math", settle),
-        patch.object(worker, "_device", side_effect=AssertionError("came first")),
+        patch.object(worker, "device_of", side_effect=AssertionError("came first")),
         pytest.raises(Settled),
     ):
         worker.Worker(Config(model=ModelConfig(path="anything")))

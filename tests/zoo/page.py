@@ -31,6 +31,8 @@ is equal, or it is refused with a reason. `make test` does the same for a fixed 
   one was run: a difference stands in brackets. Other values of its keys are checked at load by the
   same rules.
 - Quantized checkpoints of any architecture are refused.
+- Models that pool (embeddings, rerankers, classifiers) are in [pooling.md](pooling.md).
+- Adapters (LoRA) of the dense native ones are in [adapters.md](adapters.md).
 
 Of {total} model types {served} are served ({native} of them natively), {refused} are refused.
 

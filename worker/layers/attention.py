@@ -28,12 +28,14 @@ class Attention(nn.Module):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        lookahead: int = 0,
     ) -> None:
         """`window`: tokens that a token attends to, itself included, 0: all; `softcap`: bound of
-        the scores, 0: none."""
+        the scores, 0: none; `lookahead`: later tokens that a token attends to."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.scale, self.window, self.softcap = scale, window, softcap
+        self.lookahead = lookahead
         self.unbind_cache()
 
     def bind_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -59,5 +61,6 @@ class Attention(nn.Module):
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
+            lookahead=self.lookahead,
         )
         return out.flatten(1)

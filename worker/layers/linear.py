@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from swell.kernels.linear import linear
+from swell.worker.layers.lora import NO_LORA, LoraPart, NoLora
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.layers.weight_shard import (
     ALL,
@@ -46,6 +47,7 @@ class _FusedColumns(PackedWeight):
     them all."""
 
     bias: nn.Parameter | None
+    lora: NoLora = NO_LORA
 
     def __init__(self, in_features: int, parts: Sequence[Rows], bias: bool) -> None:
         super().__init__()
@@ -57,7 +59,19 @@ class _FusedColumns(PackedWeight):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., this rank's rows]"""
-        return linear(x, self.weight, self.bias)
+        return self.lora.add(x, linear(x, self.weight, self.bias))
+
+    def lora_parts(self, *names: str) -> list[LoraPart]:
+        """What an adapter may adapt; `names` as for `weight_shards`."""
+        return [
+            LoraPart(
+                name,
+                slice(0, self.in_features),
+                slice(part.start, part.start + part.count),
+                (part.total, self.in_features),
+            )
+            for name, part in zip(names, self.parts, strict=True)
+        ]
 
     def weight_shards(self, *names: str) -> Iterator[WeightShard]:
         """`names`: one for each part, without `.weight`."""
@@ -70,6 +84,20 @@ class _FusedColumns(PackedWeight):
             if self.bias is not None:
                 yield WeightShard(f"{name}.bias", self.bias[here], (rows,), (part.total,))
             start += part.count
+
+    def fused_shards(self, name: str) -> Iterator[WeightShard]:
+        """The same of a checkpoint that has the matrices stacked in one, `name`."""
+        start = before = 0
+        total = sum(part.total for part in self.parts)
+        for part in self.parts:
+            here = slice(start, start + part.count)
+            rows = slice(before + part.start, before + part.start + part.count)
+            shape = (total, self.in_features)
+            yield WeightShard(f"{name}.weight", self.weight[here], (rows, ALL), shape)
+            if self.bias is not None:
+                yield WeightShard(f"{name}.bias", self.bias[here], (rows,), (total,))
+            start += part.count
+            before += part.total
 
 
 class ColumnParallelLinear(_FusedColumns):
@@ -152,6 +180,7 @@ class RowParallelLinear(PackedWeight):
     """
 
     bias: nn.Parameter | None
+    lora: NoLora = NO_LORA
 
     def __init__(
         self,
@@ -175,9 +204,15 @@ class RowParallelLinear(PackedWeight):
         if self.split_input:
             x = x.narrow(-1, self.columns.start, self.columns.count)
         if self.group.size == 1:
-            return linear(x, self.weight, self.bias)
-        y = self.group.all_reduce(linear(x, self.weight))
+            return self.lora.add(x, linear(x, self.weight, self.bias))
+        y = self.group.all_reduce(self.lora.add(x, linear(x, self.weight)))
         return y if self.bias is None else y + self.bias
+
+    def lora_parts(self, name: str) -> list[LoraPart]:
+        """What an adapter may adapt."""
+        columns = slice(self.columns.start, self.columns.start + self.columns.count)
+        shape = (self.out_features, self.in_features)
+        return [LoraPart(name, columns, slice(0, self.out_features), shape)]
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         columns = slice(self.columns.start, self.columns.start + self.columns.count)
@@ -185,3 +220,29 @@ class RowParallelLinear(PackedWeight):
         yield WeightShard(f"{name}.weight", self.weight, (ALL, columns), shape)
         if self.bias is not None:
             yield replicated_shard(f"{name}.bias", self.bias)
+
+
+class ReplicatedLinear(PackedWeight):
+    """Every rank has the whole matrix and computes all outputs."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_features, in_features)
+        self.bias = empty_parameter(out_features) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]"""
+        return linear(x, self.weight, self.bias)
+
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        yield replicated_shard(f"{name}.weight", self.weight)
+        if self.bias is not None:
+            yield replicated_shard(f"{name}.bias", self.bias)
+
+
+LinearLayer = (
+    ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear | RowParallelLinear
+)
+"""Those that adapters may adapt."""

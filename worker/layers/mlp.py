@@ -8,8 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from swell.kernels.activation import silu_and_mul
-from swell.worker.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from swell.kernels.activation import gelu, silu_and_mul
+from swell.worker.layers.linear import (
+    ColumnParallelLinear,
+    LinearLayer,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.mesh import Group
 
@@ -36,6 +41,29 @@ class GatedMLP(FeedForward):
         """x [T, hidden] -> [T, hidden]"""
         return self.down(silu_and_mul(self.gate_up(x)))
 
+    def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
+        """Each with the checkpoint's names of its matrices."""
+        yield self.gate_up, (f"{name}.gate_proj", f"{name}.up_proj")
+        yield self.down, (f"{name}.down_proj",)
+
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
-        yield from self.gate_up.weight_shards(f"{name}.gate_proj", f"{name}.up_proj")
-        yield from self.down.weight_shards(f"{name}.down_proj")
+        for layer, names in self.linear_layers(name):
+            yield from layer.weight_shards(*names)
+
+
+class GeluMLP(FeedForward):
+    """`down(gelu(up(x)))`, with biases: up is column-parallel, down is row-parallel."""
+
+    def __init__(self, hidden: int, intermediate: int, group: Group) -> None:
+        super().__init__()
+        what = "intermediate_size"
+        self.up = ColumnParallelLinear(hidden, intermediate, group, bias=True, what=what)
+        self.down = RowParallelLinear(intermediate, hidden, group, bias=True, what=what)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]"""
+        return self.down(gelu(self.up(x)))
+
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        yield from self.up.weight_shards(f"{name}.intermediate.dense")
+        yield from self.down.weight_shards(f"{name}.output.dense")

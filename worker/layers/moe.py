@@ -18,7 +18,7 @@ product never mixes tokens of two engines, because its rounding depends on its n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +59,16 @@ class MoE(FeedForward):
         self.router = empty_parameter(traits.count, hidden)
         self.local_experts: dict[int, Expert] = {}
         """Expert -> its weights, for the experts of this rank."""
+        self.on_choices: Callable[[torch.Tensor], None] | None = None
+        """Called with the choices [T, k] of each step, if they are recorded."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]; every worker of the stage calls it, with T = 0 too."""
         traits = self.traits
         logits = F.linear(x, self.router)
         weights, choices = route(logits, traits.top_k, traits.renormalize)
+        if self.on_choices is not None:
+            self.on_choices(choices)
         if traits.round_weights:
             weights = weights.to(x.dtype)
         return combine_experts(self._outputs(x, choices), weights)

@@ -1,13 +1,13 @@
-"""Root-mean-square normalization; every rank has the full weight."""
+"""Root-mean-square and layer normalization; every rank has the full weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from swell.kernels.norm import add_rms_norm, rms_norm
+from swell.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from swell.worker.layers.weight_shard import WeightShard, empty_parameter, replicated_shard
 
 
@@ -29,3 +29,24 @@ class RMSNorm(nn.Module):
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         yield replicated_shard(f"{name}.weight", self.weight)
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean) / sqrt(variance + eps) * weight + bias` over the last dimension."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, size: int, eps: float, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size)
+        self.bias = empty_parameter(size) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [..., size] -> norm(x), or norm(x + residual), [..., size]"""
+        return layer_norm(x, self.weight, self.bias, self.eps, residual)
+
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        yield replicated_shard(f"{name}.weight", self.weight)
+        if self.bias is not None:
+            yield replicated_shard(f"{name}.bias", self.bias)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from swell.kernels.linear import Weight, pack
+from swell.kernels.linear import PackedTensor, Weight, pack
 
 
 class PackedWeight(nn.Module):
@@ -16,8 +16,9 @@ class PackedWeight(nn.Module):
     """A parameter while it is filled, then a `Weight` of `swell.kernels.linear`."""
 
     def pack(self) -> None:
-        """Replace the filled weight by its packed form."""
-        self.replace(pack(self.weight))
+        """Replace the filled weight by its packed form, unless it was loaded in that form."""
+        if not isinstance(self.weight, PackedTensor):
+            self.replace(pack(self.weight))
 
     def replace(self, weight: Weight) -> None:
         """Use `weight` from now on."""

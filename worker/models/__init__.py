@@ -12,6 +12,12 @@ A model object is one tensor rank's part of one stage. It has
     weight_shards(stored) -> what it reads from a checkpoint that has the tensors named `stored`
     tied_pairs(hf_config, stored) -> pairs of names in `stored` that its config ties
 
+and, if it pools (`swell.worker.pool`), in place of `compute_logits`, `argmax` and `tied_pairs`:
+
+    hidden: the size of a hidden state
+    classifier: what maps pooled hidden states [P, hidden] to scores [P, classes], if it classifies
+    segment_starts: slot -> position of the second text, if it has embeddings of segments
+
 and, if engines can share its experts,
 
     moe_layers() -> the layers of the stage that have experts; every worker of the stage must
@@ -28,6 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swell.configs.pooling import DECODERS, PoolingSpec
 from swell.configs.schema import ModelConfig
 from swell.worker.mesh import Mesh
 
@@ -41,6 +48,15 @@ NATIVE = {
 }
 """Architecture, as config.json names it -> "module:Class"."""
 
+POOLED = {
+    **dict.fromkeys(DECODERS, "swell.worker.models.llama_pooled:LlamaForPooling"),
+    **dict.fromkeys(
+        ("Bert", "Roberta", "XLMRoberta", "Camembert"), "swell.worker.models.bert:Bert"
+    ),
+    "ModernBert": "swell.worker.models.modernbert:ModernBert",
+}
+"""Family, as the first part of the name of an architecture -> "module:Class"."""
+
 GENERIC = "swell.worker.models.generic:GenericForCausalLM"
 
 
@@ -50,8 +66,10 @@ def build_model(
     mesh: Mesh,
     device: torch.device | str,
     dtype: torch.dtype,
+    pooling: PoolingSpec | None = None,
 ) -> nn.Module:
-    """The part of the model that this worker runs, on `device`, its weights not yet loaded.
+    """The part of the model that this worker runs, on `device`, its weights not yet loaded; with
+    `pooling` one that pools.
 
     `hf_config` comes from `load_config`. Raises `ValueError` for an architecture or a split that
     is not supported, or if engines are to share experts of a model that has none.
@@ -59,20 +77,22 @@ def build_model(
     from swell.worker.loader import max_model_len
 
     length = max_model_len(model_config, hf_config)
-    where = _choose(model_config.backend, architecture(hf_config))
-    module, _, name = where.partition(":")
-    kind = getattr(import_module(module), name)
+    kind = _kind(model_config, hf_config, pooling)
     if mesh.shares_experts and not hasattr(kind, "moe_layers"):
         raise ValueError(
             f"parallel.expert=true: {architecture(hf_config)!r} has no experts that engines could "
             f"share with model.backend={model_config.backend}; set parallel.expert=false"
         )
-    hf_config = _as_stored(model_config, hf_config, kind, dtype)
+    if pooling is None:
+        hf_config = resolve_ties(model_config, hf_config, dtype)
+    elif pooling.token_ids is not None:
+        hf_config = copy.copy(hf_config)
+        hf_config.classifier_token_ids = pooling.token_ids
     model: nn.Module = kind(hf_config, mesh, torch.device(device), dtype, length)
     return model.eval()
 
 
-def _as_stored(model_config: ModelConfig, hf_config: Any, kind: Any, dtype: torch.dtype) -> Any:
+def resolve_ties(model_config: ModelConfig, hf_config: Any, dtype: torch.dtype) -> Any:
     """The config, with ties removed if the checkpoint stores two different tensors for a tied pair.
 
     The checkpoint decides, as in transformers: it may have a head that was trained separately.
@@ -82,7 +102,7 @@ def _as_stored(model_config: ModelConfig, hf_config: Any, kind: Any, dtype: torc
     text = hf_config.get_text_config()
     if not any(getattr(config, "tie_word_embeddings", False) for config in (hf_config, text)):
         return hf_config
-    pairs = kind.tied_pairs(hf_config, checkpoint_names(model_config))
+    pairs = _kind(model_config, hf_config).tied_pairs(hf_config, checkpoint_names(model_config))
     if all(stored_equal(model_config, one, other, dtype) for one, other in pairs):
         return hf_config
     untied = copy.deepcopy(hf_config)
@@ -95,7 +115,30 @@ def architecture(hf_config: Any) -> str:
     return (getattr(hf_config, "architectures", None) or [""])[0]
 
 
-def _choose(backend: str, name: str) -> str:
+def backend_of(model_config: ModelConfig, hf_config: Any) -> str:
+    """`native` or `transformers`, whichever `model.backend` chooses."""
+    return "transformers" if _where(model_config, hf_config) == GENERIC else "native"
+
+
+def _kind(model_config: ModelConfig, hf_config: Any, pooling: PoolingSpec | None = None) -> Any:
+    """The class of the model."""
+    module, _, name = _where(model_config, hf_config, pooling).partition(":")
+    return getattr(import_module(module), name)
+
+
+def _where(model_config: ModelConfig, hf_config: Any, pooling: PoolingSpec | None = None) -> str:
+    from swell.worker.loader import stored_backend
+
+    return _choose(stored_backend(model_config), architecture(hf_config), pooling)
+
+
+def _choose(backend: str, name: str, pooling: PoolingSpec | None) -> str:
+    if pooling is not None:
+        if backend == "transformers":
+            raise ValueError(
+                f"architecture {name!r} pools with model.backend=native alone; set it to auto"
+            )
+        return POOLED[pooling.family]
     if backend == "transformers" or (backend == "auto" and name not in NATIVE):
         return GENERIC
     if name not in NATIVE:

@@ -7,9 +7,6 @@ one row [1, T] of tokens with their positions and no cache; all earlier tokens a
 
 from __future__ import annotations
 
-import copy
-import inspect
-import threading
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +18,9 @@ from swell.kernels.sample import greedy_sample
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from swell.worker.layers.weight_shard import WeightShard, replicated_shard
 from swell.worker.mesh import Mesh
-from swell.worker.models import generic_attention, generic_masks, generic_probe
+from swell.worker.models import generic_masks, generic_probe
 from swell.worker.models.generic_attention import Mode, PagedAttentionHook, UnsupportedModelError
+from swell.worker.models.generic_build import materialize, on_meta
 from swell.worker.models.generic_masks import UnsupportedMaskError
 from swell.worker.models.generic_parallel import StageBoundary, split_stages, split_tensors
 from swell.worker.models.generic_weights import WeightsMapper
@@ -31,17 +29,10 @@ from swell.worker.models.intermediate import IntermediateTensors
 if TYPE_CHECKING:
     from swell.worker.input_batch import InputBatch
     from swell.worker.layers.attention import Attention
-
-SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
+    from swell.worker.prompt_embeds import EmbedsOverride
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that differ only in their masks."""
-
-INITIALIZED = "_is_hf_initialized"
-"""The attribute by which transformers marks tensors that `initialize_weights` must not change."""
-
-_CONSTRUCTION = threading.Lock()
-"""Held while transformers builds or initializes a model, because it patches functions of torch."""
 
 
 class GenericForCausalLM(nn.Module):
@@ -62,12 +53,13 @@ class GenericForCausalLM(nn.Module):
         """
         super().__init__()
         refuse_config(config, max_positions)
-        causal, base = _on_meta(config)
+        causal, base = on_meta(config)
         self.mesh, self.device, self.dtype = mesh, device, dtype
         self.hidden = int(base.config.hidden_size)
         self.vocab_size = int(base.config.vocab_size)
         self.width = self.hidden
         """Size of the head's input: some models project hidden states before the head."""
+        self.embedding_width = int(base.get_input_embeddings().weight.shape[1])
         self._stage_boundary = StageBoundary()
         self._calls = PagedAttentionHook(type(causal).__name__, max_positions)
         self._names = WeightsMapper(causal)
@@ -75,7 +67,7 @@ class GenericForCausalLM(nn.Module):
         self.range = split_stages(causal, base, mesh, self._stage_boundary)
         if not mesh.is_last_stage:
             _drop_head(causal, base)
-        _materialize(causal, device, dtype)
+        materialize(causal, device, dtype)
         self._parts = list(causal.named_modules())
         self._calls.attach(causal)
         # The whole model computes the head, with its body replaced by one that returns given hidden
@@ -83,6 +75,9 @@ class GenericForCausalLM(nn.Module):
         self._head_input = _HeadInput()
         setattr(causal, causal.base_model_prefix, self._head_input)
         self.base, self.head = base, causal
+        self._prompt_embeds: EmbedsOverride | None = None
+        if mesh.is_first_stage:
+            base.get_input_embeddings().register_forward_hook(self._embed)
         self._trace()
 
     def forward(
@@ -100,12 +95,18 @@ class GenericForCausalLM(nn.Module):
             return nothing.hidden_states.new_empty(0, self.width)
         self._calls.metadata = batch.attention
         incoming = None if intermediate is None else intermediate.hidden_states
+        self._prompt_embeds = batch.prompt_embeds
         hidden = self._run(batch.input_ids, batch.positions, incoming)
         if not self.mesh.is_last_stage:
             return IntermediateTensors(hidden)
         return (
             hidden if batch.hidden_indices is None else hidden.index_select(0, batch.hidden_indices)
         )
+
+    def _embed(self, _: nn.Module, args: Any, x: torch.Tensor) -> torch.Tensor:
+        """x [1, T, width] as the table has it -> with the step's prompts that are embeddings"""
+        embeds = self._prompt_embeds
+        return x if embeds is None else embeds.put_into(x[0])[None]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
@@ -140,7 +141,7 @@ class GenericForCausalLM(nn.Module):
         Empty for a model that will be refused.
         """
         try:
-            return WeightsMapper(_on_meta(config)[0]).tied_pairs(stored) if stored else []
+            return WeightsMapper(on_meta(config)[0]).tied_pairs(stored) if stored else []
         except ValueError:
             return []
 
@@ -270,49 +271,6 @@ class _HeadInput(nn.Module):
         return _Body(hidden)
 
 
-def _on_meta(config: Any) -> tuple[Any, Any]:
-    """The model on the meta device, and its body. Raises `ValueError` if it is no causal LM."""
-    from transformers import AutoModelForCausalLM
-
-    generic_attention.register()
-    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-    try:
-        with _CONSTRUCTION, torch.device("meta"):
-            causal = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config),
-                dtype=torch.float32,
-                attn_implementation=generic_attention.NAME,
-                trust_remote_code=False,
-            )
-    except KeyError as error:
-        raise ValueError(
-            f"architecture {name!r} cannot be served: its attention does not go through "
-            f"transformers' attention interface ({error})"
-        ) from None
-    except Exception as error:
-        raise ValueError(
-            f"architecture {name!r} is no causal LM that transformers can build: "
-            f"{first_line(error)}"
-        ) from None
-    name, base = type(causal).__name__, causal.base_model
-    text = base.config.get_text_config()
-    parts = [] if text is base.config else sorted(set(base.config.sub_configs) - {"text_config"})
-    why = None
-    if base is causal:
-        why = "its body cannot be separated from its head"
-    elif getattr(causal, "_is_stateful", False):
-        why = "its layers have a recurrent state"
-    elif "position_ids" not in inspect.signature(base.forward).parameters:
-        why = "its forward takes no positions"
-    elif parts:
-        why = f"it has {', '.join(parts)} beside its text model, and only text models are served"
-    elif not all(isinstance(getattr(base.config, k, None), int) for k in SIZES):
-        why = f"its config lacks one of {', '.join(SIZES)}"
-    if why:
-        raise ValueError(f"architecture {name!r} cannot be served: {why}")
-    return causal.eval(), base
-
-
 def refuse_config(config: Any, max_positions: int) -> None:
     """Raise `ValueError` for a config that cannot be served, before the model is built.
 
@@ -348,43 +306,6 @@ def _drop_head(causal: nn.Module, base: nn.Module) -> None:
     for name, child in list(causal.named_children()):
         if child is not base:
             setattr(causal, name, nn.Identity())
-
-
-def _materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Allocate parameters and buffers, and initialize those that a checkpoint does not hold.
-
-    As `from_pretrained` does it: tensors marked as initialized are not changed.
-    """
-    fp32 = list(causal._keep_in_fp32_modules_strict)
-    if dtype == torch.float16:
-        fp32 += list(causal._keep_in_fp32_modules)
-    made: dict[int, torch.Tensor] = {}
-
-    def real(old: torch.Tensor, name: str) -> torch.Tensor:
-        if id(old) not in made:
-            keep = not old.is_floating_point() or any(part in name for part in fp32)
-            made[id(old)] = torch.empty(
-                old.shape, dtype=old.dtype if keep else dtype, device=device
-            )
-        return made[id(old)]
-
-    for path, module in causal.named_modules():
-        for name, old in module._parameters.items():
-            if old is not None:
-                data = real(old, f"{path}.{name}")
-                made[id(old)] = new = nn.Parameter(data, requires_grad=False)
-                setattr(new, INITIALIZED, True)
-                module._parameters[name] = new
-        for name, old in module._buffers.items():
-            if old is None:
-                continue
-            if name in module._non_persistent_buffers_set:
-                module._buffers[name] = torch.empty(old.shape, dtype=old.dtype, device=device)
-            else:
-                module._buffers[name] = real(old, f"{path}.{name}")
-                setattr(module._buffers[name], INITIALIZED, True)
-    with _CONSTRUCTION:
-        causal.initialize_weights()
 
 
 def _unsplit_hint(mesh: Mesh) -> str:

@@ -21,7 +21,8 @@ from swell.kernels.linear import embedding
 from swell.kernels.rope import apply_rope
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from swell.worker.layers.linear import QKVParallelLinear, RowParallelLinear
+from swell.worker.layers.linear import LinearLayer, QKVParallelLinear, RowParallelLinear
+from swell.worker.layers.lora import ActiveAdapters
 from swell.worker.layers.mlp import FeedForward, GatedMLP
 from swell.worker.layers.norm import RMSNorm
 from swell.worker.layers.rotary import RotaryEmbedding
@@ -130,9 +131,14 @@ class LlamaAttention(nn.Module):
         q, k = apply_rope(q, k, cos, sin)
         return self.out(_of(self.attention(q.flatten(1), k.flatten(1), v, meta), hidden_indices))
 
+    def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
+        """Each with the checkpoint's names of its matrices."""
+        yield self.qkv, (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        yield self.out, (f"{name}.o_proj",)
+
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
-        yield from self.qkv.weight_shards(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
-        yield from self.out.weight_shards(f"{name}.o_proj")
+        for layer, names in self.linear_layers(name):
+            yield from layer.weight_shards(*names)
         if self.q_norm is not None and self.k_norm is not None:
             yield from self.q_norm.weight_shards(f"{name}.q_norm")
             yield from self.k_norm.weight_shards(f"{name}.k_norm")
@@ -169,6 +175,12 @@ class LlamaLayer(nn.Module):
         x, residual = self.mlp_norm.add(x, _of(residual, hidden_indices))
         return self.mlp(x), residual
 
+    def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
+        """Each with the checkpoint's names of its matrices."""
+        yield from self.attention.linear_layers(f"{name}.self_attn")
+        if isinstance(self.mlp, GatedMLP):
+            yield from self.mlp.linear_layers(f"{name}.{self.mlp_name}")
+
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         yield from self.attention_norm.weight_shards(f"{name}.input_layernorm")
         yield from self.attention.weight_shards(f"{name}.self_attn")
@@ -176,8 +188,9 @@ class LlamaLayer(nn.Module):
         yield from self.mlp.weight_shards(f"{name}.{self.mlp_name}")
 
 
-class LlamaForCausalLM(nn.Module):
-    """One tensor rank's part of one pipeline stage."""
+class LlamaModel(nn.Module):
+    """One tensor rank's part of one pipeline stage; `make_head` gives the last stage what follows
+    its normed hidden states."""
 
     layers: Sequence[LlamaLayer]
     traits_table: ClassVar[Mapping[str, Callable[[Any], Traits]]] = TRAITS
@@ -199,9 +212,13 @@ class LlamaForCausalLM(nn.Module):
         _check(config)
         traits = self.traits_table[config.architectures[0]](config)
         group, self.mesh, self.hidden = mesh.tensor, mesh, config.hidden_size
+        self.embedding_width = int(config.hidden_size)
+        """Numbers of an embedding of a prompt that is given as such."""
+        self.active_adapters = ActiveAdapters()
         self.device, self.dtype = device, dtype
         self.vocab_size = int(config.vocab_size)
         stages = mesh.pipeline.size
+        self.num_layers = int(config.num_hidden_layers)
         self.range = stage_layers(config.num_hidden_layers, stages, mesh.stage)
         layers = (
             LlamaLayer(config, traits, i, group, self.make_mlp(config, traits, i))
@@ -213,12 +230,14 @@ class LlamaForCausalLM(nn.Module):
             self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
         if mesh.is_last_stage:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.head = ParallelLMHead(config.vocab_size, config.hidden_size, group)
-            if self.tied and mesh.is_first_stage:
-                self.head.tie(self.embed)
+            self.make_head(config)
         materialize(self, device, dtype)
         self.rope = RotaryEmbedding(head_dim(config), max_positions, _rope(config))
         self.rope.to(device)
+
+    def make_head(self, config: Any) -> None:
+        """Add the layers behind the last hidden states."""
+        raise NotImplementedError
 
     def make_mlp(self, config: Any, traits: Traits, layer: int) -> FeedForward:
         """The feed-forward block of a layer."""
@@ -235,8 +254,11 @@ class LlamaForCausalLM(nn.Module):
         normed hidden states of `batch.hidden_indices`, [W, hidden], or of all.
         """
         residual: torch.Tensor | None = None
+        self.active_adapters.tokens = batch.adapters
         if self.mesh.is_first_stage:
             x = self.embed(batch.input_ids)
+            if batch.prompt_embeds is not None:
+                x = batch.prompt_embeds.put_into(x)
         else:
             assert intermediate is not None, "a later stage needs what the one before it computed"
             x, residual = intermediate.hidden_states, intermediate.residual
@@ -251,6 +273,52 @@ class LlamaForCausalLM(nn.Module):
         x, _ = self.norm.add(x, residual)
         return x
 
+    def attention_layers(self) -> list[Attention]:
+        """The attention layers of this stage, in order: each needs a KV cache."""
+        return [layer.attention.attention for layer in self.layers]
+
+    def linear_layers(self) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
+        """The linear layers of this stage, each with the checkpoint's names of its matrices."""
+        for i, layer in zip(self.range, self.layers, strict=True):
+            yield from layer.linear_layers(f"model.layers.{i}")
+
+    def linear_modules(self) -> list[str]:
+        """Those names, of all stages."""
+        return [
+            name
+            for i in range(self.num_layers)
+            for _, names in self.layers[0].linear_layers(f"model.layers.{i}")
+            for name in names
+        ]
+
+    def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
+        """Buffers for the activations of the stage before, for `tokens` tokens."""
+        x, residual = torch.empty(2, tokens, self.hidden, dtype=self.dtype, device=self.device)
+        return IntermediateTensors(x, residual)
+
+    def backbone_shards(
+        self, prefix: str = "model.", embedding: str = EMBEDDING
+    ) -> Iterator[WeightShard]:
+        """All but the head's. `prefix`: of the checkpoint's names; `embedding`: the whole name of
+        that layer, without `.weight`."""
+        if self.mesh.is_first_stage:
+            yield from self.embed.weight_shards(embedding)
+        for i, layer in zip(self.range, self.layers, strict=True):
+            yield from layer.weight_shards(f"{prefix}layers.{i}")
+        if self.mesh.is_last_stage:
+            yield from self.norm.weight_shards(f"{prefix}norm")
+
+
+class LlamaForCausalLM(LlamaModel):
+    """With a head that gives logits."""
+
+    takes_adapters = True
+
+    def make_head(self, config: Any) -> None:
+        self.head = ParallelLMHead(config.vocab_size, config.hidden_size, self.mesh.tensor)
+        if self.tied and self.mesh.is_first_stage:
+            self.head.tie(self.embed)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
         return self.head(hidden)
@@ -260,26 +328,13 @@ class LlamaForCausalLM(nn.Module):
         these, [S] float32"""
         return self.head.argmax(hidden)
 
-    def attention_layers(self) -> list[Attention]:
-        """The attention layers of this stage, in order: each needs a KV cache."""
-        return [layer.attention.attention for layer in self.layers]
-
-    def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
-        """Buffers for the activations of the stage before, for `tokens` tokens."""
-        x, residual = torch.empty(2, tokens, self.hidden, dtype=self.dtype, device=self.device)
-        return IntermediateTensors(x, residual)
-
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
         """The parts of the checkpoint that this rank needs; `stored`: the checkpoint's names."""
         embedding = EMBEDDING
         if self.tied and stored and f"{EMBEDDING}.weight" not in stored:
             embedding = HEAD  # a tied tensor may be stored under either name
-        if self.mesh.is_first_stage:
-            yield from self.embed.weight_shards(embedding)
-        for i, layer in zip(self.range, self.layers, strict=True):
-            yield from layer.weight_shards(f"model.layers.{i}")
+        yield from self.backbone_shards(embedding=embedding)
         if self.mesh.is_last_stage:
-            yield from self.norm.weight_shards("model.norm")
             if not self.tied:
                 yield from self.head.weight_shards(HEAD)
             elif not self.mesh.is_first_stage:

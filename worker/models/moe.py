@@ -80,6 +80,7 @@ class MoeForCausalLM(LlamaForCausalLM):
     """
 
     traits_table = TRAITS
+    takes_adapters = False
 
     def __init__(
         self,
@@ -90,6 +91,10 @@ class MoeForCausalLM(LlamaForCausalLM):
         max_positions: int,
     ) -> None:
         super().__init__(config, mesh, device, dtype, max_positions)
+        traits = TRAITS[config.architectures[0]](config)
+        self.expert_traits = traits.experts
+        self.expert_layers = tuple(i for i, sparse in enumerate(traits.sparse) if sparse)
+        """The layers of all stages that have experts."""
         if mesh.shares_experts:
             return
         for layer in self.moe_layers():

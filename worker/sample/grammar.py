@@ -4,13 +4,17 @@ The mask of a step depends on the token of the step before. The host reads that 
 step's forward pass is already running on the device: masks are computed while the device computes,
 and no step waits for the engine. Every rank that samples keeps its own state of the grammar; the
 same tokens give all ranks the same masks.
+
+Behind a draft, the mask is that of a copy of the state which has taken the drafts before. Where the
+grammar refuses a draft, or the copy fails, the drafts of that row end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -21,6 +25,7 @@ from swell.configs.log import StructuredLogger
 from swell.configs.process import available_cores
 from swell.kernels.bitmask import apply_bitmask
 from swell.kernels.host import to_device
+from swell.worker.drafts import StepDrafts
 from swell.worker.failed_rows import FailedRows, describe
 from swell.worker.groups import Group
 from swell.worker.input_batch import InputBatch
@@ -86,7 +91,10 @@ class GrammarMask(LogitsProcessor):
     def apply(self, logits: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         self._read()
         grammar_states = self._states_of_rows(batch, rows_np)
-        bitmask = self._masks(grammar_states)
+        if batch.drafts is None:
+            bitmask = self._masks(grammar_states)
+        else:
+            bitmask = self._masks_over_drafts(grammar_states, batch.drafts, rows_np)
         device = logits.device
         # -inf, unlike the finite bans of other processors: where they ban every token that the
         # grammar allows, one of these tokens is sampled all the same.
@@ -102,14 +110,13 @@ class GrammarMask(LogitsProcessor):
             self._failed_ranks = self._tensor.all_reduce(to_device(failed, device))
 
     def on_sampled(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
-        self._pending_tokens = PendingTokens(tokens, rows_np, self._states_of_rows(batch, rows_np))
+        states = self._states_of_rows(batch, rows_np)
+        self._pending_tokens = PendingTokens(tokens, rows_np, states, batch.drafts)
 
     def pending_extras(self, batch: InputBatch, rows_np: np.ndarray) -> list[PendingExtra]:
         if self._tensor.size == 1:
             return []
-        return [
-            PendingGrammarFailures([self._failed_ranks], batch.sample_rows_np[rows_np].tolist())
-        ]
+        return [PendingGrammarFailures(self._failed_ranks, batch.sample_rows_np[rows_np].tolist())]
 
     def _states_of_rows(self, batch: InputBatch, rows_np: np.ndarray) -> list[GrammarState]:
         found = [self._grammar_states[slot] for slot in batch.sample_slots_np[rows_np].tolist()]
@@ -142,6 +149,31 @@ class GrammarMask(LogitsProcessor):
         for row, state in enumerate(grammar_states):
             if state.failure:
                 masks[row] = -1
+        return masks
+
+    def _masks_over_drafts(
+        self, grammar_states: list[GrammarState], drafts: StepDrafts, samples_np: np.ndarray
+    ) -> np.ndarray:
+        """As `_masks`; grammar_states[i] belongs to the sample samples_np[i]."""
+        offsets_np = drafts.offsets_np[samples_np]
+        firsts = np.flatnonzero(offsets_np == 0)
+        masks = np.full((len(samples_np), -(-self._vocab // 32)), -1, dtype=np.int32)
+        masks[firsts] = self._masks([grammar_states[i] for i in firsts.tolist()])
+        ahead: dict[int, StateAhead] = {}
+        """Of the rows whose drafts go on, by the index of their last sample."""
+        for offset in range(1, int(offsets_np.max(initial=0)) + 1):
+            before, ahead = ahead, {}
+            for i in np.flatnonzero(offsets_np == offset).tolist():
+                state = before.get(i - 1) if offset > 1 else grammar_states[i].ahead()
+                sample = int(samples_np[i])
+                if state is not None and state.takes(drafts.token(sample)):
+                    ahead[i] = state
+                else:
+                    drafts.refuse(sample)
+            masks[list(ahead)] = self._masks(list(ahead.values()))
+            for i in [i for i, state in ahead.items() if state.failure]:
+                drafts.refuse(int(samples_np[i]))
+                del ahead[i]
         return masks
 
     def _compute_masks(self, matchers: list[LLMatcher]) -> np.ndarray:
@@ -204,6 +236,11 @@ class GrammarState:
             self._fail(matcher.get_error() or f"token {token} does not continue it")
         self._taken += 1
 
+    def ahead(self) -> StateAhead | None:
+        """A copy that can take drafts; None: the row has failed."""
+        matcher = self.matcher()
+        return None if matcher is None else StateAhead(matcher.deep_copy())
+
     def fail_without_token(self, vocab: int) -> None:
         """The row fails, because no token of the model continues its grammar."""
         if self.matcher() is not None:
@@ -215,18 +252,41 @@ class GrammarState:
         if not self.failure:
             line = (reason.splitlines() or ["unknown"])[0]
             self.failure = f"its grammar cannot be followed: {line}"
-            StructuredLogger("worker").error("a grammar cannot be followed", reason=line)
+            self._report(line)
+
+    def _report(self, reason: str) -> None:
+        StructuredLogger("worker").error("a grammar cannot be followed", reason=reason)
+
+
+class StateAhead(GrammarState):
+    """The state that an answer has if the drafts so far are its tokens. If it fails, the row has
+    not: it fails when the tokens are sampled."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher, self._taken = matcher, 0
+
+    def takes(self, draft: int) -> bool:
+        """Go on by a draft; False: it does not continue the grammar."""
+        self.accept_token(draft)
+        return not self.failure
+
+    def _report(self, reason: str) -> None:
+        return
 
 
 @dataclass(slots=True)
 class PendingGrammarFailures(PendingExtra):
     """Rows that have failed on some tensor rank, perhaps not on this one."""
 
-    tensors: list[Tensor]
+    # [rows] int64, on how many ranks
+    failed_ranks: Tensor
     rows: list[int]
 
-    def failures(self, host: list[Tensor]) -> Iterator[tuple[int, str]]:
-        for row, ranks in zip(self.rows, host[0].tolist(), strict=True):
+    def to_cpu_nonblocking(self) -> PendingGrammarFailures:
+        return replace(self, failed_ranks=self.failed_ranks.to("cpu", non_blocking=True))
+
+    def failures(self) -> Iterator[tuple[int, str]]:
+        for row, ranks in zip(self.rows, self.failed_ranks.tolist(), strict=True):
             if ranks:
                 yield row, f"its grammar cannot be followed by {ranks} of the tensor ranks"
 
@@ -235,18 +295,27 @@ class PendingTokens:
     """The tokens sampled for rows with grammars, being copied to the host."""
 
     def __init__(
-        self, tokens: Tensor, rows_np: np.ndarray, grammar_states: list[GrammarState]
+        self,
+        tokens: Tensor,
+        rows_np: np.ndarray,
+        grammar_states: list[GrammarState],
+        drafts: StepDrafts | None,
     ) -> None:
-        """tokens [S] int64; grammar_states[i] belongs to the row rows_np[i]."""
+        """tokens [S] int64; grammar_states[i] belongs to the sample rows_np[i]."""
         self._rows, self._grammar_states = rows_np.tolist(), grammar_states
+        self._drafts = drafts
         stream = torch.cuda.current_stream(tokens.device) if tokens.is_cuda else None
-        self._copy = AsyncCopy([tokens], stream)
+        self._copy = AsyncCopy(partial(tokens.to, "cpu", non_blocking=True), stream)
 
     def wait(self) -> list[tuple[GrammarState, int]]:
-        """Each state with the token that was sampled for it."""
-        (tokens,) = self._copy.wait()
-        sampled = tokens.tolist()
-        return [(s, sampled[row]) for s, row in zip(self._grammar_states, self._rows, strict=True)]
+        """Each state with the token that was sampled for it; several times where drafts were
+        accepted."""
+        sampled = self._copy.wait().tolist()
+        pairs = zip(self._grammar_states, self._rows, strict=True)
+        if self._drafts is None:
+            return [(state, sampled[row]) for state, row in pairs]
+        kept = self._drafts.kept(self._drafts.accepted(sampled))
+        return [(state, sampled[row]) for state, row in pairs if kept[row]]
 
 
 class _GrammarCompiler:

@@ -52,17 +52,22 @@ class LogitsProcessor(ABC):
 
 
 class PendingExtra(ABC):
-    """A result of a step that is still on the device."""
+    """A result of a step that is still on the device. Its copy on the host is read."""
 
-    tensors: list[Tensor]
-    """What is copied to the host."""
+    @abstractmethod
+    def to_cpu_nonblocking(self) -> PendingExtra:
+        """The same on the host. From a CUDA device it is copied on the current stream, and `self`
+        must exist until that has come so far."""
 
-    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
-        """(row of the step, its result); None: its logits are no numbers. `host`: the copies of
-        `tensors`."""
+    def filter(self, kept: list[bool]) -> PendingExtra:
+        """Without what belongs to samples that are not kept; `kept`: of each of the S samples."""
+        return self
+
+    def extras(self) -> Iterator[tuple[int, Extra | None]]:
+        """(row of the step, its result); None: its logits are no numbers."""
         return iter(())
 
-    def failures(self, host: list[Tensor]) -> Iterator[tuple[int, str]]:
+    def failures(self) -> Iterator[tuple[int, str]]:
         """(row of the step, why its request fails)."""
         return iter(())
 

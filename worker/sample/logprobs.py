@@ -7,7 +7,8 @@ tokens as the row that requests most, and the host cuts the lists of the other r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from math import isnan
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.host import to_device
-from swell.kernels.logprobs import rank_tokens
+from swell.kernels.logprobs import LogprobsTensors, rank_tokens
 from swell.worker.input_batch import InputBatch
 from swell.worker.request_states import RequestStates
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
@@ -35,21 +36,32 @@ MAX_BATCHED_LOGPROBS = 128
 class PendingLogprobs(PendingExtra):
     """Log probabilities of a step's sampled tokens."""
 
-    tensors: list[Tensor]
-    """The results of `rank_tokens`, a row for each of `rows`."""
+    ranked: LogprobsTensors
+    """Of the M samples that need them."""
+    samples: list[int]
+    """[M], indices among the S samples of the step."""
     rows: list[int]
-    """Rows of the step."""
+    """[M], rows of the step."""
     num_logprobs: list[int]
+    """[M]"""
 
-    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
-        columns = zip(
-            self.rows, self.num_logprobs, *(tensor.tolist() for tensor in host), strict=True
+    def to_cpu_nonblocking(self) -> PendingLogprobs:
+        return replace(self, ranked=self.ranked.to_cpu_nonblocking())
+
+    def filter(self, kept: list[bool]) -> PendingLogprobs:
+        mask = [kept[sample] for sample in self.samples]
+        columns = self.samples, self.rows, self.num_logprobs
+        return PendingLogprobs(
+            self.ranked.filter(torch.tensor(mask)), *(list(compress(c, mask)) for c in columns)
         )
-        for row, top, indices, logprobs in columns:
+
+    def extras(self) -> Iterator[tuple[int, Extra | None]]:
+        columns = zip(self.rows, self.num_logprobs, *self.ranked.tolists(), strict=True)
+        for row, top, token_ids, logprobs, rank in columns:
             if isnan(logprobs[0]):
                 yield row, None
             else:
-                yield row, TokenLogprobs(indices[1 : 2 + top], logprobs[: 1 + top], indices[0])
+                yield row, TokenLogprobs(token_ids[: 1 + top], logprobs[: 1 + top], rank)
 
 
 @dataclass(slots=True)
@@ -58,16 +70,18 @@ class KeptLogits:
 
     # [M, V] float32
     logits: Tensor
-    # [M] int64, indices among the S rows that sample
-    samples: Tensor
+    # [M] int64, indices among the S samples
+    index: Tensor
+    samples: list[int]
+    """The same on the host."""
     rows: list[int]
     """[M], indices among all rows of the step."""
     num_logprobs: list[int]
 
     def rank(self, tokens: Tensor) -> PendingExtra:
         """The log probabilities and ranks of the sampled tokens [S] int64."""
-        ranked = rank_tokens(self.logits, tokens[self.samples], max(self.num_logprobs))
-        return PendingLogprobs(list(ranked), self.rows, self.num_logprobs)
+        ranked = rank_tokens(self.logits, tokens[self.index], max(self.num_logprobs))
+        return PendingLogprobs(ranked, self.samples, self.rows, self.num_logprobs)
 
 
 class _NumLogprobs:
@@ -108,7 +122,8 @@ class SampledLogprobs:
         num_logprobs = self._num_logprobs.count_np[slots[samples]].tolist()
         rows = batch.sample_rows_np[samples].tolist()
         all_stay = len(rows) == len(slots) and not will_change
-        return [KeptLogits(logits if all_stay else logits[index], index, rows, num_logprobs)]
+        kept = logits if all_stay else logits[index]
+        return [KeptLogits(kept, index, samples.tolist(), rows, num_logprobs)]
 
 
 @dataclass(slots=True)
@@ -125,12 +140,15 @@ class _PromptSpan:
 class PendingPromptLogprobs(PendingExtra):
     """Log probabilities of the prompt tokens that follow the positions computed in a step."""
 
-    tensors: list[Tensor]
-    """The results of `rank_tokens`, for the concatenated spans."""
+    ranked: LogprobsTensors
+    """Of the concatenated spans."""
     spans: list[_PromptSpan]
 
-    def extras(self, host: list[Tensor]) -> Iterator[tuple[int, Extra | None]]:
-        indices, logprobs = (tensor.tolist() for tensor in host)
+    def to_cpu_nonblocking(self) -> PendingPromptLogprobs:
+        return replace(self, ranked=self.ranked.to_cpu_nonblocking())
+
+    def extras(self) -> Iterator[tuple[int, Extra | None]]:
+        token_ids, logprobs, ranks = self.ranked.tolists()
         end = 0
         for span in self.spans:
             begin, end = end, end + span.count
@@ -141,9 +159,9 @@ class PendingPromptLogprobs(PendingExtra):
                 span.row,
                 PromptLogprobs(
                     start=span.start,
-                    token_ids=[of_one[1 : 2 + span.top] for of_one in indices[begin:end]],
+                    token_ids=[of_one[: 1 + span.top] for of_one in token_ids[begin:end]],
                     logprobs=[of_one[: 1 + span.top] for of_one in logprobs[begin:end]],
-                    ranks=[of_one[0] for of_one in indices[begin:end]],
+                    ranks=ranks[begin:end],
                 ),
             )
 
@@ -194,9 +212,8 @@ class PromptLogprobsReader(HiddenStatesReader):
             here = slice(start, start + SLICE_POSITIONS)
             logits = self._model.compute_logits(hidden[packed[0, here]])
             slices.append(rank_tokens(logits, targets[here], top))
-        return PendingPromptLogprobs(
-            [torch.cat(column) for column in zip(*slices, strict=True)], spans
-        )
+        columns = zip(*slices, strict=True)
+        return PendingPromptLogprobs(LogprobsTensors(*[torch.cat(c) for c in columns]), spans)
 
     def _find(self, plan: SchedulerOutput) -> list[tuple[_PromptSpan, np.ndarray]]:
         """The spans of the step that are reported, each with [3, count] int64, see `_rank`."""

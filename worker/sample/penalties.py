@@ -19,11 +19,12 @@ from swell.worker.wire import NewRow
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The tokens in prompt and output of each slot with penalties; other slots are undefined."""
+    """The tokens in prompt and output of each slot with penalties; other slots are undefined. The
+    last row takes the tokens that are not kept."""
 
-    # [max_rows, V] int32
+    # [max_rows + 1, V] int32
     output_counts: Tensor
-    # [max_rows, V] bool: in the prompt or the output
+    # [max_rows + 1, V] bool: in the prompt or the output
     anywhere: Tensor
 
 
@@ -67,11 +68,13 @@ class Penalties(LogitsProcessor):
         self._rows = to_device(rows_np, logits.device)
         self._slots = batch.sample_slots[self._rows]
         strengths = self._strengths_np[:, batch.sample_slots_np[rows_np]]
-        seen = self._tables(logits)
+        seen, slots = self._tables(logits), self._slots
+        if batch.drafts is not None:
+            seen, slots = _with_drafts(seen, slots, *batch.drafts.before(rows_np))
         apply_penalties(
             logits,
             self._rows,
-            self._slots,
+            slots,
             seen.output_counts,
             seen.anywhere,
             *to_device(strengths, logits.device),
@@ -79,13 +82,16 @@ class Penalties(LogitsProcessor):
 
     def on_sampled(self, tokens: Tensor, batch: InputBatch, rows_np: np.ndarray) -> None:
         assert self._seen is not None
-        seen = self._seen
-        count_tokens(seen.output_counts, seen.anywhere, self._slots, tokens[self._rows])
+        seen, slots = self._seen, self._slots
+        if batch.drafts is not None:
+            kept = batch.drafts.kept_on_device(tokens)[self._rows]
+            slots = torch.where(kept, slots, self._states.max_rows)
+        count_tokens(seen.output_counts, seen.anywhere, slots, tokens[self._rows])
 
     def _tables(self, logits: Tensor) -> _Seen:
         """The tables, with the staged slots written."""
         if self._seen is None:
-            shape, device = (self._states.max_rows, logits.shape[1]), logits.device
+            shape, device = (self._states.max_rows + 1, logits.shape[1]), logits.device
             self._seen = _Seen(
                 torch.zeros(shape, dtype=torch.int32, device=device),
                 torch.zeros(shape, dtype=torch.bool, device=device),
@@ -112,3 +118,16 @@ class Penalties(LogitsProcessor):
         seen.anywhere[slot[:outputs], token[:outputs]] = True
         seen.output_counts.index_fill_(0, row, 0)
         count_tokens(seen.output_counts, seen.anywhere, slot[outputs:], token[outputs:])
+
+
+def _with_drafts(
+    seen: _Seen, slots: Tensor, index: np.ndarray, drafts: np.ndarray
+) -> tuple[_Seen, Tensor]:
+    """Tables of the M samples at `slots`, each with the drafts before it counted, and their rows
+    there; index, drafts [P] as `StepDrafts.before` gives them."""
+    if not len(index):
+        return seen, slots
+    own = _Seen(seen.output_counts[slots], seen.anywhere[slots])
+    at, tokens = to_device(np.stack([index, drafts]), slots.device)
+    count_tokens(own.output_counts, own.anywhere, at, tokens)
+    return own, torch.arange(len(slots), device=slots.device)

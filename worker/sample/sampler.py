@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import compress, repeat
 from math import isfinite
 
 import msgspec
@@ -20,59 +20,87 @@ from swell.worker.sample.logit_bias import LogitBias
 from swell.worker.sample.logits_processor import LogitsProcessor, PendingExtra
 from swell.worker.sample.logprobs import SampledLogprobs
 from swell.worker.sample.penalties import Penalties
+from swell.worker.sample.proposals import PendingProposals
 from swell.worker.sample.wire import Extra
 from swell.worker.wire import ModelRunnerOutput, NewRow
 
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """The sampled tokens of a step, on the device."""
+    """The sampled tokens of a step, those behind a wrong draft too: on the device, or on the
+    host."""
 
     batch: InputBatch
     # [S] int64
     tokens: Tensor
-    # [S] float32: the largest logit of each row, see `sample_tokens`
+    # [S] float32: the largest logit of each sample, see `sample_tokens`
     max_logits: Tensor
     pending_extras: list[PendingExtra] = field(default_factory=list)
+    pending_proposals: PendingProposals | None = None
+    """None: the plan asks for none."""
 
-    def tensors(self) -> list[Tensor]:
-        """All tensors that are copied to the host."""
-        pending_tensors = (tensor for pending in self.pending_extras for tensor in pending.tensors)
-        return [self.tokens, self.max_logits, *pending_tensors]
+    def accepted(self) -> dict[int, int]:
+        """Row -> how many of its drafts are kept, of the rows with drafts; waits for the tokens if
+        there are such rows."""
+        drafts = self.batch.drafts
+        return {} if drafts is None else drafts.accepted(self.tokens.tolist())
 
-    def fill(self, output: ModelRunnerOutput, host: list[Tensor]) -> ModelRunnerOutput:
-        """`output` with tokens, extras and failures; `host`: the copies of `tensors()`."""
+    def to_cpu_nonblocking(self) -> SamplerOutput:
+        """The same on the host, all its tensors as `PendingExtra.to_cpu_nonblocking` says."""
+        proposed = self.pending_proposals
+        return replace(
+            self,
+            tokens=self.tokens.to("cpu", non_blocking=True),
+            max_logits=self.max_logits.to("cpu", non_blocking=True),
+            pending_extras=[pending.to_cpu_nonblocking() for pending in self.pending_extras],
+            pending_proposals=proposed.to_cpu_nonblocking() if proposed else None,
+        )
+
+    def fill(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """`output` with tokens, extras and failures, read on the host."""
         extras: dict[int, list[Extra]] = {}
         failed = output.failed
-        parts = iter(host)
-        token_ids = next(parts).tolist()
-        with_nans = self._with_nans(next(parts).tolist())
-        for pending in self.pending_extras:
-            copied = list(islice(parts, len(pending.tensors)))
-            for row, extra in pending.extras(copied):
+        token_ids, accepted, drafts = self.tokens.tolist(), output.accepted, self.batch.drafts
+        pending_extras, kept = self.pending_extras, None
+        if drafts is not None:
+            accepted = drafts.accepted(token_ids)
+            kept = drafts.kept(accepted)
+            token_ids = list(compress(token_ids, kept))
+            pending_extras = [pending.filter(kept) for pending in pending_extras]
+        with_nans = self._with_nans(self.max_logits.tolist(), kept)
+        for pending in pending_extras:
+            for row, extra in pending.extras():
                 if extra is None:
                     with_nans.append(row)
                 else:
                     extras.setdefault(row, []).append(extra)
-            failed = {**dict(pending.failures(copied)), **failed}
+            failed = {**dict(pending.failures()), **failed}
+        proposed = self.pending_proposals
         return msgspec.structs.replace(
             output,
             sampled_token_ids=token_ids,
             extras=extras,
             failed=failed,
             rows_with_nans=with_nans,
+            accepted=accepted,
+            proposals=proposed.read() if proposed else {},
         )
 
-    def _with_nans(self, max_logits: list[float]) -> list[int]:
-        """The rows of the step whose largest logits are no numbers."""
+    def _with_nans(self, max_logits: list[float], kept: list[bool] | None) -> list[int]:
+        """The rows of the step whose largest logits are no numbers; `kept`: None: all are."""
         if isfinite(sum(max_logits)):  # of all: no sum of so few floats overflows
             return []
         rows = self.batch.sample_rows_np.tolist()
-        return [row for row, top in zip(rows, max_logits, strict=True) if not isfinite(top)]
+        counted = repeat(True, len(rows)) if kept is None else kept
+        return [
+            row
+            for row, top, counts in zip(rows, max_logits, counted, strict=True)
+            if counts and not isfinite(top)
+        ]
 
 
 class Sampler:
-    """Samples one token for each row that samples.
+    """Samples one token for each sample of a step.
 
     The noise of a token is a function of the request's seed and the token's position, so it does
     not depend on preemption, failover or the batch.

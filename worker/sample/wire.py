@@ -1,15 +1,20 @@
 """The messages of the sampler: its parameters, and its results beside token ids.
 
 Only these structs know the sampling features. The scheduler and the engine pass `SamplerParams`
-down to the worker and `Extra` up to the client, and read neither.
+down to the worker and `Extra` up to the client, and read neither. Fields are only ever appended,
+and no default of parameters ever changes: as the end of a request they are left out where they are
+default.
 """
 
 from __future__ import annotations
 
+import enum
+from typing import Literal
+
 import msgspec
 
 
-class Grammar(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A grammar; the answer must be one of its sentences."""
 
     lark: str
@@ -29,6 +34,26 @@ GRAMMAR_LIMITS = {
 }
 """Limits of one grammar, as counted by `llguidance.LLParserLimits`; the same for the check of a
 request and for the worker."""
+
+
+class Activation(enum.IntEnum):
+    """What is applied to the values of a vector."""
+
+    NONE = 0
+    NORMALIZE = 1
+    """Divided by their Euclidean length."""
+    SIGMOID = 2
+    SOFTMAX = 3
+
+
+class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """One vector is computed of all tokens of the request, and nothing is sampled."""
+
+    activation: Activation = Activation.NONE
+    dimensions: int = 0
+    """Keep so many values, the first ones, before the activation; 0: all."""
+    segment_start: int = 0
+    """Position of the first token of the second text of a pair; 0: there is one text."""
 
 
 class SamplerParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -61,6 +86,9 @@ class SamplerParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     prompt_logprobs: int | None = None
     """The same for every prompt token after the first."""
     grammar: Grammar | None = None
+    pooling: PoolingParams | None = None
+    routed_experts: bool = False
+    """Return the experts that computed each token. Needs `model.routed_experts`."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
@@ -84,5 +112,60 @@ class PromptLogprobs(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=Fal
     ranks: list[int]
 
 
-Extra = TokenLogprobs | PromptLogprobs
+class PooledValues(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
+    """The vector of a request."""
+
+    values: bytes
+    """float32, little-endian."""
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
+    """The experts that computed consecutive tokens, in each layer with experts."""
+
+    start: int
+    """Position of the first token."""
+    layers: list[int]
+    """The layers that have experts."""
+    top_k: int
+    """Experts of a token in a layer, best first."""
+    wide: bool
+    """An expert's number has two bytes, little-endian; else one."""
+    data: bytes
+    """[tokens, layers, top_k]"""
+
+    @property
+    def token_bytes(self) -> int:
+        return len(self.layers) * self.top_k * (2 if self.wide else 1)
+
+
+Extra = TokenLogprobs | PromptLogprobs | PooledValues | RoutedExperts
 """A result of a step for one request, beside its token."""
+
+
+class PromptEmbeds(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A prompt as embeddings, [tokens, width], in the place of token ids."""
+
+    dtype: Literal["F32", "F16", "BF16"]
+    """As safetensors names it."""
+    width: int
+    """Numbers of one embedding: the model's hidden size."""
+    data: bytes
+    """The numbers, row by row, little-endian."""
+    first: int = 0
+    """Tokens of the prompt before the first embedding here: they are computed already."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one embedding."""
+        return self.width * (4 if self.dtype == "F32" else 2)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.data) // self.row_bytes
+
+    def behind(self, computed: int) -> PromptEmbeds | None:
+        """Those that are not computed yet; None: all are."""
+        if computed >= self.num_tokens:
+            return None
+        data = self.data[computed * self.row_bytes :] if computed else self.data
+        return PromptEmbeds(self.dtype, self.width, data, computed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
+import re
 from functools import partial
 from typing import Any
 
@@ -13,19 +14,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.admin import protocol as admin
+from swell.cluster.api.admin.manager_calls import call_manager
 from swell.cluster.api.body_reader import read_short_body
 from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
+from swell.cluster.api.query import checked_query
 from swell.cluster.api.routing import Handler, json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.client.engine_core_client import EngineCallFailed
-from swell.cluster.text.sampling_params import shown
+from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.schema.strict_json import check_strict
 
 _ENGINE_CALL_TIMEOUT_S = 10.0
 """How long an engine may take to answer a call: it answers between steps."""
-_MANAGER_TIMEOUT_S = 30.0
-"""How long the manager may take: longer than Serve needs to replace it."""
 _MAX_BODY_BYTES = 64 * 1024
 """The longest body of a request."""
 
@@ -36,8 +38,39 @@ _CHANGES: dict[str, type[RequestBody]] = {
     "upgrade": admin.UpgradeRequest,
     "pause": admin.SwitchRequest,
     "resume": admin.SwitchRequest,
+    "sleep": admin.SleepRequest,
+    "wake": admin.SwitchRequest,
 }
 """Method of the manager, whose arguments are the fields of the body."""
+
+
+_LEVEL = re.compile("0|[1-9][0-9]{0,8}")
+_QUERIES = {"sleep": ("level", "requests")}
+"""Fields that may stand in the query in place of a body, as vLLM has them."""
+
+
+def _from_query(request: Request) -> bytes:
+    """The body whose fields these are; a repeated one stands there twice."""
+    fields = [
+        f"{json.dumps(name)}:{value if _LEVEL.fullmatch(value) else json.dumps(value)}"
+        for name, value in request.query_params.multi_items()
+    ]
+    return f"{{{','.join(fields)}}}".encode()
+
+
+def check_literal(request: Request, path: str) -> None:
+    """Raises HTTPError 404 unless the URL has the path of the route without percent-encoding, but
+    for its parameter: a proxy that keeps clients from operators' routes may compare what is
+    written."""
+    sent = request.scope.get("raw_path", b"").decode("latin-1")
+    sent = sent.removeprefix(request.scope.get("root_path", ""))
+    literal, parameter, _ = path.partition("{")
+    if not (sent.startswith(literal) if parameter else sent.removesuffix("/") == literal):
+        raise HTTPError(
+            404,
+            f"{shown(sent)} does not exist; write {literal} without percent-encoding",
+            "not_found",
+        )
 
 
 class AdminRoutes:
@@ -48,23 +81,31 @@ class AdminRoutes:
         self._services = services
 
     def routes(self) -> list[Route]:
-        changes = [
-            route(f"/admin/{method}", self._admin_only(partial(self._change, method, kind)), "POST")
-            for method, kind in _CHANGES.items()
-        ]
         return [
-            route("/admin/cluster", self._admin_only(self._cluster), "GET"),
-            route("/admin/idle", self._admin_only(self._idle), "GET"),
-            route("/admin/requests/{id:path}", self._admin_only(self._request), "GET"),
-            *changes,
+            self._route("/admin/cluster", self._cluster, "GET"),
+            self._route("/admin/idle", self._idle, "GET"),
+            self._route("/admin/requests/{id:path}", self._request, "GET"),
+            *(
+                self._route(
+                    f"/admin/{method}",
+                    partial(self._change, method, kind),
+                    "POST",
+                    *_QUERIES.get(method, ()),
+                )
+                for method, kind in _CHANGES.items()
+            ),
         ]
 
-    def _admin_only(self, handler: Handler) -> Handler:
+    def _route(self, path: str, handler: Handler, method: str, *query: str) -> Route:
+        """A route that only operators may use; `query`: the parameters that it takes."""
+
         async def run(request: Request) -> Any:
+            check_literal(request, path)
             self._services.access.check_admin(request)
+            checked_query(request, *query)
             return await handler(request)
 
-        return run
+        return route(path, run, method)
 
     async def _cluster(self, request: Request) -> Response:
         return json_response(await self._call_manager("describe"))
@@ -110,29 +151,19 @@ class AdminRoutes:
 
     async def _change(self, method: str, kind: type[RequestBody], request: Request) -> Response:
         body = await read_short_body(request, _MAX_BODY_BYTES)
-        if kind is admin.SwitchRequest and not body.strip():
-            body = b"{}"
+        if kind in (admin.SwitchRequest, admin.SleepRequest) and not body.strip():
+            body = _from_query(request)
+        elif request.query_params:
+            name = next(iter(request.query_params))
+            raise BadRequest("fields stand in the query or in the body, not in both", name)
+        check_strict(body)
         arguments = msgspec.structs.astuple(decode(body, kind))
         change: admin.ChangeResult = await self._call_manager(method, *arguments)
         if change.refusal is None:
-            return json_response(
-                admin.Accepted(target=change.target, kept=change.kept or UNSET), 202
-            )
+            kept, version = change.kept or UNSET, change.version or UNSET
+            accepted = admin.Accepted(target=change.target, kept=kept, version=version)
+            return json_response(accepted, 202)
         raise HTTPError(400, change.refusal, "refused")
 
     async def _call_manager(self, method: str, *args: object) -> Any:
-        """Call the manager. Raises HTTPError 503 if it does not answer: Serve may be replacing
-        it."""
-        try:
-            async with asyncio.timeout(_MANAGER_TIMEOUT_S):
-                return await getattr(self._services.manager, method).remote(*args)
-        except Exception as error:  # any error of the call
-            late = isinstance(error, TimeoutError)
-            reason = f"within {_MANAGER_TIMEOUT_S:g} s" if late else repr(error)
-            raise HTTPError(
-                503,
-                f"the manager did not answer: {reason}; it may be restarting. The request may "
-                "have been accepted all the same: see GET /admin/cluster, and try again",
-                "no_manager",
-                RETRY_AFTER,
-            ) from None
+        return await call_manager(self._services.manager, method, *args)

@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: what a client may send, and what it gets.
 
-`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs`, `reasoning_content` and
-`timings` are not OpenAI's.
+`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs`, `routed_experts`,
+`reasoning_content` and `timings` are not OpenAI's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from swell.cluster.api.generation_body import GenerationBody
 from swell.cluster.api.logprobs import ChatLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
+from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 from swell.cluster.api.timings import Timings
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.schema.chat_messages import (
@@ -215,6 +216,7 @@ class ChatChoice(Body, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    routed_experts: RoutedExpertsBody | UnsetType = UNSET
 
 
 class ChatCompletion(Body, kw_only=True):
@@ -261,6 +263,8 @@ class ChatChunkChoice(Body, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    routed_experts: RoutedExpertsBody | UnsetType = UNSET
+    """In its last chunk, if `return_routed_experts` is set."""
 
 
 class ChatChunk(Body, kw_only=True):

@@ -22,6 +22,7 @@ from swell.cluster.api.logprobs import ChatLogprobs, chat_logprobs, prompt_logpr
 from swell.cluster.api.output_parts import parse_output
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage, usage_of
+from swell.cluster.api.routed_experts_body import routed_experts_body
 from swell.cluster.api.sse import DONE, TEXT_ONLY, ChatStream, ChunkFields
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers import deltas as parts
@@ -33,9 +34,16 @@ class ChatResponseWriter(ResponseWriter):
     """`make_parser` makes what reads one choice."""
 
     def __init__(
-        self, id: str, model: str, body: ChatCompletionRequest, make_parser: Callable[[], Parser]
+        self,
+        id: str,
+        model: str,
+        body: ChatCompletionRequest,
+        make_parser: Callable[[], Parser],
+        created: int | None = None,
     ) -> None:
-        super().__init__(id, model, n=body.n or 1, include_timings=body.include_timings)
+        super().__init__(
+            id, model, n=body.n or 1, include_timings=body.include_timings, created=created
+        )
         self._body = body
         self._make_parser = make_parser
         self._parsers: dict[int, Parser] = {}
@@ -85,6 +93,7 @@ class ChatResponseWriter(ResponseWriter):
             finish_reason=self._reason(part, called=bool(calls)),
             stop_reason=part.stop_reason,
             token_ids=part.token_ids if self._body.return_token_ids else None,
+            routed_experts=routed_experts_body(part.routed_experts),
         )
 
     def _visible_parts(self, parser: Parser, part: CompletionOutput) -> list[parts.AnswerDelta]:
@@ -154,6 +163,7 @@ class ChatResponseWriter(ResponseWriter):
             finish_reason=self._reason(part, called=choice in self._called),
             stop_reason=part.stop_reason,
             token_ids=part.token_ids if self._body.return_token_ids else UNSET,
+            routed_experts=routed_experts_body(part.routed_experts),
         )
 
     def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:

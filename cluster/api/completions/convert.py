@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.text.generation_request import GenerationRequest, split_prompts
+from swell.cluster.text.generation_request import MAX_PROMPTS, GenerationRequest, split_prompts
+from swell.cluster.text.prompt_embeds import read_prompt_embeds
+from swell.cluster.text.sampling_params import bad_value
+from swell.cluster.text.validate_params import check_length
 
 
 def to_generation_request(
@@ -14,5 +17,15 @@ def to_generation_request(
 ) -> GenerationRequest:
     """The common form of a checked body. `defaults`: the model's, for fields of `SamplingParams`
     that the body leaves out. Raises `BadRequest`."""
-    prompts = split_prompts(body.prompt)
-    return body.generation_request(prompts, defaults, add_special_tokens=True, echo=bool(body.echo))
+    own: dict[str, Any] = {"add_special_tokens": True, "echo": bool(body.echo)}
+    if body.prompt_embeds is not None:
+        texts = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
+        if not texts:
+            raise bad_value("prompt_embeds", texts, "is empty; send one prompt at least")
+        check_length("prompt_embeds", texts, "prompts", MAX_PROMPTS)
+        own["embeds"] = [read_prompt_embeds(text, "prompt_embeds") for text in texts]
+        # The model's default penalty is of tokens, and the prompt has none.
+        defaults = {name: defaults[name] for name in defaults if name != "repetition_penalty"}
+        return body.generation_request([], defaults, prompt_field="prompt_embeds", **own)
+    assert body.prompt is not None, "it is checked"
+    return body.generation_request(split_prompts(body.prompt), defaults, **own)

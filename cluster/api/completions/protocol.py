@@ -1,6 +1,7 @@
 """`/v1/completions`: what a client may send, and what it gets.
 
-`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs` and `timings` are not OpenAI's.
+`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs`,
+`routed_experts` and `timings` are not OpenAI's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from msgspec import UNSET, UnsetType
 from swell.cluster.api.generation_body import GenerationBody
 from swell.cluster.api.logprobs import CompletionLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
+from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 from swell.cluster.api.timings import Timings
+from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.schema.chat_messages import missing_field
 from swell.cluster.text.schema.known_fields import COMPLETIONS
 from swell.cluster.text.schema.request_body import neutral
 
@@ -22,12 +26,25 @@ COMPLETION_MAX_TOKENS = 16
 
 
 class CompletionRequest(GenerationBody, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    """Text, texts, token ids, or lists of token ids."""
+    prompt: str | list[str | int | list[int]] | None = None
+    """Text, texts, token ids, or lists of token ids; null only with `prompt_embeds`."""
+    prompt_embeds: str | list[str] | None = None
+    """In place of `prompt`: one or several as embeddings, each the base64 of a safetensors file
+    with one tensor [tokens, hidden size]. Only with `model.prompt_embeds: true`."""
     logprobs: int | None = None
     suffix: Annotated[str | None, neutral("")] = None
 
     ECOSYSTEM = COMPLETIONS
+
+    def check(self) -> None:
+        super().check()
+        if self.prompt_embeds is None:
+            if self.prompt is None:
+                raise missing_field("prompt")
+        elif self.prompt not in (None, "", []):
+            raise BadRequest(
+                "prompt and prompt_embeds both give a prompt; send one", "prompt_embeds"
+            )
 
     @property
     def only_echo(self) -> bool:
@@ -57,6 +74,7 @@ class CompletionChoice(Body, kw_only=True):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: RoutedExpertsBody | UnsetType = UNSET
 
 
 class Completion(Body, kw_only=True):
@@ -82,6 +100,8 @@ class CompletionChunkChoice(Body, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     """In a choice's first chunk, if `return_token_ids` is set."""
+    routed_experts: RoutedExpertsBody | UnsetType = UNSET
+    """In its last, if `return_routed_experts` is set."""
 
 
 class CompletionChunk(Body, kw_only=True):

@@ -15,6 +15,7 @@ from swell.cluster.api.logprobs import (
 )
 from swell.cluster.api.protocol_base import Usage, usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage
+from swell.cluster.api.routed_experts_body import routed_experts_body
 from swell.cluster.api.sse import DONE, ChunkFields, CompletionStream
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 
@@ -24,8 +25,12 @@ class CompletionResponseWriter(ResponseWriter):
 
     operation = "text_completion"
 
-    def __init__(self, id: str, model: str, body: CompletionRequest) -> None:
-        super().__init__(id, model, n=body.n or 1, include_timings=body.include_timings)
+    def __init__(
+        self, id: str, model: str, body: CompletionRequest, created: int | None = None
+    ) -> None:
+        super().__init__(
+            id, model, n=body.n or 1, include_timings=body.include_timings, created=created
+        )
         self._body = body
         self._stream = CompletionStream(
             self.id, self.created, model, include_usage=body.include_usage
@@ -69,6 +74,7 @@ class CompletionResponseWriter(ResponseWriter):
             token_ids=part.token_ids if body.return_token_ids else None,
             prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
             prompt_logprobs=None if table is None else prompt_logprobs_body(table),
+            routed_experts=routed_experts_body(part.routed_experts),
         )
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
@@ -90,6 +96,7 @@ class CompletionResponseWriter(ResponseWriter):
             stop_reason=part.stop_reason,
             token_ids=part.token_ids if has_ids else UNSET,
             prompt_token_ids=output.prompt_token_ids if has_ids and begins else UNSET,
+            routed_experts=routed_experts_body(part.routed_experts),
         )
         usage = self._shown_usage(choice_usage(output)) if body.continuous_usage else None
         return [self._stream.chunk(prompt + part.text, choice, fields, usage)]

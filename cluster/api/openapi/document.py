@@ -16,10 +16,13 @@ from swell.cluster.api.completions import protocol as completions
 from swell.cluster.api.messages import protocol as anthropic
 from swell.cluster.api.messages.message import Message, MessagesError, StreamEvent, TokenCount
 from swell.cluster.api.openapi.fields import annotate_fields, annotate_limits
+from swell.cluster.api.pooling import protocol as pooling
 from swell.cluster.api.protocol_base import ErrorBody
 from swell.cluster.api.responses import protocol as responses
 from swell.cluster.api.responses.events import ResponseEvent
 from swell.cluster.api.responses.response import ResponseBody, ResponseDeleted, ResponseItemList
+from swell.cluster.api.resumable.event_id import LAST_EVENT_ID
+from swell.cluster.api.resumable.resumable_request import IDEMPOTENCY_KEY, MAX_KEY_CHARS
 from swell.cluster.client import deadline
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.unknown_fields import UnknownFields
@@ -29,16 +32,21 @@ _JSON = "application/json"
 _EVENTS = "text/event-stream"
 
 _ERRORS = {
-    400: "A field is wrong; the message names it, its value and the limit.",
+    400: "A field, a parameter or a header is wrong; the message names it, its value and the "
+    "limit.",
     401: "The key is missing or unknown.",
     403: "The server is not known by this name (`serve.allowed_hosts`); of the admin API also: the "
     "origin is not allowed (`serve.allowed_origins`), or there are no keys of operators.",
     404: "The model, the stored response, or the request does not exist.",
     408: "The request did not come in time (`serve.head_timeout_s`, `serve.transfer_timeout_s`), "
     "or its answer was not complete in the time of the header `x-request-timeout-s`.",
+    409: "The answer that is to be continued was begun by a version of the weights that no engine "
+    "has any more.",
     413: "The body is longer than `serve.max_body_bytes`.",
     415: "The content type is not application/json, or the content encoding none of gzip and "
     "deflate.",
+    422: "The `idempotency-key` was used for another request, or the `last-event-id` is of another "
+    "answer.",
     429: "More requests wait than `serve.max_waiting_requests`, or more of their tokens than "
     "`serve.max_waiting_tokens`; the header `retry-after` says when to come back.",
     500: "An engine failed and the request could not be moved.",
@@ -46,9 +54,9 @@ _ERRORS = {
     "there are too many connections or bodies; try again later.",
     529: "No engine came in time; try again later.",
 }
-_KEY_ERRORS = (401, 403)
-_BODY_ERRORS = (400, *_KEY_ERRORS, 408, 413, 415)
-_ANSWER_ERRORS = (*_BODY_ERRORS, 404, 429, 500)
+_KEY_ERRORS = (400, 401, 403)
+_BODY_ERRORS = (*_KEY_ERRORS, 408, 413, 415)
+_ANSWER_ERRORS = (*_BODY_ERRORS, 404, 409, 422, 429, 500)
 _TIMEOUT = {
     "name": deadline.HEADER,
     "in": "header",
@@ -56,6 +64,25 @@ _TIMEOUT = {
     "description": "Seconds for which the client waits for the answer; then the request ends.",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": deadline.MAX_TIMEOUT_S},
 }
+_RESUMPTION = [
+    {
+        "name": IDEMPOTENCY_KEY,
+        "in": "header",
+        "required": False,
+        "description": "Names the answer: a request with the same key, caller, path and body gets "
+        "the same answer, while it is computed and for `serve.resumable_age_s` after; events of "
+        "its stream have ids.",
+        "schema": {"type": "string", "pattern": "^[!-~]+$", "maxLength": MAX_KEY_CHARS},
+    },
+    {
+        "name": LAST_EVENT_ID,
+        "in": "header",
+        "required": False,
+        "description": "The id of the last event that came of a stream with an `idempotency-key`: "
+        "the answer has those behind it.",
+        "schema": {"type": "string"},
+    },
+]
 _ENGINES = {
     "x-swell-engine": {
         "description": "Ranks of the engines that served, in order, comma-separated. A stream that "
@@ -93,7 +120,7 @@ class Operation(NamedTuple):
 
 _show = partial(Operation, "get", errors=_KEY_ERRORS)
 _answer = partial(Operation, "post", errors=(*_ANSWER_ERRORS, 503))
-_stored = partial(Operation, errors=(400, *_KEY_ERRORS, 404, 503))
+_stored = partial(Operation, errors=(*_KEY_ERRORS, 404, 503))
 _convert = partial(Operation, "post", errors=(*_BODY_ERRORS, 404, 503))
 _change = partial(Operation, "post", answer=admin.Accepted, errors=(*_BODY_ERRORS, 503), status=202)
 
@@ -167,6 +194,39 @@ OPERATIONS = (
         errors=(*_BODY_ERRORS, 404, 529),
         error=MessagesError,
     ),
+    _answer(
+        "/v1/embeddings",
+        "The embeddings of texts, by a model that gives embeddings.",
+        pooling.EmbeddingList,
+        pooling.EmbeddingRequest,
+    ),
+    *(
+        _answer(
+            path,
+            "The probabilities of classes of texts, by a model with a classification head.",
+            pooling.ClassificationList,
+            pooling.ClassifyRequest,
+        )
+        for path in ("/classify", "/v1/classify")
+    ),
+    *(
+        _answer(
+            path,
+            "The scores of pairs of texts, by a cross-encoder or by cosines of embeddings.",
+            pooling.ScoreList,
+            pooling.ScoreRequest,
+        )
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        _answer(
+            path,
+            "Documents by their scores with a query, the best first.",
+            pooling.RerankResponse,
+            pooling.RerankRequest,
+        )
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
     _convert(
         "/tokenize",
         "The token ids of a text or a conversation.",
@@ -178,6 +238,22 @@ OPERATIONS = (
         "The text of token ids.",
         tokenize.DetokenizeResponse,
         tokenize.DetokenizeRequest,
+    ),
+    Operation(
+        "post",
+        "/v1/load_lora_adapter",
+        "Let requests name an adapter (LoRA) as their model, at every ingress.",
+        "text/plain",
+        admin.LoadAdapterRequest,
+        errors=(*_BODY_ERRORS, 503),
+    ),
+    Operation(
+        "post",
+        "/v1/unload_lora_adapter",
+        "Forget such an adapter; what has begun with it ends with it.",
+        "text/plain",
+        admin.UnloadAdapterRequest,
+        errors=(*_BODY_ERRORS, 404, 503),
     ),
     _show("/admin/idle", "Whether all is free.", admin.IdleReport),
     _show("/admin/cluster", "The cluster's state.", admin.ClusterState, errors=(*_KEY_ERRORS, 503)),
@@ -199,6 +275,12 @@ OPERATIONS = (
         "/admin/pause", "Let all engines stop; requests wait in them.", body=admin.SwitchRequest
     ),
     _change("/admin/resume", "Let all engines go on.", body=admin.SwitchRequest),
+    _change(
+        "/admin/sleep",
+        "Let all engines stop and give memory back, until they are woken up.",
+        body=admin.SleepRequest,
+    ),
+    _change("/admin/wake", "Let engines that sleep go on.", body=admin.SwitchRequest),
 )
 
 
@@ -272,7 +354,7 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
         for name in re.findall(r"{(\w+)}", operation.path)
     ]
     if operation.chunk is not None:
-        parameters.append(_TIMEOUT)
+        parameters += [_TIMEOUT, *_RESUMPTION]
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:
@@ -296,9 +378,10 @@ def _event_schema(operation: Operation, schema_of: dict[Any, dict[str, Any]]) ->
         properties["event"] = {"type": "string"}
     else:
         properties["data"] = {"anyOf": [{"const": "[DONE]"}, data]}
+    id = {"type": "string", "description": "Only of requests with an `idempotency-key`."}
     return {
         "type": "object",
         "description": operation.events,
-        "properties": properties,
+        "properties": {**properties, "id": id},
         "required": sorted(properties),
     }

@@ -8,13 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest, SwitchRequest
+from swell.cluster.api.admin.protocol import (
+    DrainRequest,
+    LoadAdapterRequest,
+    ScaleRequest,
+    SwitchRequest,
+    UnloadAdapterRequest,
+)
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, describe_neutral
 from swell.cluster.text.schema.unknown_fields import UnknownFields
 from swell.cluster.text.validate_params import RANGES, Integers, Numbers
 
 Schemas = dict[str, dict[str, Any]]
-_OPERATORS = (DrainRequest, ScaleRequest, SwitchRequest)
+_OPERATORS = (
+    DrainRequest,
+    LoadAdapterRequest,
+    ScaleRequest,
+    SwitchRequest,
+    UnloadAdapterRequest,
+)
 """Bodies in which an unknown field is refused in any case."""
 
 

@@ -28,6 +28,7 @@ from swell.cluster.api.responses.response_store import (
     RunnerExit,
     Store,
     StoredResponse,
+    StoreKey,
 )
 from swell.cluster.api.responses.store_client import (
     ResponseStoreClient,
@@ -70,7 +71,7 @@ class BackgroundRunner:
         self._heartbeat_task = asyncio.create_task(self._heartbeat_loop())
 
     async def begin(
-        self, key: str, kept: StoredResponse, job: Job, work: Callable[[], Work]
+        self, key: StoreKey, kept: StoredResponse, job: Job, work: Callable[[], Work]
     ) -> None:
         """Run `work`, which stores the response at its end. HTTPError if it cannot be stored."""
         begin = Begin(key, kept, self._runner, job)
@@ -83,7 +84,7 @@ class BackgroundRunner:
             )
         self._run(begin, work())
 
-    async def store(self, key: str, kept: StoredResponse) -> bool:
+    async def store(self, key: StoreKey, kept: StoredResponse) -> bool:
         """Store the end of a response, however long the store is away: no other copy exists.
         False: there is no room, or it was cancelled or deleted while it ran, or taken over."""
         while True:
@@ -107,7 +108,7 @@ class BackgroundRunner:
         self._running[begin.id] = begin
         self._tasks[begin.id] = asyncio.create_task(self._finish(begin.id, work))
 
-    async def _finish(self, key: str, work: Work) -> None:
+    async def _finish(self, key: StoreKey, work: Work) -> None:
         try:
             await work
         except Exception as error:  # no heartbeat names it any more: it is taken over

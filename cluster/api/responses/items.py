@@ -6,18 +6,20 @@ An answer is written in them, stored ones are kept in them, and the input is bro
 
 from __future__ import annotations
 
-import uuid
+from random import Random
 from typing import Any, Literal
 
 from swell.cluster.api.logprobs import ChatTokenLogprob
 from swell.cluster.api.protocol_base import Body
+from swell.cluster.text.randomness import SYSTEM_RANDOM
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-def new_id(prefix: str) -> str:
-    """An id that cannot be guessed: a client that knows that of a response may read it."""
-    return f"{prefix}_{uuid.uuid4().hex}"
+def new_id(prefix: str, random: Random = SYSTEM_RANDOM) -> str:
+    """By default an id that cannot be guessed: a client that knows that of a response may read
+    it."""
+    return f"{prefix}_{random.getrandbits(128):032x}"
 
 
 class InputText(Body, kw_only=True, tag_field="type", tag="input_text"):

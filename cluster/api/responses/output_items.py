@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from swell.cluster.api.responses.items import (
     new_id,
 )
 from swell.cluster.text.parsers import deltas as parts
+from swell.cluster.text.randomness import SYSTEM_RANDOM
 
 
 class OutputItemWriter:
@@ -28,8 +30,10 @@ class OutputItemWriter:
     ends where a part belongs to another: parts of one kind that follow each other are one item. The
     last of them holds its text only once it is closed."""
 
-    def __init__(self, items: list[OutputItem]) -> None:
+    def __init__(self, items: list[OutputItem], random: Random = SYSTEM_RANDOM) -> None:
+        """`random`: the ids of items are drawn from it."""
         self._items = items
+        self._random = random
         self._open: OutputItem | None = None
         self._texts: list[str] = []
         """Texts of the open item; the next two attributes belong to it, too."""
@@ -45,10 +49,12 @@ class OutputItemWriter:
                     yield from self._begin_message()
             case parts.Reasoning(text):
                 if not isinstance(self._open, ReasoningItem):
-                    reasoning = ReasoningItem(id=new_id("rs"), status="in_progress")
+                    reasoning = ReasoningItem(id=new_id("rs", self._random), status="in_progress")
                     yield from self._begin(reasoning, ReasoningText(text=""))
             case parts.ToolCall(_, id, name):
-                call = FunctionCallItem(id=new_id("fc"), call_id=id, name=name, arguments="")
+                call = FunctionCallItem(
+                    id=new_id("fc", self._random), call_id=id, name=name, arguments=""
+                )
                 call.status = "in_progress"
                 yield from self._begin(call)
                 return
@@ -89,7 +95,9 @@ class OutputItemWriter:
         self._open = None
 
     def _begin_message(self) -> Iterator[Event]:
-        message = MessageItem(id=new_id("msg"), role="assistant", status="in_progress", content=[])
+        message = MessageItem(
+            id=new_id("msg", self._random), role="assistant", status="in_progress", content=[]
+        )
         yield from self._begin(message, OutputText(text=""))
 
     def _begin(

@@ -30,8 +30,11 @@ from collections import OrderedDict
 
 import msgspec
 
+from swell.configs.secret import HoldsSecrets, SecretText
 from swell.coordinator.listening_clock import ListeningClock
 
+StoreKey = SecretText
+"""The name of a response: its id, behind a digest of the key that its client has."""
 HEARTBEAT_S = 1.0
 """How often an ingress reports what it computes; a cancelled response is computed that long."""
 LEASE_S = 15.0
@@ -70,19 +73,19 @@ class Job(msgspec.Struct, frozen=True):
         return len(self.body) + sum(len(name) + len(value) for name, value in self.headers)
 
 
-class Store(msgspec.Struct, frozen=True, tag=True):
+class Store(HoldsSecrets, frozen=True, tag=True):
     """Store a finished response. Answered by whether it is stored: not if another runner has it."""
 
-    id: str
+    id: StoreKey
     kept: StoredResponse
     runner: str = ""
     """The runner that computed it; empty: not in the background."""
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
+class Begin(HoldsSecrets, frozen=True, tag=True):
     """`runner` computes this one now. Answered by whether there is room for it."""
 
-    id: str
+    id: StoreKey
     kept: StoredResponse
     runner: str
     job: Job
@@ -98,11 +101,11 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
         return self.lost_runners == MAX_LOST_RUNNERS - 1
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+class Heartbeat(HoldsSecrets, frozen=True, tag=True):
     """`runner` computes these, and would take over `takes` others. Answered by `HeartbeatReply`."""
 
     runner: str
-    ids: list[str]
+    ids: list[StoreKey]
     takes: int = 0
 
 
@@ -112,22 +115,22 @@ class RunnerExit(msgspec.Struct, frozen=True, tag=True):
     runner: str
 
 
-class Read(msgspec.Struct, frozen=True, tag=True):
+class Read(HoldsSecrets, frozen=True, tag=True):
     """Answered, as the next two, by `StoredLookup`, or None."""
 
-    id: str
+    id: StoreKey
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class Cancel(HoldsSecrets, frozen=True, tag=True):
     """Stop computing it. No effect on a response that is not running."""
 
-    id: str
+    id: StoreKey
 
 
-class Delete(msgspec.Struct, frozen=True, tag=True):
+class Delete(HoldsSecrets, frozen=True, tag=True):
     """Delete it, and stop computing it."""
 
-    id: str
+    id: StoreKey
 
 
 StoreRequest = Store | Begin | Heartbeat | RunnerExit | Read | Cancel | Delete
@@ -146,10 +149,10 @@ class StoredLookup(msgspec.Struct, frozen=True):
     status: StoredStatus
 
 
-class HeartbeatReply(msgspec.Struct, frozen=True):
-    stop: list[str]
+class HeartbeatReply(HoldsSecrets, frozen=True):
+    stop: list[StoreKey]
     """Responses to stop: they were cancelled, deleted or taken over."""
-    unknown: list[str]
+    unknown: list[StoreKey]
     """Responses that the store does not know; the ingress begins them again."""
     taken: list[Begin] = []
     """Responses that this runner takes over."""
@@ -220,7 +223,7 @@ class ResponseStore:
             case Delete(id):
                 return self._delete(id)
 
-    def _store(self, id: str, kept: StoredResponse, runner: str) -> bool:
+    def _store(self, id: StoreKey, kept: StoredResponse, runner: str) -> bool:
         if id in self._deleted_while_running or id in self._final:
             return False
         run = self._running.get(id)
@@ -284,7 +287,7 @@ class ResponseStore:
         run.last_heartbeat_s = self._listened_s
         return run.begin
 
-    def _lookup(self, id: str) -> StoredLookup | None:
+    def _lookup(self, id: StoreKey) -> StoredLookup | None:
         if id in self._running:
             return StoredLookup(self._running[id].begin.kept, StoredStatus.RUNNING)
         if id not in self._final:
@@ -292,7 +295,7 @@ class ResponseStore:
         self._final.move_to_end(id)
         return self._final[id].found
 
-    def _delete(self, id: str) -> StoredLookup | None:
+    def _delete(self, id: StoreKey) -> StoredLookup | None:
         found = self._lookup(id)
         if id in self._running:
             self._stop(id, StoredStatus.CANCELLED)
@@ -314,10 +317,10 @@ class ResponseStore:
             self._drop(next(iter(self._final)))
         return True
 
-    def _drop(self, id: str) -> None:
+    def _drop(self, id: StoreKey) -> None:
         self._final_bytes -= self._final.pop(id).found.kept.size_bytes
 
-    def _end(self, id: str, found: StoredLookup) -> None:
+    def _end(self, id: StoreKey, found: StoredLookup) -> None:
         """It is final, and runs no longer, whatever its runner reports."""
         run = self._running.pop(id, None)
         if run is not None:
@@ -325,7 +328,7 @@ class ResponseStore:
         self._final[id] = _Final(found, self._now_s)
         self._final_bytes += found.kept.size_bytes
 
-    def _stop(self, id: str, status: StoredStatus) -> None:
+    def _stop(self, id: StoreKey, status: StoredStatus) -> None:
         self._end(id, StoredLookup(self._running[id].begin.kept, status))
 
     def _expire(self) -> None:

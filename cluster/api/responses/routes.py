@@ -13,11 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from swell.cluster.api.answer_identity import AnswerIdentity, new_identity
 from swell.cluster.api.body_reader import body_bytes
 from swell.cluster.api.chat.convert import to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.disconnect import with_deadline
 from swell.cluster.api.http_errors import HTTPError, error_info
+from swell.cluster.api.query import checked_query
 from swell.cluster.api.response_writer import ENGINES, VERSION
 from swell.cluster.api.responses.background import (
     BackgroundRunner,
@@ -43,23 +45,25 @@ from swell.cluster.api.responses.response_store import (
     StoredLookup,
     StoredResponse,
     StoredStatus,
+    StoreKey,
 )
 from swell.cluster.api.responses.serving import ResponsesWriter
 from swell.cluster.api.responses.store_client import ResponseStoreClient, store_key
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.text.input_processor import RequestParams
-from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, bad_value, shown
+from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, bad_value
+from swell.configs.secret import HoldsSecrets, SecretText
 
 _PAGE_ITEMS = 20
 _MAX_PAGE_ITEMS = 100
 _encode = msgspec.json.encode
 
 
-class _Answer(msgspec.Struct):
+class _Answer(HoldsSecrets, frozen=True):
     """A response that is computed here."""
 
-    key: str
+    key: StoreKey
     """Its name in the store."""
     items: bytes
     """The items of the conversation, as JSON."""
@@ -104,8 +108,17 @@ class ResponseRoutes:
 
     async def _create(self, request: Request) -> Any:
         body = await self._services.read_for_answer(request, ResponsesRequest)
-        response = begin_response(body, self._services.model, store=self._should_store(body))
         owner = self._services.access.check_user(request)
+        begin = partial(self._answer, owner, body)
+        return await self._services.resumable.answer(request, owner, body, begin)
+
+    async def _answer(
+        self, owner: str, body: ResponsesRequest, request: Request, identity: AnswerIdentity
+    ) -> Any:
+        model = self._services.model_name(body.model)
+        response = begin_response(body, model, store=self._should_store(body))
+        if identity.is_repeatable:
+            response.id, response.created_at = f"resp_{identity.id}", identity.created
         found = await self._previous_response(owner, body.previous_response_id)
         if body.background and body.seed is None:  # another ingress must sample the same
             body.seed = secrets.randbits(SEED_BITS)
@@ -113,13 +126,13 @@ class ResponseRoutes:
         chat, items = await self._services.offloads.bodies.run_sized(
             size, _conversation, body, found
         )
-        params = await with_deadline(request, self._process_chat(chat, size))
+        params = await with_deadline(request, self._process_chat(chat, size, identity))
         response.temperature, response.top_p = params.params.temperature, params.params.top_p
         answer = _Answer(store_key(owner, response.id), items, body, response)
-        writer = self._writer(answer, params)
+        writer = self._writer(answer, params, identity)
         if body.background:
-            return await self._begin(request, answer, params, writer)
-        reply = await self._services.serving.answer(request, params, writer)
+            return await self._begin(request, answer, params, writer, identity)
+        reply = await self._services.serving.answer(request, params, writer, identity)
         if params.stream:
             return reply
         await writer.finalize()
@@ -128,7 +141,9 @@ class ResponseRoutes:
         }
         return json_response(response, headers=served)
 
-    def _writer(self, answer: _Answer, params: RequestParams) -> ResponsesWriter:
+    def _writer(
+        self, answer: _Answer, params: RequestParams, identity: AnswerIdentity
+    ) -> ResponsesWriter:
         body = answer.body
         logprobs = body.top_logprobs or 0 if LOGPROBS in (body.include or ()) else None
         finalize = partial(self._finalize, answer)
@@ -138,12 +153,15 @@ class ResponseRoutes:
             finalize,
             logprobs,
             include_timings=body.include_timings,
+            random=identity.random,
         )
 
-    async def _process_chat(self, chat: ChatCompletionRequest, size_bytes: int) -> RequestParams:
+    async def _process_chat(
+        self, chat: ChatCompletionRequest, size_bytes: int, identity: AnswerIdentity
+    ) -> RequestParams:
         convert = partial(to_generation_request, chat, self._services.sampling_defaults)
         try:
-            return await self._services.input_processor.process(convert, size_bytes)
+            return await self._services.process(convert, size_bytes, identity, chat.model)
         except BadRequest as error:
             raise error.renamed(name_of) from None
 
@@ -159,7 +177,7 @@ class ResponseRoutes:
             )
         return possible and body.store is not False
 
-    async def _previous_response(self, owner: str, id: str | None) -> StoredLookup | None:
+    async def _previous_response(self, owner: SecretText, id: str | None) -> StoredLookup | None:
         """The response that a request continues."""
         if id is None:
             return None
@@ -203,7 +221,12 @@ class ResponseRoutes:
     # ---------------------------------------------------------------- in the background
 
     async def _begin(
-        self, request: Request, answer: _Answer, params: RequestParams, writer: ResponsesWriter
+        self,
+        request: Request,
+        answer: _Answer,
+        params: RequestParams,
+        writer: ResponsesWriter,
+        identity: AnswerIdentity,
     ) -> Response:
         """The reply says `queued`; a later request sees `in_progress`, also while the response
         waits for an engine or for another ingress."""
@@ -211,7 +234,8 @@ class ResponseRoutes:
         job = make_job(request, answer.body)
         again = detached_request(job)
         again.state.deadline = getattr(request.state, "deadline", None)
-        work = partial(self._run, partial(self._services.serving.answer, again, params), writer)
+        handle = partial(self._services.serving.answer, again, params, identity=identity)
+        work = partial(self._run, handle, writer)
         await self._background.begin(answer.key, answer.stored, job, work)
         return json_response(queued)
 
@@ -221,14 +245,15 @@ class ResponseRoutes:
         restored = await self._services.offloads.bodies.run_sized(size, restore_job, begun)
         body, response, chat = restored
         answer = _Answer(begun.id, begun.kept.items, body, response)
+        again = detached_request(begun.job)
+        identity = new_identity(again)
         try:
-            params = await self._process_chat(chat, size)
+            params = await self._process_chat(chat, size, identity)
         except BadRequest as error:  # this ingress has other limits
             response.fail(f"it could not be taken over by another ingress: {error}")
             return await self._finalize(answer)
-        again = detached_request(begun.job)
-        handle = partial(self._services.serving.handle_admitted, again, params)
-        await self._run(handle, self._writer(answer, params))
+        handle = partial(self._services.serving.handle_admitted, again, params, identity=identity)
+        await self._run(handle, self._writer(answer, params, identity))
 
     async def _run(
         self, handle: Callable[[ResponsesWriter], Awaitable[Any]], writer: ResponsesWriter
@@ -289,16 +314,7 @@ class ResponseRoutes:
     def _query(self, request: Request, *known: str) -> dict[str, str]:
         """The checked query of a request that is authorized."""
         self._services.access.check_user(request)
-        query = dict(request.query_params)
-        for name in query:
-            if name not in known:
-                raise BadRequest(
-                    f"the query parameter {shown(name)} is not supported here"
-                    + (f"; known are {', '.join(known)}" if known else ""),
-                    name,
-                    "unknown_field",
-                )
-        return query
+        return checked_query(request, *known)
 
 
 def _conversation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from random import Random
 
 from swell.cluster.api.http_errors import ErrorInfo
 from swell.cluster.api.output_parts import make_part_reader
@@ -22,6 +23,7 @@ from swell.cluster.api.responses.response import (
 )
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers.base import Parser
+from swell.cluster.text.randomness import SYSTEM_RANDOM
 
 _LAST = {
     "completed": events.Completed,
@@ -35,7 +37,8 @@ class ResponsesWriter(ResponseWriter):
 
     Whole or streamed, the answer goes through the same writer, so both hold the same. `finalize` is
     awaited once the response has ended, before its end is sent: a client that has seen the end
-    can retrieve what is stored. `top_logprobs` as in `make_part_reader`.
+    can retrieve what is stored. `top_logprobs` as in `make_part_reader`; the ids of items are drawn
+    from `random`.
     """
 
     def __init__(
@@ -46,12 +49,13 @@ class ResponsesWriter(ResponseWriter):
         top_logprobs: int | None = None,
         *,
         include_timings: bool | None = None,
+        random: Random = SYSTEM_RANDOM,
     ) -> None:
         super().__init__(response.id, response.model, include_timings=include_timings)
         self.response = response
         self.finalize = finalize
         self._read = make_part_reader(make_parser(), top_logprobs)
-        self._writer = OutputItemWriter(response.output)
+        self._writer = OutputItemWriter(response.output, random)
         self._sequence = 0
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:

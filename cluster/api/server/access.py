@@ -17,8 +17,8 @@ reach, one on a loopback address above all:
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
-from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
@@ -26,6 +26,10 @@ from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.text.sampling_params import shown
 from swell.configs.schema import ServeConfig
+from swell.configs.secret import SecretText
+
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]*))(?::[0-9]*)?", re.IGNORECASE)
+_ORIGIN = re.compile(r"https?://([^\s/\\?#@,]+)", re.IGNORECASE)
 
 
 class Access:
@@ -40,7 +44,7 @@ class Access:
         self._admin_keys = ApiKeys(config.admin_keys_file, "serve.admin_keys_file")
         self._admin_closed = config.admin_keys_file is None and config.api_keys_file is not None
 
-    def check_user(self, request: Request) -> str:
+    def check_user(self, request: Request) -> SecretText:
         """Check a request for the model. A server that the network reaches cannot know all of its
         names, unless they are listed. Returns the name of the user's key: responses stored under it
         are found with no other key."""
@@ -89,28 +93,26 @@ class Access:
 
 
 def host_name(host: str) -> str:
-    """The name of a header `Host`, without its port, and without the dot of a whole name."""
-    if host.startswith("["):
-        return host.partition("]")[0][1:].lower()
-    name = host.rpartition(":")[0] if host.count(":") == 1 else host
-    return name.lower().removesuffix(".")
+    """The name of a header `Host`, without its port, and without the dot of a whole name. One of
+    another form stays as it is, and is no name that is known."""
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return host.lower()
+    return (found[1] or found[2]).lower().removesuffix(".")
 
 
 def _site(origin: str) -> tuple[str, str]:
-    """Host name, and host name with port; empty for an origin without one, as `null`."""
-    try:
-        parts = urlsplit(origin)
-        return parts.hostname or "", parts.netloc
-    except ValueError:
-        return "", ""
+    """Host name, and host name with port; empty for what no web page of a host has, as `null` or
+    `app://localhost`."""
+    found = _ORIGIN.fullmatch(origin)
+    return (host_name(found[1]), found[1]) if found else ("", "")
 
 
 def _is_address(name: str) -> bool:
     try:
-        ipaddress.ip_address(name)
+        return not getattr(ipaddress.ip_address(name), "scope_id", None)
     except ValueError:
         return False
-    return True
 
 
 def _is_loopback(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,29 +12,50 @@ from starlette.requests import Request
 
 from swell.cluster.api.http_errors import HTTPError
 from swell.configs.schema import ConfigError
+from swell.configs.secret import SecretBytes, SecretText
+
+MAX_FILE_BYTES = 1024 * 1024
+_LINE = re.compile(rb"[ \t]*(?:([!-\"$-~]+)[ \t]*|([!-\"$-~]+)[ \t]+#.*|#.*)?")
+"""Nothing, a key, a key and a comment, or a comment. A key is visible ASCII, as a header carries
+it, without `#`."""
 
 
 class ApiKeys:
-    """Keys of a file, one a line, `#` starts a comment. Without a file no key is needed."""
+    """Keys of a file, one a line; `#` behind a space starts a comment. Without a file no key is
+    needed."""
 
     def __init__(self, path: str | None, setting: str) -> None:
-        self._hashes: list[bytes] | None = None
+        self._hashes: list[SecretBytes] | None = None
         if path is None:
             return
         try:
-            lines = Path(path).read_text().splitlines()
+            with Path(path).open("rb") as file:
+                content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise ConfigError(f"{setting}={path!r} cannot be read: {error.strerror}") from None
-        keys = [line.split("#")[0].strip() for line in lines]
-        self._hashes = [hashlib.sha256(key.encode()).digest() for key in keys if key]
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{setting}={path!r} has more than {MAX_FILE_BYTES} bytes; at most so many are read"
+            )
+        self._hashes = []
+        for number, line in enumerate(content.splitlines(), 1):
+            found = _LINE.fullmatch(line)
+            if found is None:  # an error must not show the key
+                raise ConfigError(
+                    f"{setting}={path!r}, line {number}: a key is visible ASCII without spaces and "
+                    "'#', one a line; a comment is behind a space"
+                )
+            if key := found[1] or found[2]:
+                self._hashes.append(hashlib.sha256(key).digest())
         if not self._hashes:
             raise ConfigError(f"{setting}={path!r} holds no key")
 
-    def check(self, request: Request) -> str:
+    def check(self, request: Request) -> SecretText:
         """A name for the key of the request, which does not reveal it; empty without configured
         keys. Raises HTTPError 401 unless it is one of them."""
         if self._hashes is None:
             return ""
+        _check_single(request)
         for key in _presented_keys(request):
             shown = hashlib.sha256(key.encode())
             known = [hmac.compare_digest(shown.digest(), one) for one in self._hashes]
@@ -46,7 +68,15 @@ class ApiKeys:
         )
 
 
-def _presented_keys(request: Request) -> Iterator[str]:
+def _check_single(request: Request) -> None:
+    """A header with a key stands once: another server on the way may look at another one."""
+    for name in ("authorization", "x-api-key"):
+        count = len(request.headers.getlist(name))
+        if count > 1:
+            raise HTTPError(400, f"the header {name} stands {count} times; send one")
+
+
+def _presented_keys(request: Request) -> Iterator[SecretText]:
     """OpenAI's clients send `authorization`, Anthropic's `x-api-key` or both."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":

@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from swell.cluster.api.http_errors import HTTPError, error_body
 from swell.cluster.api.server.cors import CorsRules
 from swell.cluster.api.server.half_close import HalfCloseWatcher
+from swell.cluster.api.server.request_head import head_refusal
 from swell.cluster.api.server.response_framing import with_framing
 from swell.configs.schema import ServeConfig
 
@@ -208,11 +209,22 @@ class LimitedConnection(HttpToolsProtocol):
         if self._read_timer is None:
             self._arm_read_timer(self.limits.head_timeout_s)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """What comes behind a chunked body is no header: a server on the way may have checked those
+        of the head alone."""
+        if self._read_state is not _ReadState.BODY:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         if self._reparsing_head:
             return
         self._head_bytes = 0
-        self._refusal = self._refusal or self._exceeded_limit()
+        parser = self.parser
+        self._refusal = (
+            self._refusal
+            or self._exceeded_limit()
+            or head_refusal(parser.get_method(), self.url, parser.get_http_version(), self.headers)
+        )
         if self._refusal is not None:
             return
         self._read_state = _ReadState.BODY

@@ -26,7 +26,12 @@ from swell.configs.schema import ServeConfig
 _ALL = "*"
 _METHODS = "GET, POST, DELETE, OPTIONS"
 _HEADERS = ("authorization", "content-type", "x-api-key", "x-request-id", "x-request-timeout-s")
-_EXPOSED = "x-request-id, request-id, x-swell-engine, x-swell-version, x-swell-warning, retry-after"
+_EXPOSED = (
+    "x-request-id, request-id, x-swell-engine, x-swell-version, x-swell-warning, retry-after, "
+    "idempotent-replayed"
+)
+_CLOSED = ("/admin/", "/v1/load_lora_adapter/", "/v1/unload_lora_adapter/")
+"""Of operators."""
 _MAX_AGE_S = 600
 """For how long a browser may cache a preflight."""
 
@@ -67,7 +72,7 @@ class CorsRules(msgspec.Struct, frozen=True):
 
 def is_closed(path: str) -> bool:
     """The admin API has no CORS headers: operators use pages of the server itself, or none."""
-    return f"{path}/".startswith("/admin/")
+    return f"{path}/".startswith(_CLOSED)
 
 
 class Cors:

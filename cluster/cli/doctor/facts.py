@@ -6,13 +6,14 @@ from __future__ import annotations
 import msgspec
 
 from swell.configs.schema import Config
+from swell.configs.secret import HoldsSecrets, SecretBytes
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all. A host with another version of Swell may send fewer fields, or more."""
 
 
-class HostRequest(Fact, frozen=True):
+class HostRequest(HoldsSecrets, Fact, frozen=True):
     """What a host is asked for."""
 
     node: str
@@ -20,7 +21,7 @@ class HostRequest(Fact, frozen=True):
     config: Config | None
     libraries: tuple[str, ...]
     """Distributions whose versions count."""
-    salt: bytes
+    salt: SecretBytes
     """Of the digests: those of two runs differ, so that a printed one says nothing of a key."""
     timeout_s: float
     """How long the host may take to answer; each program that it runs gets a part of that."""

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import swell.configs as configs_package
 from swell.cluster.cli.doctor.facts import FileFacts
+from swell.configs.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from swell.configs.schema import SERVE_FILES, Config
+from swell.configs.secret import SecretBytes
 
 _FLOORS = ("cluster", "configs", "coordinator", "engine", "kernels", "worker")
 _CODE = (".py", ".cpp", ".h")
@@ -21,14 +23,17 @@ _MOST_FILES = 2000
 _DIGEST_BYTES = 8
 
 
-def config_files(config: Config, salt: bytes) -> dict[str, FileFacts]:
-    """By name: the files of the model, and by key those that `serve` names. One that cannot be read
-    is missing."""
+def config_files(config: Config, salt: SecretBytes) -> dict[str, FileFacts]:
+    """By name: the files of the model and of adapters, and by key those that `serve` names. One
+    that cannot be read is missing."""
     found: dict[str, FileFacts] = {}
     folder = local_folder(config.model.path)
     if folder is not None:
         for path in sorted(_model_files(folder))[:_MOST_FILES]:
             _add(found, path.name, path, salt)
+    for adapter, adapter_folder in config.lora.adapters.items():
+        for file_name in (CONFIG_NAME, WEIGHTS_NAME):
+            _add(found, f"{adapter}/{file_name}", Path(adapter_folder, file_name), salt)
     for key in SERVE_FILES:
         if name := getattr(config.serve, key):
             _add(found, f"serve.{key}", Path(name), salt)
@@ -74,7 +79,7 @@ def _model_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _add(found: dict[str, FileFacts], name: str, path: Path, salt: bytes) -> None:
+def _add(found: dict[str, FileFacts], name: str, path: Path, salt: SecretBytes) -> None:
     try:
         size_bytes = path.stat().st_size
         with path.open("rb") as file:

@@ -10,12 +10,13 @@ import msgspec
 from swell.cluster.cli.doctor.fact_collector import collect
 from swell.cluster.cli.doctor.facts import HostRequest, Part, RayFacts, Target
 from swell.cluster.cli.doctor.link_sockets import LinkListeners, try_links
+from swell.configs.secret import SecretBytes
 
 FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
 
 
 class HostProbe:
-    def __init__(self, token: bytes) -> None:
+    def __init__(self, token: SecretBytes) -> None:
         self._token = token
         self._listeners: LinkListeners | None = None
 

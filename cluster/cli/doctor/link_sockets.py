@@ -21,6 +21,7 @@ import msgspec
 
 from swell.cluster.cli.doctor.facts import Link, Listener, Part, Target
 from swell.configs.network import listening_socket
+from swell.configs.secret import SecretBytes
 
 TOKEN_BYTES = 16
 _ROUNDS = 5
@@ -35,7 +36,7 @@ _CONNECTORS = 32
 class LinkListeners:
     """The listeners of this host, open until `close`."""
 
-    def __init__(self, token: bytes, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, token: SecretBytes, clock: Callable[[], float] = time.time) -> None:
         self._token = token
         self._clock = clock
         self._loop = asyncio.new_event_loop()
@@ -81,7 +82,9 @@ class LinkListeners:
                     await writer.drain()
 
 
-def try_links(source: str, targets: Sequence[Target], token: bytes, timeout_s: float) -> list[Link]:
+def try_links(
+    source: str, targets: Sequence[Target], token: SecretBytes, timeout_s: float
+) -> list[Link]:
     """Connect to all of them, side by side; each attempt ends after `timeout_s`."""
     if not targets:
         return []
@@ -92,7 +95,7 @@ def try_links(source: str, targets: Sequence[Target], token: bytes, timeout_s: f
 def try_link(
     source: str,
     target: Target,
-    token: bytes,
+    token: SecretBytes,
     timeout_s: float,
     clock: Callable[[], float] = time.time,
 ) -> Link:
@@ -110,7 +113,7 @@ def try_link(
 
 
 def _trips(
-    target: Target, token: bytes, timeout_s: float, clock: Callable[[], float]
+    target: Target, token: SecretBytes, timeout_s: float, clock: Callable[[], float]
 ) -> list[tuple[float, float]]:
     deadline = time.monotonic() + timeout_s
     with socket.create_connection((target.host, target.port), timeout_s) as sock:

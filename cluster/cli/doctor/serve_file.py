@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from swell.configs.schema import ConfigError, parse_override
+from swell.configs.yaml_text import read_yaml, read_yaml_file
 
 T = TypeVar("T")
 
@@ -37,9 +38,11 @@ class _RayService(msgspec.Struct):
 def read_source(source: str) -> tuple[str, dict[str, Any]]:
     """The configuration that such a file names, and its overrides; any other source is given back
     as it is, without overrides. Raises ConfigError."""
-    text = _text_of(source)
-    manifest = _decode(text, _RayService)
-    serve_file = _decode(manifest.spec.serve_config if manifest else text, _ServeFile)
+    data = _data_of(source)
+    manifest = _convert(data, _RayService)
+    if manifest is not None:
+        data = read_yaml(manifest.spec.serve_config.encode(), f"{source!r}, serveConfigV2")
+    serve_file = _convert(data, _ServeFile)
     if serve_file is None:
         return source, {}
     ours = [app.args for app in serve_file.applications if app.import_path == _BUILDER]
@@ -53,19 +56,20 @@ def read_source(source: str) -> tuple[str, dict[str, Any]]:
     return config, dict(parse_override(f"{key}={value}") for key, value in args.items())
 
 
-def _text_of(source: str) -> str:
-    """Empty for what is no YAML file, or cannot be read."""
+def _data_of(source: str) -> Any:
+    """What the file holds; None for what is no YAML file, or cannot be read: read as a
+    configuration, it is refused with the reason."""
     path = Path(os.path.expanduser(source))
     if path.suffix not in (".yaml", ".yml"):
-        return ""
+        return None
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""
+        return read_yaml_file(path)
+    except (OSError, ConfigError):
+        return None
 
 
-def _decode(text: str, shape: type[T]) -> T | None:
+def _convert(data: Any, shape: type[T]) -> T | None:
     try:
-        return msgspec.yaml.decode(text, type=shape)
-    except msgspec.MsgspecError:  # another file
+        return msgspec.convert(data, shape)
+    except msgspec.ValidationError:  # another file
         return None

@@ -10,13 +10,14 @@ id that the model writes is the call's.
 from __future__ import annotations
 
 import re
-import secrets
 import string
+from random import Random
 
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.json_call import CallReader, JsonCall
 from swell.cluster.text.parsers.lists import ListParser
 from swell.cluster.text.parsers.reading import NotRead, Reading
+from swell.cluster.text.randomness import SYSTEM_RANDOM
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 CALL_ID_CHARS = 9
@@ -53,9 +54,9 @@ class MistralParser(ListParser):
     keeps_special_tokens = True
 
     @staticmethod
-    def random_id() -> str:
+    def random_id(random: Random = SYSTEM_RANDOM) -> str:
         alphabet = string.ascii_letters + string.digits
-        return "".join(secrets.choice(alphabet) for _ in range(CALL_ID_CHARS))
+        return "".join(random.choice(alphabet) for _ in range(CALL_ID_CHARS))
 
     @classmethod
     def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:

@@ -12,9 +12,9 @@ required: an answer may end without it, and where it goes on differently, conten
 
 from __future__ import annotations
 
-import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from random import Random
 
 from swell.cluster.text.parsers.base import AnswerReader
 from swell.cluster.text.parsers.calls import Call
@@ -22,10 +22,7 @@ from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Content, T
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.matching import SPACE, Matcher
 from swell.cluster.text.parsers.reading import NotRead, Reading
-
-
-def random_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+from swell.cluster.text.randomness import SYSTEM_RANDOM
 
 
 class ToolParser(AnswerReader):
@@ -53,9 +50,9 @@ class ToolParser(AnswerReader):
         self._stop_marker: str | None = None
 
     @staticmethod
-    def random_id() -> str:
+    def random_id(random: Random = SYSTEM_RANDOM) -> str:
         """An id for a call, unique, in the form that this format's chat templates need."""
-        return random_call_id()
+        return f"call_{random.getrandbits(96):024x}"
 
     def stop_at(self, marker: str) -> None:
         self._stop_marker = marker

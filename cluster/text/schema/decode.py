@@ -11,7 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from swell.cluster.text.field_path import Key, join_path, rename_roots, split_path
+from swell.cluster.text.field_path import (
+    MAX_PATH_CHARS,
+    Key,
+    join_path,
+    rename_roots,
+    split_path,
+)
 from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.json_size import check_size
 from swell.cluster.text.schema.request_body import RequestBody
@@ -106,7 +112,7 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
             if constants:
                 what = f"the body is not valid JSON: {constants[0]} is no JSON number"
             elif keys is not None:
-                param = join_path(keys)[:_MAX_ERROR_CHARS] or None
+                param = join_path(keys)[:MAX_PATH_CHARS] or None
                 what = (
                     f"{param or 'the body'} holds a lone surrogate (half of a \\uD800-\\uDFFF "
                     "pair), which is no text"

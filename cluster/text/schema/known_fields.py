@@ -57,7 +57,6 @@ _SAMPLING: Mapping[str, Values] = {
     "logprob_token_ids": _NULL,
     "return_token_offsets": _OFF,
     "return_hidden_states": _OFF,
-    "return_routed_experts": _OFF,
     "routed_experts_prompt_start": (0,),
     "routed_experts_start_len": (0,),
     "return_cached_tokens_details": _OFF,
@@ -103,7 +102,7 @@ _MEANS = {
 
 _BUDGET: Mapping[str, Values] = {"thinking_token_budget": (-1,)}
 
-COMPLETIONS = Ecosystem({**_SAMPLING, **_BUDGET, "prompt_embeds": _NULL}, _TAKEN, _MEANS)
+COMPLETIONS = Ecosystem({**_SAMPLING, **_BUDGET}, _TAKEN, _MEANS)
 
 CHAT = Ecosystem(
     {
@@ -148,6 +147,27 @@ TOKENIZE = Ecosystem(
 )
 
 DETOKENIZE = Ecosystem({"skip_special_tokens": _OFF})
+
+POOLING = Ecosystem(
+    {
+        "messages": _NULL,
+        "input_type": _NULL,
+        "late_chunking": _OFF,
+        "embedding_type": ("float",),
+        "embedding_types": (["float"],),
+        "embed_dtype": ("float32",),
+        "endianness": ("native", "little"),
+        "mm_processor_kwargs": _EMPTY,
+        "chat_template": _NULL,
+        "instruction": _NULL,
+        "max_tokens_per_doc": _NULL,
+        "max_chunks_per_doc": _NULL,
+        "rank_fields": _NONE_LISTED,
+    },
+    frozenset({"request_id", "rid", "task"}),
+)
+
+SCORING = POOLING._replace(means={"softmax": "use_activation", "activation": "use_activation"})
 
 IGNORED_FIELDS = (
     "annotations",

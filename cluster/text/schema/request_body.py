@@ -31,6 +31,8 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     and any other is refused by name, so that no answer silently ignores a field.
     """
 
+    POOLS: ClassVar[bool] = False
+    """It is for a model that pools."""
     ECOSYSTEM: ClassVar[Ecosystem] = Ecosystem()
     """Fields of other servers, beside those of the struct."""
     PARTS: ClassVar[Mapping[str, Mapping[str | None, type[msgspec.Struct]]]] = {}

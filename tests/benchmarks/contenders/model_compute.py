@@ -32,7 +32,7 @@ def main(lines):
     model, (rows, inputs, outputs) = sys.argv[1], map(int, sys.argv[2:])
     params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
     with LLM(model, **{"scheduler.max_rows": rows, "cache.prefix_caching": False}) as llm:
-        runner, watch = llm._core.executor._worker.runner, Stopwatch()  # type: ignore[attr-defined]
+        runner, watch = llm._engine.core.executor._worker.runner, Stopwatch()  # type: ignore[attr-defined]
         runner._forward = watch.around(runner._forward)
         runner.model.argmax = watch.around(runner.model.argmax)
         rng = random.Random(0)

@@ -26,7 +26,9 @@ OTHER = "https://evil.example"
 JSON = {"content-type": "application/json"}
 ALLOWED = "access-control-allow-origin"
 EXPOSED = "access-control-expose-headers"
-ADMIN = sorted({one.path for one in OPERATIONS if one.path.startswith("/admin")})
+ADMIN = sorted(
+    {one.path for one in OPERATIONS if one.path.startswith("/admin") or "_lora_" in one.path}
+)
 ON = {"serve.cors_origins": [PAGE, "http://localhost:3000"]}
 
 

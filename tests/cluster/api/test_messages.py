@@ -233,6 +233,7 @@ def run_scenario(
     asyncio.run(run())
 
 
+NO_ENGINE_SOON = {"serve.no_engine_timeout_s": 0.1, "cluster.start_timeout_s": 0.3}
 REQUEST: dict[str, Any] = {"model": "fake", "max_tokens": 90, "messages": QUESTION}
 
 
@@ -352,7 +353,7 @@ def test_no_engine_is_an_overloaded_error(folder: Path) -> None:
         assert caught.value.type == "overloaded_error"
         assert caught.value.response.headers["retry-after"] == "1"
 
-    run_scenario(folder, scenario)
+    run_scenario(folder, scenario, **NO_ENGINE_SOON)
 
 
 def test_a_stream_that_breaks_off_raises(folder: Path) -> None:
@@ -365,9 +366,7 @@ def test_a_stream_that_breaks_off_raises(folder: Path) -> None:
                 await stream.get_final_message()
         assert caught.value.type == "overloaded_error"
 
-    run_scenario(
-        folder, scenario, **{"serve.no_engine_timeout_s": 0.1, "cluster.start_timeout_s": 0.3}
-    )
+    run_scenario(folder, scenario, **NO_ENGINE_SOON)
 
 
 def test_keys_come_in_either_header(folder: Path, tmp_path: Path) -> None:

@@ -53,16 +53,20 @@ ANSWER = (
     TOKENS + "model max_tokens include_stop_str_in_output skip_special_tokens n prompt_logprobs "
     "response_format stream stream_options stream_interval return_token_ids logprobs best_of echo "
     "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens truncation_side "
-    "include_timings "
+    "include_timings return_routed_experts "
 )
 CONVERSATION = (
     "model messages system tools tool_choice thinking output_config chat_template_kwargs "
+)
+POOLING = (
+    "model truncate_prompt_tokens truncation_side add_special_tokens priority cache_salt "
+    "data_parallel_rank include_timings "
 )
 UNSERVED_BLOCK = "source title context citations content"
 """Fields of blocks that are refused by their type."""
 
 EFFECTIVE: dict[str, str] = {
-    "CompletionRequest": ANSWER + "prompt",
+    "CompletionRequest": ANSWER + "prompt prompt_embeds",
     "ChatCompletionRequest": ANSWER
     + "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls "
     "reasoning_effort thinking_token_budget add_generation_prompt continue_final_message "
@@ -79,10 +83,18 @@ EFFECTIVE: dict[str, str] = {
     "TokenizeRequest": "model prompt messages tools add_special_tokens add_generation_prompt "
     "continue_final_message chat_template chat_template_kwargs return_token_strs",
     "DetokenizeRequest": "model tokens",
+    "EmbeddingRequest": POOLING + "input encoding_format dimensions normalize prompt_name",
+    "ClassifyRequest": POOLING + "input use_activation",
+    "ScoreRequest": POOLING + "text_1 text_2 queries documents use_activation",
+    "RerankRequest": POOLING + "query documents top_n return_documents use_activation",
+    "RerankDocument": "text",
     "ScaleRequest": "engines drain_timeout_s",
     "DrainRequest": "rank",
     "UpgradeRequest": "config",
     "SwitchRequest": "",
+    "SleepRequest": "level requests",
+    "LoadAdapterRequest": "lora_name lora_path load_inplace",
+    "UnloadAdapterRequest": "lora_name",
     # Parts of them.
     "StreamOptions": "include_usage continuous_usage_stats",
     "ResponseFormat": "type json_schema",
@@ -137,7 +149,8 @@ GENERATION = "CompletionRequest ChatCompletionRequest"
 
 WITHOUT_EFFECT: dict[str, str] = {
     # As the table writes it -> the types that have the field.
-    "user": GENERATION + " ResponsesRequest",
+    "user": GENERATION
+    + " ResponsesRequest EmbeddingRequest ClassifyRequest ScoreRequest RerankRequest",
     "metadata": GENERATION + " ResponsesRequest MessagesRequest",
     "safety_identifier": GENERATION + " ResponsesRequest",
     "user_profile_id": "CountTokensRequest MessagesRequest",

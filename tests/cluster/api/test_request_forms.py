@@ -34,8 +34,28 @@ BODIES: dict[str, dict[str, Any]] = {
     "/admin/upgrade": {"config": {"model": {"path": "m"}}},
     "/admin/pause": {},
     "/admin/resume": {},
+    "/admin/sleep": {"level": 2},
+    "/admin/wake": {},
 }
 """A body that each route accepts."""
+POOLING_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"model": "fake", "input": "hi"},
+    "/classify": {"model": "fake", "input": "hi"},
+    "/score": {"model": "fake", "text_1": "a", "text_2": "b"},
+    "/rerank": {"model": "fake", "query": "a", "documents": ["b", "c"]},
+}
+POOLING_BODIES |= {
+    f"/{version}{path}": payload
+    for path, payload in [*POOLING_BODIES.items()][1:]
+    for version in ("v1", "v2")
+    if version == "v1" or path == "/rerank"
+}
+"""The same of the routes of models that pool (`test_pooling_http.py`)."""
+ADAPTER_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/adapters/a"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+}
+"""The same of the routes that exist only with `lora.enabled` (`test_adapters_http.py`)."""
 GETS = [
     one.path.replace("{model}", "fake")
     for one in OPERATIONS
@@ -93,7 +113,8 @@ def posts(change: Callable[[bytes], bytes] = bytes, **headers: str) -> list[Any]
 
 
 def test_every_route_with_a_body_is_here() -> None:
-    assert {one.path for one in OPERATIONS if one.body is not None} == BODIES.keys()
+    paths = {one.path for one in OPERATIONS if one.body is not None}
+    assert paths == BODIES.keys() | POOLING_BODIES.keys() | ADAPTER_BODIES.keys()
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -176,12 +176,12 @@ def test_an_ingress_without_engines_takes_over_nothing(tmp_path: Path) -> None:
             server.second_ingress() as (_, _client, second_ingress),
         ):
             await server.create(background=True)
-            second_ingress.llm.has_seen_engine = False
+            second_ingress.llm._first_engine.clear()
             server.store_handle.away = True
             await pass_lease(server)
             await pass_lease(server)
             assert len(server.engine.arrived) == 1
-            second_ingress.llm.has_seen_engine = True
+            second_ingress.llm._first_engine.set()
             await until(lambda: len(server.engine.arrived) == 2)
 
     asyncio.run(scenario())

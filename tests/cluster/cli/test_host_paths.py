@@ -33,5 +33,13 @@ def test_a_relative_name_means_the_same_file_on_every_host(
     }
 
 
+def test_the_folder_of_a_draft_model_is_named(tmp_path: Path) -> None:
+    drafts = {"drafts.method": "model", "drafts.model": {"path": str(tmp_path)}}
+    paths = named_paths(load("owner/name", drafts))
+    assert paths == {"drafts.model": str(tmp_path / "config.json")}
+    drafts["drafts.model"] = {"path": "owner/small"}
+    assert named_paths(load("owner/name", drafts)) == {}
+
+
 def test_a_hub_id_is_no_file() -> None:
     assert named_paths(load("owner/name")) == {}

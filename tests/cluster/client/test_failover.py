@@ -162,8 +162,6 @@ def test_a_count_that_begins_again_is_a_loss(folder: Path) -> None:
 
 def test_a_request_waits_for_an_engine(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
-        refused = await cluster.client.post("/v1/completions", json=body([1], 5))
-        assert refused.status_code == 503, "there never was an engine"
         await cluster.kill(await cluster.join(0))
         wishes = [body([1], 5), body([2], 5, data_parallel_rank=2)]
         waiting = [
@@ -183,6 +181,35 @@ def test_a_request_waits_for_an_engine(folder: Path) -> None:
         assert await cluster.metric(RESUBMITTED) == 0, "they only arrived"
 
     play(folder, scene)
+
+
+def test_an_ingress_that_is_there_before_any_engine_keeps_requests_for_one(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        early = asyncio.create_task(cluster.client.post("/v1/completions", json=body([7], 5)))
+        count = asyncio.create_task(cluster.client.post("/tokenize", json={"prompt": "the fox"}))
+        llm = cluster.ingress.llm
+        await until(lambda: llm._num_early == 2)
+        refused = await cluster.client.post("/v1/completions", json=body([8], 5))
+        assert refused.json()["error"]["code"] == "no_engine"
+        assert "2 requests wait" in refused.json()["error"]["message"]
+        await cluster.join(0)
+        answer = await early
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["token_ids"] == truth([7], 5)
+        assert (await count).status_code == 200
+        assert llm._num_early == 0
+
+    play(folder, scene, **{"serve.max_waiting_requests": 2})
+
+
+def test_a_request_does_not_wait_for_ever_for_the_first_engine(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        early = await cluster.client.post("/v1/completions", json=body([7], 5))
+        assert early.status_code == 503
+        assert early.json()["error"]["code"] == "no_engine"
+        assert "waited 0.1 s" in early.json()["error"]["message"]
+
+    play(folder, scene, **{"serve.no_engine_timeout_s": 0.1})
 
 
 def test_a_request_does_not_wait_for_ever(folder: Path) -> None:

@@ -118,7 +118,7 @@ def test_events_are_bounded_and_the_end_is_kept() -> None:
 
 def test_an_engine_reports_what_happened_since_the_slot_before() -> None:
     core = EngineCoreRequest("r", [1, 2], SamplerParams(), max_tokens=4)
-    request = Request(core, b"client", (0, 1), queued_at=100.0)
+    request = Request(core, b"client", 0, 1, queued_at=100.0)
     assert request.token_ids == pack_tokens([1, 2])
     request.scheduled_s = 0.25
     assert request.journey_events() == [

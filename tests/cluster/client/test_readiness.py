@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.api.admin import serving as admin
+from swell.cluster.api.admin import manager_calls
 from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.readiness import ReadinessTracker
@@ -99,7 +99,7 @@ def test_who_repairs_or_leaves_is_not_ready() -> None:
     members = (member(0, MemberState.REPAIRING), member(1, MemberState.LEAVING))
     readiness.on_view(view(*members), 0.0)
     assert readiness.check(0.0).ranks == []
-    assert readiness.check(0.0).reason == "engine 0 replaces a worker"
+    assert readiness.check(0.0).reason == "engine 0 replaces a worker, or wakes up"
 
 
 def test_an_engine_that_this_ingress_does_not_reach_is_not_ready() -> None:
@@ -148,7 +148,7 @@ def test_the_probe_over_http(folder: Path) -> None:
 def test_a_manager_that_gives_no_answer_is_a_503(
     folder: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
-    monkeypatch.setattr(admin, "_MANAGER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(manager_calls, "_MANAGER_TIMEOUT_S", 0.05)
 
     async def no_answer(*_: object) -> None:
         if silent:

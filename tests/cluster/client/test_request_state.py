@@ -47,9 +47,11 @@ def make_state(processor: OutputProcessor, request: EngineCoreRequest = REQUEST)
     return processor.add_request(request, SamplingParams(), queue=queue)
 
 
-def assign(state: RequestState, router: Router, rank: int = 0) -> EngineCoreRequest:
+def assign(
+    state: RequestState, router: Router, rank: int = 0, now_s: float = 0.0
+) -> EngineCoreRequest:
     route = router.choose(state.request_id, state.request.prompt_token_ids, rank=rank)
-    state.assign(EngineId(rank, 1), "", route, 0.0)
+    state.assign(EngineId(rank, 1), "", route, now_s)
     return state.engine_request()
 
 
@@ -107,6 +109,16 @@ def test_a_later_attempt_continues_after_the_outputs_on_any_engine() -> None:
     dropped = EngineCoreOutput("r", [], FinishReason.ABORT, attempt=2)
     assert processor.process_outputs([dropped]).dropped == [state]
     assert processor.find("r", 2) is state and processor.find("r", 1) is None
+
+
+def test_a_later_attempt_says_how_long_the_request_has_waited() -> None:
+    """From its arrival, whatever came between."""
+    now_s = 100.0
+    processor, router = OutputProcessor(DETOKENIZER, clock=lambda: now_s), make_router()
+    state = make_state(processor)
+    for at_s, waited_s in ((101.0, 0.0), (130.0, 30.0), (175.5, 75.5)):
+        assert assign(state, router, now_s=at_s).waited_s == waited_s
+        state.unassign(MigrationReason.LEFT)
 
 
 @settings(max_examples=150, deadline=None)

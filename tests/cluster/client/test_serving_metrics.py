@@ -17,7 +17,7 @@ from swell.coordinator.roster import MemberState
 from tests.cluster.client.scripted_cluster import ScriptedCluster, run
 
 PROMPT = list(range(1, 9))  # two blocks of 4 tokens
-CLUSTER = ("epoch", "engines", "engine_steps_total", "rescale_phase")
+CLUSTER = ("epoch", "engines", "engine_steps_total", "rescale_phase", "upgrade_phase")
 """What every run shows beside the serving metrics."""
 
 

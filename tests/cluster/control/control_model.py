@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
+from msgspec.structs import replace as with_fields
+
 from swell.cluster.control import control_state
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
 from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
@@ -148,18 +150,18 @@ class Model:
             if engine.place is Place.ENDING or is_cancelled:
                 yield f"end {engine.rank}", _without(world, engine.rank)
             elif leaves and engine.in_transition:
-                ending = replace(engine, place=Place.ENDING, in_transition=False)
+                ending = with_fields(engine, place=Place.ENDING, in_transition=False)
                 yield f"detached {engine.rank}", _with(world, ending)
             elif engine.intent is Intent.MOVE:
                 if len(world.fleet.staying) >= world.state.change.target:
                     yield self._leave_host(world, engine)
             elif leaves and can_move:
-                yield f"detach {engine.rank}", _with(world, replace(engine, in_transition=True))
+                yield f"detach {engine.rank}", _with(world, with_fields(engine, in_transition=True))
 
     @staticmethod
     def _leave_host(world: World, engine: EngineStatus) -> Move:
         """Its replacement serves, or its host goes."""
-        return f"leave host {engine.rank}", _with(world, replace(engine, intent=Intent.DRAIN))
+        return f"leave host {engine.rank}", _with(world, with_fields(engine, intent=Intent.DRAIN))
 
     def plan(self, world: World) -> Move:
         fleet, change = world.fleet, world.state.change
@@ -170,7 +172,7 @@ class Model:
         changes = dict.fromkeys(plan.keep, Intent.STAY)
         changes |= dict.fromkeys((*plan.cancel, *plan.leave), Intent.LEAVE)
         engines = [
-            replace(engine, intent=changes.get(engine.rank, engine.intent))
+            with_fields(engine, intent=changes.get(engine.rank, engine.intent))
             for engine in world.engines
         ]
         engines += [EngineStatus(rank, Place.STARTING) for rank in plan.start]
@@ -192,7 +194,7 @@ class Model:
     def _join(self, world: World, number: int) -> Move:
         alive = self._alive(world, world.batches[number])
         for engine in alive:
-            world = _with(world, replace(engine, in_transition=True))
+            world = _with(world, with_fields(engine, in_transition=True))
         batch = replace(world.batches[number], is_joining=True)
         return f"join {batch.ranks}", _put_batch(world, number, batch)
 
@@ -200,22 +202,31 @@ class Model:
         """The batch is over; those that fail are not there any more."""
         batch, started = world.batches[number], []
         for engine in self._alive(world, batch):
-            if engine.rank in failing:
-                world = _without(world, engine.rank)
-            else:
+            if engine.rank not in failing:
                 started.append(engine.rank)
-                serving = replace(engine, place=Place.SERVING, in_transition=False)
+                serving = with_fields(engine, place=Place.SERVING, in_transition=False)
                 world = _with(world, serving)
         waiting = self._waiting(world, batch)
         rest = Batch(waiting, batch.is_requested) if waiting else None
         world = _put_batch(world, number, rest)
-        failures = {rank: self.control.StartFailure("no room") for rank in failing}
-        state = self.control.on_starts_finished(
-            world.state, world.fleet, started, failures, world.now, is_requested=batch.is_requested
+        for rank in failing:
+            world = self._fail(world, batch, rank)
+        world = replace(world, state=self.control.on_joined(world.state, started))
+        return f"started {started}, failed {list(failing)}", world
+
+    def _fail(self, world: World, batch: Batch, rank: int) -> World:
+        """An engine does not start; the others of its batch go on."""
+        world = _without(world, rank)
+        state = self.control.on_failed(
+            world.state,
+            world.fleet,
+            self.control.StartFailure(rank, "no room"),
+            world.now,
+            is_requested=batch.is_requested,
         )
         after = replace(world, state=state)
-        _check_failure(world, batch, failures, after)
-        return f"started {started}, failed {list(failing)}", after
+        _check_failure(world, batch, after)
+        return after
 
     @staticmethod
     def _alive(world: World, batch: Batch) -> list[EngineStatus]:
@@ -247,13 +258,19 @@ class Model:
                 after = self._accept(world, state, engines, "loads")
                 yield f"load wants {engines}", replace(after, whole=engines)
         yield from self._of_hosts(world)
-        if left.drains and world.state.change.target > 1:
-            for rank in world.fleet.staying:
-                state = self.control.drain(world.state, world.fleet, rank, limits)
-                found = next(e for e in world.engines if e.rank == rank)
-                marked = _with(world, replace(found, intent=Intent.DRAIN))
-                target = world.state.change.target - 1
-                yield f"drain {rank}", self._accept(marked, state, target, "drains")
+        if left.drains:
+            for engine in world.engines:
+                stays = engine.intent is Intent.STAY
+                can_fall = world.state.change.target > 1 or not stays
+                if can_fall and engine.place is Place.SERVING and engine.intent is not Intent.MOVE:
+                    state = self.control.drain(world.state, world.fleet, engine.rank, limits)
+                    marked = _with(world, with_fields(engine, intent=Intent.DRAIN))
+                    target = world.accepted if not stays else world.state.change.target - 1
+                    after = self._accept(marked, state, target, "drains")
+                    yield (
+                        f"drain {engine.rank}",
+                        after if stays else replace(after, whole=world.whole),
+                    )
         if left.pauses:
             state = self.control.set_pause(world.state, not world.paused)
             after = replace(world, state=state, paused=not world.paused)
@@ -266,10 +283,14 @@ class Model:
         if left.failures:
             for number, batch in enumerate(world.batches):
                 ranks = tuple(engine.rank for engine in self._alive(world, batch))
-                for failing in {ranks[:1], ranks} - {()}:
-                    name, after = self._finish(world, number, failing)
-                    if failing == ranks or not world.fleet.is_committing:
+                if batch.is_joining:
+                    for failing in {ranks[:1], ranks} - {()}:
+                        name, after = self._finish(world, number, failing)
                         yield name, _spend(after, "failures")
+                    continue
+                for rank in ranks:
+                    after = self._fail(world, batch, rank)
+                    yield f"failed {rank}", _spend(after, "failures")
         if left.take_overs:
             yield "take-over", self._succeed(world)
 
@@ -278,12 +299,12 @@ class Model:
             stays, rank = engine.intent is Intent.STAY, engine.rank
             starts = engine.place is Place.STARTING and stays and not engine.in_transition
             if starts and (engine.waits_for_room or world.left.waits):
-                changed = replace(engine, waits_for_room=not engine.waits_for_room)
+                changed = with_fields(engine, waits_for_room=not engine.waits_for_room)
                 after = _with(world, changed)
                 is_new = changed.waits_for_room
                 yield f"room for {rank}: {not is_new}", _spend(after, "waits") if is_new else after
             if engine.place is Place.SERVING and stays and world.left.notices:
-                moving = _with(world, replace(engine, intent=Intent.MOVE))
+                moving = _with(world, with_fields(engine, intent=Intent.MOVE))
                 yield f"notice {rank}", _spend(moving, "notices")
             if engine.place is Place.SERVING and engine.intent is Intent.MOVE:
                 yield self._leave_host(world, engine)
@@ -305,7 +326,7 @@ class Model:
         return _spend(after, kind)
 
     def _die(self, world: World, engine: EngineStatus) -> Move:
-        dead = replace(engine, place=Place.ENDING, in_transition=False)
+        dead = with_fields(engine, place=Place.ENDING, in_transition=False)
         after = _with(world, dead)
         if engine.intent is Intent.STAY:
             state = self.control.on_death(after.state, engine.rank, 1.0, world.now, "killed")
@@ -316,7 +337,7 @@ class Model:
         """Another manager: it adopts what serves or starts, and ends everything else."""
         state = self._take_over(world.checkpoint, world.paused)
         engines = tuple(
-            replace(
+            with_fields(
                 engine,
                 in_transition=False,
                 intent=Intent.STAY if engine.intent in (Intent.STAY, Intent.MOVE) else Intent.LEAVE,
@@ -405,10 +426,10 @@ def _check_plan(before: World, plan: Any, after: World) -> None:
     _law(present >= target or not requested, "a request waits for no back-off")
 
 
-def _check_failure(before: World, batch: Batch, failures: Any, after: World) -> None:
+def _check_failure(before: World, batch: Batch, after: World) -> None:
     change, target = after.state.change, before.state.change.target
     expected = max(before.whole, before.fleet.num_present)
-    if failures and batch.is_requested and expected < target:
+    if batch.is_requested and expected < target:
         _law(change.stage.name == "FAILED", "a requested start that fails ends the change")
         _law(change.target == expected, f"the old size is kept: {expected}, not {change.target}")
     else:

@@ -23,9 +23,10 @@ from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.engine_monitor import StalledEngine
 from swell.coordinator.ground import ThreadGround
+from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.service import Membership, NotLeading
-from swell.coordinator.wire import ClusterView, EngineReport, ManagerState
+from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.executor import ExecutorLimits, WorkerInfo
 from swell.engine.ready import EngineReady
 
@@ -33,6 +34,8 @@ KEYS = "keys"
 TAG = names.engine_tag("1-configuration", KEYS)
 START_S = 10.0
 """Virtual seconds until a fake engine is ready."""
+WAIT_FOR_ROOM_S = 600.0
+"""Virtual seconds that an engine waits for room which does not wait without limit."""
 CHECKPOINT_S = 0.01
 """Virtual seconds that the checkpoint store takes to answer."""
 
@@ -356,16 +359,20 @@ class FakePlacement:
             self.kill_engine(handle.rank)
 
     async def _reserve(self, handle: EngineHandle) -> None:
-        reason = f"no room for engine {handle.rank}"
+        reason, clock = f"no room for engine {handle.rank}", asyncio.get_running_loop().time
+        is_apart, until = handle.is_extra or handle.for_answers, clock() + WAIT_FOR_ROOM_S
+        waits = self.waits_for_room or handle.for_answers
         try:
             while len(self.groups) >= self.capacity:
-                if not self.waits_for_room:
+                if not waits or (is_apart and clock() > until):
                     raise NoRoom(reason)
                 handle.waits_for_room = reason
                 self.on_waiting()
                 await asyncio.sleep(1.0)
         finally:
-            handle.waits_for_room = None
+            if handle.waits_for_room is not None:
+                handle.waits_for_room = None
+                self.on_waiting()
 
     def place(self, handle: EngineHandle, ready_at: float) -> None:
         """Its process begins to load."""
@@ -468,6 +475,13 @@ class FakeCheckpointStore:
         await self.write(ClusterCheckpoint())
 
 
+class VirtualGround(ThreadGround):
+    """Its time since 1970 is that of the event loop."""
+
+    def unix_time(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
 class ManagerHarness:
     """Managers and what they manage, in virtual time."""
 
@@ -498,7 +512,7 @@ class ManagerHarness:
             self.coordinator,
             self.placement,
             self.checkpoints,
-            ThreadGround(),
+            VirtualGround(),
             self.identity,
         )
 

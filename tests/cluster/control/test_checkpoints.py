@@ -12,7 +12,7 @@ from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheck
 from swell.cluster.control.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.versions import UpgradeRecord
 from swell.coordinator.ground import ThreadGround
-from swell.coordinator.wire import ManagerState
+from swell.coordinator.manager_state import ManagerState
 from tests.cluster.control.fake_ray import FakeRay
 
 IDENTITY = "configuration"
@@ -40,7 +40,7 @@ def writer(ray: FakeRay, identity: str = IDENTITY) -> CheckpointWriter:
 
 
 async def save(manager: CheckpointWriter, target: int) -> bool:
-    return await manager.save(manager.make(target, False, True, UpgradeRecord()))
+    return await manager.save(manager.make(target, False, True, UpgradeRecord(), ()))
 
 
 async def newest(ray: FakeRay) -> ClusterCheckpoint:

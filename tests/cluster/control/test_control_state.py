@@ -8,15 +8,19 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from swell.cluster.control import control_state
+from swell.cluster.control.fleet_view import EngineStatus, FleetView, Place
+from swell.configs.schema import load
 from tests.cluster.control.control_model import Bounds, Violation, explore
 
 BOUNDS = {
     "three requests": Bounds(scales=3),
     "a drain between requests": Bounds(data=2, scales=1, drains=1),
     "failing starts": Bounds(scales=2, failures=1),
-    "deaths and failing starts": Bounds(data=2, scales=1, deaths=1, failures=2),
+    "starts that fail one after the other": Bounds(scales=1, failures=3),
+    "deaths and failing starts": Bounds(data=2, scales=1, deaths=1, failures=1),
     "a death between two requests": Bounds(scales=2, deaths=1, failures=1),
     "dying again and again": Bounds(data=1, max_engines=2, scales=1, deaths=3),
     "a manager that is replaced": Bounds(data=2, scales=1, drains=1, pauses=2, take_overs=1),
@@ -51,12 +55,12 @@ RULES = {
         "a death between two requests", "stage=ChangeStage.SETTLED, fallback=change.target", ""
     ),
     "only what was requested can fail": Rule(
-        "deaths and failing starts", "is_requested and failures", "failures"
+        "deaths and failing starts", "is_requested and back <", "back <"
     ),
     "engines that serve beside a failure count": Rule(
         "failing starts",
-        "max(fleet.num_present, state.change.fallback)",
-        "state.change.fallback",
+        "max(fleet.num_present, change.fallback)",
+        "change.fallback",
     ),
     "a request forgets the back-off": Rule(
         "dying again and again", "change=change, backoff=Backoff())\n\n\ndef drain",
@@ -103,6 +107,18 @@ RULES = {
         "state.change.target",
     ),
 }  # fmt: skip
+
+
+def test_a_request_waits_while_all_room_is_for_another_engine() -> None:
+    """Its starts belong to the requested change all the same, when they begin."""
+    limits = load({"model": {"path": "m"}}).cluster
+    state = control_state.initial(load({"model": {"path": "m"}}))
+    fleet = FleetView((EngineStatus(0, Place.SERVING),), is_reserved=True)
+    state = control_state.scale(state, fleet, 2, limits)
+    state, plan = control_state.plan(state, fleet, 0.0)
+    assert plan.start == ()
+    state, plan = control_state.plan(state, replace(fleet, is_reserved=False), 0.0)
+    assert plan.start == (1,) and plan.is_requested
 
 
 @pytest.mark.parametrize("name", BOUNDS)

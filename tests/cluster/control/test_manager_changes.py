@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.cluster.control.control_state import ScaleRefused
-from swell.coordinator.roster import MemberState
+from swell.coordinator import roster
+from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.roster import Member, MemberState
+from swell.coordinator.wire import EngineReport
 from tests.cluster.control.fake_manager import (
     CHECKPOINT_S,
     START_S,
@@ -110,6 +113,26 @@ def test_a_failure_of_a_start_that_was_cancelled_is_none() -> None:
     run(scenario)
 
 
+def test_a_start_that_was_cancelled_is_no_member_that_is_in_the_way_of_the_next_one() -> None:
+    """A coordinator that was restarted meanwhile has heard of it."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        await harness.manager.scale(2)
+        await asyncio.sleep(START_S / 2)
+        coordinator = harness.coordinator
+        heard = Member(1, ChannelAddress("m", "i", "t"), incarnation=99)
+        coordinator.roster = roster.join(coordinator.roster, [heard])
+        await harness.manager.scale(1)
+        await asyncio.sleep(0.05)
+        await harness.manager.scale(2)
+        await harness.settle()
+        assert harness.active == [0, 1]
+        assert (harness.manager.phase, harness.manager.error) == ("idle", None)
+
+    run(scenario)
+
+
 # -------------------------------------------------------------------------------- commit
 
 
@@ -185,6 +208,106 @@ def test_a_shorter_drain_timeout_shortens_a_drain() -> None:
     run(scenario, data=2)
 
 
+def test_a_longer_drain_timeout_counts_from_now_on() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[1] = busy(1)
+        await harness.manager.scale(1, 30.0)
+        await asyncio.sleep(20.0)
+        await harness.manager.scale(1, 60.0)
+        await asyncio.sleep(50.0)
+        assert 1 in harness.placement.alive
+        await asyncio.sleep(15.0)
+        assert list(harness.placement.alive) == [0]
+
+    run(scenario, data=2)
+
+
+@pytest.mark.parametrize("before", ["scale", "drain"])
+def test_a_drain_that_is_requested_again_begins_anew(before: str) -> None:
+    """The target does not fall once more, and the engine is not kept any more."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[2] = busy(2)
+        await (harness.manager.scale(2) if before == "scale" else drain(harness))
+        await asyncio.sleep(20.0)
+        await drain(harness)
+        assert harness.manager.target == 2
+        await asyncio.sleep(20.0)
+        assert 2 in harness.placement.alive, "it has its time again"
+        await harness.manager.scale(3)
+        await asyncio.sleep(2 * START_S)
+        assert 2 not in harness.placement.alive and len(harness.active) == 3
+
+    async def drain(harness: ManagerHarness) -> None:
+        harness.manager.drain(2)
+        await asyncio.sleep(0.0)
+
+    run(scenario, data=3, drain_timeout_s=30)
+
+
+def test_an_engine_that_was_kept_and_leaves_again_is_marked_again() -> None:
+    """A report from before says nothing about what it got meanwhile. Another engine leaves all the
+    time."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        coordinator = harness.coordinator
+        coordinator.reports |= {1: busy(1), 2: busy(2)}
+        await harness.manager.scale(1, 3600.0)
+        await asyncio.sleep(1.0)
+        heard = coordinator.roster.epoch
+        coordinator.unheard = {1}
+        coordinator.reports[1] = EngineReport(1, roster_epoch=heard)
+        await harness.manager.scale(2)
+        await harness.manager.scale(1, 3600.0)
+        await asyncio.sleep(60.0)
+        assert 1 in harness.placement.alive and coordinator.roster.epoch > heard
+        coordinator.unheard.clear()
+        await asyncio.sleep(1.0)
+        assert sorted(harness.placement.alive) == [0, 2]
+
+    run(scenario, data=3)
+
+
+def test_the_time_of_a_drain_begins_when_the_coordinator_has_heard_of_it() -> None:
+    """It is stopped for a while, and the operator requests the same once more meanwhile."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        coordinator, leave = harness.coordinator, harness.coordinator.leave
+        coordinator.reports[1] = busy(1)
+
+        async def leave_late(ranks: list[int]) -> int:
+            coordinator.leave = leave  # type: ignore[method-assign]
+            await asyncio.sleep(50.0)
+            return await leave(ranks)
+
+        coordinator.leave = leave_late  # type: ignore[method-assign]
+        await harness.manager.scale(1)
+        await asyncio.sleep(5.0)
+        await harness.manager.scale(1)
+        await asyncio.sleep(70.0)
+        assert 1 in harness.placement.alive, "20 of 30 seconds are over"
+        await asyncio.sleep(15.0)
+        assert list(harness.placement.alive) == [0]
+
+    run(scenario, data=2, drain_timeout_s=30)
+
+
+def test_a_host_that_goes_away_takes_its_engine_without_a_drain() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        harness.placement.nodes = {1: "spot"}
+        await harness.start()
+        harness.placement.draining = {"spot": 1000.0}
+        await asyncio.sleep(START_S / 2)
+        with pytest.raises(ScaleRefused, match="engine 1 leaves already: its host"):
+            harness.manager.drain(1)
+
+    run(scenario, data=2)
+
+
 def test_one_long_drain_holds_up_no_other() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -193,7 +316,7 @@ def test_one_long_drain_holds_up_no_other() -> None:
         await asyncio.sleep(1)
         del harness.coordinator.reports[1]
         harness.manager.drain(1)
-        await asyncio.sleep(5)
+        await asyncio.sleep(100)
         assert sorted(harness.placement.alive) == [0, 2] and harness.active == [0]
 
     run(scenario, data=3)
@@ -290,7 +413,8 @@ async def step(harness: ManagerHarness, what: str, number: int) -> int | None:
             await manager.scale(number, 0.0 if what == "scale now" else None)
             return number
         case "drain":
-            wanted = manager.target - 1
+            stays = number in harness.active
+            wanted = manager.target - stays
             try:
                 manager.drain(number)
             except ScaleRefused:

@@ -140,7 +140,7 @@ def test_a_failed_grow_leaves_the_old_epoch_serving() -> None:
 def test_a_newcomer_that_hangs_holds_up_no_other() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        harness.placement.slow_s = {2: 500.0}
+        harness.placement.slow_s = {2: 300.0}
         await harness.manager.scale(4)
         await asyncio.sleep(3 * START_S)
         assert harness.active == [0, 1, 3] and harness.manager.phase == "prepare"
@@ -296,6 +296,48 @@ def test_a_slow_start_holds_up_no_replacement() -> None:
         assert [0] in harness.placement.ranks_of_event("start")[-1:]
         await harness.settle()
         assert harness.active == [0, 1, 2]
+
+    run(scenario, data=2)
+
+
+def test_a_start_that_fails_is_reported_while_another_one_loads() -> None:
+    """They were requested together: what serves in the end is the target, and the state says why
+    at once."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.placement.failures = {1: [transient("its weights do not load")]}
+        harness.placement.slow_s = {2: 300.0}
+        await harness.manager.scale(3)
+        await asyncio.sleep(START_S + 1.0)
+        state = await harness.manager.describe()
+        assert "its weights do not load" in (state["rescale"]["error"] or "")
+        assert "3 engines were not reached, the target is 2" in state["rescale"]["error"]
+        assert (state["target"], state["rescale"]["phase"]) == (2, "prepare")
+        await harness.settle()
+        assert harness.active == [0, 2] and harness.manager.phase == "failed"
+
+    run(scenario)
+
+
+def test_a_replacement_that_fails_is_tried_again_while_another_one_loads() -> None:
+    """Both engines die with their host, and one does not find its weights at once."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        await harness.lose_manager()
+        for rank in (0, 1):
+            harness.placement.kill_engine(rank)
+        harness.placement.failures = {0: [transient("no such file")] * 2}
+        harness.placement.slow_s = {1: 500.0}
+        await harness.manager.start()
+        await asyncio.sleep(START_S + 1.0)
+        assert harness.placement.ranks_of_event("start")[-1] == [0], "the next attempt"
+        await asyncio.sleep(START_S)
+        rescale = (await harness.manager.describe())["rescale"]
+        assert (rescale["failures"], rescale["error"]) == (2, "no such file")
+        await asyncio.sleep(2 * START_S)
+        assert harness.active == [0]
 
     run(scenario, data=2)
 

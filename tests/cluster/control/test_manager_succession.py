@@ -7,10 +7,12 @@ from functools import partial
 
 import pytest
 
+from swell.cluster.control.checkpoint_store import ClusterCheckpoint
 from swell.cluster.control.control_state import ScaleRefused
 from swell.cluster.control.manager import ClusterManager
 from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.manager_state import Sleep
 from swell.coordinator.roster import Member, Roster
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run, transient
 
@@ -63,6 +65,62 @@ def test_a_new_manager_gives_a_leaving_engine_its_time() -> None:
     run(scenario, drain_timeout_s=30)
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_new_manager_gives_a_leaving_engine_what_is_left_of_its_time(restarted: bool) -> None:
+    """The operator had given it longer than the configuration does. `restarted`: the coordinator
+    was, too, and does not know that it leaves."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[1] = busy(1)
+        await harness.manager.scale(1, 200.0)
+        await asyncio.sleep(50.0)
+        await harness.lose_manager()
+        await asyncio.sleep(20.0)
+        if restarted:
+            harness.coordinator.restart(0, 1)
+            harness.coordinator.reports[1] = busy(1)
+        await harness.manager.start()
+        await asyncio.sleep(1.0)
+        assert harness.active == [0]
+        await asyncio.sleep(119.0)
+        assert 1 in harness.placement.alive, "190 of 200 seconds are over"
+        await asyncio.sleep(20.0)
+        assert list(harness.placement.alive) == [0]
+
+    run(scenario, data=2, drain_timeout_s=30)
+
+
+def test_a_new_manager_keeps_no_engine_that_was_named() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[0] = busy(0)
+        harness.manager.drain(0)
+        await harness.manager.save()
+        await harness.lose_manager()
+        await harness.manager.start()
+        await harness.manager.scale(2)
+        await asyncio.sleep(2 * START_S)
+        assert harness.active == [1, 2]
+
+    run(scenario, data=2, drain_timeout_s=3600)
+
+
+def test_a_drain_time_that_is_over_when_the_new_manager_comes_is_over() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[1] = busy(1)
+        await harness.manager.scale(1, 20.0)
+        await asyncio.sleep(1.0)
+        await harness.lose_manager()
+        await asyncio.sleep(100.0)
+        await harness.manager.start()
+        await asyncio.sleep(1.0)
+        assert list(harness.placement.alive) == [0]
+
+    run(scenario, data=2, drain_timeout_s=30)
+
+
 def test_stop_ends_engines_that_are_still_starting() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -98,7 +156,7 @@ def test_a_manager_that_comes_back_leaves_all_to_the_leader(stopped) -> None:
         await harness.start()
         first, harness.manager = harness.manager, harness.another()
         if stopped:
-            await first._fleet.cancel_tasks()
+            await first._fleet.tasks.cancel()
         await harness.start()
         harness.placement.events.clear()
         if not stopped:
@@ -179,6 +237,30 @@ def test_of_two_engines_of_one_rank_the_one_that_serves_is_kept() -> None:
         await harness.lose_manager()
         await harness.start()
         assert set(harness.placement.processes) == {engine} and harness.active == [0]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("keeps_checkpoint", [True, False])
+def test_sleep_outlives_the_manager_and_a_pause_wakes_nobody(keeps_checkpoint: bool) -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        await harness.manager.pause(Sleep(2, refuses=True))
+        await harness.manager.save()
+        await harness.manager.pause()
+        await harness.manager.pause(Sleep(1, refuses=True))  # all sleep at level 2 already
+        await harness.settle()
+        if not keeps_checkpoint:
+            harness.checkpoints.page[0] = ClusterCheckpoint()
+        await harness.lose_manager()
+        await harness.start()
+        await harness.settle()
+        kept = harness.coordinator.kept
+        assert kept.pause_requested and kept.sleep == Sleep(2, refuses=True)
+        await harness.manager.resume()
+        await harness.settle()
+        kept = harness.coordinator.kept
+        assert not kept.pause_requested and kept.sleep == Sleep()
 
     run(scenario)
 
@@ -334,7 +416,7 @@ def test_only_the_manager_that_leads_pauses_and_resumes(stepped_down, pauses) ->
             await harness.manager.save()
         first, harness.manager = harness.manager, harness.another()
         if not stepped_down:
-            await first._fleet.cancel_tasks()
+            await first._fleet.tasks.cancel()
         await harness.start()
         state = harness.coordinator.state
         with pytest.raises(ScaleRefused, match="taken over"):
@@ -354,7 +436,7 @@ def test_a_manager_that_has_not_seen_its_successor_ends_nothing_that_starts() ->
         await asyncio.sleep(1)
         await harness.manager.save()
         first, harness.manager = harness.manager, harness.another()
-        await first._fleet.cancel_tasks()
+        await first._fleet.tasks.cancel()
         await harness.start()
         harness.placement.may_end = partial(first._checkpoints.confirm_leader, 0.0)
         await first.scale(1)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swell.cluster.control.engine_handle import StartFailed
+from swell.cluster.control.engine_handle import NoRoom, StartFailed
 from swell.coordinator.wire import EngineReport
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, run
 from tests.cluster.control.test_placement import VERSION, FakeCoordinator, Table, made
@@ -32,6 +32,26 @@ def test_an_engine_waits_for_room_where_hosts_may_join(enabled: bool) -> None:
         assert reasons[0] is not None and "it needs" in reasons[0]
         assert reasons[1:] == [None], "said once, and taken back"
         assert len(table.created_groups) == 1, "the group that Ray sees is never withdrawn"
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_for_answers_waits_for_the_room_of_another_one() -> None:
+    """Also where no host may join, and not for longer than the answers do."""
+
+    async def scenario() -> None:
+        table = Table()
+        ours = made(FakeCoordinator(), table, **{"cluster.start_timeout_s": 0.2})
+        table.has_room, table.room_after, table.created = False, 3, object()
+        handle, late = ours.plan(0, VERSION), ours.plan(1, VERSION)
+        handle.for_answers = late.for_answers = True
+        reasons: list[str | None] = []
+        ours.on_waiting = lambda: reasons.append(handle.waits_for_room)
+        await ours.start(handle)
+        assert reasons[0] is not None and reasons[-1] is None
+        table.room_after = 10**9
+        with pytest.raises(NoRoom, match="no room for engine 1"):
+            await ours.start(late)
 
     asyncio.run(scenario())
 

@@ -90,6 +90,16 @@ def test_another_tokenizer_is_refused_by_the_names_of_its_files(
     assert family_of(configured(model)) != family_of(configured(other, model__name="model"))
 
 
+def test_another_hidden_size_is_refused_where_prompts_are_embeddings(
+    model: Path, tmp_path: Path
+) -> None:
+    """Ingresses check their width. It is no matter elsewhere."""
+    other, embeds = make_model(tmp_path / "other", hidden_size=7), {"model__prompt_embeds": True}
+    with pytest.raises(UpgradeRefused, match=r"config\.json: the width of embeddings"):
+        upgraded(configured(model, **embeds), settings(other, **embeds))
+    assert upgraded(configured(model), settings(other))[0].model.path == str(other)
+
+
 def test_what_cannot_be_read_is_refused(model: Path) -> None:
     with pytest.raises(UpgradeRefused, match="is no folder here"):
         upgraded(configured(model), settings(Path("owner/name")))
@@ -102,6 +112,16 @@ def test_engines_that_share_experts_have_one_version(model: Path) -> None:
     assert family_of(one) != family_of(other)
     one, other = (configured(model, model__seed=seed) for seed in (1, 2))
     assert family_of(one) == family_of(other)
+
+
+def test_other_limits_of_engines_that_share_experts_are_refused_with_the_way_out(
+    model: Path,
+) -> None:
+    running = configured(model, parallel__expert=True)
+    with pytest.raises(UpgradeRefused) as refused:
+        upgraded(running, settings(model, parallel__expert=True, scheduler__max_rows=7))
+    for part in ("steps in flight", "cluster.min_engines=1", "serve deploy", "a second cluster"):
+        assert part in str(refused.value)
 
 
 def test_an_ingress_reads_the_model_that_runs_under_the_name_that_was_deployed(

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from swell.cluster.control import upgrade
+from swell.cluster.control import upgrade_plan
 from swell.cluster.control.control_state import ScaleRefused
 from swell.cluster.control.fleet_view import EngineStatus, FleetView, Place
-from swell.cluster.control.upgrade import UpgradeRefused, UpgradeState
+from swell.cluster.control.upgrade import UpgradeState
 from swell.cluster.control.versions import UpgradeRecord, UpgradeStage, Version
 from swell.configs.schema import load
 from tests.cluster.control.fake_manager import ManagerHarness, run
@@ -37,26 +37,17 @@ def serving(*versions: Version) -> FleetView:
 def test_engines_leave_first_only_until_all_are_of_one_version(stage: UpgradeStage) -> None:
     """An engine that was needed once more had no room beside the others."""
     state = UpgradeState(settled(in_place=True, stage=stage))
-    after, _ = upgrade.plan(state, serving(TWO, TWO), 2, (), 0.0)
+    after, _ = upgrade_plan.plan(state, serving(TWO, TWO), 2, (), 0.0)
     assert not after.record.in_place and after.record.stage is stage
 
 
 def test_starts_without_room_count_in_a_row() -> None:
     """Those before an engine that has started since say nothing about the next one."""
     state = UpgradeState(settled(stage=UpgradeStage.IN_PROGRESS, in_place=True), no_room=2)
-    missing, _ = upgrade.plan(state, serving(TWO), 2, (), 0.0)
+    missing, _ = upgrade_plan.plan(state, serving(TWO), 2, (), 0.0)
     assert missing.no_room == 2
-    whole, _ = upgrade.plan(state, serving(TWO, ONE), 2, (), 0.0)
+    whole, _ = upgrade_plan.plan(state, serving(TWO, ONE), 2, (), 0.0)
     assert whole.no_room == 0
-
-
-def test_a_roll_back_cannot_be_cancelled_and_says_so() -> None:
-    record = settled(wanted=ONE.name, previous=TWO.name, stage=UpgradeStage.ROLLING_BACK)
-    with pytest.raises(UpgradeRefused) as refused:
-        upgrade.begin(UpgradeState(record), TWO.identity, CONFIG)
-    assert "to cancel it" not in str(refused.value)
-    assert f"version {TWO.name} is rolled back to version {ONE.name}" in str(refused.value)
-    assert "wait until" in str(refused.value)
 
 
 def test_a_request_that_is_not_stored_leaves_no_trace() -> None:

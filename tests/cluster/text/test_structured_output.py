@@ -313,7 +313,7 @@ def run(**overrides) -> list[list[int]]:
         answers = llm.chat(talks, params)
         llm.check_idle()
         scarce = "cache.memory_bytes" in overrides
-        assert (llm._core.scheduler.num_preemptions > 0) == scarce
+        assert (llm._engine.core.scheduler.num_preemptions > 0) == scarce
     for i in range(0, 16, 4):
         jsonschema.validate(json.loads(answers[i].outputs[0].text), SCHEMA)
         assert re.fullmatch("[a-z]{3,20}!", answers[i + 2].outputs[0].text)

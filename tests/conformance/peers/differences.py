@@ -26,7 +26,9 @@ DIFFERENCES: dict[str, str] = {
     "vllm test_tokenization.py::test_tokenizer_info_basic": (
         "the tokenizer is a public file; its settings are not served"
     ),
-    "vllm test_lora_adapters.py": "no LoRA adapters",
+    "vllm test_lora_adapters.py": (
+        "`lora_path` is an absolute path, and `lora.enabled` has to be set"
+    ),
     "vllm test_batched_chat_completions.py": "several conversations are several requests",
     "sglang test_matched_stop.py::test_finish_stop_regex_str": (
         "a stop is a text or a token; to end an answer by its form, give the form as `regex`"

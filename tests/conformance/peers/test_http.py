@@ -206,7 +206,7 @@ def test_trailing_slashes(in_process_server: InProcessServer, path: str) -> None
     assert ok(in_process_server.client.post(path + "/", json=model_body(**PLAIN[path])))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/nothing", "/v1", "/", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/v1/chat/nothing", "/v1", "/", "/v1/images/generations"])
 def test_what_is_not_there(in_process_server: InProcessServer, path: str) -> None:
     """vLLM test_validation_exception_handler.py: a 404 in OpenAI's form"""
     assert refused(in_process_server.client.post(path, json={}), 404)["message"]

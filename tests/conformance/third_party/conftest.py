@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -27,7 +28,16 @@ def url() -> Iterator[str]:
     if "SWELL_URL" in os.environ:
         yield os.environ["SWELL_URL"]
         return
-    command = [BIN / "swell", "serve", NANO, "--port", "0", "--set", "model.dtype=float32"]
+    with serve(NANO) as url:
+        yield url
+
+
+@contextmanager
+def serve(model: Path, *settings: str) -> Iterator[str]:
+    """A server of a model folder; `settings` as of `--set`."""
+    command = [BIN / "swell", "serve", model, "--port", "0"]
+    for setting in ("model.dtype=float32", *settings):
+        command += ["--set", setting]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
@@ -40,6 +50,38 @@ def url() -> Iterator[str]:
     finally:
         server.send_signal(signal.SIGTERM)
         server.communicate()
+
+
+@pytest.fixture(scope="session")
+def pooled_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an embedder and a ranker, which SWELL_POOLED names if they are there already,
+    with the URLs of servers of both."""
+    if "SWELL_POOLED" in os.environ:
+        return Path(os.environ["SWELL_POOLED"])
+    folder = tmp_path_factory.mktemp("pooled")
+    command = [BIN / "python", "-m", "tests.pooled_models", folder]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def embedder(pooled_models: Path) -> Iterator[tuple[Path, str]]:
+    """The model's folder, and the URL of its server."""
+    yield from _served(pooled_models / "embedder")
+
+
+@pytest.fixture(scope="session")
+def ranker(pooled_models: Path) -> Iterator[tuple[Path, str]]:
+    yield from _served(pooled_models / "ranker")
+
+
+def _served(folder: Path) -> Iterator[tuple[Path, str]]:
+    known = folder / "url"
+    if known.is_file():
+        yield folder, known.read_text()
+        return
+    with serve(folder) as url:
+        yield folder, url
 
 
 @pytest.fixture(scope="session")

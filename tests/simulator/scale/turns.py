@@ -32,14 +32,14 @@ class TurnGround(SimGround):
         return SimLoopHandle(None)  # type: ignore[arg-type]
 
     async def ready(self, end: Any, timeout_s: float | None, waker: Any = None) -> bool:
-        if not end.has_message() and not (waker is not None and waker.woken) and timeout_s != 0.0:
+        if not end.queue and not (waker is not None and waker.woken) and timeout_s != 0.0:
             self._end, end._waiter = end, self
             if waker is not None:
                 waker.waiting = end
             await _suspend(timeout_s)
         if waker is not None:
             waker.clear()
-        return bool(end.has_message())
+        return bool(end.queue)
 
     # ---------------------------------------------------------------- as the future of a wait
 

@@ -1,0 +1,28 @@
+"""Calls of the manager, which Serve may be replacing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
+
+_MANAGER_TIMEOUT_S = 30.0
+"""How long the manager may take: longer than Serve needs to replace it."""
+
+
+async def call_manager(manager: Any, method: str, *args: object) -> Any:
+    """Its answer. Raises HTTPError 503 if it does not answer."""
+    try:
+        async with asyncio.timeout(_MANAGER_TIMEOUT_S):
+            return await getattr(manager, method).remote(*args)
+    except Exception as error:  # any error of the call
+        late = isinstance(error, TimeoutError)
+        reason = f"within {_MANAGER_TIMEOUT_S:g} s" if late else repr(error)
+        raise HTTPError(
+            503,
+            f"the manager did not answer: {reason}; it may be restarting. The request may "
+            "have been accepted all the same: see GET /admin/cluster, and try again",
+            "no_manager",
+            RETRY_AFTER,
+        ) from None

@@ -1,0 +1,30 @@
+"""What an answer has beside its content: the same wherever, and however often, it is computed."""
+
+from __future__ import annotations
+
+import time
+from random import Random
+
+import msgspec
+from starlette.requests import Request
+
+from swell.cluster.api.routing import request_id
+from swell.cluster.text.randomness import SYSTEM_RANDOM
+
+
+class AnswerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    """Its id, without what an API puts in front."""
+    created: int
+    """In seconds since 1970."""
+    random: Random = SYSTEM_RANDOM
+    """The ids of its parts are drawn from it."""
+    is_repeatable: bool = False
+    """It may be computed again: its events must depend on the request alone, and on no timing."""
+    begun_version: str | None = None
+    """The version of weights that gave what its client has already; None: it has nothing."""
+
+
+def new_identity(request: Request) -> AnswerIdentity:
+    """Of an answer that is computed once."""
+    return AnswerIdentity(id=request_id(request), created=int(time.time()))

@@ -1,0 +1,131 @@
+"""Bodies of requests that pool to a `PoolingRequest`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from swell.cluster.api.pooling.protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingBody,
+    RerankRequest,
+    ScoreRequest,
+)
+from swell.cluster.text.generation_request import split_prompts
+from swell.cluster.text.pooling_processor import Input, PoolingRequest, Task
+from swell.cluster.text.sampling_params import BadRequest, bad_value
+from swell.cluster.text.truncation import TokenizeOptions, Truncation
+
+
+class Pairs(NamedTuple):
+    """What a score is asked of: `firsts` has one text, or as many as `seconds`."""
+
+    firsts: list[str]
+    seconds: list[str]
+    fields: tuple[str, str]
+    """As error messages name them."""
+
+
+def embedding_request(body: EmbeddingRequest) -> PoolingRequest:
+    """One vector for each text."""
+    inputs = split_prompts(body.input, "input")
+    return _request(
+        body,
+        "embed",
+        inputs,
+        _fields("input", len(inputs)),
+        activates=body.normalize,
+        dimensions=body.dimensions,
+        prompt_name=body.prompt_name,
+    )
+
+
+def classify_request(body: ClassifyRequest) -> PoolingRequest:
+    """The scores of all classes for each text."""
+    inputs = split_prompts(body.input, "input")
+    fields = _fields("input", len(inputs))
+    return _request(body, "classify", inputs, fields, activates=body.use_activation)
+
+
+def score_pairs(body: ScoreRequest) -> Pairs:
+    """The texts of `/v1/score`. Raises `BadRequest`."""
+    names = [_one_of(body, names) for names in (("text_1", "queries"), ("text_2", "documents"))]
+    firsts, seconds = (_texts(name, getattr(body, name)) for name in names)
+    if len(firsts) not in (1, len(seconds)):
+        raise BadRequest(
+            f"{names[0]} holds {len(firsts)} texts and {names[1]} {len(seconds)}; send one text in "
+            f"{names[0]}, or as many as in {names[1]}",
+            names[0],
+        )
+    return Pairs(firsts, seconds, (names[0], names[1]))
+
+
+def rerank_pairs(body: RerankRequest) -> Pairs:
+    """The query and the documents. Raises `BadRequest`."""
+    documents = [one if isinstance(one, str) else one.text for one in body.documents]
+    if not documents:
+        raise bad_value("documents", documents, "is empty; at least one document is needed")
+    if body.top_n is not None and body.top_n < 1:
+        raise bad_value("top_n", body.top_n, "must be at least 1")
+    return Pairs([body.query], documents, ("query", "documents"))
+
+
+def score_request(
+    body: ScoreRequest | RerankRequest, pairs: Pairs, *, embeds: bool
+) -> PoolingRequest:
+    """`embeds`: the model gives a vector for each text, first those of `pairs.firsts`; else one
+    score for each pair."""
+    firsts, seconds = pairs.firsts, pairs.seconds
+    fields = _fields(pairs.fields[1], len(seconds))
+    inputs: Sequence[Input]
+    if embeds:
+        inputs = [*firsts, *seconds]
+        fields = [*_fields(pairs.fields[0], len(firsts)), *fields]
+    else:
+        inputs = list(zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True))
+    return _request(body, "score", inputs, fields, activates=body.use_activation)
+
+
+def _request(
+    body: PoolingBody, task: Task, inputs: Sequence[Input], fields: Sequence[str], **more: Any
+) -> PoolingRequest:
+    return PoolingRequest(
+        task=task,
+        inputs=inputs,
+        fields=fields,
+        tokenize_options=_tokenize_options(body),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        data_parallel_rank=body.data_parallel_rank,
+        **more,
+    )
+
+
+def _tokenize_options(body: PoolingBody) -> TokenizeOptions:
+    truncation = None
+    if body.truncate_prompt_tokens is not None:
+        side = body.truncation_side or "right"
+        truncation = Truncation(body.truncate_prompt_tokens, side, reserved_tokens=0)
+    elif body.truncation_side is not None:
+        rule = "has no effect without truncate_prompt_tokens; send both"
+        raise bad_value("truncation_side", body.truncation_side, rule)
+    return TokenizeOptions(body.add_special_tokens is not False, truncation)
+
+
+def _fields(name: str, count: int) -> list[str]:
+    return [name] if count == 1 else [f"{name}[{index}]" for index in range(count)]
+
+
+def _one_of(body: ScoreRequest, names: tuple[str, str]) -> str:
+    sent = [name for name in names if getattr(body, name) is not None]
+    if len(sent) != 1:
+        raise BadRequest(f"send either {names[0]!r} or {names[1]!r}", names[0], "missing_field")
+    return sent[0]
+
+
+def _texts(name: str, value: str | list[str]) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not texts:
+        raise bad_value(name, texts, "is empty; at least one text is needed")
+    return texts

@@ -1,0 +1,94 @@
+"""The routes of models that pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.routing import Route
+
+from swell.cluster.api.body_reader import body_bytes
+from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.api.pooling import convert
+from swell.cluster.api.pooling.protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from swell.cluster.api.pooling.serving import (
+    ClassificationWriter,
+    EmbeddingWriter,
+    RerankWriter,
+    ScoreWriter,
+)
+from swell.cluster.api.routing import request_id, route
+from swell.cluster.api.services import Services
+from swell.cluster.text.input_processor import RequestParams
+from swell.cluster.text.pooling_processor import PoolingProcessor, PoolingRequest
+
+
+class PoolingRoutes:
+    """Without a model that pools, each answers with the reason (`Services.read_for_answer`)."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._read = services.read_for_answer
+        self._serving = services.serving
+        self._offload = services.offloads.bodies
+        self._model = services.model
+
+    @property
+    def _pooling(self) -> PoolingProcessor:
+        pooling = self._services.pooling
+        assert pooling is not None, "the body was refused"
+        return pooling
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/v1/embeddings", self._embeddings, "POST"),
+            *(route(path, self._classify, "POST") for path in ("/classify", "/v1/classify")),
+            *(route(path, self._score, "POST") for path in ("/score", "/v1/score")),
+            *(
+                route(path, self._rerank, "POST")
+                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+            ),
+        ]
+
+    async def _embeddings(self, request: Request) -> Any:
+        body = await self._read(request, EmbeddingRequest)
+        params = await self._process(request, partial(convert.embedding_request, body))
+        writer = EmbeddingWriter(f"embd-{request_id(request)}", self._model, body)
+        return await self._serving.pool(request, params, writer)
+
+    async def _classify(self, request: Request) -> Any:
+        body = await self._read(request, ClassifyRequest)
+        params = await self._process(request, partial(convert.classify_request, body))
+        id, labels = f"classify-{request_id(request)}", self._pooling.spec.labels
+        writer = ClassificationWriter(id, self._model, body, labels)
+        return await self._serving.pool(request, params, writer)
+
+    async def _score(self, request: Request) -> Any:
+        body = await self._read(request, ScoreRequest)
+        pairs, embeds = convert.score_pairs(body), self._pooling.spec.embeds
+        work = partial(convert.score_request, body, pairs, embeds=embeds)
+        params = await self._process(request, work)
+        id = f"score-{request_id(request)}"
+        writer = ScoreWriter(id, self._model, body, pairs, embeds=embeds)
+        return await self._serving.pool(request, params, writer)
+
+    async def _rerank(self, request: Request) -> Any:
+        body = await self._read(request, RerankRequest)
+        pairs, embeds = convert.rerank_pairs(body), self._pooling.spec.embeds
+        work = partial(convert.score_request, body, pairs, embeds=embeds)
+        params = await self._process(request, work)
+        id = f"rerank-{request_id(request)}"
+        writer = RerankWriter(id, self._model, body, pairs, embeds=embeds)
+        return await self._serving.pool(request, params, writer)
+
+    async def _process(self, request: Request, make: Callable[[], PoolingRequest]) -> RequestParams:
+        """A long body is tokenized in a thread."""
+        work = self._offload.run_sized(body_bytes(request), lambda: self._pooling.process(make()))
+        return await with_deadline(request, work)

@@ -1,0 +1,166 @@
+"""`/v1/embeddings` as OpenAI's, `/classify` and `/v1/score` as vLLM's, `/v1/rerank` as Jina's and
+Cohere's: what a client may send, and what it gets."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
+
+from swell.cluster.api.protocol_base import Body, Usage
+from swell.cluster.api.sampling_fields import check_routing
+from swell.cluster.api.timings import IncludeTimings, Timings
+from swell.cluster.text.schema.known_fields import POOLING, SCORING
+from swell.cluster.text.schema.request_body import RequestBody
+
+Texts = str | list[str | int | list[int]]
+"""Text, texts, token ids, or lists of token ids."""
+
+
+class PoolingBody(RequestBody, kw_only=True):
+    """The fields that all of them share."""
+
+    model: str | None = None
+    """None: the one that is served."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens that are kept of a longer text, or of a pair; -1: as many as fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The side that is cut off; right (default): the first tokens are kept."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own special tokens (default: true)."""
+    priority: int | None = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    include_timings: IncludeTimings = None
+    user: Any = None
+    """Changes nothing in the answer."""
+
+    POOLS = True
+    ECOSYSTEM = POOLING
+
+    def check(self) -> None:
+        self.refuse_unsupported()
+        check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
+
+
+class EmbeddingRequest(PoolingBody, kw_only=True):
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = None
+    """base64: of the float32 values, little-endian."""
+    dimensions: int | None = None
+    """Keep so many values, the first ones; a normalized vector is normalized after that."""
+    normalize: bool | None = None
+    """Whether vectors have the length 1; None: as the model's files say."""
+    prompt_name: str | None = None
+    """The prompt of the model that is put in front of each text."""
+
+
+class ClassifyRequest(PoolingBody, kw_only=True):
+    input: Texts
+    use_activation: bool | None = None
+    """False: scores instead of probabilities."""
+
+    ECOSYSTEM = SCORING
+
+
+class ScoreRequest(PoolingBody, kw_only=True):
+    """One text against each of several, or pairs of two lists of equal length."""
+
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    """Another name of `text_1`."""
+    documents: str | list[str] | None = None
+    """Another name of `text_2`."""
+    use_activation: bool | None = None
+    """False: the score before its activation."""
+
+    ECOSYSTEM = SCORING
+
+
+class RerankDocument(RequestBody, kw_only=True):
+    text: str
+
+
+class RerankRequest(PoolingBody, kw_only=True):
+    query: str
+    documents: list[str | RerankDocument]
+    top_n: int | None = None
+    """The most results; None: all."""
+    return_documents: bool | None = None
+    """Whether results hold their documents (default: true)."""
+    use_activation: bool | None = None
+    """False: scores before their activation."""
+
+    ECOSYSTEM = SCORING
+
+
+class Embedding(Body, kw_only=True):
+    index: int
+    object: str = "embedding"
+    embedding: list[float] | str
+
+
+class EmbeddingList(Body, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
+    timings: Timings | UnsetType = UNSET
+
+
+class Classification(Body, kw_only=True):
+    index: int
+    label: str
+    probs: list[float]
+    """Of every class, in the order of their numbers."""
+    num_classes: int
+
+
+class ClassificationList(Body, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Classification]
+    usage: Usage
+    timings: Timings | UnsetType = UNSET
+
+
+class Score(Body, kw_only=True):
+    index: int
+    object: str = "score"
+    score: float
+
+
+class ScoreList(Body, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+    timings: Timings | UnsetType = UNSET
+
+
+class RerankedDocument(Body, kw_only=True):
+    text: str
+
+
+class RerankResult(Body, kw_only=True):
+    index: int
+    """Of the document, as it was sent."""
+    relevance_score: float
+    document: RerankedDocument | UnsetType = UNSET
+
+
+class RerankResponse(Body, kw_only=True):
+    """The results, the best first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: Usage
+    timings: Timings | UnsetType = UNSET

@@ -1,0 +1,23 @@
+"""Parameters in the query of a URL."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from swell.cluster.text.field_path import MAX_PATH_CHARS
+from swell.cluster.text.sampling_params import BadRequest, shown
+
+
+def checked_query(request: Request, *known: str) -> dict[str, str]:
+    """The parameters of a request; of several with one name the last. Raises BadRequest for one
+    that is not among `known`."""
+    query = dict(request.query_params)
+    for name in query:
+        if name not in known:
+            raise BadRequest(
+                f"the query parameter {shown(name)} is not supported here"
+                + (f"; known are {', '.join(known)}" if known else ""),
+                name[:MAX_PATH_CHARS],
+                "unknown_field",
+            )
+    return query

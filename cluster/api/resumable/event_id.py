@@ -1,0 +1,57 @@
+"""The id of an event of a resumable stream.
+
+    9f2c61...b7.1795440012.3-0f3a91c2d4e5.17
+    │           │          │              └ events that the client has, this one included
+    │           │          └ version of the weights that gave the answer; empty: unknown
+    │           └ when the answer was created
+    └ digest of caller, key and request: the answer
+
+With its request it says all that another ingress needs to continue the answer: the tokens follow
+from request and version, and the events from the tokens. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from swell.cluster.text.sampling_params import BadRequest, shown
+
+LAST_EVENT_ID = "last-event-id"
+MAX_VERSION_CHARS = 128
+_FORM = re.compile(
+    rf"([0-9a-f]{{32}})\.([0-9]{{1,11}})\.([!-~]{{0,{MAX_VERSION_CHARS}}})\.([0-9]{{1,9}})\Z"
+)
+
+
+class AnswerOrigin(msgspec.Struct, frozen=True):
+    """Answers of one origin have the same events."""
+
+    name: str
+    created: int
+    version: str
+
+    def event_prefix(self) -> str:
+        """The id of an event, but for its number."""
+        return f"{self.name}.{self.created}.{self.version}."
+
+
+class EventId(msgspec.Struct, frozen=True):
+    origin: AnswerOrigin
+    number: int
+    """Events up to this one: the first has 1."""
+
+
+def parse_event_id(text: str) -> EventId:
+    """Raises BadRequest."""
+    found = _FORM.match(text)
+    if found is None:
+        raise BadRequest(
+            f"the header {LAST_EVENT_ID}={shown(text)} is no id of an event of this server; send "
+            "the id of the last event that came, or leave the header out to get the whole answer",
+            LAST_EVENT_ID,
+            "invalid_event_id",
+        )
+    name, created, version, number = found.groups()
+    return EventId(AnswerOrigin(name, int(created), version), int(number))

@@ -1,0 +1,96 @@
+"""The answers that one ingress keeps for clients that may come back, within its limits.
+
+Law: what is kept saves work, and no answer depends on it: an answer whose events were dropped is
+computed again, to the same events. So where there is too little room, answers that have ended go,
+the oldest first, and those that a client reads last. One that runs stays: where only such ones are
+left, a new one is refused, and of their events the older half is dropped. Pure: time is an
+argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
+from swell.cluster.api.resumable.generation import Generation
+from swell.configs.resumable import ResumableLimits
+
+
+class GenerationTable:
+    """By caller and key."""
+
+    def __init__(self, limits: ResumableLimits) -> None:
+        self._limits = limits
+        self._kept: dict[tuple[str, str], Generation] = {}
+        """Oldest first."""
+        self._ended_s: dict[tuple[str, str], float] = {}
+        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(self._kept.values())
+
+    def find(self, owner: str, key: str, now_s: float) -> Generation | None:
+        self.expire(now_s)
+        return self._kept.get((owner, key))
+
+    def add(self, generation: Generation, now_s: float) -> None:
+        """Keep one more, in the place of another one of its name. Raises HTTPError."""
+        self.expire(now_s)
+        limits, owner = self._limits, generation.owner
+        if (before := self._kept.get((owner, generation.key))) is not None:
+            self.remove(before)
+        own = [one for one in self if one.owner == owner]
+        if owner and len(own) >= limits.resumable_answers_per_key:
+            limit = f"serve.resumable_answers_per_key={limits.resumable_answers_per_key}"
+            self._make_place(own, 429, f"of this API key run that can be resumed ({limit})")
+        if len(self) >= limits.resumable_answers:
+            limit = f"serve.resumable_answers={limits.resumable_answers}"
+            self._make_place([*self], 503, f"run here that can be resumed ({limit})")
+        self._kept[owner, generation.key] = generation
+        self.size_bytes += generation.size_bytes
+
+    def _make_place(self, among: list[Generation], status: int, full: str) -> None:
+        unread = next((one for one in among if not one.is_running and not one.readers), None)
+        if unread is None:
+            raise HTTPError(
+                status,
+                f"{len(among)} answers {full}; try again later, or leave out idempotency-key",
+                "too_many_resumable_answers",
+                RETRY_AFTER,
+            )
+        self.remove(unread)
+
+    def holds(self, generation: Generation) -> bool:
+        return self._kept.get((generation.owner, generation.key)) is generation
+
+    def grew(self, generation: Generation, size_bytes: int) -> None:
+        """One of those that run has more events; they count while it is kept."""
+        if not self.holds(generation):
+            return
+        self.size_bytes += size_bytes
+        while self.size_bytes > self._limits.resumable_bytes:
+            over = [one for one in self if not one.is_running]
+            if over:  # those who read it now have it to its end
+                self.remove(min(over, key=lambda one: one.readers > 0))
+            else:
+                self.size_bytes -= max(self, key=lambda one: one.size_bytes).drop_half()
+
+    def ended(self, generation: Generation, now_s: float) -> None:
+        if self.holds(generation):
+            self._ended_s[generation.owner, generation.key] = now_s
+
+    def remove(self, generation: Generation) -> None:
+        if self.holds(generation):
+            del self._kept[generation.owner, generation.key]
+            self._ended_s.pop((generation.owner, generation.key), None)
+            self.size_bytes -= generation.size_bytes
+
+    def expire(self, now_s: float) -> None:
+        """Those that ended first come first."""
+        for place, ended_s in list(self._ended_s.items()):
+            if now_s - ended_s <= self._limits.resumable_age_s:
+                return
+            self.remove(self._kept[place])

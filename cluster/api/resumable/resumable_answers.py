@@ -1,0 +1,260 @@
+"""Answers that outlive the connections of their readers.
+
+A request with an `Idempotency-Key` names its answer: key, caller, path and body. While one ingress
+has the answer, every such request reads it there, from its beginning or behind the event that
+`Last-Event-ID` names; any other ingress computes it again. Both give the same events, since nothing
+of them depends on anything but the request and the version of the weights: the seed and all ids
+derive from the name, the engines' outputs are taken token by token and choice by choice, and what
+else there is (time, version) is in the id of each event. So nothing is stored elsewhere, and the
+process that began an answer may be gone.
+
+An answer that no client reads goes on for `serve.resume_grace_s`, then it is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Set
+from contextlib import ExitStack
+from random import Random
+from typing import Any
+
+from starlette.requests import Request
+
+from swell.cluster.api.answer_identity import AnswerIdentity, new_identity
+from swell.cluster.api.body_reader import body_bytes
+from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.api.event_stream import EventStreamResponse
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.response_writer import ENGINES, VERSION
+from swell.cluster.api.resumable.event_id import LAST_EVENT_ID, EventId
+from swell.cluster.api.resumable.generation import Generation, GenerationState
+from swell.cluster.api.resumable.generation_table import GenerationTable
+from swell.cluster.api.resumable.resumable_request import (
+    IDEMPOTENCY_KEY,
+    answer_name,
+    check_same_answer,
+    read_headers,
+    seed_of,
+)
+from swell.cluster.api.routing import json_response, route_path
+from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
+from swell.cluster.client.request_state import EngineGone
+from swell.cluster.text.offload import OffloadPool
+from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
+from swell.configs.resumable import ResumableLimits
+
+BeginAnswer = Callable[[Request, AnswerIdentity], Awaitable[Any]]
+"""Begins to compute an answer; returns its response."""
+
+KEPT = (ENGINES, VERSION)
+"""Headers of an answer that all of its readers get."""
+REPLAYED = "idempotent-replayed"
+"""The header of an answer that an earlier request began."""
+
+
+class ResumableAnswers:
+    """Those of one ingress. `versions` are those of the engines that serve; `count` counts what
+    happens (`RESUMABLE_RESULTS` of the metrics)."""
+
+    def __init__(
+        self,
+        limits: ResumableLimits,
+        offload: OffloadPool,
+        versions: Callable[[], Set[str]],
+        count: Callable[[str], None],
+    ) -> None:
+        self._limits = limits
+        self._offload = offload
+        self._versions = versions
+        self._count = count
+        self._table = GenerationTable(limits)
+        self._tasks: dict[Generation, asyncio.Task[None]] = {}
+        self._grace_timers: dict[Generation, asyncio.TimerHandle] = {}
+
+    async def close(self) -> None:
+        for timer in self._grace_timers.values():
+            timer.cancel()
+        tasks = [*self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def has(self, request: Request, owner: str) -> bool:
+        """Whether the answer is here already, so that the request costs no engine anything."""
+        key = request.headers.get(IDEMPOTENCY_KEY)
+        return key is not None and self._table.find(owner, key, _now_s()) is not None
+
+    async def answer(self, request: Request, owner: str, body: Any, begin: BeginAnswer) -> Any:
+        """The response to a request of the caller `owner`, whose body was checked."""
+        sent = read_headers(request)
+        if sent is None:
+            return await begin(request, new_identity(request))
+        self._check_possible(body, sent.last_event)
+        name = await self._offload.run_sized(
+            body_bytes(request), answer_name, owner, route_path(request.scope), sent.key, body
+        )
+        found = self._table.find(owner, sent.key, _now_s())
+        check_same_answer(sent, name, None if found is None else found.name)
+        last = sent.last_event
+        with ExitStack() as reading:
+            if found is not None:
+                self._join(found, reading)
+                await with_deadline(request, found.begun())
+                if found.continues(last):
+                    self._count("joined")
+                    return await self._read(request, found, body, last, reading, {REPLAYED: "true"})
+                reading.close()
+            if body.seed is None:
+                body.seed = seed_of(name)
+            new = self._begin(request, Generation(owner, sent.key, name), last, begin)
+            self._count("begun" if last is None else "recomputed")
+            self._join(new, reading)
+            await with_deadline(request, new.begun())
+            return await self._read(request, new, body, last, reading)
+
+    def _check_possible(self, body: Any, last: EventId | None) -> None:
+        if not self._limits.resumable_answers:
+            raise BadRequest(
+                f"this server keeps no answers (serve.resumable_answers=0): leave out the header "
+                f"{IDEMPOTENCY_KEY}",
+                IDEMPOTENCY_KEY,
+                "unsupported_value",
+            )
+        if last is not None and not body.stream:
+            raise BadRequest(
+                f"{LAST_EVENT_ID} is only allowed with stream=true: an answer that is not streamed "
+                "has no events",
+                LAST_EVENT_ID,
+            )
+
+    async def _read(
+        self,
+        request: Request,
+        generation: Generation,
+        body: Any,
+        last: EventId | None,
+        reading: ExitStack,
+        headers: Mapping[str, str] = {},
+    ) -> Any:
+        """The response over what is kept of an answer, and what comes."""
+        headers = {**generation.headers, **headers}
+        if not body.stream:
+            return json_response(await with_deadline(request, generation.whole()), headers=headers)
+        number = 0 if last is None else last.number
+        await with_deadline(request, generation.reached(number))
+        if generation.count < number:
+            problem = f"names event {number}; the answer has {generation.count}"
+            raise bad_value(LAST_EVENT_ID, number, problem, "invalid_event_id")
+        events = generation.events_after(number)
+        return EventStreamResponse(events, headers, on_end=reading.pop_all().close)
+
+    # ---------------------------------------------------------------- readers
+
+    def _join(self, generation: Generation, reading: ExitStack) -> None:
+        """One more reader, until `reading` ends."""
+        generation.readers += 1
+        if (timer := self._grace_timers.pop(generation, None)) is not None:
+            timer.cancel()
+        reading.callback(self._leave, generation)
+
+    def _leave(self, generation: Generation) -> None:
+        generation.readers -= 1
+        task = self._tasks.get(generation)
+        if generation.readers or task is None:
+            return
+        if not self._table.holds(generation):  # no request finds it any more
+            task.cancel()
+            return
+        self._grace_timers[generation] = asyncio.get_running_loop().call_later(
+            self._limits.resume_grace_s, task.cancel
+        )
+
+    # ---------------------------------------------------------------- an answer
+
+    def _begin(
+        self, request: Request, generation: Generation, last: EventId | None, begin: BeginAnswer
+    ) -> Generation:
+        """Compute an answer, from its beginning; `last` is in one that was computed elsewhere.
+        Raises HTTPError."""
+        version = "" if last is None else last.origin.version
+        if version and version not in self._versions():
+            raise HTTPError(
+                409,
+                f"the answer was begun by version {shown(version)} of the weights, which no engine "
+                f"has any more, so it cannot be continued; leave out {LAST_EVENT_ID} to get a "
+                "whole answer of the present version",
+                "version_gone",
+            )
+        identity = AnswerIdentity(
+            id=generation.name,
+            created=int(time.time()) if last is None else last.origin.created,
+            random=Random(generation.name),
+            is_repeatable=True,
+            begun_version=version or None,
+        )
+        before = self._table.find(generation.owner, generation.key, _now_s())
+        self._table.add(generation, _now_s())
+        if before is not None and not before.readers and before in self._tasks:
+            self._tasks[before].cancel()
+        work = self._compute(generation, identity.created, begin(_detached(request), identity))
+        self._tasks[generation] = asyncio.create_task(work)
+        return generation
+
+    async def _compute(
+        self, generation: Generation, created: int, beginning: Awaitable[Any]
+    ) -> None:
+        try:
+            response = await beginning
+            kept = {name: response.headers[name] for name in KEPT if name in response.headers}
+            generation.begin(created, kept.get(VERSION, ""), kept)
+            if isinstance(response, EventStreamResponse):
+                await self._take_events(generation, response)
+            else:
+                generation.end_with(response.body)
+                self._table.grew(generation, len(response.body))
+        except asyncio.CancelledError:
+            self._count("aborted")
+            generation.fail(EngineGone("the answer was aborted: no client has read it"))
+        except Exception as error:
+            generation.fail(error)
+        finally:
+            self._on_end(generation)
+
+    async def _take_events(self, generation: Generation, response: EventStreamResponse) -> None:
+        async with response.opened() as events:
+            async for chunk in events:
+                failed = response.has_failed()
+                added_bytes = generation.add_events(chunk, numbered=not failed)
+                self._table.grew(generation, added_bytes)
+        generation.end(GenerationState.FAILED if response.has_failed() else GenerationState.DONE)
+
+    def _forget_expired(self) -> None:
+        self._table.expire(_now_s())
+
+    def _on_end(self, generation: Generation) -> None:
+        del self._tasks[generation]
+        if (timer := self._grace_timers.pop(generation, None)) is not None:
+            timer.cancel()
+        if generation.state is GenerationState.DONE:
+            self._table.ended(generation, _now_s())
+            age_s = self._limits.resumable_age_s
+            asyncio.get_running_loop().call_later(age_s, self._forget_expired)
+        else:
+            self._table.remove(generation)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _detached(request: Request) -> Request:
+    """The same request of a client that never leaves."""
+    kept = ("type", "headers", "path", "root_path", ARRIVAL_TIME_S)
+    scope = {name: request.scope[name] for name in kept if name in request.scope}
+    return Request({**scope, "state": dict(request.scope["state"])}, receive=_never)
+
+
+async def _never() -> Any:
+    await asyncio.get_running_loop().create_future()

@@ -1,0 +1,53 @@
+"""Heads that the parser takes, and that HTTP/1.1 (RFC 9112) refuses: another server on the way may
+read them otherwise, and see another host, another path or the end of the body elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.text.sampling_params import shown
+
+_CODE = "invalid_head"
+_ABSOLUTE = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)
+"""The target of a request to a proxy, which names the host a second time."""
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+def head_refusal(method: bytes, target: bytes, version: str, headers: Headers) -> HTTPError | None:
+    """Why a request with this head is not served; None: it may be. Names of headers are lower
+    case."""
+    if version not in ("1.0", "1.1"):
+        return HTTPError(505, f"HTTP/{version} is not spoken here; send HTTP/1.1", _CODE)
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and version == "1.1"):
+        return HTTPError(400, f"the header host stands {len(hosts)} times; send one", _CODE)
+    return _target_refusal(method, target, hosts) or _framing_refusal(version, headers)
+
+
+def _target_refusal(method: bytes, target: bytes, hosts: list[bytes]) -> HTTPError | None:
+    text = shown(target.decode("latin-1"))
+    if b"#" in target:
+        return HTTPError(400, f"the target {text} has a fragment, which stays with clients", _CODE)
+    if target.startswith(b"/") or (target, method) == (b"*", b"OPTIONS"):
+        return None
+    named = _ABSOLUTE.match(target)
+    if named is None:
+        return HTTPError(400, f"the target {text} is no path; it begins with '/'", _CODE)
+    if [named[1].lower()] != [host.strip().lower() for host in hosts]:
+        return HTTPError(400, f"the target {text} names another host than the header", _CODE)
+    return None
+
+
+def _framing_refusal(version: str, headers: Headers) -> HTTPError | None:
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if not codings:
+        return None
+    if version == "1.0":
+        return HTTPError(400, "HTTP/1.0 has no transfer-encoding; send content-length", _CODE)
+    if codings != [b"chunked"]:
+        coding = shown(b", ".join(codings).decode("latin-1"))
+        return HTTPError(501, f"transfer-encoding {coding} is not supported; send 'chunked'", _CODE)
+    return None

@@ -1,0 +1,286 @@
+"""Which engine starts, leaves or is kept next, so that versions change. Pure: time is an argument.
+
+Laws. Answers that have begun continue on engines of their version alone; ingresses see to that.
+So the last engine of a version ends only when no ingress needs it, and one is made again where the
+last one died while an ingress still needs it. There is at most one engine more than wanted:
+
+    extra engine starts ---> it serves ---> one of an older version leaves ---> it has gone ---+
+          ^                                                                                    |
+          +---------------------------------- until none is older -----------------------------+
+
+Without room for an extra engine one of an older version leaves first, and its successor takes its
+place. So it does where engines of the older version are missing and do not start again.
+
+An engine that is made for answers goes before all others, also where there is no room for it: it
+waits for room, nothing else starts meanwhile, and another engine gives way:
+
+    one that starts;
+    else one that serves beside another one of its version: its requests continue there;
+    else the last one of a version: it gets no new requests, and ends when its answers have.
+
+Then it serves until no ingress needs it, and is replaced again. Where there is room for one engine
+alone, versions so take turns. An engine that gave way in vain is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from swell.cluster.control.backoff import TICK_S
+from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
+from swell.cluster.control.upgrade import UpgradeState, observe
+from swell.cluster.control.versions import Version
+
+ROOM_S = 10.0
+"""How long what was ended may hold its resources: meanwhile nothing more gives way."""
+
+
+class UpgradePlan(msgspec.Struct, frozen=True):
+    """What to do now, by rank."""
+
+    held: frozenset[int] = frozenset()
+    """Engines that leave, and end only when no ingress needs their version."""
+    vacating: frozenset[int] = frozenset()
+    """Engines that leave, and count until they have gone: others take their places."""
+    keep: tuple[int, ...] = ()
+    """Engines that leave, and are wanted again."""
+    cancel: tuple[int, ...] = ()
+    leave: tuple[int, ...] = ()
+    """For another version."""
+    gives_way: int | None = None
+    """It leaves too, and may be kept."""
+    start: Version | None = None
+    is_extra: bool = False
+    """What starts does so beside those that are wanted."""
+    for_answers: bool = False
+    """What starts waits for room, and others give way."""
+    takes_place: int | None = None
+    """An extra engine that counts from now on."""
+    is_reserved: bool = False
+    """All room is for an engine that waits: nothing else starts."""
+    wait_s: float | None = None
+    """When to plan again if nothing happens; None: not before something does."""
+
+    @property
+    def changes_something(self) -> bool:
+        """What is next follows from the view after it."""
+        is_moved = self.gives_way is not None or self.start is not None
+        return is_moved or bool(self.keep or self.cancel or self.leave)
+
+
+def plan(
+    state: UpgradeState, fleet: FleetView, target: int, needed: Collection[str], now: float
+) -> tuple[UpgradeState, UpgradePlan]:
+    """`target`: engines wanted. `needed`: names of versions by which answers have begun."""
+    state, done = _decide(observe(state, fleet, target, now), fleet, target, needed, now)
+    leaving = {engine.rank for engine in _leaving(fleet)} | set(done.leave)
+    if done.gives_way is not None:
+        leaving.add(done.gives_way)
+    leaving -= set(done.keep)
+    held = _last_of_version(fleet, leaving, state.starts.name)
+    vacating = frozenset(leaving) if state.record.in_place else frozenset[int]()
+    return state, replace(done, held=held, vacating=vacating)
+
+
+def _decide(
+    state: UpgradeState, fleet: FleetView, target: int, needed: Collection[str], now: float
+) -> tuple[UpgradeState, UpgradePlan]:
+    """All but what follows from who leaves."""
+    record, staying = state.record, fleet.of(Place.SERVING)
+    outdated = [engine.rank for engine in staying if engine.version != record.wanted]
+    surplus = len(staying) - target
+    wanted = {record.wanted, state.starts.name, *needed}
+    needed = record.known(sorted(needed))
+    waiting = _waiting(fleet, needed)
+    starting = [engine for engine in fleet.of(Place.STARTING) if not engine.in_transition]
+    in_vain = [e for e in starting if e.for_answers and e.waits_for_room and e not in waiting]
+    done = UpgradePlan(
+        cancel=tuple(e.rank for e in starting if e.version not in wanted or e in in_vain),
+        leave=tuple(outdated[-surplus:]) if surplus > 0 else (),
+        is_reserved=bool(waiting),
+    )
+    if done.leave or done.cancel:
+        return state, done
+    if waiting:
+        return _give_way(state, fleet, waiting[0], needed, done, now)
+    if state.gives_way is not None:
+        return _take_back(state, fleet, done)
+    missing = unmet(fleet, needed)
+    waits = {name: state.wait_s(name, now) for name in missing}
+    if ready := [name for name in missing if not waits[name]]:
+        return state, _start_for_answers(state, fleet, target, ready[0], needed, done)
+    if outdated and _is_quiet(state, fleet, target):
+        return _replace(state, fleet, outdated, done, now)
+    return state, replace(done, wait_s=min(waits.values(), default=None))
+
+
+def unmet(fleet: FleetView, needed: Sequence[str]) -> list[str]:
+    """Versions by which answers have begun, and of which no engine serves or starts."""
+    there = {engine.version for engine in fleet.engines if engine.place is not Place.ENDING}
+    return [name for name in needed if name not in there]
+
+
+# -------------------------------------------------------------------------------- answers
+
+
+def _with_room(fleet: FleetView) -> list[EngineStatus]:
+    there = (engine for engine in fleet.engines if engine.place is not Place.ENDING)
+    return [engine for engine in there if not engine.waits_for_room]
+
+
+def _waiting(fleet: FleetView, needed: Sequence[str]) -> list[EngineStatus]:
+    """Engines that wait for room, and answers for them."""
+    served = {engine.version for engine in _with_room(fleet)}
+    return [
+        engine
+        for engine in fleet.of(Place.STARTING)
+        if engine.waits_for_room and engine.version in needed and engine.version not in served
+    ]
+
+
+def _is_only_one(engine: EngineStatus, fleet: FleetView, needed: Sequence[str]) -> bool:
+    """Answers have begun by its version, and there is no other engine of it."""
+    others = (each for each in _with_room(fleet) if each.rank != engine.rank)
+    return engine.version in needed and all(each.version != engine.version for each in others)
+
+
+def _give_way(
+    state: UpgradeState,
+    fleet: FleetView,
+    waiting: EngineStatus,
+    needed: Sequence[str],
+    done: UpgradePlan,
+    now: float,
+) -> tuple[UpgradeState, UpgradePlan]:
+    """One that waits gets the room of another one, which goes before the next one does."""
+    starting = fleet.of(Place.STARTING)
+    leaving = {engine.rank for engine in _leaving(fleet)}
+    held = _last_of_version(fleet, leaving, state.starts.name)
+    is_going = any(_is_going(engine, held, state.gives_way) for engine in fleet.engines)
+    if is_going or any(engine.in_transition for engine in starting):
+        return state, done
+    if (left_s := state.freed_at + ROOM_S - now) > TICK_S:
+        return state, replace(done, wait_s=left_s)
+    others = [engine for engine in starting if not _is_only_one(engine, fleet, needed)]
+    if others:
+        last = [engine for engine in others if not engine.waits_for_room][-1:]
+        ends = [*last, *(engine for engine in others if engine.waits_for_room)]
+        done = replace(done, cancel=tuple(engine.rank for engine in ends))
+        return state, _with_place(done, waiting, is_free=not all(e.is_extra for e in ends))
+    rank = _most_dispensable(fleet.of(Place.SERVING), state.record.wanted, needed)
+    if rank is None:
+        return state, done
+    record = replace(state.record, in_place=True)
+    state = replace(state, record=record, gives_way=rank)
+    return state, _with_place(replace(done, gives_way=rank), waiting, is_free=True)
+
+
+def _is_going(engine: EngineStatus, held: Collection[int], gives_way: int | None) -> bool:
+    """Its room is free soon. Those whose answers must end first may take hours: they count if there
+    was no other that could give way."""
+    leaves = engine.intent in (Intent.LEAVE, Intent.DRAIN)
+    is_held = engine.rank in held and engine.rank != gives_way
+    return engine.place is Place.ENDING or (leaves and not is_held)
+
+
+def _most_dispensable(
+    staying: list[EngineStatus], wanted: str, needed: Sequence[str]
+) -> int | None:
+    """Its rank; None: there is none."""
+    versions = [engine.version for engine in staying]
+
+    def reluctance(engine: EngineStatus) -> tuple[bool, bool, bool, int]:
+        is_last = versions.count(engine.version) == 1
+        return is_last, engine.version == wanted, engine.version in needed, -engine.rank
+
+    return min(staying, key=reluctance).rank if staying else None
+
+
+def _with_place(done: UpgradePlan, waiting: EngineStatus, *, is_free: bool) -> UpgradePlan:
+    """`is_free`: the place of one that was wanted."""
+    return replace(done, takes_place=waiting.rank) if is_free and waiting.is_extra else done
+
+
+def _take_back(
+    state: UpgradeState, fleet: FleetView, done: UpgradePlan
+) -> tuple[UpgradeState, UpgradePlan]:
+    """Nothing waits for the room of the engine that gives way: it is kept if it has not gone."""
+    keep = tuple(rank for rank in fleet.can_be_kept if rank == state.gives_way)
+    return replace(state, gives_way=None), replace(done, keep=keep)
+
+
+def _start_for_answers(
+    state: UpgradeState,
+    fleet: FleetView,
+    target: int,
+    version: str,
+    needed: Sequence[str],
+    done: UpgradePlan,
+) -> UpgradePlan:
+    """An engine of a version that is needed: in a free place, or an extra one."""
+    if any(engine.place is Place.ENDING and engine.is_present for engine in fleet.engines):
+        return done  # a successor of it is next
+    is_extra = fleet.num_present >= target
+    if not is_extra and version == state.starts.name:
+        return done  # whatever replaces engines starts it
+    if any(engine.is_extra for engine in fleet.engines):
+        extras = (engine for engine in fleet.of(Place.STARTING) if engine.is_extra)
+        ends = (e for e in extras if not (e.in_transition or _is_only_one(e, fleet, needed)))
+        return replace(done, cancel=tuple(engine.rank for engine in ends))
+    start = state.record.get(version)
+    return replace(done, start=start, is_extra=is_extra, for_answers=True)
+
+
+# -------------------------------------------------------------------------------- the outdated
+
+
+def _is_quiet(state: UpgradeState, fleet: FleetView, target: int) -> bool:
+    """As many engines serve as are wanted, or as there is room for, and nothing else happens."""
+    waits = [engine for engine in fleet.engines if engine.waits_for_room]
+    is_idle = len(fleet.of(Place.SERVING)) + len(waits) == len(fleet.engines)
+    is_whole = len(fleet.engines) == target and not waits
+    return is_idle and not fleet.is_committing and (is_whole or state.lacks_room(fleet))
+
+
+def _replace(
+    state: UpgradeState,
+    fleet: FleetView,
+    outdated: Sequence[int],
+    done: UpgradePlan,
+    now: float,
+) -> tuple[UpgradeState, UpgradePlan]:
+    """One outdated engine by one of the wanted version, which starts first, or takes its place."""
+    record, wanted = state.record, state.record.wanted
+    pending = (engine for engine in fleet.engines if engine.waits_for_room and not engine.is_extra)
+    waits = any(engine.version == wanted for engine in pending)
+    is_alone = len(fleet.of(Place.SERVING)) == 1
+    no_room = waits or state.no_room_beside == wanted
+    may_leave = not is_alone or (no_room and not state.is_untried)
+    if (record.in_place or waits) and may_leave:
+        record = replace(record, in_place=True)
+        state = replace(state, record=record, no_room_beside="")
+        return state, replace(done, leave=(outdated[-1],))
+    if any(engine.is_extra for engine in fleet.engines):
+        return state, done
+    if wait_s := state.wait_s(wanted, now):
+        return state, replace(done, wait_s=wait_s)
+    return state, replace(done, start=record.get(wanted), is_extra=True)
+
+
+def _leaving(fleet: FleetView) -> list[EngineStatus]:
+    serving = (engine for engine in fleet.engines if engine.place is Place.SERVING)
+    return [engine for engine in serving if engine.intent is not Intent.STAY]
+
+
+def _last_of_version(fleet: FleetView, leaving: Collection[int], starts: str) -> frozenset[int]:
+    """Engines that leave, and whose answers could continue on no other one. `starts`: the version
+    of those that replace others; where all are of it, another one comes."""
+    if {engine.version for engine in fleet.engines} <= {starts}:
+        return frozenset()
+    serving = [engine for engine in fleet.engines if engine.place is Place.SERVING]
+    there = {engine.version for engine in serving if engine.rank not in leaving}
+    ends = (engine for engine in serving if engine.rank in leaving)
+    return frozenset(engine.rank for engine in ends if engine.version not in there)

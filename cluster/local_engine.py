@@ -1,0 +1,167 @@
+"""The engine of offline generation: its core, and what becomes of its outputs."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import RequestOutput, RequestOutputKind
+from swell.cluster.client.parallel_sampling import ParentRequest
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.input_processor import RequestParams
+from swell.cluster.text.model_folder import check
+from swell.configs.schema import Config
+from swell.configs.sleep_check import sleep_refusal
+from swell.engine.core import EngineCore
+from swell.engine.executor import ExecutorError, build_executor
+from swell.worker.new_weights import save_weights, with_weights_of
+
+_CLIENT = b"local"
+_KIND = RequestOutputKind.FINAL_ONLY
+
+
+class LocalEngine:
+    """Computes lists of requests, one after the other. Not thread-safe."""
+
+    def __init__(self, config: Config, detokenizer: Detokenizer) -> None:
+        """Loads the model."""
+        self._config = config
+        executor = build_executor(config)
+        self.limits = executor.start()
+        self.core = EngineCore(config, executor, self.limits)
+        self.processor = OutputProcessor(detokenizer)
+        self._detokenizer = detokenizer
+        self._ids = itertools.count()
+        self._clean = True
+        """Nothing is left of an earlier call."""
+        self._folders: list[tempfile.TemporaryDirectory[str]] = []
+        """Of weights that were given as tensors: they are read again after a sleep."""
+
+    @property
+    def sleep_level(self) -> int:
+        """0: it is awake."""
+        return self.core.sleep_level
+
+    def set_sleep(self, level: int) -> None:
+        """Sleep at least as deeply as this, or wake up at level 0. Raises ValueError where engines
+        of this configuration cannot, and for weights that cannot be read."""
+        if level and (refusal := sleep_refusal(self._config, level)):
+            raise ValueError(refusal)
+        if not level or level > self.core.sleep_level:
+            self._change_workers(lambda: self.core.set_sleep(level))
+
+    def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
+        """See `LLM.update_weights`."""
+        if refusal := sleep_refusal(self._config, 2):
+            raise ValueError(f"new weights are refused, as a sleep at level 2 is: {refusal}")
+        try:
+            if isinstance(source, Mapping):
+                folder = tempfile.TemporaryDirectory(prefix="swell-weights-")
+                self._folders.append(folder)
+                save_weights(source, self._config.model, Path(folder.name))
+                source = folder.name
+            path = str(Path(source).absolute())
+            check(with_weights_of(self._config, path))
+            self._change_workers(lambda: self.core.update_weights(path))
+        finally:
+            self._remove_folders(self.core.weight_folders)
+
+    def _change_workers(self, change: Callable[[], object]) -> None:
+        """After an interrupt in the middle the workers may hold anything: the next call resets."""
+        clean, self._clean = self._clean, False
+        try:
+            change()
+            self._clean = clean
+        except ValueError:  # it is refused, and nothing has changed
+            self._clean = clean
+            raise
+        finally:
+            self._remove_folders(self.core.weight_folders)
+
+    def close(self) -> None:
+        """End the workers; may be called twice."""
+        self.core.shutdown()
+        self._remove_folders(())
+
+    def _remove_folders(self, in_use: Collection[str]) -> None:
+        for folder in [one for one in self._folders if one.name not in in_use]:
+            self._folders.remove(folder)
+            folder.cleanup()
+
+    def run(self, processed: Sequence[RequestParams], use_tqdm: bool) -> list[RequestOutput]:
+        """Queue everything; what is queued is answered, or dropped. Raises RuntimeError while the
+        engine sleeps."""
+        if level := self.core.sleep_level:
+            raise RuntimeError(f"the engine sleeps at level {level}; call wake_up() first")
+        parents = {str(next(self._ids)): ParentRequest(one.params, _KIND) for one in processed}
+        if not self._clean:  # the user's interrupt came while the last call was being forgotten
+            self._reset()
+        with Progress(disable=not use_tqdm, transient=False) as progress:
+            bar = progress.add_task("answers", total=len(parents))
+            try:
+                self._clean = False
+                answers: dict[str, RequestOutput] = {}
+                for external_id, one in zip(parents, processed, strict=True):
+                    self._submit(external_id, one)
+                while self.core.has_work:
+                    for outputs in self.core.step().values():
+                        done = self.processor.process_outputs(outputs)
+                        if done.reqs_to_abort:
+                            self.core.abort_requests([s.request_id for s in done.reqs_to_abort])
+                        for output in done.request_outputs:
+                            self._collect_output(parents, output, answers)
+                            progress.update(bar, completed=len(answers))
+                self._clean = True
+            except BaseException:
+                # Workers that have ended cannot begin anew, which the next call says.
+                with suppress(ExecutorError):
+                    self._reset()
+                raise
+        return [answers[external_id] for external_id in parents]
+
+    def _submit(self, external_id: str, request_params: RequestParams) -> None:
+        (prompt,) = request_params.prompts
+        for child in request_params.children(external_id, prompt):
+            self.processor.add_request(
+                child.core,
+                child.params,
+                kind=_KIND,
+                index=child.child_index,
+                prompt=child.prompt_text,
+                text_start=request_params.text_start,
+            )
+            refused = self.core.add_request(child.core, _CLIENT)
+            assert refused is None, refused
+
+    def _collect_output(
+        self,
+        parents: Mapping[str, ParentRequest],
+        output: RequestOutput,
+        answers: dict[str, RequestOutput],
+    ) -> None:
+        """Children become answers. Of a failed answer the other children end with it."""
+        external_id = output.request_id
+        answer = parents[external_id].add(output)
+        if answer is None:
+            return
+        answers[external_id] = answer
+        if answer.outputs[0].finish_reason == "error":
+            states = self.processor.request_states.values()
+            ids = [s.request_id for s in states if s.request.external_req_id == external_id]
+            self.processor.abort_requests(ids)
+            self.core.abort_requests(ids)
+
+    def _reset(self) -> None:
+        """Start again, with an empty cache: an interrupt may have come between any two lines, so
+        nothing that was kept about requests can be trusted. It may come here too."""
+        self._clean = False
+        self.processor = OutputProcessor(self._detokenizer)
+        self.core.reset()
+        self._clean = True

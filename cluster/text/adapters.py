@@ -1,0 +1,70 @@
+"""Adapters (LoRA) that requests name in place of the model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from swell.cluster.text.sampling_params import DERIVED_SALT
+from swell.configs.lora import MAX_ADAPTERS, Adapter, LoraConfig
+from swell.configs.shown import shown
+
+
+def salt_of_adapter(adapter: Adapter, cache_salt: str | None) -> str:
+    """The cache salt of a request with an adapter, under the salt that it has: equal tokens have
+    other KV with it. No request can name it: it begins as none may."""
+    text = f"{adapter.digest} {'' if cache_salt is None else 'salt ' + cache_salt}"
+    return DERIVED_SALT + hashlib.blake2b(text.encode(), person=b"swell-adapter").hexdigest()
+
+
+class AdapterRefused(ValueError):
+    """An adapter is not loaded, or not unloaded; the message says why, and what to do."""
+
+
+class LoadedAdapters:
+    """The adapters that came while the server, or an `LLM`, ran."""
+
+    def __init__(
+        self, config: LoraConfig, model: str, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        """`model`: what requests call the model itself."""
+        self._config, self._model, self._on_change = config, model, on_change
+        self.all: tuple[Adapter, ...] = ()
+
+    def load(self, adapter: Adapter, in_place: bool) -> None:
+        """Let requests name it. `in_place`: it may replace one of its name. Raises
+        AdapterRefused."""
+        name = shown(adapter.name)
+        if not self._config.enabled:
+            raise AdapterRefused(
+                f"adapter {name} cannot be loaded: lora.enabled=false; set it, or name the adapter "
+                "in lora.adapters"
+            )
+        if adapter.name in (*self._config.adapters, self._model):
+            raise AdapterRefused(
+                f"the name {name} is that of the model or of an adapter of lora.adapters, which "
+                "stay as they are; give another one"
+            )
+        others = tuple(one for one in self.all if one.name != adapter.name)
+        if others != self.all and not in_place:
+            raise AdapterRefused(
+                f"the lora adapter {name} has already been loaded; unload it first, or set "
+                "load_inplace"
+            )
+        if len(others) >= MAX_ADAPTERS:
+            raise AdapterRefused(
+                f"adapter {name} cannot be loaded: {len(others)} are, and no more than "
+                f"{MAX_ADAPTERS} may be; unload one"
+            )
+        self.all = (*others, adapter)
+        self._on_change()
+
+    def unload(self, name: str) -> None:
+        """Requests that have begun with it end with it. Raises AdapterRefused."""
+        others = tuple(one for one in self.all if one.name != name)
+        if others == self.all:
+            stays = name in self._config.adapters
+            why = "is of lora.adapters, and stays" if stays else "was not loaded"
+            raise AdapterRefused(f"the lora adapter {shown(name)} cannot be unloaded: it {why}")
+        self.all = others
+        self._on_change()

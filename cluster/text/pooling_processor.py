@@ -1,0 +1,238 @@
+"""From texts that shall be pooled to what engines get: prompts, tokens, limits, activations.
+
+A text may have a prompt of the model in front of it. A pair of texts becomes one sequence, as the
+tokenizer's template says. A text or pair that is cut keeps the special tokens at its end: the
+tokens between them are cut, of a pair those of the longer text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from swell.cluster.text.detokenizer import TextStart
+from swell.cluster.text.generation_request import MAX_PROMPTS, Prompt
+from swell.cluster.text.input_processor import ProcessedPrompt, RequestParams, check_priority
+from swell.cluster.text.parsers.base import ContentParser
+from swell.cluster.text.prompts import PromptProcessor
+from swell.cluster.text.sampling_params import BadRequest, SamplingParams, bad_value
+from swell.cluster.text.tokenizer import read_json_value
+from swell.cluster.text.truncation import PLAIN_TEXT, TokenizeOptions
+from swell.cluster.text.validate_params import check_length
+from swell.configs.pooling import PoolingSpec, read_pooling
+from swell.configs.schema import ModelConfig
+from swell.worker.sample.wire import Activation, PoolingParams
+
+Task = Literal["embed", "classify", "score"]
+Input = Prompt | tuple[str, str]
+"""A text, token ids, or a pair of texts."""
+_ACTIVATIONS = {"Identity": Activation.NONE, "Sigmoid": Activation.SIGMOID}
+_OF_PROBLEMS = {
+    "regression": Activation.NONE,
+    "multi_label_classification": Activation.SIGMOID,
+    "single_label_classification": Activation.SOFTMAX,
+}
+
+
+class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One vector for each input."""
+
+    task: Task
+    inputs: Sequence[Input]
+    fields: Sequence[str]
+    """What error messages call each of them."""
+    activates: bool | None = None
+    """Normalize embeddings, or turn scores into probabilities; None: as the model's files say."""
+    dimensions: int | None = None
+    prompt_name: str | None = None
+    tokenize_options: TokenizeOptions = PLAIN_TEXT
+    priority: int = 0
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+
+
+def load_pooling(model: ModelConfig) -> PoolingSpec | None:
+    """How the model pools; None: it samples tokens. Raises ConfigError."""
+    return read_pooling(
+        model.runner,
+        model.pooling,
+        lambda name: read_json_value(model.path, name),
+        model.classifier_tokens,
+        model.pair_template,
+    )
+
+
+class PoolingProcessor(msgspec.Struct, frozen=True):
+    """One model's way from a `PoolingRequest` to `RequestParams`, for HTTP and for `LLM`. Safe to
+    call from several threads."""
+
+    prompts: PromptProcessor
+    spec: PoolingSpec
+    max_children: int | None = None
+    policy: str = "priority"
+    """The scheduler's."""
+
+    def check_task(self, task: Task) -> None:
+        """Raise `BadRequest` unless the model does this."""
+        spec = self.spec
+        if task == "embed" and not spec.embeds:
+            raise _wrong_task("gives classes, and no embeddings: POST /classify")
+        if task == "classify" and spec.embeds:
+            raise _wrong_task("gives embeddings, and no classes: POST /v1/embeddings")
+        if task == "score" and not spec.embeds and spec.size != 1:
+            raise _wrong_task(
+                f"has {spec.size} classes, and a pair of texts has a score where there is one: "
+                "POST /classify"
+            )
+
+    def process(self, request: PoolingRequest) -> RequestParams:
+        """Raises `BadRequest`."""
+        self.check_task(request.task)
+        check_priority(request.priority, self.policy)
+        limit = min(MAX_PROMPTS, self.max_children or MAX_PROMPTS)
+        check_length(request.fields[0].partition("[")[0], request.inputs, "texts", limit)
+        prefix = self._prefix(request)
+        prompts = [
+            self._processed(one, prefix, request.tokenize_options, field)
+            for one, field in zip(request.inputs, request.fields, strict=True)
+        ]
+        return RequestParams(
+            prompts=prompts,
+            text_start=TextStart.VERBATIM,
+            params=SamplingParams(),
+            eos_token_ids=[],
+            bad_words=[],
+            make_parser=ContentParser,
+            stream=False,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            data_parallel_rank=request.data_parallel_rank,
+            pooling=PoolingParams(self._activation(request), self._dimensions(request)),
+            # Of tokens in the prefix cache there are no hidden states.
+            skip_prefix_cache=self.spec.method != "last",
+        )
+
+    def _prefix(self, request: PoolingRequest) -> str:
+        """The prompt that is put in front of each text."""
+        known, name = self.spec.prompts, request.prompt_name
+        if name is None:
+            name = self.spec.default_prompt
+            return known.get(name, "") if name is not None else ""
+        if name not in known:
+            names = ", ".join(map(repr, known)) or "none"
+            raise bad_value("prompt_name", name, f"is no prompt of the model (known: {names})")
+        return known[name]
+
+    def _dimensions(self, request: PoolingRequest) -> int:
+        count = request.dimensions
+        if count is not None and not 1 <= count <= self.spec.size:
+            rule = f"must be at least 1, and at most the model's {self.spec.size}"
+            raise bad_value("dimensions", count, rule)
+        return count or 0
+
+    def _activation(self, request: PoolingRequest) -> Activation:
+        spec = self.spec
+        if request.activates is False:
+            return Activation.NONE
+        if spec.embeds:
+            # A score of embeddings is their cosine.
+            normalizes = spec.normalize or request.activates or request.task == "score"
+            return Activation.NORMALIZE if normalizes else Activation.NONE
+        one = Activation.SIGMOID if spec.size == 1 else Activation.SOFTMAX
+        if request.task == "score":
+            return _ACTIVATIONS.get(spec.score_activation or "", one)
+        return _OF_PROBLEMS.get(spec.problem or "", one)
+
+    def _processed(
+        self, one: Input, prefix: str, options: TokenizeOptions, field: str
+    ) -> ProcessedPrompt:
+        if isinstance(one, list):
+            return ProcessedPrompt(self.prompts.encode(one, options, field), None, 0)
+        first, second = (one, None) if isinstance(one, str) else one
+        if self.spec.lower_case:
+            first, second = first.lower(), second and second.lower()
+        if second is not None and self.spec.pair_template is not None:
+            if options.truncation is not None:
+                rule = "would cut the template of a pair (model.pair_template); leave it out"
+                raise bad_value("truncate_prompt_tokens", options.truncation.tokens, rule)
+            first, second = self._written(first, second), None
+        ids, segment_start = self._tokenize(prefix + first, second, options, field)
+        self.prompts.check_ids(ids, field)
+        return ProcessedPrompt(ids, None, 0, segment_start)
+
+    def _written(self, query: str, document: str) -> str:
+        """A pair as the model's template has it."""
+        assert self.spec.pair_template is not None
+        begin, between, end = self.spec.pair_template
+        pair = (document, query) if self.spec.pair_is_reversed else (query, document)
+        return f"{begin}{pair[0]}{between}{pair[1]}{end}"
+
+    def _tokenize(
+        self, first: str, second: str | None, options: TokenizeOptions, field: str
+    ) -> tuple[list[int], int]:
+        """The ids of a text or a pair, and the position of a second segment."""
+        if second is None and options.truncation is None:
+            return self.prompts.encode(first, options, field), 0
+        backend = getattr(self.prompts.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            rule = "is a pair or is cut, which the model's tokenizer, a slow one, does not do"
+            raise bad_value(field, first, rule, "unsupported_value")
+        parts = []
+        for text in (first,) if second is None else (first, second):
+            self.prompts.check_text(text, options, field)
+            parts += backend.encode_batch_fast([text], add_special_tokens=False)
+        adds = options.add_special_tokens
+        if options.truncation is not None:
+            special = backend.num_special_tokens_to_add(second is not None) if adds else 0
+            room = self.prompts.kept_tokens(options.truncation) - special
+            if room < len(parts):
+                rule = f"leaves no token of each text beside {special} special tokens"
+                count = options.truncation.tokens
+                raise bad_value("truncate_prompt_tokens", count, rule)
+            for part, count in zip(parts, kept_of_each([len(p) for p in parts], room), strict=True):
+                part.truncate(count, direction=_direction(options))
+        whole = backend.post_process(*parts, add_special_tokens=adds)
+        types = whole.type_ids if second is not None else []
+        return list(whole.ids), types.index(1) if 1 in types else 0
+
+
+def kept_of_each(lengths: Sequence[int], room: int) -> list[int]:
+    """How many tokens of a text, or of each of two, are kept where `room` fit: the longer text is
+    cut first (`longest_first` of the tokenizers library)."""
+    if len(lengths) == 1 or sum(lengths) <= room:
+        return [min(length, room) for length in lengths]
+    short, long = sorted(lengths)
+    long = max(short, room - short)
+    if short + long > room:
+        short = room // 2
+        long = short + room % 2
+    return [long, short] if lengths[0] > lengths[1] else [short, long]
+
+
+def _direction(options: TokenizeOptions) -> str:
+    """The tokenizers library names the side that is cut off as we do."""
+    assert options.truncation is not None
+    return options.truncation.side
+
+
+def _wrong_task(problem: str) -> BadRequest:
+    return BadRequest(f"the served model {problem}", "model", "unsupported_value")
+
+
+def generation_refusal(spec: PoolingSpec) -> BadRequest:
+    """The answer to a request for generated text."""
+    return _wrong_task(
+        "pools, and generates no text: POST "
+        + ("/v1/embeddings" if spec.embeds else "/classify")
+        + ", or serve it with model.runner=generate"
+    )
+
+
+def pooling_refusal() -> BadRequest:
+    """The answer of a model that samples tokens to a request that pools."""
+    return _wrong_task(
+        "generates text, and pools nothing; serve an embedding model, or this one with "
+        "model.runner=pooling"
+    )

@@ -1,0 +1,112 @@
+"""What JSON allows, and a request that changes the cluster may not hold.
+
+A reader of JSON takes the last of several fields of one name, and another reader, as that of a
+proxy, may take the first. OpenAI's API and the servers like it take the last one, and so do the
+routes of users. Where a field says how many engines there are, a repeated one is refused.
+
+The text is followed token by token, in one pass, without recursion. Of a text that is no JSON the
+result means nothing: its decoder refuses it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+import msgspec
+
+from swell.cluster.text.field_path import MAX_PATH_CHARS, Key, join_path
+from swell.cluster.text.sampling_params import BadRequest, shown
+
+MAX_DEPTH = 16
+"""Objects and arrays in each other. A configuration in its body has four."""
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\],:]|[^\s"{}\[\],:]+', re.DOTALL)
+"""A string that has no end is one token up to the end of the text, and is looked at once."""
+_NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+
+
+@dataclass
+class _Level:
+    """An object or an array that has begun."""
+
+    names: set[str] | None
+    """Of the fields of an object that have come; None: it is an array."""
+    at: Key
+    """The field, or the place in the array."""
+    is_name: bool
+    """A string is the name of a field."""
+
+
+@dataclass
+class _Levels:
+    open: list[_Level] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        return join_path(level.at for level in self.open)[:MAX_PATH_CHARS]
+
+    def begin(self, *, is_object: bool) -> None:
+        if len(self.open) == MAX_DEPTH:
+            raise BadRequest(
+                f"{self.path} is in {MAX_DEPTH} objects and arrays already; at most so many may be "
+                "in each other",
+                self.path,
+                "too_deep",
+            )
+        self.open.append(_Level(set() if is_object else None, "" if is_object else 0, is_object))
+
+    def next(self) -> None:
+        """A comma."""
+        level = self.open[-1]
+        if isinstance(level.at, int):
+            level.at += 1
+        level.is_name = level.names is not None
+
+    def take_name(self, token: bytes) -> None:
+        level = self.open[-1]
+        assert level.names is not None, "only objects have names"
+        level.at = msgspec.json.decode(token, type=str)
+        if level.at in level.names:
+            raise BadRequest(
+                f"the field {shown(self.path)} stands more than once; send it once",
+                self.path,
+                "repeated_field",
+            )
+        level.names.add(level.at)
+
+    def take_number(self, token: bytes) -> None:
+        if math.isinf(float(token)):
+            raise BadRequest(
+                f"{self.path}={shown(token.decode())} is beyond the numbers that a computer has",
+                self.path,
+                "invalid_type",
+            )
+
+
+def check_strict(body: bytes) -> None:
+    """Raises `BadRequest` for a repeated field, too many levels, and a number that is none."""
+    levels = _Levels()
+    try:
+        for found in _TOKEN.finditer(body):
+            _follow(levels, found[0])
+    except (msgspec.DecodeError, UnicodeError):
+        """A name that is no string: the decoder refuses it."""
+
+
+def _follow(levels: _Levels, token: bytes) -> None:
+    if token in (b"{", b"["):
+        levels.begin(is_object=token == b"{")
+    elif not levels.open:
+        return
+    elif token in (b"}", b"]"):
+        levels.open.pop()
+    elif token == b",":
+        levels.next()
+    elif token == b":":
+        levels.open[-1].is_name = False
+    elif token.startswith(b'"'):
+        if levels.open[-1].is_name:
+            levels.take_name(token)
+    elif _NUMBER.fullmatch(token):
+        levels.take_number(token)

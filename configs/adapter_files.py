@@ -1,0 +1,353 @@
+"""The files of an adapter, as PEFT's `save_pretrained` writes them, read within bounds.
+
+    FOLDER/adapter_config.json          rank, scale, and the modules that it adapts
+    FOLDER/adapter_model.safetensors    base_model.model.MODULE.lora_A.weight  [rank, in]
+                                        base_model.model.MODULE.lora_B.weight  [out, rank]
+
+An adapted module computes y = W x + scale * B (A x), with scale = alpha / rank, or with
+`use_rslora` alpha / sqrt(rank). What changes the product in another way is refused by name. Command
+line, ingress and worker read the same; none of it is a program.
+
+Raises `ConfigError` and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from swell.configs.lora import Adapter, LoraConfig
+from swell.configs.section import ConfigError
+from swell.configs.shown import shown
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 256 * 1024
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_WEIGHTS_BYTES = 4 * 2**30
+MAX_PATTERNS = 10_000
+MAX_ALPHA = 1e5
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ALL_LINEAR = "all-linear"
+MERGE = "merge the adapter into a copy of the weights and serve that"
+
+_PREFIX = "base_model.model."
+_MATRICES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+_READ = {
+    "peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern",
+    "init_lora_weights",
+}  # fmt: skip
+_NO_MATTER = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version",
+    "revision", "runtime_config", "task_type", "qalora_group_size", "megatron_core",
+    "ensure_weight_tying",
+}  # fmt: skip
+"""Of training, and of keys that are refused where they are set."""
+_NEUTRAL: dict[str, Any] = {"bias": "none"}
+"""Value of a key that changes nothing; of every other one it is null, false or empty."""
+_KEEPS_BASE = ("gaussian", "eva", "orthogonal", "lora_ga")
+"""Values of `init_lora_weights` with which training leaves the weights of the model as they are."""
+_MODULE = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
+_CHUNK_BYTES = 2**20
+
+
+class AdapterTensor(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """As the header of the file describes one."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class AdapterModule(NamedTuple):
+    """What an adapter adds to one module."""
+
+    a: AdapterTensor
+    """[rank, in]"""
+    b: AdapterTensor
+    """[out, rank]"""
+    rank: int
+    scale: float
+
+
+class AdapterFiles(NamedTuple):
+    """One adapter, all but the numbers."""
+
+    name: str
+    folder: Path
+    modules: dict[str, AdapterModule]
+    """Module, as the model's checkpoint names it without `.weight` -> its matrices."""
+    targets: list[str] | str
+    """`target_modules`."""
+    data_start: int
+    """Where in the file the offsets of its tensors begin."""
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / WEIGHTS_NAME
+
+    def adapts(self, module: str) -> bool:
+        """Whether `target_modules` names a linear module: in full, or by the last of its parts. A
+        pattern of a file is not run: it names the modules that the weights have."""
+        if self.targets == ALL_LINEAR:
+            return True
+        if isinstance(self.targets, str):
+            return module in self.modules
+        return any(module == name or module.endswith(f".{name}") for name in self.targets)
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    """The keys of adapter_config.json that are read."""
+
+    peft_type: str
+    r: int
+    lora_alpha: float
+    target_modules: list[str] | str
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
+
+
+def read_adapter(name: str, folder: str, max_rank: int) -> AdapterFiles:
+    """Check both files and return what they say; the numbers are not read."""
+    where, path = f"adapter {shown(name)}", Path(folder)
+    if not path.is_dir():
+        raise ConfigError(
+            f"{where}: {folder!r} is no folder; give one with {CONFIG_NAME} and {WEIGHTS_NAME}, "
+            "as PEFT's save_pretrained writes it"
+        )
+    settings = _read_settings(path / CONFIG_NAME, where)
+    tensors, data_start = _read_header(path, where)
+    modules: dict[str, dict[str, AdapterTensor]] = {}
+    for key, tensor in tensors.items():
+        module, matrix = _module_of(key, where)
+        modules.setdefault(module, {})[matrix] = tensor
+    read = {module: _pair(module, parts, settings, where) for module, parts in modules.items()}
+    found = AdapterFiles(name, path, read, settings.target_modules, data_start)
+    for module, pair in read.items():
+        if not found.adapts(module):
+            raise ConfigError(
+                f"{where}: the weights adapt {shown(module)}, which target_modules="
+                f"{shown(settings.target_modules)} does not name; the two files do not belong "
+                "together"
+            )
+        if pair.rank > max_rank:
+            raise ConfigError(
+                f"{where}: {shown(module)} has the rank {pair.rank}, above lora.max_rank="
+                f"{max_rank}; raise it, or train the adapter with a smaller r",
+                "lora.max_rank",
+            )
+    return found
+
+
+def check_adapter(name: str, folder: str, max_rank: int) -> Adapter:
+    """The adapter in a folder of this host, whose files are checked and read."""
+    read_adapter(name, folder, max_rank)
+    return Adapter(name, folder, adapter_digest(name, folder))
+
+
+def adapters_of(lora: LoraConfig) -> dict[str, Adapter]:
+    """Name -> adapter of the configuration. Reads all their files."""
+    return {
+        name: Adapter(name, folder, adapter_digest(name, folder))
+        for name, folder in lora.adapters.items()
+    }
+
+
+def check_adapters(lora: LoraConfig) -> None:
+    """Refuse adapters that no model could use."""
+    for name, folder in lora.adapters.items():
+        read_adapter(name, folder, lora.max_rank)
+
+
+def adapter_digest(name: str, folder: str) -> str:
+    """Of its two files, and so of what it computes."""
+    found = hashlib.blake2b(digest_size=16)
+    for file_name in (CONFIG_NAME, WEIGHTS_NAME):
+        path = Path(folder, file_name)
+        try:
+            with path.open("rb") as file:
+                found.update(f"{path.stat().st_size} ".encode())
+                while chunk := file.read(_CHUNK_BYTES):
+                    found.update(chunk)
+        except OSError as error:
+            raise ConfigError(
+                f"adapter {shown(name)}: {path} cannot be read: {error.strerror}"
+            ) from None
+    return found.hexdigest()
+
+
+def _read_settings(path: Path, where: str) -> _Settings:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{where}: {path} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{where}: {path} has more than {MAX_CONFIG_BYTES} bytes")
+    try:
+        raw = json.loads(data)
+        if not isinstance(raw, dict):
+            raise ValueError("it holds no object")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: {path} is not JSON: {error}") from None
+    _refuse_other_methods(raw, where)
+    known = {key: raw[key] for key in _Settings.__struct_fields__ if raw.get(key) is not None}
+    try:
+        settings = msgspec.convert(known, _Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {path}: {error}") from None
+    _check_numbers(settings, where)
+    return settings
+
+
+def _refuse_other_methods(raw: Mapping[str, Any], where: str) -> None:
+    """Every key that would change what is computed."""
+    if raw.get("peft_type") != "LORA":
+        raise ConfigError(
+            f"{where}: peft_type={shown(raw.get('peft_type'))} is not supported, only 'LORA'; "
+            f"{MERGE}"
+        )
+    init = raw.get("init_lora_weights")
+    if isinstance(init, str) and init not in _KEEPS_BASE:
+        raise ConfigError(
+            f"{where}: init_lora_weights={shown(init)} changes the weights of the model itself; "
+            "convert the adapter (path_initial_model_for_weight_conversion of PEFT's "
+            f"save_pretrained), or {MERGE}"
+        )
+    for key, value in raw.items():
+        if key in _READ or key in _NO_MATTER or value == _NEUTRAL.get(key) or not value:
+            continue
+        raise ConfigError(
+            f"{where}: {key}={shown(value)} of {CONFIG_NAME} is not supported; train the adapter "
+            f"without it, or {MERGE}"
+        )
+
+
+def _check_numbers(settings: _Settings, where: str) -> None:
+    targets = settings.target_modules
+    if not targets or len(targets) > MAX_PATTERNS:
+        raise ConfigError(
+            f"{where}: target_modules has {len(targets)} names, or characters; 1 to "
+            f"{MAX_PATTERNS} are taken"
+        )
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern: Mapping[str, float] = getattr(settings, key)
+        if len(pattern) > MAX_PATTERNS:
+            raise ConfigError(
+                f"{where}: {key} has {len(pattern)} entries; at most {MAX_PATTERNS} are taken"
+            )
+        for name in pattern:
+            if not _MODULE.match(name.removeprefix("^")):
+                raise ConfigError(
+                    f"{where}: {key} has {shown(name)}, which is no name of a module; write one "
+                    "entry a module"
+                )
+    for rank in (settings.r, *settings.rank_pattern.values()):
+        if not 1 <= rank <= 2**20:
+            raise ConfigError(f"{where}: a rank of {rank}; it must be at least 1")
+    for alpha in (settings.lora_alpha, *settings.alpha_pattern.values()):
+        if not 0 < alpha <= MAX_ALPHA:
+            raise ConfigError(
+                f"{where}: a lora_alpha of {alpha} lies outside of 0 (excluded) .. {MAX_ALPHA:g}"
+            )
+
+
+def _read_header(folder: Path, where: str) -> tuple[dict[str, AdapterTensor], int]:
+    """The tensors that the file describes, and where their data begins."""
+    path = folder / WEIGHTS_NAME
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            text = file.read(header_bytes) if header_bytes <= MAX_HEADER_BYTES else b""
+    except OSError as error:
+        other = " (adapter_model.bin is a pickle: convert it to safetensors)"
+        found = other if (folder / "adapter_model.bin").exists() else ""
+        raise ConfigError(f"{where}: {path} cannot be read: {error.strerror}{found}") from None
+    if size_bytes > MAX_WEIGHTS_BYTES:
+        raise ConfigError(
+            f"{where}: {path} has {size_bytes} bytes; at most {MAX_WEIGHTS_BYTES} are taken"
+        )
+    if header_bytes > MAX_HEADER_BYTES or len(text) < header_bytes:
+        raise ConfigError(
+            f"{where}: {path} has a header of {header_bytes} bytes in a file of {size_bytes}; at "
+            f"most {MAX_HEADER_BYTES} are taken: it is damaged, or no safetensors file"
+        )
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = msgspec.convert(header, dict[str, AdapterTensor])
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        raise ConfigError(
+            f"{where}: {path} has no header of tensors: it is damaged, or no safetensors file"
+        ) from None
+    if not tensors:
+        raise ConfigError(f"{where}: {path} holds no tensors")
+    for key, tensor in tensors.items():
+        _check_place(key, tensor, size_bytes - 8 - header_bytes, where)
+    return tensors, 8 + header_bytes
+
+
+def _check_place(key: str, tensor: AdapterTensor, data_bytes: int, where: str) -> None:
+    (start, end), shape = tensor.data_offsets, tensor.shape
+    if tensor.dtype not in ITEM_BYTES:
+        raise ConfigError(
+            f"{where}: {shown(key)} is of the type {shown(tensor.dtype)}; "
+            f"{', '.join(ITEM_BYTES)} are taken"
+        )
+    if len(shape) != 2 or not all(0 < size < 2**31 for size in shape):
+        raise ConfigError(f"{where}: {shown(key)} has the shape {shown(shape)}; it is no matrix")
+    item_bytes = ITEM_BYTES[tensor.dtype]
+    fits = 0 <= start <= end <= data_bytes and start % item_bytes == 0
+    if not fits or end - start != math.prod(shape) * item_bytes:
+        raise ConfigError(
+            f"{where}: {shown(key)} of the shape {shape} lies at {start} .. {end} of {data_bytes} "
+            "bytes: the file is damaged; copy it there again"
+        )
+
+
+def _module_of(key: str, where: str) -> tuple[str, str]:
+    """The module of a tensor, and which of its matrices the tensor is."""
+    for ending, matrix in _MATRICES.items():
+        module = key.removeprefix(_PREFIX).removesuffix(ending)
+        if key.startswith(_PREFIX) and key.endswith(ending) and _MODULE.match(module):
+            return module, matrix
+    raise ConfigError(
+        f"{where}: the tensor {shown(key)} is not supported: only the matrices lora_A and lora_B "
+        f"of linear modules are; {MERGE}"
+    )
+
+
+def _pair(
+    module: str, parts: Mapping[str, AdapterTensor], settings: _Settings, where: str
+) -> AdapterModule:
+    rank = int(_of_pattern(settings.rank_pattern, module, settings.r))
+    alpha = _of_pattern(settings.alpha_pattern, module, settings.lora_alpha)
+    for matrix, axis in (("A", 0), ("B", 1)):
+        if matrix not in parts:
+            raise ConfigError(f"{where}: {shown(module)} lacks lora_{matrix}: the file is cut off")
+        if parts[matrix].shape[axis] != rank:
+            raise ConfigError(
+                f"{where}: lora_{matrix} of {shown(module)} has the shape {parts[matrix].shape}, "
+                f"but {CONFIG_NAME} gives it the rank {rank}; the two files do not belong together"
+            )
+    scale = alpha / (math.sqrt(rank) if settings.use_rslora else rank)
+    return AdapterModule(parts["A"], parts["B"], rank, scale)
+
+
+def _of_pattern(pattern: Mapping[str, float], module: str, default: float) -> float:
+    """The first entry that names the module, in full or by its last parts; `^` at its begin: only
+    in full."""
+    for name, value in pattern.items():
+        whole = name.removeprefix("^")
+        if module == whole or (whole == name and module.endswith(f".{name}")):
+            return value
+    return default

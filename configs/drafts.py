@@ -1,0 +1,73 @@
+"""Speculative decoding: tokens that are guessed and computed ahead (`docs/drafts.md`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from swell.configs.section import ConfigError, FilledText, Section
+
+MAX_DRAFTS = 32
+"""Most drafts of a row in one step, and most tokens of a match."""
+
+
+class DraftModelConfig(Section, frozen=True):
+    """A small model of the same vocabulary, beside the one that answers."""
+
+    path: FilledText
+    """A local folder with config.json, or a hub id."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """As `model.load_format`."""
+    backend: Literal["auto", "native", "transformers"] = "auto"
+    """As `model.backend`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of its weights and its KV; `auto`: the checkpoint's own type."""
+
+
+class DraftsConfig(Section, frozen=True):
+    method: Literal["none", "ngram", "model"] = "none"
+    """`ngram`: a row's next tokens are guessed to be those that followed its last ones where these
+    stood before, in its prompt or its answer (prompt lookup). `model`: a small model guesses them.
+    The answers are the same."""
+    model: DraftModelConfig | None = None
+    """The small model of `method: model`. The worker that returns the tokens holds it whole, and
+    its KV beside the other model's."""
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 7
+    """Most drafts of a row in one step: with the token before them eight, for which the products
+    of the CPU's kernels take little more than for one."""
+    min_match: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 3
+    """Last tokens that must have stood before. Fewer give more drafts, of which more are wrong."""
+    max_match: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 8
+    """Last tokens that are compared: of several places the one where most of them match is taken,
+    and of these the newest."""
+    max_step_tokens: Annotated[int, Meta(ge=2, le=4096)] = 48
+    """Tokens of a step up to which its rows have drafts. With more tokens the device is busy
+    anyway, and a wrong draft costs as much as a right one gains: on CPU that begins at some tens,
+    on a GPU at some hundreds."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step in which rows have drafts; 0: none ever has."""
+        return 0 if self.method == "none" else self.max_step_tokens
+
+
+def check_drafts(config: DraftsConfig) -> None:
+    """Check the rules between keys."""
+    if config.method == "model" and config.model is None:
+        raise ConfigError(
+            "drafts.method=model needs drafts.model, the small model that guesses; write its "
+            "folder there, as drafts.model: {path: models/small}",
+            "drafts.model",
+        )
+    if config.method != "model" and config.model is not None:
+        raise ConfigError(
+            f"drafts.model={config.model.path!r} is not used with drafts.method={config.method}; "
+            "set drafts.method=model, or leave drafts.model out",
+            "drafts.model",
+        )
+    if config.min_match > config.max_match:
+        raise ConfigError(
+            f"drafts.min_match={config.min_match} is above drafts.max_match={config.max_match}; "
+            "lower the first or raise the second"
+        )

@@ -1,0 +1,54 @@
+"""Calls that may never return, such as reads of a folder on a file server that is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class TooManyCalls(RuntimeError):
+    """So many are under way that one more is refused: they may hang."""
+
+
+class HangingCalls:
+    """Each call has a thread of its own, which holds up neither other calls nor the exit of the
+    process. From any thread."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        """`limit`: of the calls that are under way."""
+        self._name, self._limit = name, limit
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Raises TooManyCalls."""
+        with self._lock:
+            if self._count >= self._limit:
+                raise TooManyCalls(
+                    f"{self._count} reads of folders are under way and may hang; try again later"
+                )
+            self._count += 1
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # who waits no longer does not cancel it
+        threading.Thread(
+            target=self._run, args=(call, future), name=self._name, daemon=True
+        ).start()
+        return future
+
+    def _run(self, call: Callable[[], T], future: Future[T]) -> None:
+        try:
+            result = call()
+        except BaseException as error:
+            self._done()
+            future.set_exception(error)
+        else:
+            self._done()
+            future.set_result(result)
+
+    def _done(self) -> None:
+        with self._lock:
+            self._count -= 1

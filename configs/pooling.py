@@ -1,0 +1,270 @@
+"""Whether a model samples tokens or pools, and how it pools: read from the files of its folder.
+
+A model that pools gives one vector for a text: of all hidden states of its last layer one is made
+(the first, the last, or their mean), and a head turns that into an embedding or into the scores of
+classes. Ingresses and workers read the same files, those that sentence-transformers writes:
+
+    modules.json                        the modules of the model in order, and their folders
+    1_Pooling/config.json               which hidden state
+    2_Dense/config.json                 a further product
+    sentence_bert_config.json           max_seq_length, do_lower_case
+    config_sentence_transformers.json   prompts, which are put in front of texts
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from swell.configs.section import ConfigError
+
+Method = Literal["cls", "mean", "last"]
+ReadFile = Callable[[str], Any]
+"""Takes a name within the model's folder; the file's JSON, or None where there is none."""
+
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Camembert", "ModernBert")
+"""Families whose tokens attend to all tokens of their text."""
+DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_CLASSIFIER, _CAUSAL = "ForSequenceClassification", "ForCausalLM"
+_EMBEDDERS = ("Model", "ForMaskedLM")
+_METHODS: Mapping[str, Method] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_OLD_MODE = "pooling_mode_"
+_OLD_METHODS: Mapping[str, str] = {"cls_token": "cls", "mean_tokens": "mean"}
+_ACTIVATIONS = ("Identity", "Tanh")
+_TOKENIZER_LIMIT = 1_000_000_000
+"""A larger `model_max_length` of a tokenizer stands for none."""
+
+
+class DenseSpec(msgspec.Struct, frozen=True):
+    """A product behind the pooling, and its activation."""
+
+    folder: str
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+    """One of `_ACTIVATIONS`."""
+
+
+class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How one model pools."""
+
+    family: str
+    """One of `ENCODERS` and `DECODERS`."""
+    task: Literal["embed", "classify"]
+    hidden_size: int
+    method: Method
+    normalize: bool = False
+    """Embeddings have the length 1."""
+    dense: tuple[DenseSpec, ...] = ()
+    max_tokens: int | None = None
+    """Longest text that the model was made for; None: as many as it has positions."""
+    lower_case: bool = False
+    prompts: Mapping[str, str] = {}
+    default_prompt: str | None = None
+    labels: tuple[str, ...] = ()
+    """Names of the classes."""
+    problem: str | None = None
+    """`problem_type` of the model's config: how scores become probabilities."""
+    token_ids: tuple[int, int] | None = None
+    """The one class is the second of these tokens of a causal language model against the first."""
+    pair_template: tuple[str, str, str] | None = None
+    """What is before, between and behind the texts of a pair. None: the tokenizer joins them."""
+    pair_is_reversed: bool = False
+    """The template has the document first."""
+    score_activation: str | None = None
+    """What a cross-encoder's author has set for its scores: the name of a torch module."""
+
+    @property
+    def size(self) -> int:
+        """Values of one vector."""
+        if not self.embeds:
+            return len(self.labels)
+        return self.dense[-1].out_features if self.dense else self.hidden_size
+
+    @property
+    def embeds(self) -> bool:
+        return self.task == "embed"
+
+
+def read_pooling(
+    runner: str,
+    method: str,
+    read: ReadFile,
+    classifier_tokens: Sequence[str] | None = None,
+    pair_template: str | None = None,
+) -> PoolingSpec | None:
+    """How the model pools; None: it samples tokens. The values are the configured ones (see
+    `ModelConfig`). Raises ConfigError for a model that shall pool, and cannot be served."""
+    config = read("config.json") or {}
+    architecture = str((config.get("architectures") or [""])[0])
+    modules = [(_kind(one), one["path"]) for one in read("modules.json") or []]
+    family, suffix = _split(architecture)
+    pools = any(kind == "Pooling" for kind, _ in modules) or suffix in (_CLASSIFIER, *_EMBEDDERS)
+    pools = pools or classifier_tokens is not None
+    if runner == "generate" or (runner == "auto" and not pools):
+        return None
+    if family is None:
+        known = ", ".join((*ENCODERS, *DECODERS))
+        raise ConfigError(
+            f"architecture {architecture!r} cannot pool here: its family is none of {known}"
+        )
+    spec = PoolingSpec(
+        family=family,
+        hidden_size=int(config.get("hidden_size") or 0),
+        task="classify" if suffix == _CLASSIFIER else "embed",
+        method="cls" if family in ENCODERS else "last",
+        max_tokens=_max_tokens(read),
+        problem=config.get("problem_type"),
+    )
+    if classifier_tokens is not None:
+        spec = _token_classifier(spec, architecture, classifier_tokens, read)
+    else:
+        spec = _embedder(spec, modules, read) if spec.embeds else _classifier(spec, config)
+    if pair_template is not None:
+        spec = _with_template(spec, pair_template)
+    if method != "auto":
+        spec = msgspec.structs.replace(spec, method=method)
+    return spec
+
+
+def _split(architecture: str) -> tuple[str | None, str]:
+    """Its family, if that can pool, and the rest of its name."""
+    for suffix in (_CLASSIFIER, _CAUSAL, *_EMBEDDERS):
+        family = architecture.removesuffix(suffix)
+        if family != architecture:
+            if family in ENCODERS or (family in DECODERS and suffix != "ForMaskedLM"):
+                return family, suffix
+            return None, suffix if suffix == _CLASSIFIER else ""
+    return None, ""
+
+
+def _kind(module: Mapping[str, Any]) -> str:
+    """The class of a module of sentence-transformers, without its package."""
+    return str(module["type"]).rpartition(".")[2]
+
+
+def _embedder(spec: PoolingSpec, modules: list[tuple[str, str]], read: ReadFile) -> PoolingSpec:
+    known = ("Transformer", "Pooling", "Dense", "Normalize")
+    if unknown := [kind for kind, _ in modules if kind not in known]:
+        raise ConfigError(
+            f"modules.json has the module {unknown[0]!r}, which is not served (known: "
+            f"{', '.join(known)})"
+        )
+    prompts = read("config_sentence_transformers.json") or {}
+    bert = read("sentence_bert_config.json") or {}
+    paths = [path for kind, path in modules if kind == "Pooling"]
+    return msgspec.structs.replace(
+        spec,
+        method=_method(f"{paths[0]}/config.json", read) if paths else spec.method,
+        # As vLLM does where the folder does not say it.
+        normalize=any(kind == "Normalize" for kind, _ in modules) or not modules,
+        dense=tuple(_dense(path, read) for kind, path in modules if kind == "Dense"),
+        lower_case=bool(bert.get("do_lower_case")),
+        prompts=prompts.get("prompts") or {},
+        default_prompt=prompts.get("default_prompt_name"),
+    )
+
+
+def _method(name: str, read: ReadFile) -> Method:
+    config = read(name) or {}
+    modes = config.get("pooling_mode")
+    if modes is None:
+        old = [key.removeprefix(_OLD_MODE) for key, on in config.items() if on is True]
+        modes = [_OLD_METHODS.get(mode, mode) for mode in old if mode != "include_prompt"]
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    if len(modes) != 1 or modes[0] not in _METHODS:
+        raise ConfigError(
+            f"{name}: the pooling modes {modes} are not served; one of {', '.join(_METHODS)} is"
+        )
+    if config.get("include_prompt") is False:
+        raise ConfigError(
+            f"{name}: include_prompt=false is not served: prompts are pooled with their texts"
+        )
+    return _METHODS[modes[0]]
+
+
+def _dense(path: str, read: ReadFile) -> DenseSpec:
+    name = f"{path}/config.json"
+    config = read(name) or {}
+    activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
+    if activation not in _ACTIVATIONS or config.get("use_residual"):
+        raise ConfigError(
+            f"{name}: a Dense module with activation_function={activation!r} and "
+            f"use_residual={config.get('use_residual', False)} is not served (known activations: "
+            f"{', '.join(_ACTIVATIONS)}, without a residual)"
+        )
+    sizes = config["in_features"], config["out_features"]
+    return DenseSpec(path, *sizes, bool(config.get("bias", True)), activation)
+
+
+def _classifier(spec: PoolingSpec, config: Mapping[str, Any]) -> PoolingSpec:
+    names = config.get("id2label") or {}
+    count = len(names) or config.get("num_labels", 2)
+    own = (config.get("sentence_transformers") or {}).get("activation_fn")
+    own = own or config.get("sbert_ce_default_activation_function")
+    mean = config.get("classifier_pooling") == "mean"
+    return msgspec.structs.replace(
+        spec,
+        method="mean" if mean else spec.method,
+        labels=tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(count)),
+        score_activation=None if own is None else str(own).rpartition(".")[2],
+    )
+
+
+def _token_classifier(
+    spec: PoolingSpec, architecture: str, tokens: Sequence[str], read: ReadFile
+) -> PoolingSpec:
+    if not architecture.endswith(_CAUSAL):
+        raise ConfigError(
+            f"model.classifier_tokens={list(tokens)} is for causal language models; the folder has "
+            f"a {architecture}: leave it out"
+        )
+    file = read("tokenizer.json") or {}
+    vocabulary = (file.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):  # of a Unigram model: [token, score]
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    added = {one["content"]: one["id"] for one in file.get("added_tokens") or []}
+    known = {**vocabulary, **added}
+    for token in tokens:
+        if token not in known:
+            raise ConfigError(
+                f"model.classifier_tokens: {token!r} is no token of the model's tokenizer.json; "
+                "write it as it stands there"
+            )
+    no, yes = (int(known[token]) for token in tokens)
+    return msgspec.structs.replace(
+        spec, task="classify", method="last", labels=(tokens[1],), token_ids=(no, yes)
+    )
+
+
+def _with_template(spec: PoolingSpec, template: str) -> PoolingSpec:
+    names = re.findall(r"\{(query|document)\}", template)
+    if spec.embeds or sorted(names) != ["document", "query"]:
+        raise ConfigError(
+            "model.pair_template must have {query} and {document} once each, and is for models "
+            f"that rank pairs; got {template[:100]!r}"
+        )
+    first, between, behind = re.split(r"\{query\}|\{document\}", template)
+    return msgspec.structs.replace(
+        spec,
+        pair_template=(first, between, behind),
+        pair_is_reversed=names[0] == "document",
+    )
+
+
+def _max_tokens(read: ReadFile) -> int | None:
+    return min(_limits(read), default=None)
+
+
+def _limits(read: ReadFile) -> Iterator[int]:
+    for name, key in (
+        ("sentence_bert_config.json", "max_seq_length"),
+        ("tokenizer_config.json", "model_max_length"),
+    ):
+        value = (read(name) or {}).get(key)
+        if isinstance(value, int | float) and 0 < value < _TOKENIZER_LIMIT:
+            yield int(value)

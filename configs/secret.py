@@ -1,0 +1,57 @@
+"""Marks what only some may know, so that no log line, error or answer shows it.
+
+A field or a parameter that holds a secret has one of the types below. A struct with such a field
+derives from `HoldsSecrets`, which leaves it out of its text; all other classes that hold one have
+no text of their own. `tests/test_secrets.py` finds both by these types, and what is named as
+secrets are and has another type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any
+
+import msgspec
+
+SECRET = msgspec.Meta(extra={"secret": True})
+SecretBytes = Annotated[bytes, SECRET]
+SecretText = Annotated[str, SECRET]
+
+HIDDEN = "<secret>"
+
+
+class HoldsSecrets(msgspec.Struct, frozen=True):
+    """Base of a struct with secret fields."""
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
+        return f"{type(self).__name__}({fields})"
+
+    def __rich_repr__(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        for name in self.__struct_fields__:
+            is_hidden = name in secret_fields(type(self))
+            yield name, _Hidden() if is_hidden else getattr(self, name)
+
+
+class _Hidden:
+    """In place of a secret."""
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
+
+@cache
+def secret_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Names of the fields of a struct that have a secret type, perhaps beside None or in a list."""
+    info = msgspec.inspect.type_info(kind)
+    assert isinstance(info, msgspec.inspect.StructType), "it is a struct"
+    return frozenset(field.name for field in info.fields if _is_secret(field.type))
+
+
+def _is_secret(kind: msgspec.inspect.Type) -> bool:
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return any(map(_is_secret, kind.types))
+    if isinstance(kind, msgspec.inspect.ListType):
+        return _is_secret(kind.item_type)
+    return isinstance(kind, msgspec.inspect.Metadata) and bool((kind.extra or {}).get("secret"))

@@ -1,0 +1,20 @@
+"""Which engines can sleep. Pure."""
+
+from __future__ import annotations
+
+from swell.configs.schema import Config
+
+
+def sleep_refusal(config: Config, level: int) -> str | None:
+    """Why engines of this configuration cannot sleep as deeply; None: they can."""
+    if config.parallel.expert:
+        return (
+            "parallel.expert=true: engines that share experts cannot sleep, because each holds a "
+            "part of the weights of all; pause them (POST /admin/pause), which keeps their memory"
+        )
+    if config.lora.is_on and level > 1:
+        return (
+            f"level={level} gives the weights back, and with them the adapters that have been "
+            f"loaded ({config.lora.reason}); use level=1"
+        )
+    return None

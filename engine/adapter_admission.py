@@ -1,0 +1,250 @@
+"""Requests that wait until all workers have their adapter: pure, with time as an argument.
+
+A worker has room for `lora.max_adapters` that come and go. A request is held until its adapter has
+a place and is loaded there; then the scheduler gets it, and knows nothing of adapters. An adapter
+keeps its place at least as long as the scheduler has requests with it. Those that find all places
+taken wait in the order of their arrival, and so do all that come behind them, with whatever
+adapter: else one that is asked for all the time would keep another out for ever. Those of the
+configuration are in every worker, and have places of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+import msgspec
+
+from swell.configs.lora import Adapter, LoraConfig
+from swell.configs.shown import shown
+from swell.engine.executor.adapter_loads import late_reason
+from swell.engine.request import MAX_FAILED_ATTEMPTS
+from swell.engine.step_builder import StartedRequest
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.wire import AdapterLoaded, LoadAdapter
+
+LOAD_TIMEOUT_S = 120.0
+"""How long workers may take to load an adapter before its requests fail."""
+
+
+def shown_to_users(reason: str, adapter: Adapter | None) -> str:
+    """They get no folders to see."""
+    return reason if adapter is None else reason.replace(adapter.folder, "its folder")
+
+
+class Held(NamedTuple):
+    request: EngineCoreRequest
+    client: bytes
+    digest: str
+    arrived_s: float
+
+
+class Failed(NamedTuple):
+    held: Held
+    reason: str
+
+
+@dataclass(slots=True)
+class _Place:
+    index: int
+    adapter: Adapter
+    began_at: float
+    is_loaded: bool = False
+
+
+class AdapterAdmission:
+    """The adapters of one engine."""
+
+    def __init__(self, config: LoraConfig) -> None:
+        self._takes_others = config.enabled
+        self._free = list(range(config.max_adapters))
+        self._of_config = {
+            name: config.max_adapters + number for number, name in enumerate(config.adapters)
+        }
+        """Name -> place."""
+        self._places: dict[str, _Place] = {}
+        """Digest -> place; the one that was used last is the last one."""
+        self._held: list[Held] = []
+        self._commands: list[LoadAdapter] = []
+        self.num_loads = 0
+        self.num_failures = 0
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_loaded(self) -> int:
+        return sum(place.is_loaded for place in self._places.values())
+
+    def waiting_tokens(self) -> int:
+        return sum(len(one.request.prompt_token_ids) for one in self._held)
+
+    def refusal(self, request: EngineCoreRequest) -> str | None:
+        """Why a request can never run."""
+        adapter = request.adapter
+        if adapter is None or adapter.name in self._of_config or self._takes_others:
+            return None
+        return (
+            f"adapter {shown(adapter.name)}: this engine takes none; set lora.enabled, or name it "
+            "in lora.adapters"
+        )
+
+    def hold(self, request: EngineCoreRequest, client: bytes, now: float) -> bool:
+        """Whether a request has to wait; it is kept here then."""
+        if request.adapter is None:
+            return False
+        digest = request.adapter.digest
+        place = self._places.get(digest)
+        if place is not None and place.is_loaded and not self._held:
+            self._places[digest] = self._places.pop(digest)
+            return False
+        self._held.append(Held(request, client, digest, now))
+        return True
+
+    def advance(self, in_use: Callable[[], set[str]], now: float) -> list[Held]:
+        """Give places, and return the requests that need not wait any more. `in_use`: digests of
+        the adapters of the scheduler's requests."""
+        ready: list[Held] = []
+        kept: list[Held] = []
+        is_full = False
+        for one in self._held:
+            if one.digest not in self._places and not is_full:
+                ahead = {other.digest for other in (*ready, *kept)}
+                is_full = not self._begin(one, lambda: in_use() | ahead, now)  # noqa: B023
+            place = self._places.get(one.digest)
+            if place is not None and place.is_loaded and not is_full:
+                self._places[one.digest] = self._places.pop(one.digest)
+                ready.append(one)
+            else:
+                kept.append(one)
+        self._held = kept
+        return ready
+
+    def take_commands(self) -> list[LoadAdapter]:
+        """Loads to begin."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def on_loaded(self, loaded: AdapterLoaded) -> list[Failed]:
+        """All workers have an adapter, or one cannot load it; the requests that fail."""
+        place = self._places.get(loaded.digest)
+        if place is None:
+            return []
+        if not loaded.failure:
+            place.is_loaded = True
+            self.num_loads += 1
+            return []
+        return self._fail(loaded.digest, loaded.failure)
+
+    def expire(self, now: float) -> list[Failed]:
+        """Requests whose adapter takes too long."""
+        late = [
+            digest
+            for digest, place in self._places.items()
+            if not place.is_loaded and now >= place.began_at + LOAD_TIMEOUT_S
+        ]
+        return [
+            failed
+            for digest in late
+            for failed in self._fail(
+                digest, late_reason(self._places[digest].adapter, LOAD_TIMEOUT_S)
+            )
+        ]
+
+    def waiting_for(self, commands: Iterable[LoadAdapter]) -> list[StartedRequest]:
+        """The requests that wait for these loads."""
+        digests = {command.adapter.digest for command in commands}
+        waiting = ((one.client, one.request) for one in self._held if one.digest in digests)
+        return [
+            StartedRequest(client, r.request_id, r.attempt, r.failed_attempts, [])
+            for client, r in waiting
+        ]
+
+    def count_failed_attempt(self) -> list[Failed]:
+        """A worker was lost, and with it the loads that are under way, which begin again. One of
+        them may be the reason: its requests fail if that was so too often."""
+        loading = [digest for digest, place in self._places.items() if not place.is_loaded]
+        for digest in loading:
+            self._release(digest)
+        failed, kept = [], []
+        for one in self._held:
+            attempts = one.request.failed_attempts + (one.digest in loading)
+            request = msgspec.structs.replace(one.request, failed_attempts=attempts)
+            if one.digest in loading and attempts >= MAX_FAILED_ATTEMPTS:
+                why = f"{attempts} workers or engines in a row were lost while they loaded it"
+                failed.append(Failed(one, f"adapter {_name(request)}: {why}"))
+            else:
+                kept.append(one._replace(request=request))
+        self._held = kept
+        return failed
+
+    def abort(self, request_ids: Iterable[str], attempts: Iterable[int] = ()) -> None:
+        """As `Scheduler.abort`."""
+        if self._held:
+            ended = dict(zip_longest(request_ids, attempts))
+            self._held = [one for one in self._held if not _is_ended(one.request, ended)]
+
+    def abort_client(self, client: bytes) -> list[EngineCoreRequest]:
+        """Drop all requests of one ingress, and return them."""
+        dropped = [one.request for one in self._held if one.client == client]
+        self._held = [one for one in self._held if one.client != client]
+        return dropped
+
+    def clear(self) -> None:
+        """Forget every request."""
+        self._held.clear()
+
+    def _begin(self, one: Held, in_use: Callable[[], set[str]], now: float) -> bool:
+        """Give an adapter a place, if there is one."""
+        adapter = one.request.adapter
+        assert adapter is not None
+        index = self._of_config.get(adapter.name)
+        if index is None:
+            if not self._free and not self._evict(in_use()):
+                return False
+            index = self._free.pop(0)
+        self._places[one.digest] = _Place(index, adapter, now)
+        self._commands.append(LoadAdapter(index, adapter))
+        return True
+
+    def _evict(self, in_use: set[str]) -> bool:
+        for digest, place in self._places.items():
+            is_idle = place.is_loaded and digest not in in_use
+            if is_idle and place.adapter.name not in self._of_config:
+                self._release(digest)
+                return True
+        return False
+
+    def _release(self, digest: str) -> _Place:
+        place = self._places.pop(digest)
+        if place.adapter.name not in self._of_config:
+            self._free.append(place.index)
+        return place
+
+    def _fail(self, digest: str, reason: str) -> list[Failed]:
+        """Equal files in another folder may be read all the same."""
+        self.num_failures += 1
+        folder = self._release(digest).adapter.folder
+        failed: list[Held] = []
+        kept: list[Held] = []
+        for one in self._held:
+            assert one.request.adapter is not None
+            is_same = one.digest == digest and one.request.adapter.folder == folder
+            (failed if is_same else kept).append(one)
+        self._held = kept
+        return [Failed(one, reason) for one in failed]
+
+
+def _name(request: EngineCoreRequest) -> str:
+    assert request.adapter is not None
+    return shown(request.adapter.name)
+
+
+def _is_ended(request: EngineCoreRequest, ended: dict[str, int | None]) -> bool:
+    if request.request_id not in ended:
+        return False
+    attempt = ended[request.request_id]
+    return attempt is None or request.attempt <= attempt

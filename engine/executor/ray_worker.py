@@ -1,0 +1,33 @@
+"""One worker process of a `RayExecutor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from swell.configs.log import first_line
+
+
+@dataclass(eq=False, slots=True)
+class RayWorker:
+    """Its successor is another."""
+
+    rank: int
+    actor: Any
+    node: str
+    """Where its bundle is."""
+    pid: int = 0
+    run: Any = None
+    peer: bytes | None = None
+
+    def exit_reason(self) -> str:
+        """Why the worker is no more, or nothing while it runs."""
+        if self.run is None or not ray.wait([self.run], timeout=0)[0]:
+            return ""
+        try:
+            ray.get(self.run)
+        except ray.exceptions.RayError as error:
+            return f"died: {first_line(error)}"
+        return "ended"

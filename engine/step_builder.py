@@ -1,0 +1,97 @@
+"""A step while it is being decided, and the plan that it becomes."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import NamedTuple
+
+import msgspec
+
+from swell.engine.kv_cache_manager import KVCacheManager
+from swell.engine.request import Request
+from swell.engine.wire import JourneyEvent
+from swell.worker.wire import BlockGrowth, NewRow, SchedulerOutput
+
+_count = itemgetter(1)
+"""Tokens of a row of a `StepBuilder`."""
+
+
+class StartedRequest(NamedTuple):
+    """A request for which a worker does something that may end it: a step, or the load of an
+    adapter."""
+
+    client: bytes
+    request_id: str
+    attempt: int
+    failed_attempts: int
+    events: list[JourneyEvent]
+
+
+class ScheduledStep(msgspec.Struct):
+    """A plan and the requests that its rows belong to."""
+
+    plan: SchedulerOutput
+    rows: list[Request] = []
+
+    def started(self) -> list[StartedRequest]:
+        """Requests that take their slots with this step."""
+        slots = {row.slot for row in self.plan.new_rows}
+        return [
+            StartedRequest(r.client, r.request_id, r.attempt, r.failed_attempts, r.journey_events())
+            for r in self.rows
+            if r.slot in slots
+        ]
+
+
+class StepBuilder(msgspec.Struct):
+    """Rows are (request, tokens to compute), drafts not counted."""
+
+    budget_tokens: int
+    rows: list[tuple[Request, int]] = []
+    new_rows: list[NewRow] = []
+    growths: list[BlockGrowth] = []
+    preempted: bool = False
+    drafts: dict[int, list[int]] = {}
+    """Slot -> the drafts of its request."""
+    proposals: dict[int, int] = {}
+    """Slot -> how many tokens are to be guessed behind its new ones."""
+
+    def add_row(self, request: Request, count: int) -> None:
+        self.rows.append((request, count))
+        self.budget_tokens -= count
+
+    def plan(self, step: int, kv: KVCacheManager) -> ScheduledStep:
+        """Write the step down, decode rows first, and advance as if it were done, and no draft
+        right: what the drafts give is added when the result is read."""
+        self.rows.sort(key=_count)
+        copies = kv.offload.take_copies()
+        plan = SchedulerOutput(step, 0, self.new_rows, self.growths, copies=copies)
+        scheduled = ScheduledStep(plan)
+        rows, slots, starts = scheduled.rows, plan.slots, plan.starts
+        num_tokens, samples = plan.num_tokens, plan.samples
+        for request, count in self.rows:
+            rows.append(request)
+            slots.append(request.slot)
+            starts.append(request.computed)
+            num_tokens.append(count)
+            computed = request.computed = request.computed + count
+            is_sampled = computed == request.total_tokens and request.core.max_tokens > 0
+            samples.append(1 if is_sampled else 0)
+            request.pending += is_sampled
+            if computed >= request.cacheable_tokens:
+                kv.cache_full_blocks(request)
+        if self.drafts:
+            self._add_drafts(plan)
+        if self.proposals:
+            for row, slot in enumerate(slots):
+                if slot in self.proposals:
+                    plan.proposals[row] = self.proposals[slot]
+        return scheduled
+
+    def _add_drafts(self, plan: SchedulerOutput) -> None:
+        for row, slot in enumerate(plan.slots):
+            tokens = self.drafts.get(slot)
+            if tokens is not None:
+                plan.drafts[row] = tokens
+                plan.num_tokens[row] += len(tokens)
+                plan.samples[row] += len(tokens)

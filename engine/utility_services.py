@@ -1,0 +1,27 @@
+"""What clients may call in an engine beside requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from swell.engine.wire import UtilityCall, UtilityOutput
+
+
+class UtilityServices:
+    """By name."""
+
+    def __init__(self, services: Mapping[str, Callable[..., object]]) -> None:
+        self._services = dict(services)
+
+    def call(self, call: UtilityCall) -> UtilityOutput:
+        """Run a service; an exception is the answer, too."""
+        try:
+            if call.method not in self._services:
+                known = ", ".join(sorted(self._services))
+                raise ValueError(f"unknown utility {call.method!r}; known: {known}")
+            result = self._services[call.method](*call.args)
+            return UtilityOutput(call.call_id, None, msgspec.Raw(msgspec.msgpack.encode(result)))
+        except Exception as error:
+            return UtilityOutput(call.call_id, f"{type(error).__name__}: {error}")

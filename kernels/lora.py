@@ -1,0 +1,89 @@
+"""What adapters (LoRA) add to the outputs of a layer, for rows with different adapters at once.
+
+    y[t] += B (A x[t])        A [rank, in] and B [out, rank] of the adapter of token t
+
+A layer of P matrices on one input (queries, keys and values) has one A, that of all its matrices
+stacked, and one B for each of them, which reads the part of A x that is its own:
+
+    A x          | r0  | r1  | r2  |
+    y            |  B0 A0 x  |  B1 A1 x  |  B2 A2 x  |
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swell.kernels import backends
+
+
+@dataclass(frozen=True)
+class LoraWeights:
+    """Of one adapter and one layer of P matrices."""
+
+    down: Tensor
+    """[sum of the ranks, in]"""
+    ups: Sequence[Tensor | None]
+    """P, each [outputs of the matrix, its rank]; None: the adapter does not adapt that one, which
+    has no part of `down`."""
+
+
+class LoraTokens:
+    """The tokens of a step that have adapters, side by side for each adapter; at the same addresses
+    in every step, where a captured step reads them."""
+
+    def __init__(self, max_tokens: int, max_groups: int, device: torch.device) -> None:
+        """`max_groups`: adapters of one step."""
+        self.groups: Sequence[tuple[int, int, int]] = ()
+        """(adapter, begin, end): its tokens are `tokens[begin:end]`."""
+        # [max_tokens], indices of tokens of the step
+        self.tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        # [1 + 3 * max_groups] on the host: the number of groups, and what `groups` has
+        self.groups_tensor = torch.zeros(1 + 3 * max_groups, dtype=torch.int64)
+
+    def set(self, tokens_of: Mapping[int, Sequence[int]]) -> None:
+        """Adapter -> its tokens, from now on."""
+        tokens: list[int] = []
+        groups = []
+        for adapter in sorted(tokens_of):
+            begin = len(tokens)
+            tokens += tokens_of[adapter]
+            groups.append((adapter, begin, len(tokens)))
+        self.groups = groups
+        flat = [len(groups), *itertools.chain.from_iterable(groups)]
+        self.groups_tensor[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
+        self.tokens[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+
+
+class LoraLayer(ABC):
+    """The adapters of one layer, in the form of a backend."""
+
+    @abstractmethod
+    def set(self, adapter: int, weights: LoraWeights | None) -> None:
+        """Keep an adapter by its number, in place of the one that had it; None: forget that. `add`
+        may be called meanwhile for tokens of others."""
+
+    @abstractmethod
+    def add(self, x: Tensor, y: Tensor, tokens: LoraTokens) -> None:
+        """x [T, in], y [T, out]: add IN PLACE to the rows of y that have adapters.
+
+        Sums are in float32. What a token gets has the same bits whatever the other tokens are,
+        where the backend is compiled.
+        """
+
+
+def make_layer(
+    size: int, outs: Sequence[int], adapters: int, dtype: torch.dtype, device_type: str
+) -> LoraLayer:
+    """A layer from `size` inputs to `outs` outputs of each of its P matrices; the numbers of
+    adapters are below `adapters`. Tokens of an adapter that is not there get nothing.
+
+    Backends: reference, cpu.
+    """
+    made: LoraLayer = backends.get("lora", device_type).make_layer(size, outs, adapters, dtype)
+    return made

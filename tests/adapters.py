@@ -1,0 +1,120 @@
+"""Adapters in PEFT's format, with random numbers, and models into which they are merged."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+PREFIX = "base_model.model."
+
+
+def module_shapes(model: Any) -> dict[str, tuple[int, int]]:
+    """Linear module of one of transformers' models, but the head -> (out, in)."""
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+
+
+def make_adapter(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, int]],
+    *,
+    rank: int = 4,
+    alpha: float = 8.0,
+    targets: Sequence[str] | str = "all-linear",
+    rank_pattern: Mapping[str, int] | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Path:
+    """Write an adapter whose effect is about as large as the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for module, (outs, size) in shapes.items():
+        leaf = module.rpartition(".")[2]
+        if targets == "all-linear" or leaf in targets:
+            own = (rank_pattern or {}).get(leaf, rank)
+            for name, shape in (("A", (own, size)), ("B", (outs, own))):
+                noise = torch.randn(*shape, generator=generator) * 0.15 / math.sqrt(own)
+                tensors[f"{PREFIX}{module}.lora_{name}.weight"] = noise.to(dtype)
+    write_adapter(
+        folder,
+        {
+            "r": rank,
+            "lora_alpha": alpha,
+            "target_modules": targets if isinstance(targets, str) else list(targets),
+            "rank_pattern": dict(rank_pattern or {}),
+            **settings,
+        },
+        tensors,
+    )
+    return folder
+
+
+def write_adapter(
+    folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """With the keys that PEFT writes beside those that matter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {
+        "alpha_pattern": {},
+        "auto_mapping": None,
+        "base_model_name_or_path": "somewhere/model",
+        "bias": "none",
+        "corda_config": None,
+        "eva_config": None,
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layer_replication": None,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "loftq_config": {},
+        "lora_bias": False,
+        "lora_dropout": 0.05,
+        "megatron_config": None,
+        "megatron_core": "megatron.core",
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "qalora_group_size": 16,
+        "rank_pattern": {},
+        "revision": None,
+        "target_parameters": None,
+        "task_type": "CAUSAL_LM",
+        "trainable_token_indices": None,
+        "use_dora": False,
+        "use_qalora": False,
+        "use_rslora": False,
+        **settings,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(written))
+    save_file(dict(tensors), folder / "adapter_model.safetensors", {"format": "pt"})
+
+
+def merge(model: Any, adapter: Path) -> None:
+    """W + scale * B A for each module of one of transformers' models, in place, as PEFT's
+    `merge_and_unload` does."""
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    weights = dict(model.named_parameters())
+    for key, a in tensors.items():
+        if ".lora_A." not in key:
+            continue
+        module = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        leaf = module.rpartition(".")[2]
+        alpha = settings["alpha_pattern"].get(leaf, settings["lora_alpha"])
+        scale = alpha / (math.sqrt(len(a)) if settings["use_rslora"] else len(a))
+        b = tensors[key.replace("lora_A", "lora_B")]
+        with torch.no_grad():
+            weights[f"{module}.weight"] += scale * (b.double() @ a.double()).float()

@@ -1,0 +1,148 @@
+"""An ingress of a fake cluster on a thread, for many requests of tests that wait for each; and what
+its admin routes take, from the routes themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import httpx
+import msgspec
+from msgspec import inspect
+from starlette.routing import Route
+
+from swell.cluster.api.admin.serving import AdminRoutes
+from swell.cluster.api.openapi.document import OPERATIONS, Operation
+from swell.cluster.api.protocol_base import ErrorBody
+from swell.cluster.text.schema.request_body import RequestBody
+from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster
+from tests.cluster.text import tokenizers_for_tests
+
+JSON = {"content-type": "application/json"}
+SAMPLES: dict[type, str] = {
+    inspect.IntType: "1",
+    inspect.FloatType: "1.5",
+    inspect.DictType: '{"model":{"path":"/m"}}',
+    inspect.NoneType: "null",
+}
+"""A value of each type that a field of the admin API has. A field of another type needs a line."""
+
+
+class AdminRoute(NamedTuple):
+    """One method of one admin route."""
+
+    method: str
+    path: str
+    body: type[RequestBody] | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.path}"
+
+    @property
+    def fields(self) -> tuple[inspect.Field, ...]:
+        return () if self.body is None else inspect.type_info(self.body).fields  # type: ignore[attr-defined]
+
+    def valid(self, **values: str) -> str:
+        """A body that is accepted, as JSON; `values` are written for fields as they are."""
+        parts = {one.name: sample_of(one) for one in self.fields if one.required} | values
+        return "{" + ",".join(f'"{name}":{value}' for name, value in parts.items()) + "}"
+
+
+def types_of(field: inspect.Field) -> set[type]:
+    return {type(one) for one in getattr(field.type, "types", (field.type,))}
+
+
+def sample_of(field: inspect.Field) -> str:
+    return SAMPLES[sorted(types_of(field) - {inspect.NoneType}, key=str)[0]]
+
+
+def admin_routes(routes: Any) -> list[AdminRoute]:
+    """Those of a route table; what each takes is in the OpenAPI document's table."""
+    documented = {(one.method.upper(), one.path): one for one in OPERATIONS}
+    found = []
+    for route in routes:
+        if isinstance(route, Route) and route.path.startswith("/admin"):
+            path = route.path.replace(":path}", "}")
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                operation: Operation = documented[method, path]
+                found.append(AdminRoute(method, path, operation.body))
+    return found
+
+
+ROUTES = admin_routes(AdminRoutes(SimpleNamespace()).routes())  # type: ignore[arg-type]
+POSTS = [route for route in ROUTES if route.method == "POST"]
+GETS = [route for route in ROUTES if route.method == "GET"]
+
+
+class AdminServer:
+    """A server that listens; requests to it wait for their answers."""
+
+    def __init__(self, cluster: FakeCluster) -> None:
+        self.cluster = cluster
+        self.port = cluster.edge.port
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=DEADLINE_S)
+
+    def changes(self) -> list[str]:
+        """Calls that the manager has received since the last time."""
+        calls = [call for call in self.cluster.manager.calls if call != "describe"]
+        self.cluster.manager.calls.clear()
+        return calls
+
+    def post(
+        self, path: str, body: str | bytes | Iterator[bytes], **headers: str
+    ) -> httpx.Response:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        content = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
+        return self.client.post(path, content=content, headers={**JSON, **named})
+
+    def send(self, data: bytes) -> bytes:
+        """All that comes back on a connection of its own until the server closes it."""
+        with socket.create_connection(("127.0.0.1", self.port), DEADLINE_S) as sock:
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
+                parts = []
+                while part := sock.recv(65536):
+                    parts.append(part)
+            return b"".join(parts)
+
+    def refused(self, answer: httpx.Response, status: int = 400) -> Any:
+        """The error of an answer that changed nothing, in the documented form."""
+        assert self.changes() == []
+        assert answer.status_code == status, answer.text[:500]
+        assert answer.headers["content-type"] == "application/json"
+        assert len(answer.content) < 4000
+        return msgspec.convert(answer.json(), ErrorBody, strict=True).error
+
+
+@contextlib.contextmanager
+def admin_server(folder: Path, **settings: Any) -> Iterator[AdminServer]:
+    """`folder` is empty."""
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(folder)
+    ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    thread = threading.Thread(target=lambda: asyncio.run(_serve(folder, settings, ready)))
+    thread.start()
+    cluster, stop = ready.get(timeout=DEADLINE_S)
+    server = AdminServer(cluster)
+    try:
+        yield server
+    finally:
+        server.client.close()
+        stop()
+        thread.join()
+
+
+async def _serve(folder: Path, settings: dict[str, Any], ready: queue.SimpleQueue[Any]) -> None:
+    async with FakeCluster(folder, **settings).serving() as cluster:
+        ending = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ready.put((cluster, lambda: loop.call_soon_threadsafe(ending.set)))
+        await ending.wait()

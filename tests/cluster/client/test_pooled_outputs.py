@@ -1,0 +1,87 @@
+"""Vectors on their way from an engine to their client."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.client.pooling_outputs import cosines, float_values, vector_of
+from swell.cluster.client.request_state import MigrationReason
+from swell.cluster.client.stats import IterationStats, StatsSink
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.sampling_params import SamplingParams
+from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.worker.sample.wire import PooledValues, PoolingParams, SamplerParams
+from tests.cluster.text import tokenizers_for_tests
+
+VECTOR = [1.5, -2.0, 0.25]
+DATA = struct.pack("<3f", *VECTOR)
+
+
+class Sink(StatsSink):
+    def __init__(self) -> None:
+        self.seen: list[IterationStats] = []
+
+    def record(self, stats: IterationStats) -> None:
+        self.seen.append(stats)
+
+
+def output(attempt: int = 1) -> EngineCoreOutput:
+    extras = [PooledValues(DATA)]
+    return EngineCoreOutput("r", [], FinishReason.STOP, None, 2, 0.5, 0, extras, attempt)
+
+
+@pytest.fixture
+def sink() -> Sink:
+    return Sink()
+
+
+@pytest.fixture
+def processor(sink: Sink) -> OutputProcessor:
+    detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
+    processor = OutputProcessor(detokenizer, stats=sink, clock=lambda: 7.0)
+    request = EngineCoreRequest("r", [1, 2, 3], SamplerParams(pooling=PoolingParams()), 0)
+    kind = RequestOutputKind.FINAL_ONLY
+    processor.add_request(request, SamplingParams(), kind=kind, arrival_s=4.0)
+    return processor
+
+
+def test_a_vector_ends_its_request_and_counts_its_prompt(processor, sink):
+    (answer,) = processor.process_outputs([output()]).request_outputs
+    assert answer.finished and vector_of(answer) == VECTOR
+    assert (answer.outputs[0].text, answer.outputs[0].num_output_tokens) == ("", 0)
+    assert answer.num_cached_tokens == 2
+    assert not processor.request_states
+    (stats,) = sink.seen
+    assert (stats.num_prompt_tokens, stats.num_output_tokens) == (3, 0)
+    assert stats.time_to_first_token_s == []
+    (finished,) = stats.finished
+    assert (finished.finish_reason, finished.e2e_s, finished.queue_s) == ("stop", 3.0, 0.5)
+
+
+def test_another_engine_computes_it_again_and_a_late_vector_is_ignored(processor):
+    state = processor.request_states["r"]
+    state.unassign(MigrationReason.DIED)
+    again = state.engine_request()
+    assert (again.attempt, again.max_tokens, again.output_token_ids) == (2, 0, [])
+    assert again.sampler.pooling == PoolingParams()
+    assert not processor.process_outputs([output(attempt=1)]).request_outputs
+    (answer,) = processor.process_outputs([output(attempt=2)]).request_outputs
+    assert vector_of(answer) == VECTOR
+
+
+def test_an_error_is_no_vector(processor):
+    failed = EngineCoreOutput("r", [], FinishReason.ERROR, "no numbers")
+    (answer,) = processor.process_outputs([failed]).request_outputs
+    assert answer.outputs[0].finish_reason == "error"
+    with pytest.raises(RuntimeError, match="request r: no numbers"):
+        vector_of(answer)
+
+
+def test_cosines_of_one_with_all_and_of_pairs():
+    assert float_values(DATA) == VECTOR
+    assert cosines([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], 1) == [11.0, 17.0]
+    assert cosines([[1.0, 0.0], [0.0, 1.0], [3.0, 4.0], [5.0, 6.0]], 2) == [3.0, 6.0]

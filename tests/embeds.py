@@ -1,0 +1,19 @@
+"""Prompts as embeddings, as a client sends them."""
+
+from __future__ import annotations
+
+import base64
+
+import torch
+from safetensors.torch import save
+
+from swell.cluster.text.prompt_embeds import EmbedsPrompt, read_prompt_embeds
+
+
+def encoded(embeds: torch.Tensor) -> str:
+    """[tokens, width] -> what `prompt_embeds` takes"""
+    return base64.b64encode(save({"prompt_embeds": embeds.contiguous()})).decode()
+
+
+def prompt_of(embeds: torch.Tensor) -> EmbedsPrompt:
+    return read_prompt_embeds(encoded(embeds), "prompt_embeds")

@@ -1,0 +1,277 @@
+"""An engine whose requests wait for adapters: everything else goes on, and what waits can end."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from swell.configs.lora import Adapter
+from swell.configs.schema import load
+from swell.coordinator.wire import EngineReport, Pause
+from swell.engine import core as core_module
+from swell.engine.adapter_admission import LOAD_TIMEOUT_S
+from swell.engine.core import EngineCore
+from swell.engine.engine_report import report_of
+from swell.engine.executor import ExecutorLimits, WorkerLost
+from swell.engine.request import MAX_FAILED_ATTEMPTS
+from swell.engine.wire import EngineCoreRequest, FinishReason
+from swell.worker.sample.wire import SamplerParams
+from swell.worker.wire import AdapterLoaded, LoadAdapter
+from tests.engine.fake_worker import VOCAB, FakeExecutor, expected, run, token_ids
+
+
+class LoadingExecutor(FakeExecutor):
+    """Its worker loads what the test lets it load."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 4)
+        self.commands: list[LoadAdapter] = []
+        self.answers: list[AdapterLoaded] = []
+        self.waits: list[float] = []
+
+    def load_adapter(self, command: LoadAdapter) -> None:
+        self.commands.append(command)
+
+    def loaded_adapters(self, wait_s: float) -> list[AdapterLoaded]:
+        self.waits.append(wait_s)
+        answers, self.answers = self.answers, []
+        return answers
+
+    def finish(self, name: str, failure: str = "") -> None:
+        self.answers.append(AdapterLoaded(0, f"digest of {name}", failure))
+
+
+def make(**lora: object) -> tuple[EngineCore, LoadingExecutor]:
+    config = load(
+        {
+            "model": {"path": "none"},
+            "cache": {"block_tokens": 4},
+            "lora": {"enabled": True, "max_adapters": 2, **lora},
+        }
+    )
+    executor = LoadingExecutor()
+    return EngineCore(config, executor, ExecutorLimits(64, 64, VOCAB)), executor
+
+
+def request(id: str, name: str | None = None, **changes: object) -> EngineCoreRequest:
+    plain = EngineCoreRequest(id, [3, 1, 4, 1, 5], SamplerParams(), 4)
+    if name is not None:
+        adapter = Adapter(name, f"/secret/{name}", f"digest of {name}")
+        plain = msgspec.structs.replace(plain, adapter=adapter, cache_salt=name)
+    return msgspec.structs.replace(plain, **changes)
+
+
+def report(core: EngineCore) -> EngineReport:
+    return report_of(
+        core,
+        rank=0,
+        incarnation=1,
+        progress_at_forming=0,
+        repairs=0,
+        resets=0,
+        roster_epoch=0,
+    )
+
+
+def test_others_are_answered_while_an_adapter_is_loaded() -> None:
+    core, executor = make()
+    plain, held = request("plain"), request("held", "a")
+    assert core.add_request(held, b"one") is None and core.add_request(plain, b"two") is None
+    outputs = {}
+    while not outputs.get(b"two") or outputs[b"two"][-1].finish_reason is None:
+        for client, answers in core.step().items():
+            outputs.setdefault(client, []).extend(answers)
+    assert b"one" not in outputs and report(core).waiting == 1
+    assert [command.adapter.name for command in executor.commands] == ["a"]
+    before = core.progress
+    assert core.has_work and core.step() == {}
+    assert core.progress > before, "an engine that waits for an adapter has not stalled"
+    with pytest.raises(AssertionError, match="1 requests wait for adapters"):
+        core.check_idle()
+    assert report(core).adapters_waited_for == 1 and report(core).adapters_loaded == 0
+    executor.finish("a")
+    assert token_ids(run(core)["held"]) == expected(held)
+    assert (report(core).adapters_loaded, report(core).adapter_loads) == (1, 1)
+    assert {row.adapter for plan in executor.plans for row in plan.new_rows} == {"", "digest of a"}
+    core.check_idle()
+
+
+def test_a_failure_ends_its_requests_and_shows_no_folder() -> None:
+    core, executor = make()
+    core.add_request(request("1", "a"), b"")
+    core.add_request(request("2", "b"), b"")
+    core.step()
+    executor.finish("a", "/secret/a/adapter_model.safetensors cannot be read")
+    executor.finish("b")
+    outputs = run(core)
+    (failed,) = outputs["1"]
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.stop_reason == "its folder/adapter_model.safetensors cannot be read"
+    assert token_ids(outputs["2"]) == expected(request("2", "b"))
+    assert (report(core).adapter_loads, report(core).adapter_load_failures) == (1, 1)
+    core.check_idle()
+
+
+def test_an_engine_that_is_paused_waits_for_adapters_without_spinning() -> None:
+    core, executor = make(max_adapters=1)
+    core.add_request(request("1", "a"), b"")
+    core.step()
+    executor.finish("a")
+    core.step()
+    core.add_request(request("2", "b"), b"")
+    core.wave_member.pause(Pause(core.wave_member.epoch, 1))
+    while core._in_flight:
+        core.step()
+    assert core.scheduler.requests and core.has_work
+    executor.waits.clear()
+    assert core.step() == {} and executor.waits == [core_module._ADAPTER_WAIT_S]
+
+
+def test_a_load_that_nobody_waited_for_is_no_late_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is read when a request asks for the adapter again, however much later."""
+    core, executor = make()
+    now = 0.0
+    monkeypatch.setattr(core, "_clock", lambda: now)
+    core.add_request(request("1", "a"), b"")
+    core.step()
+    core.abort_requests(["1"])
+    executor.finish("a")
+    now = 2 * LOAD_TIMEOUT_S
+    again = request("2", "a")
+    core.add_request(again, b"")
+    assert token_ids(run(core)["2"]) == expected(again)
+    assert [command.adapter.name for command in executor.commands] == ["a"]
+
+
+def test_what_waits_can_be_aborted() -> None:
+    core, executor = make()
+    for id, client in (("1", b"x"), ("2", b"x"), ("3", b"y")):
+        core.add_request(request(id, "a"), client)
+    core.step()
+    core.abort_requests(["1"])
+    assert [r.request_id for r in core.abort_client(b"y")] == ["3"]
+    executor.finish("a")
+    assert list(run(core)) == ["2"]
+    core.check_idle()
+
+
+def test_steps_that_are_lost_lose_no_request_that_waits() -> None:
+    core, executor = make()
+    core.add_request(request("1", "a"), b"")
+    core.add_request(request("2"), b"")
+    core.step()
+    core.discard_steps_in_flight()
+    executor.finish("a")
+    assert sorted(run(core)) == ["1", "2"]
+
+
+def test_a_reset_forgets_them() -> None:
+    core, executor = make()
+    executor.abort = lambda: None  # type: ignore[method-assign]
+    core.add_request(request("1", "a"), b"")
+    core.step()
+    core.reset()
+    core.check_idle()
+    assert not core.has_work
+
+
+def test_an_adapter_in_use_keeps_its_place_until_its_requests_end() -> None:
+    core, executor = make(max_adapters=1)
+    core.add_request(request("1", "a"), b"")
+    core.step()
+    executor.finish("a")
+    core.step()
+    core.add_request(request("2", "b"), b"")
+    while core.scheduler.requests:
+        core.step()
+        if core.scheduler.requests:
+            assert [command.adapter.name for command in executor.commands] == ["a"]
+    core.step()
+    assert [command.adapter.name for command in executor.commands] == ["a", "b"]
+    executor.finish("b")
+    assert token_ids(run(core)["2"]) == expected(request("2", "b"))
+
+
+def test_one_that_a_worker_in_the_place_of_another_cannot_load_ends_its_requests_alone() -> None:
+    core, executor = make()
+    for id, name in (("1", "a"), ("2", "b"), ("3", "a"), ("4", None)):
+        core.add_request(request(id, name), b"client")
+    core.step()
+    executor.finish("a"), executor.finish("b")
+    core.step()
+    core.discard_steps_in_flight()
+    executor.finish("a", "/secret/a is no folder")
+    core.on_repaired()
+    (failed,) = core.take_failed()
+    assert [output.request_id for output in failed[b"client"]] == ["1", "3"]
+    assert {output.stop_reason for output in failed[b"client"]} == {"its folder is no folder"}
+    outputs = run(core)
+    assert token_ids(outputs["2"]) == expected(request("2", "b")) and "4" in outputs
+    core.add_request(request("5", "a"), b"client")
+    core.step()
+    assert [command.adapter.name for command in executor.commands] == ["a", "b", "a"]
+
+
+def test_its_ingress_knows_before_an_adapter_is_loaded_and_that_time_counts_as_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core, executor = make()
+    now = 100.0
+    monkeypatch.setattr(core, "_clock", lambda: now)
+    monkeypatch.setattr(core.scheduler, "_clock", lambda: now)
+    started: list[list[str]] = []
+    core.on_start = lambda all: started.append([one.request_id for one in all])
+    executor.load_adapter = lambda command: started.append([f"load {command.adapter.name}"])  # type: ignore[method-assign]
+    for id, name in (("1", "a"), ("2", "a"), ("3", "b")):
+        core.add_request(request(id, name), b"")
+    core.step()
+    assert started == [["1", "2", "3"], ["load a"], ["load b"]]
+    now = 107.0
+    executor.finish("a"), executor.finish("b")
+    outputs = run(core)
+    assert outputs["1"][0].queue_s == outputs["3"][0].queue_s == 7.0
+
+
+def test_loads_in_which_workers_are_lost_count_as_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, executor = make()
+    core.add_request(request("1", "a", failed_attempts=MAX_FAILED_ATTEMPTS - 1), b"client")
+    core.add_request(request("2", "b"), b"client")
+    core.step()
+
+    def lose(wait_s: float) -> list[AdapterLoaded]:
+        raise WorkerLost("worker 0")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "loaded_adapters", lose)
+        with pytest.raises(WorkerLost):
+            core.step()
+    ((output,),) = (failed[b"client"] for failed in core.take_failed() if failed)
+    assert output.request_id == "1" and "were lost while they loaded it" in output.stop_reason
+    core.step()
+    executor.finish("b")
+    assert token_ids(run(core)["2"]) == expected(request("2", "b"))
+
+
+def test_without_adapters_they_are_refused() -> None:
+    core, _ = make(enabled=False)
+    refused = core.add_request(request("1", "a"), b"")
+    assert refused is not None and refused.finish_reason is FinishReason.ERROR
+    assert "set lora.enabled" in str(refused.stop_reason)
+    assert not core.has_work
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache_salt": None},
+        {"prompt_token_ids": [VOCAB]},
+        {"adapter": Adapter("\ud800", "/x", "x")},
+        {"adapter": Adapter("x", "/x" * 5000, "x")},
+        {"adapter": Adapter("x", "/x", "x" * 5000)},
+    ],
+)
+def test_a_request_that_could_never_run_waits_for_nothing(changes: dict[str, object]) -> None:
+    core, _ = make()
+    refused = core.add_request(request("1", "a", **changes), b"")
+    assert refused is not None and refused.finish_reason is FinishReason.ERROR
+    assert next(iter(changes)) in str(refused.stop_reason) and not core.has_work

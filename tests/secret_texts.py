@@ -1,0 +1,196 @@
+"""Which classes hold secrets, from the source itself; and all the texts that a value may become."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import dataclasses
+import io
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import inspect
+from rich.pretty import pretty_repr
+from zmq.utils import z85
+
+from swell.configs.log import KeyValueFormatter, StructuredLogger
+from tests.test_layers import FILES, ROOT
+
+SECRET_TYPES = frozenset({"SecretBytes", "SecretText", "StoreKey"})
+_WORD = re.compile(r"\w+")
+
+
+class Holder(NamedTuple):
+    """A class with a field, or a parameter of its constructor, that holds a secret; perhaps inside
+    of a class that does."""
+
+    file: str
+    name: str
+    types: frozenset[str]
+    """Words of the types of its fields and of its constructor's parameters."""
+
+    @property
+    def kind(self) -> type:
+        module = import_module("swell." + self.file.removesuffix(".py").replace("/", "."))
+        found = getattr(module, self.name)
+        of_ray = getattr(found, "__ray_metadata__", None)
+        return found if of_ray is None else of_ray.modified_class
+
+
+def annotated(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Names and types of the fields of a class, or of the parameters of a function. What a method
+    annotates counts as a field."""
+    match node:
+        case ast.ClassDef():
+            for part in ast.walk(node):
+                if isinstance(part, ast.AnnAssign):
+                    target = part.target
+                    name = target.attr if isinstance(target, ast.Attribute) else target.id  # type: ignore[union-attr]
+                    yield name, ast.unparse(part.annotation)
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            arguments = node.args
+            for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+                if one.annotation is not None:
+                    yield one.arg, ast.unparse(one.annotation)
+
+
+@cache
+def nodes(file: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse((ROOT / file).read_text(), file)))
+
+
+def _classes() -> Iterator[Holder]:
+    for file in FILES:
+        for node in nodes(file):
+            if isinstance(node, ast.ClassDef):
+                parts = [*annotated(node)]
+                for inner in node.body:
+                    if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+                        parts += annotated(inner)
+                words = frozenset(word for _, kind in parts for word in _WORD.findall(kind))
+                yield Holder(file, node.name, words)
+
+
+@cache
+def holders() -> list[Holder]:
+    """All of them, until no class is added."""
+    classes, names = [*_classes()], set(SECRET_TYPES)
+    while True:
+        found = [one for one in classes if one.types & names]
+        if names.issuperset(one.name for one in found):
+            return found
+        names.update(one.name for one in found)
+
+
+# ----------------------------------------------------------------------- instances with a secret
+
+
+def sample(kind: Any, secret: bytes, depth: int = 0) -> Any:
+    """A value of a type of `msgspec.inspect`, with the secret where it says that there is one."""
+    match kind:
+        case inspect.Metadata():
+            if (kind.extra or {}).get("secret"):
+                is_text = isinstance(kind.type, inspect.StrType)
+                return secret.decode("ascii") if is_text else secret
+            return sample(kind.type, secret, depth)
+        case inspect.UnionType():
+            parts = sorted(kind.types, key=lambda one: isinstance(one, inspect.NoneType))
+            return sample(parts[0], secret, depth)
+        case inspect.StructType():
+            return None if depth > 6 else sample_struct(kind.cls, secret, depth + 1)
+        case inspect.ListType():
+            return [sample(kind.item_type, secret, depth)]
+        case inspect.TupleType():
+            return tuple(sample(one, secret, depth) for one in kind.item_types)
+        case inspect.VarTupleType():
+            return (sample(kind.item_type, secret, depth),)
+        case inspect.DictType():
+            return {}
+        case inspect.IntType() | inspect.FloatType() | inspect.BoolType():
+            return 1
+        case inspect.StrType():
+            return "x"
+        case inspect.BytesType():
+            return b"x"
+    return None
+
+
+def sample_struct(kind: type, secret: bytes, depth: int = 0) -> Any:
+    fields = inspect.type_info(kind).fields  # type: ignore[attr-defined]
+    return kind(**{field.name: sample(field.type, secret, depth) for field in fields})
+
+
+def sample_dataclass(kind: Any, secret: bytes) -> Any:
+    """Fields may be of types that cannot be built: those that hold secrets are found by name."""
+    known = {one.name: one for one in holders()}
+    made = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        words = _WORD.findall(str(field.type))
+        held = [known[word].kind for word in words if word in known]
+        structs = [one for one in held if issubclass(one, msgspec.Struct)]
+        value: Any = sample_struct(structs[0], secret) if structs else None
+        object.__setattr__(made, field.name, value)
+    return made
+
+
+# ----------------------------------------------------------------------- texts
+
+
+def encodings(secret: bytes) -> list[str]:
+    """All that a secret may look like in a text. Its length is a multiple of 4."""
+    plain = [secret.decode("latin-1"), repr(secret)[2:-1], repr(list(secret))[1:-1]]
+    plain += [secret.hex(), secret.hex(":")]
+    plain += [secret.hex(" "), base64.b64encode(secret).decode().rstrip("=")]
+    plain += [base64.urlsafe_b64encode(secret).decode().rstrip("=")]
+    plain += [base64.b32encode(secret).decode().rstrip("="), z85.encode(secret).decode()]
+    return [*plain, *(text.upper() for text in plain), *(text.lower() for text in plain)]
+
+
+def shows(text: str, secret: bytes) -> bool:
+    return any(one in text for one in encodings(secret))
+
+
+def texts_of(value: Any) -> Iterator[tuple[str, str]]:
+    """What `value` looks like wherever it may be printed, by the way."""
+    yield "repr", repr(value)
+    yield "str", str(value)
+    yield "f-string", f"{value} {value!r} {value!s:>9}"
+    yield "percent", "%s %r %a" % (value, value, value)  # noqa: UP031
+    yield "in a list", repr([value, (value,), {"a": value}])
+    yield "rich", pretty_repr(value)
+    yield "log line", logged(value)
+    yield "traceback", traceback_of(value)
+
+
+def logged(value: Any) -> str:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(KeyValueFormatter())
+    logger = logging.getLogger("swell.test_secrets")
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        log = StructuredLogger("test_secrets", always=value)
+        log.warning("a line", field=value)
+        log.warning(f"a line {value}")
+        log.exception("an error", ValueError(value), field=[value])
+    finally:
+        logger.removeHandler(handler)
+    assert stream.getvalue().count("always=") == 3
+    return stream.getvalue()
+
+
+def traceback_of(value: Any) -> str:
+    try:
+        try:
+            raise ValueError(value)
+        except ValueError as error:
+            raise RuntimeError("with", value) from error
+    except RuntimeError as error:
+        return "".join(traceback.format_exception(error))

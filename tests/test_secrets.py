@@ -1,0 +1,163 @@
+"""No secret is in a text that a class becomes. The classes are found by the types of their fields,
+and fields that are named as secrets are have such a type: so a new one cannot be forgotten."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from fnmatch import fnmatch
+from typing import Any
+
+import msgspec
+import pytest
+
+from swell.configs.secret import HIDDEN, HoldsSecrets, SecretBytes, SecretText, secret_fields
+from tests.secret_texts import (
+    SECRET_TYPES,
+    Holder,
+    annotated,
+    holders,
+    nodes,
+    sample_dataclass,
+    sample_struct,
+    shows,
+    texts_of,
+)
+from tests.test_layers import FILES
+
+SECRET = b"Kq9vX2mZ7pLw4RtY8sNb" * 2
+NAMED = re.compile(r"(^|_)(secrets?|salts?|passwords?|passwd|api_keys?|credentials?|private)(_|$)")
+NAMED_BYTES = re.compile(r"(^|_)(keys?|tokens?|hash(es)?|digests?)(_|$)")
+"""Names of secrets where the value is bytes: a text `key` is a name, and tokens are numbers."""
+NO_SECRETS: dict[tuple[str, str], str] = {
+    # (file, name of the field or parameter) -> why it is none
+    ("*", "cache_salt"): "of a request, which is shown with it or not at all",
+    ("cluster/client/router.py", "salt"): "the same",
+    ("engine/block_hash.py", "salt"): "the same",
+    ("*", "block_hashes"): "of a prefix: an index alone has them",
+    ("cluster/client/prefix_index.py", "block_hash"): "the same",
+    ("engine/block_hash.py", "hashes"): "the same",
+    ("engine/block_pool.py", "_block_hashes"): "the same",
+    ("cluster/client/*.py", "key"): "of a conversation, on a ring of hashes",
+    ("cluster/control/*.py", "key"): "of an entry in Ray's GCS",
+    ("cluster/text/schema/strict_json.py", "token"): "a part of a text",
+    ("coordinator/authenticator.py", "public_key"): "what it says",
+}
+
+
+def named_as_secrets() -> list[tuple[str, str, str]]:
+    """(file, name, type) of fields and parameters that have the name of a secret."""
+    found = []
+    for file in FILES:
+        for node in nodes(file):
+            for name, kind in annotated(node):
+                is_text = re.search(r"\b(str|bytes)\b", kind) is not None
+                is_bytes = re.search(r"\bbytes\b", kind) is not None
+                if (is_text and NAMED.search(name)) or (is_bytes and NAMED_BYTES.search(name)):
+                    found.append((file, name, kind))
+    return found
+
+
+def test_what_is_named_as_secrets_are_has_a_type_of_secrets() -> None:
+    unknown = [
+        one
+        for one in named_as_secrets()
+        if not any(fnmatch(one[0], file) and fnmatch(one[1], name) for file, name in NO_SECRETS)
+    ]
+    assert unknown == [], "write SecretBytes or SecretText, or say in NO_SECRETS why it is none"
+
+
+def test_each_exception_is_needed() -> None:
+    found = named_as_secrets()
+    for file, name in NO_SECRETS:
+        assert any(fnmatch(one[0], file) and fnmatch(one[1], name) for one in found), (file, name)
+
+
+def test_the_known_holders_are_found() -> None:
+    """Else the others would be missed, too."""
+    found = {one.name for one in holders()}
+    assert found >= {
+        *("ChannelKeys", "CoordinatorContact", "CoordinatorEndpoint", "GroupPlan", "GroupSecret"),
+        *("Regroup", "Authenticator", "Inbox", "ApiKeys", "Read", "Begin", "HeartbeatReply"),
+        *("HostRequest", "LinkListeners", "Client"),
+    }
+
+
+@pytest.mark.parametrize("holder", holders(), ids=lambda holder: f"{holder.file}:{holder.name}")
+def test_no_text_of_a_holder_shows_its_secret(holder: Holder) -> None:
+    kind: Any = holder.kind
+    assert not issubclass(kind, BaseException), "its message would have what it is given"
+    if issubclass(kind, msgspec.Struct):
+        assert not secret_fields(kind) or issubclass(kind, HoldsSecrets)
+        value = sample_struct(kind, SECRET)
+    elif dataclasses.is_dataclass(kind):
+        value = sample_dataclass(kind, SECRET)
+    else:
+        assert not issubclass(kind, tuple), "the text of a tuple has all of it"
+        for name in ("__repr__", "__str__", "__format__"):
+            assert getattr(kind, name) is getattr(object, name), f"{kind} has a text of its own"
+        return
+    for way, text in texts_of(value):
+        assert not shows(text, SECRET), f"{way}: {text[:300]}"
+
+
+def test_structs_with_secrets_are_among_them() -> None:
+    """By their runtime types: no name of a type is missing in SECRET_TYPES."""
+    known = {one.name for one in holders()}
+    for file in FILES:
+        source = " ".join(kind for node in nodes(file) for _, kind in annotated(node))
+        for word in set(re.findall(r"\w+", source)) & {"SecretBytes", "SecretText", "StoreKey"}:
+            assert word in SECRET_TYPES
+    aliases = {
+        name
+        for file in FILES
+        for name in re.findall(r"^(\w+) = Secret(?:Bytes|Text)$", _source(file), re.MULTILINE)
+    }
+    assert aliases | {"SecretBytes", "SecretText"} == SECRET_TYPES
+    assert {kind.__name__ for kind in _subclasses(HoldsSecrets) if _is_ours(kind)} <= known
+
+
+def _source(file: str) -> str:
+    from tests.test_layers import ROOT
+
+    return (ROOT / file).read_text()
+
+
+def _subclasses(kind: type) -> list[type]:
+    return [one for sub in kind.__subclasses__() for one in (sub, *_subclasses(sub))]
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("swell.")
+
+
+# ------------------------------------------------------------------------- the base class
+
+
+class Inner(HoldsSecrets, frozen=True):
+    name: str
+    key: SecretBytes
+    other: SecretText | None = None
+    many: list[SecretText] = []
+
+
+class Open(msgspec.Struct):
+    key: SecretBytes
+
+
+class Outer(msgspec.Struct):
+    inner: Inner
+
+
+def test_a_struct_hides_its_secret_fields_alone() -> None:
+    value = Inner("n", SECRET, SECRET.decode(), [SECRET.decode()])
+    assert repr(value) == f"Inner(name='n', key={HIDDEN}, other={HIDDEN}, many={HIDDEN})"
+    assert not any(shows(text, SECRET) for _, text in texts_of(Outer(value)))
+    assert value == Inner("n", SECRET, SECRET.decode(), [SECRET.decode()])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=Inner) == value
+
+
+@pytest.mark.parametrize("way", [name for name, _ in texts_of(0)])
+def test_a_text_with_a_secret_is_noticed(way: str) -> None:
+    """In each way, without the base class."""
+    assert shows(dict(texts_of(Open(SECRET)))[way], SECRET)

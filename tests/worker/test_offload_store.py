@@ -1,0 +1,140 @@
+"""KV that was offloaded by real workers is the KV that was computed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swell.cluster.local import LLM, SamplingParams
+from swell.configs.schema import load
+from swell.worker.layers.attention import Attention
+from swell.worker.offload_store import OffloadStore, count_offload_blocks
+from swell.worker.wire import BlockCopy
+from tests.worker import tiny_models
+
+pytestmark = pytest.mark.slow
+
+NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
+BLOCKS_11 = 181_000
+"""Bytes: 11 blocks of 8 tokens of the tiny llama."""
+MEMORY = {"cache.offload_bytes": 1_000_000}
+DISK = {"cache.offload_disk_bytes": 1_000_000}
+BOTH = {"cache.offload_bytes": 100_000, "cache.offload_disk_bytes": 1_000_000}
+SETUPS: dict[str, dict[str, Any]] = {
+    "memory": MEMORY,
+    "disk": DISK,
+    "memory and disk": BOTH,
+    "chunks": {**BOTH, "scheduler.max_tokens_per_step": 8, "scheduler.max_rows": 4},
+    "three steps in flight": {**MEMORY, "scheduler.steps_in_flight": 3},
+    "tensor": {**BOTH, "parallel.tensor": 2, "cache.memory_bytes": BLOCKS_11 // 2},
+    "pipeline": {**BOTH, "parallel.pipeline": 2, "cache.memory_bytes": BLOCKS_11 // 2},
+}
+PARAMS = SamplingParams(temperature=1.2, seed=4, max_tokens=10, ignore_eos=True, logprobs=1)
+
+
+def prompts() -> list[list[int]]:
+    return [[(7 * i + 31 * k) % 300 + 3 for i in range(41)] for k in range(5)]
+
+
+def make(folder: Path) -> None:
+    tiny_models.make(folder, "llama")
+    for file in NANO.glob("tokenizer*"):
+        shutil.copy(file, folder)
+
+
+def answers(llm: LLM) -> list[tuple[list[int], float]]:
+    """One prompt after the other, so that each pushes out what was before."""
+    found = []
+    for one in prompts():
+        (output,) = llm.generate([one], PARAMS)
+        answer = output.outputs[0]
+        found.append((list(answer.token_ids), answer.cumulative_logprob))
+    return found
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_answers_are_those_of_a_large_cache(tmp_path: Path, setup: str) -> None:
+    make(tmp_path)
+    split = {k: v for k, v in SETUPS[setup].items() if k.startswith("parallel")}
+    small = {"cache.block_tokens": 8, "cache.memory_bytes": BLOCKS_11, **SETUPS[setup]}
+    with LLM(str(tmp_path), **split, **{"cache.memory_bytes": 1 << 23}) as llm:
+        expected = answers(llm)
+    with LLM(str(tmp_path), **small, **{"cache.offload_folder": str(tmp_path)}) as llm:
+        tiers = llm._engine.core.scheduler.kv.offload
+        rounds = [answers(llm) for _ in range(3)]
+        assert tiers.num_saved > 10 and tiers.num_loaded > 40
+        assert not list(tmp_path.glob("swell-kv-*")), "the file has no name"
+    for found in rounds:
+        assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+        for (_, one), (_, other) in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+def layers_of(blocks: int) -> list[Attention]:
+    layers = [Attention(2, heads, 4, 1.0) for heads in (1, 2)]
+    for seed, layer in enumerate(layers):
+        generator = torch.Generator().manual_seed(seed)
+        shape = (blocks, layer.kv_heads, 8, 4)
+        layer.bind_cache(
+            torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+        )
+    return layers
+
+
+def caches(layers: list[Attention]) -> list[torch.Tensor]:
+    return [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
+
+
+def contents(layers: list[Attention], block: int) -> list[torch.Tensor]:
+    return [cache[block].clone() for cache in caches(layers)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_copies_are_made_in_order(tmp_path: Path) -> None:
+    """Also where a place is written twice, and read between."""
+    layers = layers_of(5)
+    store = OffloadStore(caches(layers), (2, 2), str(tmp_path))
+    before = [contents(layers, block) for block in range(5)]
+    store.apply(
+        [
+            BlockCopy(0, 0, 1, 0),
+            BlockCopy(0, 1, 1, 0),  # takes its place at once
+            BlockCopy(0, 2, 1, 1),
+            BlockCopy(1, 0, 2, 1),
+            BlockCopy(0, 3, 1, 0),
+            BlockCopy(2, 1, 0, 4),
+            BlockCopy(1, 0, 0, 0),
+            BlockCopy(1, 1, 0, 3),
+        ]
+    )
+    assert same(contents(layers, 4), before[1])
+    assert same(contents(layers, 0), before[3])
+    assert same(contents(layers, 3), before[2])
+    assert same(contents(layers, 1), before[1])
+    assert not os.listdir(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        OffloadStore(caches(layers_of(1)), (0, 4), str(tmp_path / "nowhere"))
+
+
+def test_a_disk_without_room_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Not by the end of the process when a block is written."""
+    with pytest.raises(OSError):
+        OffloadStore(caches(layers_of(1)), (0, 1 << 44), str(tmp_path))
+    assert not os.listdir(tmp_path)
+
+
+def test_bytes_become_blocks() -> None:
+    config = load({"model": {"path": "m"}, "cache": {"offload_bytes": 99}})
+    assert count_offload_blocks(config.cache, 10) == (9, 0)
+    assert count_offload_blocks(load({"model": {"path": "m"}}).cache, 10) == (0, 0)

@@ -1,0 +1,56 @@
+"""How many KV blocks the memory of a worker holds, beside what else it needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from swell.configs.schema import Config
+from swell.worker import kv_cache
+from swell.worker.draft_model import NoDraftModel
+from swell.worker.experts import max_share_bytes
+from swell.worker.routed_experts import RouteLayout
+
+
+def moe_layers(model: Any) -> list[Any]:
+    return model.moe_layers() if hasattr(model, "moe_layers") else []
+
+
+def block_bytes(config: Config, model: Any, dtype: torch.dtype, draft_model: NoDraftModel) -> int:
+    """Of one block, with all that is kept beside its K and V."""
+    block_tokens = config.cache.block_tokens
+    kv_bytes = kv_cache.bytes_per_block(model.attention_layers(), block_tokens, dtype)
+    kv_bytes += draft_model.block_bytes(block_tokens)
+    if not config.model.routed_experts:
+        return kv_bytes
+    return kv_bytes + RouteLayout.of(model).block_bytes(block_tokens)
+
+
+def count_cache_blocks(
+    config: Config,
+    model: Any,
+    dtype: torch.dtype,
+    draft_model: NoDraftModel,
+    device: torch.device,
+    local_workers: int,
+    length: int,
+    mapped_bytes: int,
+    adapter_bytes: int,
+) -> int:
+    """`length`: of the longest sequence; `mapped_bytes`: of weights that are read from their file
+    as they are used; `adapter_bytes`: for those that come. Raises `ValueError` if not even one
+    block fits."""
+    cache, rows = config.cache, config.scheduler.max_rows
+    useful = rows * -(-length // cache.block_tokens) if device.type == "cpu" else None
+    if not kv_cache.keeps_kv(model.attention_layers()):
+        useful = kv_cache.blocks_of_steps(config.scheduler, cache.block_tokens)
+    free = kv_cache.free_bytes(device, local_workers)
+    free = max(0, free - mapped_bytes)  # a cache in their place would drop the weights
+    if device.type == "cpu":  # blocks that leave the cache are in the same memory
+        free = max(0, free - cache.offload_bytes)
+    free = max(0, free - adapter_bytes)
+    if config.parallel.expert:
+        free = max(0, free - max_share_bytes(moe_layers(model), config))
+    own_bytes = block_bytes(config, model, dtype, draft_model)
+    return kv_cache.count_blocks(cache, own_bytes, free, useful)

@@ -1,0 +1,19 @@
+"""The device of a worker."""
+
+from __future__ import annotations
+
+import torch
+
+
+def device_of(wanted: str, local_rank: int) -> torch.device:
+    """`auto`: a GPU if there is one. Raises `ValueError` if the GPU does not exist."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("model.device=cuda, but torch sees no GPU; set model.device=cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"worker {local_rank} of this machine wants a GPU of its own, but torch sees "
+            f"{torch.cuda.device_count()}; lower parallel.tensor or parallel.pipeline"
+        )
+    return torch.device("cuda", local_rank)

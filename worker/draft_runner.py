@@ -1,0 +1,134 @@
+"""Guesses how the rows of a step go on, by a draft model, behind the step.
+
+The law: behind each step the draft model has K and V of every position of which the other model
+has them. So a block that is shared, copied, or found again serves both. Hence it computes every
+step's tokens, whether it shall guess or not. For a row with s .. e - 1 in the step, of which the
+last ones may be drafts, and the newest token at position p <= e after sampling:
+
+    position       s ....... p - 1     p          p + 1      p + 2
+    token          of the step         newest     g1         g2
+    pass 1         computed            computed -> g1
+    pass 2                                        computed -> g2
+
+It finds all tokens in the table of the other model's states, and writes its guesses there, behind
+the newest token: they are read by nothing but its own passes before others are written over them.
+What it writes to the cache from p on is computed again when the other model computes that.
+
+Guesses change no answer (see `drafts.py`): a wrong one costs its time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from swell.configs.schema import ParallelConfig
+from swell.worker.block_tables import BlockTables
+from swell.worker.forward import HeadOutput, make_forward
+from swell.worker.input_batch import BatchBuilder
+from swell.worker.mesh import Mesh
+from swell.worker.request_states import RequestStates
+from swell.worker.sample.proposals import PendingProposals
+from swell.worker.sample.sampler import SamplerOutput
+from swell.worker.wire import SchedulerOutput
+
+
+class NoDraftRunner:
+    """Of a worker without a draft model."""
+
+    @property
+    def progress(self) -> int:
+        """As `ModelRunner.progress`."""
+        return 0
+
+    def after_sampling(self, plan: SchedulerOutput, sampled: SamplerOutput | None) -> None:
+        """A step was computed; `sampled`: its tokens, which get the guesses that the plan asks
+        for, or None."""
+
+
+@dataclass(slots=True)
+class _Guess:
+    """What a row is to get."""
+
+    row: int
+    position: int
+    """Of its newest token."""
+    count: int
+
+
+class DraftRunner(NoDraftRunner):
+    def __init__(
+        self, model: Any, states: RequestStates, blocks: BlockTables, max_tokens: int
+    ) -> None:
+        """`model`: whole, its attention layers bound to caches of the blocks in `blocks`;
+        `max_tokens`: of one step."""
+        self._states, self._blocks = states, blocks
+        # A row that guesses has one more than in the step.
+        self._batches = BatchBuilder(states, blocks, max_tokens + states.max_rows)
+        alone = Mesh.build(ParallelConfig(), 0, device=states.token_ids.device)
+        self._forward = make_forward(model, states, alone)
+
+    @property
+    def progress(self) -> int:
+        return self._forward.progress
+
+    def after_sampling(self, plan: SchedulerOutput, sampled: SamplerOutput | None) -> None:
+        guesses = self._wanted(plan, sampled)
+        num_tokens, samples = plan.num_tokens.copy(), [0] * len(plan.slots)
+        for guess in guesses:
+            num_tokens[guess.row] = guess.position + 1 - plan.starts[guess.row]
+            samples[guess.row] = 1
+        pending = PendingProposals(list(plan.proposals))
+        tokens = self._pass(plan.step, plan.slots, plan.starts, num_tokens, samples)
+        index = 0
+        while guesses and tokens is not None:
+            pending.add([guess.row for guess in guesses], tokens)
+            index += 1
+            guesses = [guess for guess in guesses if guess.count > index]
+            ones = [1] * len(guesses)
+            slots = [plan.slots[guess.row] for guess in guesses]
+            starts = [guess.position + index for guess in guesses]
+            tokens = self._pass(plan.step, slots, starts, ones, ones) if guesses else None
+        if sampled is not None and plan.proposals:
+            sampled.pending_proposals = pending
+
+    def _wanted(self, plan: SchedulerOutput, sampled: SamplerOutput | None) -> list[_Guess]:
+        """In the order of the rows."""
+        if not plan.proposals or sampled is None:
+            return []
+        accepted = sampled.accepted()
+        found = []
+        for row in sorted(plan.proposals):
+            count, drafts = plan.proposals[row], len(plan.drafts.get(row, ()))
+            right = accepted.get(row, 0)
+            if right < drafts:
+                count = min(count, right + 1)
+            position = plan.starts[row] + plan.num_tokens[row] - drafts + right
+            places = int(self._blocks.counts_np[plan.slots[row]]) * self._blocks.block_tokens
+            # The last guess has a place in the table of tokens, but none in the cache.
+            count = min(count, min(places, self._states.max_model_len) - position)
+            if count > 0:
+                found.append(_Guess(row, position, count))
+        return found
+
+    def _pass(
+        self,
+        step: int,
+        slots: list[int],
+        starts: list[int],
+        num_tokens: list[int],
+        samples: list[int],
+    ) -> Tensor | None:
+        """Compute these columns (see `SchedulerOutput`), and write what follows each row that
+        samples to the states: tokens [S] int64, a copy; None: no row does."""
+        plan = SchedulerOutput(
+            step, slots=slots, starts=starts, num_tokens=num_tokens, samples=samples
+        )
+        batch = self._batches.build(plan)
+        hidden = self._forward.hidden(batch, None, HeadOutput.ARGMAX)
+        if not batch.num_samples:
+            return None
+        tokens, _ = self._forward.head(HeadOutput.ARGMAX, hidden, batch)
+        return tokens.clone()

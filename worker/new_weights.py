@@ -1,0 +1,79 @@
+"""Weights that take the place of others, in workers that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from safetensors.torch import save_file
+
+from swell.configs.pooling import PoolingSpec
+from swell.configs.schema import Config, ModelConfig
+from swell.worker.loader import load_config
+
+_MAY_DIFFER = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+"""Keys of config.json of which the memory and the tables of a worker do not depend."""
+_OF_TEXTS: dict[str, Any] = {
+    "max_tokens": None,
+    "lower_case": False,
+    "prompts": {},
+    "default_prompt": None,
+    "pair_template": None,
+}
+"""What a `PoolingSpec` says about texts alone: those files stay where the tokenizer is."""
+
+
+def with_weights_of(config: Config, path: str) -> Config:
+    """The same for the weights of another folder, which may be sharded or not."""
+    return replace(config, model=replace(config.model, path=path, load_format="auto"))
+
+
+class ModelShape:
+    """What must not change with the weights: KV cache, steps and limits are made for it."""
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, pooling: PoolingSpec | None) -> None:
+        values = hf_config.to_dict()
+        self._values = {key: value for key, value in values.items() if key not in _MAY_DIFFER}
+        self._values["dtype"] = str(dtype)
+        self._pooling = pooling and replace(pooling, **_OF_TEXTS)
+
+    def refuse_other(self, new: ModelShape, path: str) -> None:
+        """Raises ValueError, with the first key that differs."""
+        for key in sorted({*self._values, *new._values}):
+            before, after = self._values.get(key), new._values.get(key)
+            if before != after:
+                raise ValueError(
+                    f"config.json of {path} has {key}={after!r}, and the model that is served "
+                    f"{before!r}: new weights are of the same model; for another one upgrade "
+                    "(swell upgrade), or load it anew"
+                )
+        if self._pooling != new._pooling:
+            raise ValueError(
+                f"{path} gives {_use_of(new._pooling)}, and the model that is served "
+                f"{_use_of(self._pooling)}: new weights are of the same model; copy its "
+                "modules.json there, and the folders that it names"
+            )
+
+
+def _use_of(pooling: PoolingSpec | None) -> str:
+    if pooling is None:
+        return "text"
+    values = f"{pooling.size} values" + ", normalized" * pooling.normalize
+    return f"vectors of {values} ({pooling.task}, pooling {pooling.method})"
+
+
+def save_weights(tensors: Mapping[str, torch.Tensor], model: ModelConfig, folder: Path) -> None:
+    """Write a model folder with these tensors of a checkpoint and the config.json of `model`."""
+    load_config(model, pools=True).save_pretrained(folder)  # the served one: it was checked
+    stored: dict[str, torch.Tensor] = {}
+    places: set[int] = set()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name!r} is of type {type(tensor).__name__}, and no tensor")
+        copy = tensor.detach().to("cpu").contiguous()
+        stored[name] = copy.clone() if copy.data_ptr() in places else copy  # tied: stored twice
+        places.add(copy.data_ptr())
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

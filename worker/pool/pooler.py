@@ -1,0 +1,153 @@
+"""From the hidden states of a model's last layer to one vector for a text.
+
+hidden states -> first, last or mean -> classifier or Dense modules -> dimensions, activation
+                 `PoolingReader`        `Pooler.head`                  `activate`
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from swell.configs.pooling import DenseSpec, PoolingSpec, read_pooling
+from swell.configs.schema import ConfigError, ModelConfig
+from swell.worker.layers.linear import ReplicatedLinear
+from swell.worker.layers.packed_weight import pack_weights
+from swell.worker.layers.weight_shard import WeightShard, materialize
+from swell.worker.loader import HUB_FILES, load_weight_shards
+from swell.worker.model_folder import model_folder
+from swell.worker.sample.wire import Activation, PoolingParams
+
+TEXT_FILES = ("*.json",)
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"Identity": lambda x: x, "Tanh": torch.tanh}
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.NONE: lambda x: x,
+    Activation.NORMALIZE: lambda x: nn.functional.normalize(x, dim=-1),
+    Activation.SIGMOID: torch.sigmoid,
+    Activation.SOFTMAX: lambda x: torch.softmax(x, -1),
+}
+
+
+class Dense(nn.Module):
+    """`activation(W x + b)`, a module of sentence-transformers."""
+
+    def __init__(self, spec: DenseSpec) -> None:
+        super().__init__()
+        self.linear = ReplicatedLinear(spec.in_features, spec.out_features, spec.bias)
+        self._activation = _ACTIVATIONS[spec.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, in] -> [P, out]"""
+        return self._activation(self.linear(x))
+
+    def weight_shards(self, stored: Collection[str]) -> Iterator[WeightShard]:
+        """Of the file in its own folder."""
+        yield from self.linear.weight_shards("linear")
+
+
+class Pooler:
+    """What follows the pooled hidden states of one model."""
+
+    def __init__(self, spec: PoolingSpec, model: Any) -> None:
+        self.spec = spec
+        self._classifier: nn.Module | None = getattr(model, "classifier", None)
+        self._dense: list[Dense] = []
+        self._segment_starts: dict[int, int] = getattr(model, "segment_starts", {})
+        self.hidden_size, self.out_features = int(model.hidden), spec.size
+
+    def load(
+        self, folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Read the Dense modules. Raises `ValueError` for files that do not hold them."""
+        size = self.hidden_size
+        for spec in self.spec.dense:
+            if spec.in_features != size:
+                raise ValueError(
+                    f"{spec.folder}/config.json has in_features={spec.in_features}, but what it "
+                    f"gets has {size} values; the folder mixes two models"
+                )
+            dense = Dense(spec)
+            materialize(dense, device, dtype)
+            own = msgspec.structs.replace(config, path=str(folder / spec.folder))
+            load_weight_shards(dense.weight_shards, own)
+            pack_weights(dense)
+            self._dense.append(dense)
+            size = spec.out_features
+
+    def on_request(self, slot: int, params: PoolingParams) -> None:
+        """A request takes the slot. Encoders that distinguish the two texts of a pair need to know
+        where the second begins."""
+        if params.segment_start:
+            self._segment_starts[slot] = params.segment_start
+        else:
+            self._segment_starts.pop(slot, None)
+
+    def head(self, pooled: Tensor) -> Tensor:
+        """pooled [P, hidden] -> [P, out] float32"""
+        if self._classifier is not None:
+            pooled = self._classifier(pooled)
+        for dense in self._dense:
+            pooled = dense(pooled)
+        assert pooled.shape[1] == self.out_features, pooled.shape
+        return pooled.float()
+
+
+def read_model_pooling(config: ModelConfig) -> PoolingSpec | None:
+    """How the model pools; None: it samples tokens, or there is no such model, which `load_config`
+    explains. Raises ConfigError."""
+    try:
+        folder = model_folder(config.path, TEXT_FILES)
+        json.loads((folder / "config.json").read_text())
+    except Exception:
+        return None
+
+    def read(name: str) -> Any:
+        file = folder / name
+        try:
+            return json.loads(file.read_text()) if file.is_file() else None
+        except ValueError as error:
+            raise ConfigError(f"{file} is not JSON ({error}); copy it there again") from None
+
+    return read_pooling(
+        config.runner, config.pooling, read, config.classifier_tokens, config.pair_template
+    )
+
+
+def load_pooler(
+    spec: PoolingSpec,
+    model: Any,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Pooler:
+    """What follows the hidden states of `model`, with its weights."""
+    pooler = Pooler(spec, model)
+    pooler.load(model_folder(config.path, HUB_FILES), config, device, dtype)
+    return pooler
+
+
+def max_text_tokens(
+    spec: PoolingSpec, model: Any, config: ModelConfig, positions: int, step_tokens: int | None
+) -> int:
+    """Longest text in tokens, of a model with so many positions. `step_tokens`: of one step, into
+    which the whole text must fit; None: it may be computed in several. Raises `ValueError` if the
+    configured length is longer."""
+    limits = {"its positions": min(positions, getattr(model, "max_positions", positions))}
+    if spec.max_tokens is not None:
+        limits["max_seq_length of its folder"] = spec.max_tokens
+    if step_tokens is not None:
+        limits["scheduler.max_tokens_per_step (a text is computed in one step)"] = step_tokens
+    name, longest = min(limits.items(), key=lambda limit: limit[1])
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(
+            f"model.max_model_len={config.max_model_len} is above the {longest} tokens of {name}; "
+            "lower it"
+        )
+    return min(config.max_model_len or longest, longest)

@@ -1,0 +1,86 @@
+"""Prompts that are given as embeddings: they take the place of what the model's own table of
+embeddings has for their tokens, in the steps that compute these."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swell.worker.sample.wire import PromptEmbeds
+from swell.worker.wire import NewRow, SchedulerOutput
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class EmbedsOverride(NamedTuple):
+    """Of E tokens of a step."""
+
+    indices: Tensor
+    """[E] int64, among the tokens of the step"""
+    values: Tensor
+    """[E, width]"""
+
+    def put_into(self, x: Tensor) -> Tensor:
+        """x [T, width], embeddings by token -> the same with these in their places"""
+        return x.index_copy(0, self.indices, self.values.to(x.dtype))
+
+
+class PromptEmbedsTable:
+    """The embeddings of prompts that are not computed yet, by slot. The first stage keeps them; the
+    others check them too, so that all know of the same requests that they fail."""
+
+    def __init__(self, width: int | None, device: torch.device, is_first_stage: bool) -> None:
+        """`width`: numbers of one embedding; None: the model takes none."""
+        self._width, self._device = width, device
+        self._keeps = is_first_stage
+        self._of_slot: dict[int, tuple[int, Tensor]] = {}
+        """Slot -> position of the first embedding, and all that are left."""
+
+    def __len__(self) -> int:
+        return len(self._of_slot)
+
+    def add_request(self, row: NewRow) -> None:
+        """A request takes a slot. Raises ValueError for embeddings that do not fit the model."""
+        self._of_slot.pop(row.slot, None)
+        if row.prompt_embeds is not None:
+            self._check(row.prompt_embeds, row.prompt_tokens)
+            if self._keeps:
+                embeds = self._read(row.prompt_embeds)
+                self._of_slot[row.slot] = (row.prompt_embeds.first, embeds)
+
+    def _check(self, given: PromptEmbeds, prompt_tokens: int) -> None:
+        if given.width != self._width:
+            raise ValueError(
+                f"prompt_embeds: embeddings of {given.width} numbers; "
+                f"the model's have {self._width}"
+            )
+        if given.first + given.num_tokens != prompt_tokens:
+            raise ValueError(
+                f"prompt_embeds: {given.num_tokens} embeddings behind {given.first} tokens, for "
+                f"{prompt_tokens} prompt tokens"
+            )
+
+    def _read(self, given: PromptEmbeds) -> Tensor:
+        """[prompt tokens, width] on the model's device"""
+        flat = torch.frombuffer(bytearray(given.data), dtype=DTYPES[given.dtype])
+        return flat.view(-1, given.width).to(self._device)
+
+    def override(self, plan: SchedulerOutput) -> EmbedsOverride | None:
+        """What a step takes of them; None: nothing. What no later step needs is dropped."""
+        if not self._of_slot:
+            return None
+        indices: list[Tensor] = []
+        values: list[Tensor] = []
+        first = 0
+        for slot, start, count in zip(plan.slots, plan.starts, plan.num_tokens, strict=True):
+            if (kept := self._of_slot.get(slot)) is not None:
+                begin, embeds = kept
+                part = embeds[start - begin : start - begin + count]
+                indices.append(torch.arange(first, first + len(part), device=self._device))
+                values.append(part)
+                if start + count >= begin + len(embeds):
+                    del self._of_slot[slot]
+            first += count
+        return EmbedsOverride(torch.cat(indices), torch.cat(values)) if indices else None

@@ -1,0 +1,156 @@
+"""Fills a worker's model from its own file.
+
+On the kind of CPU for which it was saved, the file is mapped and its tensors are the model's: no
+weight is copied, and workers of one host share the memory. Elsewhere tensors are copied into the
+model, and unpacked on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from swell.configs.log import StructuredLogger
+from swell.configs.schema import ParallelConfig
+from swell.configs.sharded_index import (
+    AGAIN,
+    INDEX_NAME,
+    Packing,
+    ShardedIndex,
+    expert_file_name,
+    file_name,
+    read_index,
+    refuse_other_split,
+)
+from swell.kernels.linear import LAYOUT_VERSION, PackedTensor, Weight, panel
+from swell.worker.layers.weight_shard import WeightShard
+from swell.worker.mesh import Mesh
+from swell.worker.sharded.state import StateTensor, state_of
+from swell.worker.sharded.tensor_file import TensorFile, data_of
+
+
+def local_packing(device_type: str) -> Packing | None:
+    """The order in which weights are packed here; None: they are not."""
+    width = panel(device_type)
+    return None if width is None else Packing(version=LAYOUT_VERSION, panel=width)
+
+
+class Report(Protocol):
+    """Who watches a load."""
+
+    total: int
+    """Bytes; set before the first is read."""
+
+    def add(self, nbytes: int) -> None:
+        """So many more are read."""
+
+
+def load_sharded(model: Any, folder: Path, report: Report) -> int:
+    """Fill the model; returns how many of its bytes are the file's own memory.
+
+    Raises ValueError for a folder that does not hold this worker's tensors.
+    """
+    index, mesh = read_index(folder), model.mesh
+    parallel = _split_of(mesh)
+    refuse_other_split(folder, index, parallel)
+    name = file_name(mesh.stage, mesh.tensor_rank, parallel)
+    file = TensorFile(folder / name, index.files[name])
+    state = state_of(model)
+    _check_names(file, state)
+    for key, tensor in state.items():
+        _check_tensor(file, key, tensor, index)
+    nbytes = sum(file.tensor(key).nbytes for key in state)
+    report.total = nbytes
+    maps = _maps(index, mesh.device.type)
+    for key, tensor in state.items():
+        file.check(key, report.add)
+        stored = _stored(file, key)
+        if maps:
+            tensor.replace(stored)
+        else:
+            assert isinstance(tensor.weight, torch.Tensor)
+            plain = stored.unpack() if isinstance(stored, PackedTensor) else stored
+            tensor.weight.copy_(plain)
+    return nbytes if maps else 0
+
+
+def load_saved_experts(
+    folder: Path, mesh: Mesh, experts: Mapping[int, Sequence[WeightShard]], report: Report
+) -> None:
+    """Fill the shards of experts that engines share, each from its own file. Raises ValueError."""
+    index, parallel = read_index(folder), _split_of(mesh)
+    refuse_other_split(folder, index, parallel)
+    report.total = sum(shard.target.nbytes for shards in experts.values() for shard in shards)
+    for expert, shards in experts.items():
+        name = expert_file_name(expert, index.experts, mesh.stage, parallel)
+        file = TensorFile(folder / name, index.files[name])
+        state = {shard.name: StateTensor(shard.target) for shard in shards}
+        _check_names(file, state)
+        for key, target in state.items():
+            _check_tensor(file, key, target, index)
+            file.check(key, report.add)
+            data_of(target.weight).copy_(file.tensor(key))
+
+
+def _split_of(mesh: Mesh) -> ParallelConfig:
+    return ParallelConfig(
+        tensor=mesh.tensor.size, pipeline=mesh.pipeline.size, expert=mesh.shares_experts
+    )
+
+
+def _maps(index: ShardedIndex, device_type: str) -> bool:
+    """Whether the file's tensors are in the form that this device uses; else say why not."""
+    here = local_packing(device_type)
+    if index.packing is not None and index.packing == here:
+        return True
+    if index.packing is not None or here is not None:
+        StructuredLogger("worker").warning(
+            "the weights were saved for another kind of processor: they are copied and converted"
+            " at each start; save them again here to map them",
+            saved=index.machine,
+            saved_panel=index.packing.panel if index.packing else None,
+            panel=here.panel if here else None,
+        )
+    return False
+
+
+def _stored(file: TensorFile, name: str) -> Weight:
+    packed = file.notes.packed.get(name)
+    return PackedTensor(file.tensor(name), *packed) if packed else file.tensor(name)
+
+
+def _check_names(file: TensorFile, state: dict[str, StateTensor]) -> None:
+    missing, extra = sorted(state.keys() - file.names), sorted(file.names - state.keys())
+    if missing or extra:
+        what = f"lacks the tensor {missing[0]!r}" if missing else f"has the tensor {extra[0]!r}"
+        raise ValueError(
+            f"{str(file.path)!r} {what}, unlike the model of this configuration ({len(missing)} "
+            f"are missing, {len(extra)} unknown); {AGAIN} with this version"
+        )
+
+
+def _check_tensor(file: TensorFile, name: str, state: StateTensor, index: ShardedIndex) -> None:
+    """Raise ValueError unless type and shape are the model's."""
+    stored, target = file.tensor(name), state.weight
+    assert isinstance(target, torch.Tensor)
+    shape, wanted = tuple(stored.shape), tuple(target.shape)
+    packed = file.notes.packed.get(name)
+    if packed is not None:
+        packing = index.packing
+        if packing is None or packing.version != LAYOUT_VERSION or not state.layers:
+            raise ValueError(
+                f"tensor {name!r} in {str(file.path)!r} is packed in an order that this version "
+                f"does not know ({INDEX_NAME} has packing={packing}, this version has the order "
+                f"{LAYOUT_VERSION}); {AGAIN}"
+            )
+        outs, size = packed
+        whole = (-(-outs // packing.panel), size, packing.panel)
+        shape = packed if shape == whole else shape
+    if shape != wanted or stored.dtype != target.dtype:
+        raise ValueError(
+            f"tensor {name!r} in {str(file.path)!r} is {list(shape)} {stored.dtype}, but the model "
+            f"of this configuration has {list(wanted)} {target.dtype}; {AGAIN}"
+        )

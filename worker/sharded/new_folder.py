@@ -1,0 +1,75 @@
+"""A folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LOCK = ".swell-save.lock"
+RESERVE_BYTES = 64 * 2**20
+"""That stay free on the disk."""
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise ValueError unless `out` can be made: it is absent or empty, its parent exists."""
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise ValueError(
+            f"{str(out)!r} exists and is no empty folder, and nothing is ever overwritten; give "
+            "another folder, or remove it"
+        )
+    if not out.parent.is_dir():
+        raise ValueError(f"{str(out)!r}: the folder {str(out.parent)!r} does not exist; make it")
+
+
+def refuse_full_disk(out: Path, size_bytes: int) -> None:
+    """Raise ValueError if so many bytes do not fit beside `out`."""
+    free = shutil.disk_usage(out.parent).free
+    if free < size_bytes + RESERVE_BYTES:
+        raise ValueError(
+            f"{str(out)!r} needs {size_bytes} bytes and {RESERVE_BYTES} in reserve, but its disk "
+            f"has {free} free; make room, or give a folder on another disk"
+        )
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write into, which gets this name when the block ends. What another
+    process has left there when it was killed is removed. `refuse_existing` comes first. Raises
+    ValueError."""
+    partial = out.parent / f".{out.name}.saving"
+    lock = partial / _LOCK
+    if partial.exists() and not lock.is_file():
+        raise ValueError(f"{str(partial)!r} exists and is no rest of a save; remove it")
+    partial.mkdir(exist_ok=True)
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is saving to {str(out)!r}; wait for it") from None
+        try:
+            for rest in partial.iterdir():
+                if rest.is_dir():
+                    shutil.rmtree(rest)
+                elif rest != lock:
+                    rest.unlink()
+            yield partial
+            _sync(partial)
+            os.rename(partial, out)
+        except BaseException:
+            shutil.rmtree(partial)
+            raise
+    (out / _LOCK).unlink()
+    _sync(out.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the disk has the folder's entries."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,221 @@
+"""Saves a model as its workers hold it, one worker after the other: no worker needs its peers to
+load, so the memory of one is enough for a model of any split."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from swell.configs.schema import Config
+from swell.configs.sharded_index import (
+    FORMAT,
+    INDEX_NAME,
+    ShardedIndex,
+    ShardFile,
+    config_digest,
+    expert_file_name,
+    file_name,
+    is_sharded,
+)
+from swell.kernels.linear import Weight
+from swell.worker.layers.packed_weight import pack_weights
+from swell.worker.loader import load_config, load_experts, load_weights, resolve_dtype
+from swell.worker.mesh import Mesh
+from swell.worker.model_folder import model_folder
+from swell.worker.models import backend_of, build_model, resolve_ties
+from swell.worker.pool.pooler import read_model_pooling
+from swell.worker.sharded.loading import local_packing
+from swell.worker.sharded.new_folder import new_folder, refuse_existing, refuse_full_disk
+from swell.worker.sharded.state import state_of
+from swell.worker.sharded.tensor_file import data_of, write_tensors
+
+Progress = Callable[[str, int, int], None]
+"""Called with (whose file and what is done, how much, of how much): bytes, or files of experts."""
+
+TEMPLATES = "additional_chat_templates"
+"""The folder beside a tokenizer in which transformers looks for more templates."""
+HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+"""Beside the weights, which loading downloads."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+_INDEX = (".safetensors.index.json", ".bin.index.json", INDEX_NAME)
+MAX_COPIED_BYTES = 512 * 2**20
+"""Of one file that is no weights: the tokenizers of large vocabularies have 40 MiB."""
+
+
+def save_sharded(config: Config, out: Path, progress: Progress) -> int:
+    """Write the model of `config`, for its split, into the new folder `out`; returns the bytes of
+    the weights.
+
+    They are in the form that workers on `model.device` use, so packed for a CPU. Raises ValueError
+    for a model that cannot be saved, and for a folder that cannot be written; `out` is then as it
+    was.
+    """
+    _refuse(config)
+    refuse_existing(out)
+    saver = _Saver.of(config)
+    refuse_full_disk(out, saver.size_bytes())
+    with new_folder(out) as folder:
+        _copy_files(saver, folder)
+        files = {}
+        for rank in range(config.parallel.world):
+            stage, tensor_rank = divmod(rank, config.parallel.tensor)
+            name = file_name(stage, tensor_rank, config.parallel)
+            files[name] = saver.write(rank, folder / name, progress)
+        if saver.experts:
+            files |= saver.write_experts(folder, progress)
+        index = ShardedIndex(
+            format=FORMAT,
+            tensor=config.parallel.tensor,
+            pipeline=config.parallel.pipeline,
+            experts=saver.experts,
+            dtype=str(saver.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            backend=backend_of(config.model, saver.hf_config),  # type: ignore[arg-type]
+            config_digest=config_digest(folder),
+            packing=local_packing(saver.target),
+            machine=platform.machine(),
+            files=files,
+        )
+        _write(folder / INDEX_NAME, msgspec.json.format(msgspec.json.encode(index)))
+    return sum(file.size_bytes for file in files.values())
+
+
+def _refuse(config: Config) -> None:
+    model = config.model
+    if is_sharded(model):
+        raise ValueError(
+            f"model {model.path!r} is saved for its workers already; save it again from the "
+            "original model"
+        )
+    if read_model_pooling(model) is not None:
+        raise ValueError(
+            f"model {model.path!r} pools, and only models that generate text can be saved for "
+            "their workers; serve it as it is, or set model.runner=generate if it can generate"
+        )
+
+
+@dataclass
+class _Saver:
+    config: Config
+    hf_config: Any
+    """With the ties of the checkpoint."""
+    unties: bool
+    """Whether these are not those of config.json."""
+    dtype: torch.dtype
+    target: str
+    """The type of device on which the workers will run."""
+
+    @classmethod
+    def of(cls, config: Config) -> _Saver:
+        model = config.model
+        hf_config = load_config(model)
+        dtype = resolve_dtype(model, hf_config)
+        cuda = model.device == "cuda" or (model.device == "auto" and torch.cuda.is_available())
+        tied = resolve_ties(model, hf_config, dtype)
+        return cls(config, tied, tied is not hf_config, dtype, "cuda" if cuda else "cpu")
+
+    @cached_property
+    def experts(self) -> int:
+        """Of a layer, if engines share them; else 0."""
+        if not self.config.parallel.expert:
+            return 0
+        for stage in range(self.config.parallel.pipeline):
+            layers = self._build(stage * self.config.parallel.tensor).moe_layers()
+            if layers:
+                return int(layers[0].traits.count)
+        raise ValueError(
+            "parallel.expert=true, but no layer has experts; set parallel.expert=false"
+        )
+
+    def size_bytes(self) -> int:
+        """Of all weights, without what packing adds."""
+        parallel, total = self.config.parallel, 0
+        for rank in range(parallel.world):
+            model = self._build(rank)
+            total += sum(data_of(state.weight).nbytes for state in state_of(model).values())
+            if self.experts and rank % parallel.tensor == 0:
+                total += self.experts * sum(layer.expert_bytes for layer in model.moe_layers())
+        return total
+
+    def write(self, rank: int, path: Path, progress: Progress) -> ShardFile:
+        """The worker's file."""
+        worker = f"worker {rank + 1} of {self.config.parallel.world}"
+        model = self._build(rank)
+        load_weights(
+            model, self.config.model, lambda done, total: progress(f"{worker}: read", done, total)
+        )
+        if self.target == "cpu":
+            pack_weights(model)
+        weights: dict[str, Weight] = {k: tensor.weight for k, tensor in state_of(model).items()}
+        all_bytes, done_bytes = sum(data_of(weight).nbytes for weight in weights.values()), 0
+
+        def add(nbytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes += nbytes
+            progress(f"{worker}: written", done_bytes, all_bytes)
+
+        return write_tensors(path, weights, add)
+
+    def write_experts(self, folder: Path, progress: Progress) -> dict[str, ShardFile]:
+        """A file for each expert of each stage, one after the other; tensors have the names of the
+        checkpoint."""
+        parallel, files = self.config.parallel, {}
+        count = self.experts * parallel.pipeline
+        for stage in range(parallel.pipeline):
+            model = self._build(stage * parallel.tensor)
+            for expert in range(self.experts):
+                weights = [layer.make_expert() for layer in model.moe_layers()]
+                shards = list(model.expert_weight_shards(expert, weights))
+                if shards:
+                    load_experts({expert: shards}, model.mesh, self.config.model)
+                name = expert_file_name(expert, self.experts, stage, parallel)
+                tensors: dict[str, Weight] = {shard.name: shard.target for shard in shards}
+                files[name] = write_tensors(folder / name, tensors, lambda nbytes: None)
+                progress("experts, read and written", len(files), count)
+        return files
+
+    def _build(self, rank: int) -> Any:
+        mesh = Mesh.build(self.config.parallel, rank)
+        return build_model(self.config.model, self.hf_config, mesh, "cpu", self.dtype)
+
+
+def _copy_files(saver: _Saver, folder: Path) -> None:
+    """Everything but weights; config.json says which type the weights have now, and whether they
+    are tied."""
+    source = model_folder(saver.config.model.path, HUB_FILES)
+    if (source / TEMPLATES).is_dir():
+        (folder / TEMPLATES).mkdir()
+    for file in sorted([*source.iterdir(), *(source / TEMPLATES).glob("*.jinja")]):
+        if not file.is_file() or file.name.endswith((*_WEIGHTS, *_INDEX)):
+            continue
+        size_bytes = file.stat().st_size
+        if size_bytes > MAX_COPIED_BYTES:
+            raise ValueError(
+                f"{str(file)!r} has {size_bytes} bytes, and what is copied beside weights may have "
+                f"{MAX_COPIED_BYTES}; move it elsewhere"
+            )
+        if file.name != "config.json":
+            _write(folder / file.relative_to(source), file.read_bytes())
+    values = json.loads((source / "config.json").read_bytes())
+    values.pop("torch_dtype", None)
+    values["dtype"] = str(saver.dtype).removeprefix("torch.")
+    if saver.unties:
+        for part in (values, values.get("text_config")):
+            if isinstance(part, dict):
+                part["tie_word_embeddings"] = False
+    _write(folder / "config.json", json.dumps(values, indent=2).encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,64 @@
+"""The tensors that one worker holds, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from swell.kernels.linear import PackedTensor, Weight
+from swell.worker.layers.moe import MoE
+from swell.worker.layers.packed_weight import PackedWeight
+
+
+@dataclass
+class StateTensor:
+    """One tensor of a model; several modules may share it."""
+
+    weight: Weight
+    layers: list[PackedWeight] = field(default_factory=list)
+    """Those that may have it packed."""
+
+    def replace(self, weight: Weight) -> None:
+        """Let the model use `weight`, of equal shape and type, without a copy."""
+        if isinstance(weight, PackedTensor):
+            for layer in self.layers:
+                layer.replace(weight)
+        else:
+            assert isinstance(self.weight, torch.Tensor)
+            self.weight.data = weight  # in place: other modules refer to the same object
+        self.weight = weight
+
+
+def state_of(model: nn.Module) -> dict[str, StateTensor]:
+    """What loading fills, in the order of the modules: parameters, buffers that a checkpoint has,
+    and the experts that are here. A shared tensor has the name of its first place."""
+    found: dict[str, StateTensor] = {}
+    by_id: dict[int, StateTensor] = {}
+    for path, module in model.named_modules():
+        for name, weight in _own(module):
+            state = by_id.get(id(weight))
+            if state is None:
+                state = by_id[id(weight)] = found[f"{path}.{name}"] = StateTensor(weight)
+            if isinstance(module, PackedWeight) and name == "weight":
+                state.layers.append(module)
+    return found
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The module's own tensors, by their names in it."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+    if isinstance(module, PackedWeight) and isinstance(module.weight, PackedTensor):
+        yield "weight", module.weight
+    if isinstance(module, MoE):
+        for expert, (gate_up, down) in sorted(module.local_experts.items()):
+            yield f"experts.{expert}.gate_up", gate_up
+            yield f"experts.{expert}.down", down

@@ -1,0 +1,199 @@
+"""One worker's file of tensors: safetensors, with what this format does not have beside it.
+
+    8 bytes    length of the header
+    header     JSON: name -> type, shape, place; `__metadata__` -> `swell`: `FileNotes` as JSON;
+               filled with blanks, so that the tensors begin at a page
+    tensors    one after the other, the large ones at multiples of `ALIGNMENT`
+
+A reader maps the file: a tensor is a view of the page cache, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from swell.configs.sharded_index import AGAIN, ShardFile, digest_of, refuse_other_length
+from swell.kernels.linear import PackedTensor, Weight
+
+AddBytes = Callable[[int], None]
+"""Called with the bytes that were read or written since the last call."""
+
+ALIGNMENT = 64
+"""Bytes: a cache line, as torch allocates."""
+CHUNK_BYTES = 64 * 2**20
+"""Of a tensor so much is written, or added up, at a time."""
+MAX_HEADER_BYTES = 64 * 2**20
+"""Of a worker with some hundred thousand tensors."""
+
+TYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Name of a type in safetensors -> torch's."""
+NAMES = {dtype: name for name, dtype in TYPES.items()}
+_NOTES = "swell"
+_MASK = 2**64 - 1
+
+
+class FileNotes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of a file's tensors beside their types and shapes."""
+
+    sums: dict[str, int]
+    """`word_sum` of each."""
+    packed: dict[str, tuple[int, int]]
+    """(out, in) of those that are packed."""
+
+
+class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[Annotated[int, Meta(ge=0)]]
+    data_offsets: tuple[int, int]
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether it is a tensor, and lies in so many bytes."""
+        (start, end), dtype = self.data_offsets, TYPES.get(self.dtype)
+        return (
+            dtype is not None
+            and 0 <= start <= end <= size_bytes
+            and start % dtype.itemsize == 0
+            and end - start == math.prod(self.shape) * dtype.itemsize
+        )
+
+
+def word_sum(tensor: torch.Tensor, add: AddBytes = lambda nbytes: None) -> int:
+    """The sum of the 64-bit words of a contiguous tensor, and of the bytes after them. It differs
+    when bits are wrong or parts are missing, and reads as fast as memory gives."""
+    data = tensor.detach().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    total = 0
+    for start in range(0, len(data), CHUNK_BYTES):
+        part = data[start : start + CHUNK_BYTES]
+        words = len(part) // 8 * 8
+        total += int(part[:words].view(torch.int64).sum())
+        total += int(part[words:].sum(dtype=torch.int64))
+        add(len(part))
+    return total & _MASK
+
+
+def data_of(weight: Weight) -> torch.Tensor:
+    """The memory of a weight, whether it is packed or not."""
+    return weight.data if isinstance(weight, PackedTensor) else weight.detach()
+
+
+def write_tensors(path: Path, weights: Mapping[str, Weight], add: AddBytes) -> ShardFile:
+    """Write a new file and wait until the disk has it."""
+    tensors = {name: data_of(weight).contiguous() for name, weight in weights.items()}
+    # Blocks of whole lines first, in the order of the modules, then by the size of an element: so
+    # each begins at a multiple of what it needs.
+    names = sorted(
+        tensors,
+        key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, -tensors[name].element_size()),
+    )
+    notes = FileNotes(
+        sums={name: word_sum(tensors[name]) for name in names},
+        packed={
+            name: (weight.out_features, weight.in_features)
+            for name, weight in weights.items()
+            if isinstance(weight, PackedTensor)
+        },
+    )
+    header = _header({name: tensors[name] for name in names}, notes)
+    with path.open("xb") as file:
+        file.write(header)
+        for name in names:
+            data = tensors[name].reshape(-1).view(torch.uint8).numpy()
+            for start in range(0, len(data), CHUNK_BYTES):
+                part = data[start : start + CHUNK_BYTES]
+                file.write(part.data)
+                add(len(part))
+        file.flush()
+        os.fsync(file.fileno())
+        return ShardFile(size_bytes=file.tell(), header_digest=digest_of(header))
+
+
+def _header(tensors: Mapping[str, torch.Tensor], notes: FileNotes) -> bytes:
+    places: dict[str, Any] = {"__metadata__": {_NOTES: msgspec.json.encode(notes).decode()}}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.nbytes
+        places[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(places, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % mmap.PAGESIZE)
+    assert len(text) <= MAX_HEADER_BYTES, f"{len(tensors)} tensors"
+    return struct.pack("<Q", len(text)) + text
+
+
+class TensorFile:
+    """A file of `write_tensors`, mapped: its tensors are views, valid as long as any of them is
+    used. They may be written without a change of the file."""
+
+    def __init__(self, path: Path, known: ShardFile) -> None:
+        """`known`: what the index says of it. Raises ValueError for any other file."""
+        self.path = path
+        refuse_other_length(path, known)
+        try:
+            with path.open("rb") as file:
+                header = file.read(8)
+                length = min(int.from_bytes(header, "little"), MAX_HEADER_BYTES)
+                header += file.read(length)
+                if digest_of(header) != known.header_digest:
+                    raise ValueError(
+                        f"{str(path)!r} is not the file that was saved with the index beside it: "
+                        f"it is damaged, or of another save; copy all files again, or {AGAIN}"
+                    )
+                mapping = mmap.mmap(file.fileno(), known.size_bytes, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise ValueError(f"{str(path)!r} cannot be read: {error}") from None
+        self._data = torch.frombuffer(mapping, dtype=torch.uint8)[len(header) :]
+        try:
+            places = json.loads(header[8:])
+            self.notes = msgspec.json.decode(places.pop("__metadata__")[_NOTES], type=FileNotes)
+            self._places = msgspec.convert(places, dict[str, _Place])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{str(path)!r} has a wrong header ({error!r}); {AGAIN}") from None
+        for name, place in self._places.items():
+            if name not in self.notes.sums or not place.fits(len(self._data)):
+                raise ValueError(f"{str(path)!r} has a wrong header for {name!r}; {AGAIN}")
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._places)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view of the file."""
+        place = self._places[name]
+        start, end = place.data_offsets
+        return self._data[start:end].view(TYPES[place.dtype]).view(place.shape)
+
+    def check(self, name: str, add: AddBytes) -> None:
+        """Read a tensor and compare its sum. Raises ValueError if it is damaged."""
+        if word_sum(self.tensor(name), add) != self.notes.sums[name]:
+            raise ValueError(
+                f"tensor {name!r} in {str(self.path)!r} is damaged: its sum is not the one that "
+                f"was saved; copy the file again, or {AGAIN}"
+            )
