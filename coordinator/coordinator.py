@@ -12,7 +12,11 @@ from swell.configs.network import coordinator_ports, host_address
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.ground import ThreadGround
-from swell.coordinator.service import CoordinatorService
+from swell.coordinator.manager_state import ManagerState
+from swell.coordinator.roster import Member, Roster
+from swell.coordinator.service import CoordinatorService, Membership
+from swell.coordinator.state_machine import JoinResult
+from swell.coordinator.wire import ClusterView
 
 _DISCOVERY = "discovery"
 """Calls that do not wait for the end of a recovery, on threads of their own: those that do may take
@@ -26,9 +30,10 @@ all others, and then no engine would find this coordinator before it has given t
     max_task_retries=-1,
     concurrency_groups={_DISCOVERY: 4},
 )
-class Coordinator(CoordinatorService):
-    """Knows the members of a cluster; Ray starts it again where it dies. The public methods of the
-    service are the actor's; each call runs on a thread of Ray's."""
+class Coordinator:
+    """Knows the members of a cluster; Ray starts it again where it dies. Each call runs on a thread
+    of Ray's, and many of them wait long beside each other. No method here may be a coroutine: Ray
+    then runs all calls of an actor on one event loop, and one that waits stops the others."""
 
     def __init__(
         self,
@@ -43,7 +48,7 @@ class Coordinator(CoordinatorService):
         configure_logging()
         self._namespace = namespace
         host = host_address(config.interface, ray.util.get_node_ip_address())
-        super().__init__(
+        self._service = CoordinatorService(
             config,
             ThreadGround(host, config.stall_timeout_s, coordinator_ports(config.port_range)),
             lockstep=lockstep,
@@ -53,12 +58,47 @@ class Coordinator(CoordinatorService):
 
     @ray.method(concurrency_group=_DISCOVERY)  # type: ignore[untyped-decorator]
     def probe(self) -> bool:
-        return super().probe()
+        return self._service.probe()
 
     @ray.method(concurrency_group=_DISCOVERY)  # type: ignore[untyped-decorator]
     def contact(self) -> CoordinatorContact:
-        name = ray.get_runtime_context().get_actor_name() or ""
-        return CoordinatorContact(self.address, self.keys, os.getpid(), name, self._namespace)
+        name, service = ray.get_runtime_context().get_actor_name() or "", self._service
+        return CoordinatorContact(service.address, service.keys, os.getpid(), name, self._namespace)
+
+    # ---------------------------------------------------------------- of the service, as they are
+
+    def view(self) -> ClusterView:
+        return self._service.view()
+
+    def membership(self) -> Membership:
+        return self._service.membership()
+
+    def wait(self, epoch: int, timeout_s: float) -> Membership:
+        return self._service.wait(epoch, timeout_s)
+
+    def join(self, members: list[Member], timeout_s: float, owner: str) -> JoinResult:
+        return self._service.join(members, timeout_s, owner)
+
+    def leave(self, ranks: list[int], owner: str) -> Roster:
+        return self._service.leave(ranks, owner)
+
+    def cancel_leave(self, ranks: list[int], owner: str) -> Roster:
+        return self._service.cancel_leave(ranks, owner)
+
+    def detach(self, ranks: list[int], timeout_s: float, owner: str) -> Roster:
+        return self._service.detach(ranks, timeout_s, owner)
+
+    def remove_failed(self, ranks: list[int], owner: str) -> Roster:
+        return self._service.remove_failed(ranks, owner)
+
+    def pause(self, owner: str) -> Roster:
+        return self._service.pause(owner)
+
+    def resume(self, owner: str) -> Roster:
+        return self._service.resume(owner)
+
+    def save_manager_state(self, state: ManagerState) -> ManagerState:
+        return self._service.save_manager_state(state)
 
 
 def find(known: CoordinatorContact, timeout_s: float) -> CoordinatorContact | None:

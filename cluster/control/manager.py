@@ -244,7 +244,7 @@ class ClusterManager:
 
     async def describe(self) -> dict[str, Any]:
         """The body of `GET /admin/cluster`."""
-        silence = None
+        silence, phase = None, self.phase  # a change that is over is in the roster that is read now
         try:
             self._view = await asyncio.wait_for(self._coordinator.view(), _ANSWER_TIMEOUT_S)
         except Exception as error:  # it is stopped, or was lost and is made anew
@@ -256,7 +256,7 @@ class ClusterManager:
             {**self._fleet.starting, **self._fleet.engines},
             coordinator={"pid": self._coordinator.pid, "error": silence},
             target=self.target,
-            phase=self.phase,
+            phase=phase,
             error=self.error,
             trouble=self.trouble,
             leftovers=self._placement.strays.leftovers(),

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 import ray
+from ray._private.async_compat import has_async_methods
 
+from swell.cluster.control import coordinator_handle
 from swell.cluster.control.ray_cluster import RayCluster
 from swell.configs.schema import load
-from swell.coordinator.coordinator import find
+from swell.coordinator.coordinator import Coordinator, find
+from swell.engine.actor import EngineActor
+from swell.worker.actor import WorkerActor
 
 pytestmark = pytest.mark.slow
 
@@ -95,3 +102,42 @@ def test_a_coordinator_that_recovers_is_found_however_many_wait_for_it(cluster: 
         await cluster.kill(actor)
 
     asyncio.run(scenario())
+
+
+def test_calls_that_wait_stop_no_other(cluster: RayCluster) -> None:
+    """The manager waits for changes all the time."""
+
+    async def scenario() -> None:
+        actor = await cluster.get_or_create_coordinator(
+            "coordinator-1", NAMESPACE, CONFIG, False, cluster.new_endpoint(), False
+        )
+        epoch = (await cluster.call(actor, "view")).roster.epoch
+        waiting = [
+            asyncio.ensure_future(cluster.call(actor, "wait", epoch, 20.0)) for _ in range(8)
+        ]
+        await asyncio.wait_for(cluster.call(actor, "probe"), 10.0)
+        assert (await cluster.call(actor, "membership")).view.roster.epoch == epoch
+        assert not any(call.done() for call in waiting), "the call has waited for others"
+        for call in waiting:
+            call.cancel()
+        await cluster.kill(actor)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("actor", [Coordinator, EngineActor, WorkerActor])
+def test_no_method_of_an_actor_is_a_coroutine(actor: Any) -> None:
+    """Or Ray runs all its calls on one event loop, one at a time."""
+    kind = actor.__ray_metadata__.modified_class
+    assert not has_async_methods(kind)
+    assert has_async_methods(type("Async", (kind,), {"run": _coroutine}))
+
+
+async def _coroutine(self: object) -> None: ...
+
+
+def test_the_actor_has_each_method_that_its_handle_calls() -> None:
+    source = inspect.getsource(coordinator_handle)
+    called = set(re.findall(r'_send\("(\w+)"', source))
+    assert len(called) > 8
+    assert called <= set(dir(Coordinator.__ray_metadata__.modified_class))

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from swell.cluster.control.control_state import ScaleRefused
-from swell.coordinator.wire import EngineReport
+from swell.coordinator.wire import ClusterView, EngineReport
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
 
 # -------------------------------------------------------------------------------- growing
@@ -253,6 +253,29 @@ def test_describe_holds_what_the_contract_names() -> None:
         }
 
     run(scenario, data=2)
+
+
+def test_a_cluster_described_as_idle_has_the_roster_of_its_last_change() -> None:
+    """The change ends while the description waits for the coordinator."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        read = harness.coordinator.view
+
+        async def answer_late() -> ClusterView:
+            view = await read()
+            await asyncio.sleep(1.5)
+            return view
+
+        await harness.manager.scale(2)
+        await asyncio.sleep(START_S - 1.0)
+        harness.coordinator.view = answer_late  # type: ignore[method-assign]
+        described = await harness.manager.describe()
+        assert [engine["state"] for engine in described["engines"]] != ["active", "active"]
+        assert harness.active == [0, 1] and harness.manager.phase == "idle", "the case under test"
+        assert described["rescale"]["phase"] == "prepare"
+
+    run(scenario)
 
 
 def test_describe_says_when_the_cluster_changes() -> None:
