@@ -131,11 +131,12 @@ class FormingMonitor:
         if behind := self._behind(waves.ranks, attempt.first_epoch):
             return FormingFailure(Remedy.REMOVE, behind, waited_s)
         late = newcomers & set(waves.ranks)
+        absent = self._absent(waves)
         if attempt.probed_at is not None:
-            return self._judge_probe(attempt, waves.ranks, late, at)
-        pairs = self._unreached_pairs(set(waves.ranks))
+            return self._judge_probe(attempt, waves.ranks, late, absent, at)
+        pairs = _unreached_pairs(absent)
         unreached = cover(pairs, late)
-        if unreached and unreached <= self._named_by_others(waves.ranks):
+        if unreached and unreached <= _named_by_others(absent):
             return _call_off(unreached, pairs, waited_s)
         if late or len(waves.ranks) == 1:
             attempt.probed_at, attempt.probe_epoch = at, waves.epoch + 1
@@ -145,12 +146,17 @@ class FormingMonitor:
         return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
 
     def _judge_probe(
-        self, attempt: _Attempt, ranks: Sequence[int], late: Set[int], at: float
+        self,
+        attempt: _Attempt,
+        ranks: Sequence[int],
+        late: Set[int],
+        absent: Mapping[int, Set[int]],
+        at: float,
     ) -> FormingFailure:
         assert attempt.probed_at is not None
         waited_s = at - attempt.progressed_at
         behind = self._behind(ranks, attempt.probe_epoch)
-        pairs = self._unreached_pairs(set(ranks))
+        pairs = _unreached_pairs(absent)
         if hanging := behind & late:
             self._broken.clear()
             return _call_off(hanging, pairs, waited_s)
@@ -171,19 +177,26 @@ class FormingMonitor:
             rank for rank in ranks if rank not in self._reports or self._reports[rank].epoch < epoch
         )
 
-    def _unreached_pairs(self, ranks: Set[int]) -> set[frozenset[int]]:
-        """Engines of which one has not reached the other."""
-        pairs = {
-            frozenset((rank, absent))
-            for rank, message in self._broken.items()
-            for absent in message.absent
-        }
-        return {pair for pair in pairs if len(pair) > 1 and pair <= ranks}
+    def _absent(self, waves: CoordinatorWaves) -> dict[int, frozenset[int]]:
+        """The peers that each engine of the group did not reach. One that has joined an epoch
+        reached all of it: what was said of an older one holds for it no more."""
+        absent = {}
+        for rank in set(waves.ranks) & self._broken.keys():
+            message = self._broken[rank]
+            reached = waves.acknowledged if message.epoch < waves.epoch else frozenset[int]()
+            if rank not in reached:
+                absent[rank] = frozenset(message.absent).intersection(waves.ranks) - reached
+        return absent
 
-    def _named_by_others(self, ranks: Sequence[int]) -> frozenset[int]:
-        """Whom at least one of these engines did not reach."""
-        absent = {rank: self._broken[rank].absent for rank in ranks if rank in self._broken}
-        return frozenset(peer for rank, peers in absent.items() for peer in peers if peer != rank)
+
+def _unreached_pairs(absent: Mapping[int, Set[int]]) -> set[frozenset[int]]:
+    """Engines of which one has not reached the other."""
+    return {frozenset((rank, peer)) for rank, peers in absent.items() for peer in peers - {rank}}
+
+
+def _named_by_others(absent: Mapping[int, Set[int]]) -> frozenset[int]:
+    """Whom at least one of these engines did not reach."""
+    return frozenset(peer for rank, peers in absent.items() for peer in peers if peer != rank)
 
 
 def _call_off(ranks: frozenset[int], pairs: Set[frozenset[int]], waited_s: float) -> FormingFailure:

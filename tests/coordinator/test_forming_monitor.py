@@ -233,6 +233,28 @@ def test_one_that_is_named_by_the_newcomer_alone_may_hang(cluster, hangs: bool) 
     assert list(cluster.machine.called_off) == [2] * (not hangs)
 
 
+def test_who_has_joined_since_it_was_not_reached_is_not_called_off(cluster) -> None:
+    """A group broke because an engine of it was lost: all waited for all then. In the next one, the
+    only engine that does not join hangs."""
+    cluster.join(range(2, 4))
+    older = cluster.epoch
+    for rank in range(4):
+        absent = sorted({0, 1, 2, 3} - {rank})
+        broken = Broken(rank, 7, older, "aborted", absent=absent)
+        cluster.machine.on_message(broken, cluster.now)
+    epoch = cluster.epoch
+    for rank in range(1, 4):
+        cluster.machine.on_message(Joined(rank, 7, epoch), cluster.now)
+    assert cluster.machine.waves.acknowledged == {1, 2, 3}, "the case under test"
+    cluster.run(
+        LIMIT_S + LIMIT_S / 2 + 4 * TICK_S,
+        lambda rank: cluster.epoch if rank else epoch,
+        lambda _: 0,
+    )
+    assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [0]
+    assert cluster.forming == (1, 2, 3) and not cluster.machine.called_off
+
+
 def test_engines_that_cannot_reach_each_other_try_again(cluster) -> None:
     cluster.machine.on_message(Broken(0, 7, cluster.epoch, "reset"), cluster.now)
     begun = cluster.epoch
