@@ -95,6 +95,13 @@ class Watch:
         more before it is said who hangs."""
         return self._faults.num_hangs * STUCK_S * (2 if self._plane.scenario.expert else 1)
 
+    @property
+    def moves_s(self) -> float:
+        """How long engines that move may hold up the others while packets are lost: their groups
+        change twice for each of them, and each change may wait for packets to come again."""
+        is_held_up = self._plane.scenario.expert and "loss" in self._faults.kinds
+        return 2 * _RETRANSMISSIONS_S * self._faults.num_moving * is_held_up
+
     def _break(self, law: str) -> None:
         self.broken.setdefault(law)
 
@@ -160,7 +167,7 @@ class Watch:
         if not (unended := [each for each in self._unended if each.request.at <= now]):
             return
         over = max(faults.begun_at, self._plane.operator.changed_at)
-        bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s
+        bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s + self.moves_s
         for each in unended:
             version = each.state.answer_version.required if each.state is not None else None
             ingress = self._plane.ingresses[each.request.ingress]
