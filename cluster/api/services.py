@@ -135,8 +135,8 @@ class Services:
         HTTPError, NoEngine and RequestTimedOut."""
         self.access.check_user(request)
         body = await self.reader.read(request, kind)
+        await with_deadline(request, self.llm.wait_for_engine())  # which adapters there are is seen
         model = getattr(body, "model", None)
         if model is not None and model != self.model and self.adapters.find(model) is None:
             raise self.model_not_found(model)
-        await with_deadline(request, self.llm.wait_for_engine())
         return body

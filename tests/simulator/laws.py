@@ -46,9 +46,10 @@ class Run:
         self.faults = FaultInjector(self.plane)
         self.watch = Watch(self.plane, self.faults)
         self.prober = Prober(self.plane, self.faults)
+        # What lasts is known when it happens (`FaultInjector.last_at`).
         self._planned_s = max(
             [request.at for request in scenario.requests]
-            + [fault.at + fault.time_s for fault in scenario.faults]
+            + [fault.at for fault in scenario.faults]
             + [operation.at for operation in scenario.operations],
             default=0.0,
         )

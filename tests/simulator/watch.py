@@ -73,8 +73,7 @@ class Watch:
 
     def look(self) -> None:
         engines = self._plane.living_engines
-        self._look_at_paths(engines)
-        self._look_at_requests()
+        self._look_at_requests(engines)
         self._look_at_engines(engines)
         self._look_at_disturbances(engines)
         self._look_at_roster(engines)
@@ -160,11 +159,13 @@ class Watch:
             return False
         return process.runs and not plane.net.is_blocked(host, process.host)
 
-    def _look_at_requests(self) -> None:
-        if self._plane.operator.paused is not False:
-            return
+    def _look_at_requests(self, engines: list[SimEngine]) -> None:
         now, faults = self._kernel.now, self._faults
         if not (unended := [each for each in self._unended if each.request.at <= now]):
+            self._served_since.clear()
+            return
+        self._look_at_paths(engines)
+        if self._plane.operator.paused is not False:
             return
         over = max(faults.begun_at, self._plane.operator.changed_at)
         bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s + self.moves_s

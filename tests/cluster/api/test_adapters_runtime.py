@@ -51,6 +51,27 @@ def made(folder: Path, name: str, seed: int = 0, **settings: Any) -> str:
     return str(adapters.make_adapter(folder / name, SHAPES, seed=seed, **settings))
 
 
+def test_an_ingress_that_has_heard_of_no_cluster_refuses_no_adapter(tmp_path: Path) -> None:
+    """It has just started, and the coordinator is silent."""
+
+    async def scene(cluster: FakeCluster) -> None:
+        client = cluster.client
+        names = ("new", "none")
+        early = [
+            asyncio.create_task(client.post("/v1/completions", json=body([4, 5], 2, model=name)))
+            for name in names
+        ]
+        await asyncio.sleep(0.2)
+        path = made(tmp_path, "a")
+        assert (await client.post(LOAD, json={"lora_name": "new", "lora_path": path})).is_success
+        await cluster.join(0)
+        answers = [await each for each in early]
+        assert [answer.status_code for answer in answers] == [200, 404]
+        assert answers[0].json()["model"] == "new"
+
+    play(tmp_path, scene)
+
+
 def test_an_adapter_comes_and_goes(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         client = cluster.client
