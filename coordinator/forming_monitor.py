@@ -12,7 +12,8 @@ is it?
 3. So they are if no engine says so: the group is formed again as a probe. A newcomer that does not
    follow within a quarter of the limit hangs, and it is called off; an engine that served before
    hangs if it does not follow within half of the limit. If all follow, newcomers that reach not all
-   are called off, or else all newcomers, and those who served before they came go on.
+   are called off, or else those that have not joined, or else all newcomers; those who served
+   before they came go on.
 4. An engine that is alone in its group is probed, too: it waits for no peer, and follows if only a
    message of it was lost. Several without a newcomer cannot reach each other, and form again.
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from swell.coordinator.listening_clock import ListeningClock
@@ -133,7 +134,7 @@ class FormingMonitor:
         late = newcomers & set(waves.ranks)
         absent = self._absent(waves)
         if attempt.probed_at is not None:
-            return self._judge_probe(attempt, waves.ranks, late, absent, at)
+            return self._judge_probe(attempt, waves, late, absent, at)
         pairs = _unreached_pairs(absent)
         unreached = cover(pairs, late)
         if unreached and unreached <= _named_by_others(absent):
@@ -148,14 +149,14 @@ class FormingMonitor:
     def _judge_probe(
         self,
         attempt: _Attempt,
-        ranks: Sequence[int],
+        waves: CoordinatorWaves,
         late: Set[int],
         absent: Mapping[int, Set[int]],
         at: float,
     ) -> FormingFailure:
         assert attempt.probed_at is not None
         waited_s = at - attempt.progressed_at
-        behind = self._behind(ranks, attempt.probe_epoch)
+        behind = self._behind(waves.ranks, attempt.probe_epoch)
         pairs = _unreached_pairs(absent)
         if hanging := behind & late:
             self._broken.clear()
@@ -166,8 +167,8 @@ class FormingMonitor:
                 return NOTHING
             return FormingFailure(Remedy.REMOVE, behind, waited_s)
         self._broken.clear()
-        guilty = cover(pairs, late) or frozenset(late)
-        if guilty and guilty != set(ranks):
+        guilty = cover(pairs, late) or frozenset(late - waves.acknowledged) or frozenset(late)
+        if guilty and guilty != set(waves.ranks):
             return _call_off(guilty, pairs, waited_s)
         return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
 
@@ -178,15 +179,14 @@ class FormingMonitor:
         )
 
     def _absent(self, waves: CoordinatorWaves) -> dict[int, frozenset[int]]:
-        """The peers that each engine of the group did not reach. One that has joined an epoch
-        reached all of it: what was said of an older one holds for it no more."""
-        absent = {}
-        for rank in set(waves.ranks) & self._broken.keys():
-            message = self._broken[rank]
-            reached = waves.acknowledged if message.epoch < waves.epoch else frozenset[int]()
-            if rank not in reached:
-                absent[rank] = frozenset(message.absent).intersection(waves.ranks) - reached
-        return absent
+        """The peers that each engine of the group did not reach. Once one has joined an epoch, all
+        have connected in it, whatever was said of an older one."""
+        newest = waves.epoch if waves.acknowledged else 0
+        return {
+            rank: frozenset(message.absent).intersection(waves.ranks)
+            for rank, message in self._broken.items()
+            if rank in waves.ranks and message.epoch >= newest
+        }
 
 
 def _unreached_pairs(absent: Mapping[int, Set[int]]) -> set[frozenset[int]]:

@@ -122,8 +122,7 @@ class ServerRoutes:
     async def _one_model(self, request: Request) -> Response:
         self._services.access.check_user(request)
         model = request.path_params["model"]
-        if model != self._services.model and self._services.adapters.find(model) is None:
-            raise self._services.model_not_found(model)
+        self._services.check_model(model)
         return json_response(self._card(model))
 
     def _card(self, name: str) -> admin.ModelCard:

@@ -110,9 +110,8 @@ class Services:
     ) -> RequestParams:
         """The parameters of the request that `convert` makes; `model`: that of its body. Raises
         BadRequest."""
+        self.check_model(model)  # it may have been unloaded a moment ago
         adapter = None if model is None else self.adapters.find(model)
-        if adapter is None and model not in (None, self.model):
-            raise self.model_not_found(str(model))  # it was unloaded a moment ago
         return await self.input_processor.process(
             lambda: msgspec.structs.replace(convert(), random=identity.random, adapter=adapter),
             size_bytes,
@@ -135,8 +134,15 @@ class Services:
         HTTPError, NoEngine and RequestTimedOut."""
         self.access.check_user(request)
         body = await self.reader.read(request, kind)
-        await with_deadline(request, self.llm.wait_for_engine())  # which adapters there are is seen
         model = getattr(body, "model", None)
-        if model is not None and model != self.model and self.adapters.find(model) is None:
-            raise self.model_not_found(model)
+        if self.llm.has_seen_view:
+            self.check_model(model)
+        await with_deadline(request, self.llm.wait_for_engine())
+        self.check_model(model)
         return body
+
+    def check_model(self, model: str | None) -> None:
+        """Raises BadRequest for a name that neither the model nor an adapter has. An ingress knows
+        of adapters that were loaded once it has seen a view."""
+        if model not in (None, self.model) and self.adapters.find(str(model)) is None:
+            raise self.model_not_found(str(model))

@@ -106,6 +106,11 @@ class AsyncLLM:
         return self._view
 
     @property
+    def has_seen_view(self) -> bool:
+        """The coordinator has described the cluster at some time."""
+        return self._first_view.is_set()
+
+    @property
     def has_seen_engine(self) -> bool:
         """There was an engine at some time, so its limits are known."""
         return self._first_engine.is_set()

@@ -101,6 +101,8 @@ class FakeCoordinator(_Threaded):
         self.address = self.inbox.address
         self.view = ClusterView(Roster())
         self.epochs_seen: list[int] = []
+        self.is_silent = False
+        """It answers no subscriber."""
         self._subscribers: dict[bytes, None] = {}
         self._published: ClusterView | None = None
         self._thread.start()
@@ -110,7 +112,7 @@ class FakeCoordinator(_Threaded):
 
     def turn(self) -> None:
         for peer, message in self.inbox.receive(LOOK_S):
-            if isinstance(message, Subscribe):
+            if isinstance(message, Subscribe) and not self.is_silent:
                 self.epochs_seen.append(message.epoch)
                 if message.counts:
                     self.inbox.send(peer, OtherIngressCounts({}))

@@ -233,9 +233,11 @@ def test_one_that_is_named_by_the_newcomer_alone_may_hang(cluster, hangs: bool) 
     assert list(cluster.machine.called_off) == [2] * (not hangs)
 
 
-def test_who_has_joined_since_it_was_not_reached_is_not_called_off(cluster) -> None:
-    """A group broke because an engine of it was lost: all waited for all then. In the next one, the
-    only engine that does not join hangs."""
+@pytest.mark.parametrize("joined", [{1, 2, 3}, {1, 2}])
+def test_what_was_said_of_an_older_epoch_calls_no_newcomer_off(cluster, joined: set[int]) -> None:
+    """A group broke because an engine of it was lost: all waited for all then. In the next one all
+    have connected, or none could join; an engine that served hangs, and perhaps another one waits
+    for it."""
     cluster.join(range(2, 4))
     older = cluster.epoch
     for rank in range(4):
@@ -243,9 +245,9 @@ def test_who_has_joined_since_it_was_not_reached_is_not_called_off(cluster) -> N
         broken = Broken(rank, 7, older, "aborted", absent=absent)
         cluster.machine.on_message(broken, cluster.now)
     epoch = cluster.epoch
-    for rank in range(1, 4):
+    for rank in joined:
         cluster.machine.on_message(Joined(rank, 7, epoch), cluster.now)
-    assert cluster.machine.waves.acknowledged == {1, 2, 3}, "the case under test"
+    assert cluster.machine.waves.acknowledged == joined, "the case under test"
     cluster.run(
         LIMIT_S + LIMIT_S / 2 + 4 * TICK_S,
         lambda rank: cluster.epoch if rank else epoch,
@@ -253,6 +255,24 @@ def test_who_has_joined_since_it_was_not_reached_is_not_called_off(cluster) -> N
     )
     assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [0]
     assert cluster.forming == (1, 2, 3) and not cluster.machine.called_off
+
+
+def test_of_newcomers_that_name_no_peer_those_that_have_not_joined_are_called_off(cluster) -> None:
+    """All follow the probe: the way to one of them passes what connects, and not its experts."""
+    cluster.join(range(2, 4))
+    seen = 0
+
+    def joins(rank: int) -> int:
+        nonlocal seen
+        if cluster.epoch > seen:
+            seen = cluster.epoch
+            for other in range(3):
+                cluster.machine.on_message(Joined(other, 7, seen), cluster.now)
+        return cluster.epoch
+
+    cluster.run(LIMIT_S + PROBE_S + 4 * TICK_S, joins, lambda _: 0)
+    assert list(cluster.machine.called_off) == [3] and not cluster.machine.stalled_engines
+    assert set(cluster.machine.waves.ranks) == {0, 1, 2}
 
 
 def test_engines_that_cannot_reach_each_other_try_again(cluster) -> None:

@@ -33,8 +33,6 @@ class FaultInjector:
         self.num_hangs = 0
         self.num_poisoned = 0
         """Engines that a request has ended."""
-        self.num_moving = 0
-        """Engines of which the host was to be taken away."""
         self.slowest_clock = 1.0
         """The least rate of a clock so far."""
         self.fastest_clock = 1.0
@@ -227,7 +225,6 @@ class FaultInjector:
         if host in ray.lost_hosts or host in ray.draining or host not in ray.nodes:
             return
         self._note(fault, f"{host} has notice", fault.time_s)
-        self.num_moving += sum(e.process.host == host for e in self._plane.living_engines)
         ray.draining[host] = at = self._kernel.now + fault.time_s
         self._kernel.at(at, WORLD, self._take_host, fault, host, at)
 

@@ -65,6 +65,9 @@ class Watch:
         self._staying: dict[tuple[str, int], float] = {}
         """Requests, with the number of the attempt, that could be elsewhere than at an engine that
         is not reached, and since when."""
+        self._moved_at = 0.0
+        """Engines that share experts left a host that is taken away, while packets were lost, until
+        then: each change of the groups waits for packets that come again."""
         self._epochs: dict[SimIngress, int] = {}
         plane.ray.on_end.append(self._on_end)
         plane.on_view.append(self._on_view)
@@ -93,13 +96,6 @@ class Watch:
         """How long what hangs may hold up the others. A group that does not form is formed once
         more before it is said who hangs."""
         return self._faults.num_hangs * STUCK_S * (2 if self._plane.scenario.expert else 1)
-
-    @property
-    def moves_s(self) -> float:
-        """How long engines that move may hold up the others while packets are lost: their groups
-        change twice for each of them, and each change may wait for packets to come again."""
-        is_held_up = self._plane.scenario.expert and "loss" in self._faults.kinds
-        return 2 * _RETRANSMISSIONS_S * self._faults.num_moving * is_held_up
 
     def _break(self, law: str) -> None:
         self.broken.setdefault(law)
@@ -167,8 +163,10 @@ class Watch:
         self._look_at_paths(engines)
         if self._plane.operator.paused is not False:
             return
-        over = max(faults.begun_at, self._plane.operator.changed_at)
-        bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s + self.moves_s
+        if self._plane.scenario.expert and self._plane.net.lossy_hosts and self._plane.ray.draining:
+            self._moved_at = now
+        over = max(faults.begun_at, self._plane.operator.changed_at, self._moved_at)
+        bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s
         for each in unended:
             version = each.state.answer_version.required if each.state is not None else None
             ingress = self._plane.ingresses[each.request.ingress]

@@ -27,8 +27,15 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 JSON = {"content-type": "application/json"}
 
 
-def play(folder: Path, scene: Callable[[FakeCluster], Awaitable[None]], **settings: object) -> None:
-    """With a manager that keeps names, and a coordinator that publishes them."""
+def play(
+    folder: Path,
+    scene: Callable[[FakeCluster], Awaitable[None]],
+    *,
+    is_silent: bool = False,
+    **settings: object,
+) -> None:
+    """With a manager that keeps names, and a coordinator that publishes them; `is_silent`: not
+    yet."""
     tokenizers_for_tests.chat_tokenizer().save_pretrained(folder)
     own = adapters.make_adapter(folder / "own", SHAPES, seed=77)
     on = {"lora.enabled": True, "lora.adapters": {"own": str(own)}, **settings}
@@ -41,6 +48,7 @@ def play(folder: Path, scene: Callable[[FakeCluster], Awaitable[None]], **settin
             lambda: cluster.coordinator.tell(adapters=cluster.manager.adapters.all),  # type: ignore[union-attr]
         )
         cluster.manager.adapters = names
+        cluster.coordinator.is_silent = is_silent
         async with cluster.serving():
             await scene(cluster)
 
@@ -51,23 +59,32 @@ def made(folder: Path, name: str, seed: int = 0, **settings: Any) -> str:
     return str(adapters.make_adapter(folder / name, SHAPES, seed=seed, **settings))
 
 
-def test_an_ingress_that_has_heard_of_no_cluster_refuses_no_adapter(tmp_path: Path) -> None:
+def test_an_ingress_that_has_seen_no_view_refuses_no_adapter(tmp_path: Path) -> None:
     """It has just started, and the coordinator is silent."""
 
     async def scene(cluster: FakeCluster) -> None:
         client = cluster.client
-        names = ("new", "none")
         early = [
             asyncio.create_task(client.post("/v1/completions", json=body([4, 5], 2, model=name)))
-            for name in names
+            for name in ("new", "none")
         ]
         await asyncio.sleep(0.2)
+        assert not any(each.done() for each in early)
+        cluster.coordinator.is_silent = False
         path = made(tmp_path, "a")
         assert (await client.post(LOAD, json={"lora_name": "new", "lora_path": path})).is_success
         await cluster.join(0)
         answers = [await each for each in early]
         assert [answer.status_code for answer in answers] == [200, 404]
         assert answers[0].json()["model"] == "new"
+
+    play(tmp_path, scene, is_silent=True)
+
+
+def test_a_view_without_engines_says_which_adapters_there_are(tmp_path: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        answer = await cluster.client.post("/v1/completions", json=body([4, 5], 2, model="none"))
+        assert answer.status_code == 404
 
     play(tmp_path, scene)
 
