@@ -80,7 +80,7 @@ class ModelConfig(Section, frozen=True):
     """How a model that ranks reads a pair: a text with {query} and {document}. None: as the
     tokenizer joins two texts."""
     prompt_embeds: bool = False
-    """Take prompts as embeddings (`prompt_embeds` of `/v1/completions`). Whoever may send them
+    """Take prompts as embeddings (`prompt_embeds` of `/v1/completions`). A client that sends them
     reaches the model past its tokenizer."""
     routed_experts: bool = False
     """Requests may ask for the experts that computed their tokens (`return_routed_experts`). The

@@ -66,7 +66,7 @@ def plant(core: EngineCore, kind: str, answers: Answers) -> EagerDrafter:
 
 
 class Teacher:
-    """Answers that earlier requests got, told apart by everything but their names. Those of an
+    """Answers that earlier requests got, distinguished by everything but their names. Those of an
     engine that answers for the first time are not known: it has no drafts."""
 
     def __init__(self) -> None:

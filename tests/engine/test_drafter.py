@@ -1,4 +1,4 @@
-"""Which rows have drafts, and how many; what they take from nobody; what is counted."""
+"""Which rows have drafts, and how many; that they take no room from other rows; what is counted."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_guesses_become_drafts_of_the_next_step(depth: int, chunk: int) -> None:
     assert drafts[0] == drafter.FIRST_LENGTH and drafts[1:-1] == [4] * len(drafts[1:-1])
     asked = [count for plan in core.executor.plans for count in plan.proposals.values()]
     assert asked[0] == drafter.FIRST_LENGTH + depth - 1, "the first come behind tokens in flight"
-    assert len(asked) <= len(drafts) + 1, "nobody asks again before the answer"
+    assert len(asked) <= len(drafts) + 1, "no row asks again before the answer"
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -1,5 +1,5 @@
 """The experts that computed each token are those of transformers' router, over every way to split,
-schedule, cache, interrupt and move the work, and whoever filled the cache."""
+schedule, cache, interrupt and move the work, and whichever request filled the cache."""
 
 from __future__ import annotations
 
