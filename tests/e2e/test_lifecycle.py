@@ -357,10 +357,11 @@ def test_serve_run_deploys_the_same_app():
     """Ray Serve's own command, on a Ray of its own; Serve's proxy answers beside our port."""
     binaries = Path(sys.executable).parent
     with tempfile.TemporaryDirectory(prefix="swell-", dir="/tmp") as folder:
+        own = {"RAY_TMPDIR": folder, "TMPDIR": folder}  # Ray's dashboard leaves a socket there
         process = subprocess.Popen(
             [binaries / "serve", "run", "swell.cluster.app:build", "config=configs/demo.yaml"],
             cwd=ROOT,
-            env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "RAY_TMPDIR": folder},
+            env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", **own},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
