@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from swell.configs import process
-from swell.configs.process import prepare_for_torch
+from swell.configs.process import freeze_gc, prepare_for_torch
 from tests import reaper
 from tests.sharing import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.sharing import pytest_runtest_setup as pytest_runtest_setup
@@ -41,6 +42,20 @@ def pytest_sessionstart() -> None:
 
     reaper.start()
     initialize_vector_math()
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the tests from garbage collections: else a full one takes seconds in a process that
+    has all of them."""
+    freeze_gc()
+
+
+@pytest.fixture(autouse=True)
+def _tests_stay_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that gives memory back would collect them too. It need not: no engine of a test is
+    excluded."""
+    for module in ("swell.worker.sleep", "swell.worker.worker"):
+        monkeypatch.setattr(f"{module}.collect_frozen", gc.collect)
 
 
 @pytest.fixture(scope="module", autouse=True)

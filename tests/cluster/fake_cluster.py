@@ -49,7 +49,7 @@ from swell.worker.sample.wire import Extra, PromptLogprobs, RoutedExperts, Token
 from tests.engine.fake_worker import next_token
 
 LOOK_S = 0.002
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 UNLIMITED_STEPS = 10**9
 
 

@@ -11,7 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from swell.coordinator.socket_options import connect_soon
 
-SOON_S = 20.0
+SOON_S = 60.0
 """A deadline that only a failure reaches."""
 HOST = "127.0.0.7"
 

@@ -162,9 +162,20 @@ def test_a_client_that_leaves_frees_its_blocks(cluster):
 
 def test_a_client_that_leaves_without_streaming_frees_its_blocks(cluster):
     body = chat("x", temperature=1, max_tokens=1900, ignore_eos=True)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(cluster.url + "/v1/chat/completions", json=body, timeout=0.3)
+    before = generated_tokens(cluster)
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as http:
+            asked = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+            while (await http.get("/admin/idle")).json()["engines"][0]["idle"]:
+                assert not asked.done()
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+
+    asyncio.run(leave())
     cluster.wait_idle()
+    assert generated_tokens(cluster) - before < 1900, "it went on without a reader"
 
 
 def test_health_ready_models_metrics(cluster):

@@ -28,7 +28,7 @@ from swell.worker.wire import (
 )
 from tests.engine.fake_worker import VOCAB, FakeExecutor, FakeWorker
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 @dataclass

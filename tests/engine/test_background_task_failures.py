@@ -42,7 +42,7 @@ from tests.conftest import Deaths
 
 pytestmark = pytest.mark.slow
 
-SOON_S = 20.0
+SOON_S = 60.0
 CONFIG = load({"model": {"path": "m"}, "cluster": {"heartbeat_s": 0.05}})
 
 

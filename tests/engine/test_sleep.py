@@ -33,7 +33,7 @@ from swell.coordinator.wire import (
 )
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
 from swell.worker.cache_size import moe_layers
-from swell.worker.sleep import SleepingWeights
+from swell.worker.sleep import SleepingWeights, collect_frozen
 from swell.worker.wire import GroupPlan, Regrouped
 from swell.worker.worker import Worker
 from tests.engine.fake_worker import expected
@@ -251,9 +251,11 @@ def test_the_system_has_the_memory_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 def test_a_process_that_has_excluded_its_objects_from_collections_gives_weights_back(
-    tmp_path: Path, backend: Literal["native", "transformers"]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Literal["native", "transformers"]
 ) -> None:
     """As workers do when they have started. Models of transformers have cycles."""
+    for module in ("swell.worker.sleep", "swell.worker.worker"):
+        monkeypatch.setattr(f"{module}.collect_frozen", collect_frozen)
     tiny_models.make(tmp_path, "llama")
     model = ModelConfig(path=str(tmp_path), device="cpu", backend=backend)
     worker = Worker(Config(model=model, cache=CacheConfig(memory_bytes=4_000_000)))
@@ -268,8 +270,10 @@ def test_a_process_that_has_excluded_its_objects_from_collections_gives_weights_
             worker.regroup(GroupPlan(generation + 1))
             assert worker.runner is not None and gc.get_freeze_count() > 0
     finally:
-        gc.unfreeze()
         worker.shutdown()
+        del worker
+        gc.unfreeze()
+        freeze_gc()
 
 
 def resident() -> int:

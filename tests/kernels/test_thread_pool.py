@@ -23,7 +23,7 @@ def threads_of_process() -> set[str]:
 
 
 def until_gone(threads: set[str]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threads & threads_of_process():
         if time.monotonic() > deadline:
             return False

@@ -21,7 +21,7 @@ from tests.simulator.network import Network, NetworkOptions
 from tests.simulator.process import Process
 from tests.simulator.tcp_proxy import Direction, TcpProxy
 
-SOON_S = 10.0
+SOON_S = 60.0
 """A deadline that only a failure reaches."""
 LONG_S = 0.4
 """Longer than a reconnection takes."""

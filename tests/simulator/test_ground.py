@@ -16,7 +16,7 @@ from tests.simulator.network import Network
 from tests.simulator.process import Process
 
 KEYS = make_keys()
-SOON_S = 10.0
+SOON_S = 60.0
 WAIT_S, RESOLUTION_S = 0.1, 0.001
 """ZeroMQ counts whole milliseconds of its clock, so a wait may end so much early."""
 

@@ -16,7 +16,7 @@ from swell.cluster.api.server import acceptor
 from swell.cluster.api.server.acceptor import Acceptor
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Listener(socket.socket):

@@ -273,18 +273,30 @@ def test_any_ingress_reports_the_counts_of_all(folder):
 
 
 def test_everything_is_free_after_clients_left(folder):
+    async def leave(house: ThreadedCluster, client: httpx.AsyncClient, stream: bool) -> None:
+        """While an engine computes the answer."""
+        asked = asyncio.create_task(
+            client.post("/v1/completions", json=body([5], 500, stream=stream))
+        )
+        while not any(engine.core.scheduler.requests for engine in house.engines.values()):
+            assert not asked.done()
+            await asyncio.sleep(0.001)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
     async def scenario(house: ThreadedCluster) -> dict:
         async with house.serving() as client:
             for stream in (True, False):
-                with contextlib.suppress(httpx.ReadTimeout):
-                    await client.post(
-                        "/v1/completions", json=body([5], 500, stream=stream), timeout=0.1
-                    )
-            for _ in range(100):
-                report = (await client.get("/admin/idle")).json()
-                if all(engine["idle"] for engine in report["engines"]):
-                    break
-                await asyncio.sleep(0.02)
+                await leave(house, client, stream)
+                async with asyncio.timeout(30):
+                    while True:
+                        report = (await client.get("/admin/idle")).json()
+                        if all(engine["idle"] for engine in report["engines"]):
+                            break
+                        await asyncio.sleep(0.02)
+                for engine in house.engines.values():
+                    assert not engine.core.scheduler.requests, "it goes on without a reader"
             return report
 
     with threaded_cluster(folder, 2) as house:
