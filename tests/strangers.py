@@ -27,7 +27,7 @@ _UNIX_LISTENS = 0x10000
 """Of its flags in `/proc/net/unix`: it accepts connections."""
 _SO_RCVBUFFORCE = 33
 _ANSWER_S = 0.2
-_CONNECT_S = 2
+_CONNECT_S = 30
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 
 

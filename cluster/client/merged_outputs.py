@@ -90,13 +90,13 @@ class MergedOutputs:
 
     def _take(self) -> OutputBatch:
         batch: OutputBatch = []
-        try:
-            for number, queue in list(self._unfinished.items()):
+        for number, queue in list(self._unfinished.items()):
+            try:
                 output = queue.get_nowait()
                 if output is not None:
                     self._add(number, output, batch)
-        except Exception as error:
-            self._error = error
+            except Exception as error:
+                self._error = self._error or error
         return batch
 
     def _add(self, number: int, output: RequestOutput, batch: OutputBatch) -> None:

@@ -223,8 +223,11 @@ class RequestOutputCollector:
     def get_nowait(self) -> RequestOutput | None:
         """The next output if there is one. Raises a delivered exception."""
         output, self._output = self._output, None
-        if output is None and self._error is not None:
+        if self._error is None:
+            return output
+        if output is None:
             raise self._error
+        self.ready.set()  # the exception is next, and nothing comes after it
         return output
 
 

@@ -45,6 +45,7 @@ def read_document(*, edges: bool) -> Any:
         openapi_document(),
         config=SchemathesisConfig.from_dict(
             {
+                "request-timeout": 120,
                 "phases": {"stateful": {"enabled": False}, "coverage": {"enabled": edges}},
                 "checks": {
                     "enabled": False,

@@ -138,7 +138,7 @@ def start_in_process_server(model: Path = NANO, **settings: Any) -> Iterator[InP
     engine = EngineServer(config, 0, core, coordinator.keys, coordinator.address)
     running = threading.Thread(target=engine.run)
     running.start()
-    coordinator.join([engine.member], 10)
+    coordinator.join([engine.member], DEADLINE_S)
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     serving = threading.Thread(
         target=lambda: asyncio.run(_serve(config, coordinator, ready)), daemon=True

@@ -491,19 +491,22 @@ def test_a_manager_that_no_longer_leads_changes_nothing(service, command) -> Non
 
 
 def test_an_engine_that_is_kept_while_it_goes_is_not_taken_out_after_the_time() -> None:
-    service = CoordinatorService(CONFIG, lockstep=True)
+    ground = JumpingGround()
+    service = CoordinatorService(CONFIG, ground, lockstep=True)
     machine = service._state_machine
     machine.join([member(0), member(1)], 0.0)
     for rank in (0, 1):
         machine.on_message(Joined(rank, member(rank).incarnation, machine.waves.epoch), 0.0)
     try:
         assert service.view().roster.ranks == [0, 1]
-        going = threading.Thread(target=service.detach, args=([1], 0.5))
+        going = threading.Thread(target=service.detach, args=([1], 100.0))
         going.start()
         while not machine.detached:
             time.sleep(0.005)
         assert service.cancel_leave([1]).ranks == [0, 1]
+        ground.jumped_s += 200.0
         going.join(SOON_S)
+        assert not going.is_alive()
         assert service.view().roster.ranks == [0, 1]
     finally:
         service.stop()
@@ -522,11 +525,8 @@ def test_a_coordinator_on_another_host_listens_until_its_peers_have_missed_it() 
         assert moved.probe(), "it answers while it listens"
         engine = Outlet(moved.address, EngineCommand, moved.keys)
         engine.send(EngineHello(member(0), roster_epoch=5))
-        begun = time.monotonic()
         assert moved.view().roster.ranks == [0]
-        assert time.monotonic() - begun < CONFIG.stall_timeout_s / 2, (
-            "it was found: all look for it"
-        )
+        assert moved._recovery_s < CONFIG.stall_timeout_s / 2, "it was found: all look for it"
         engine.close()
     finally:
         moved.stop()

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.autoscaled_ray import AutoscaledRay
 from tests.e2e.cluster import NANO, Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PATIENCE_S = 120.0
 NOTICE_S = 90

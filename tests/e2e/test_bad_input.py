@@ -112,7 +112,9 @@ def test_a_chunked_body_without_a_length_is_limited_too(cluster):
 
 def test_wrong_content_type_path_and_method(cluster):
     body = json.dumps(PROMPT)
-    wrong = httpx.post(cluster.url + TEXT, content=body, headers={"content-type": "text/plain"})
+    wrong = httpx.post(
+        cluster.url + TEXT, content=body, headers={"content-type": "text/plain"}, timeout=60
+    )
     assert wrong.status_code == 415
     assert cluster.get("/v1/nothing").status_code == 404
     assert cluster.get(TEXT).status_code == 405

@@ -14,12 +14,12 @@ from itertools import pairwise
 import pytest
 
 from tests.e2e.cluster import NANO
-from tests.faults import fault_types, moments
+from tests.faults import fault_types, moments, trial
 from tests.faults.__main__ import random_faults
 from tests.faults.load import DECODE
 from tests.faults.trial import Cell, Setup, Trial
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STREAMS = 16
 STALL = "cluster.stall_timeout_s=3"
@@ -33,17 +33,25 @@ MOVES = ("kill-engine", "scale-down")
 """Faults after which another engine must go on with what was in flight."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def patience() -> Iterator[None]:
+    """Other tests run beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "RECOVER_S", 240.0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def dense() -> Iterator[Trial]:
-    with Trial(Setup("dense", str(NANO), DENSE), STREAMS, seed=0) as trial:
-        yield trial
+    with Trial(Setup("dense", str(NANO), DENSE), STREAMS, seed=0) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def expert() -> Iterator[Trial]:
     model = str(NANO.parent / "nano-moe")
-    with Trial(Setup("expert", model, EXPERT, waves=True), STREAMS, seed=0) as trial:
-        yield trial
+    with Trial(Setup("expert", model, EXPERT, waves=True), STREAMS, seed=0) as made:
+        yield made
 
 
 def assert_kept(cell: Cell) -> None:

@@ -24,7 +24,7 @@ from swell.coordinator.ports import free_port
 from tests.e2e.cluster import NANO
 from tests.faults.process import alive, listeners
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 INGRESSES = 2
 DEPLOYED: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def deploy_file(name: str, prefix: str, **more: Any) -> ApplicationStatus:
 
 
 def until(true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     while not (found := true()):
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
@@ -96,7 +96,7 @@ def until(true: Callable[[], Any], what: str) -> Any:
 
 def get(port: int, path: str) -> dict[str, Any] | None:
     try:
-        answer = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=10)
+        answer = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=60)
     except httpx.TransportError:
         return None
     return answer.json() if answer.status_code == 200 else None

@@ -16,7 +16,7 @@ import pytest
 from tests.cluster.api.otlp_collector import Collector, start_collector
 from tests.e2e.cluster import NANO, Cluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 1200
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -38,7 +38,7 @@ def cluster(collector: Collector) -> Iterator[Cluster]:
         "model.dtype=float32",
         "parallel.data=2",
         "serve.ingress_replicas=2",
-        "cluster.stall_timeout_s=5",
+        "cluster.stall_timeout_s=30",
         f"serve.otlp_endpoint={collector.endpoint}",
     )
     with Cluster(NANO, *settings) as running:

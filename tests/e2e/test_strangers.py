@@ -27,13 +27,13 @@ from tests.faults.process import title
 from tests.marked_page import END, marker
 from tests.strangers import Door, Recorder, knock_with_keys, knocks, listening, visit
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PAGE = ROOT / "docs" / "security.md"
 PORTS = range(29_200, 29_264)
 SOON_S = 60.0
 """A deadline that only a failure reaches."""
-CHANGE_S = 90.0
+CHANGE_S = 240.0
 MORE_MEMORY_BYTES = 64 << 20
 """Of one process, for all knocks."""
 MORE_LOG_BYTES = 256 << 10
@@ -247,6 +247,13 @@ def answer(cluster: Cluster, prompt: str) -> str:
     return text
 
 
+def at_rest(cluster: Cluster) -> State:
+    """Once it has reported all that it has done."""
+    cluster.wait_idle()
+    wait_for_steps(cluster, 0)
+    return State.of(cluster)
+
+
 def assert_unchanged(before: State, cluster: Cluster) -> None:
     """An idle cluster makes no steps, so a request that came in would be seen. File descriptors of
     strangers are closed when the time for a handshake is over."""
@@ -259,11 +266,10 @@ def assert_unchanged(before: State, cluster: Cluster) -> None:
             for pid, count in now.files.items()
             if pid in before.files and count > before.files[pid] + MORE_FILES
         }
-        if not more:
+        if not more and stable(now.cluster) == stable(before.cluster):
             break
-        assert time.monotonic() < deadline, f"file descriptors left open: {more}"
+        assert time.monotonic() < deadline, (more, now.cluster, before.cluster)
         time.sleep(0.5)
-    assert stable(now.cluster) == stable(before.cluster)
     assert now.memory.keys() >= before.memory.keys(), "a process is gone"
     grown = {
         title(pid)[:60]: now.memory[pid] - size
@@ -286,8 +292,7 @@ def knock_at_all(cluster: Cluster, cases: list[tuple[Door, bytes]]) -> None:
 
 def test_noise_changes_nothing(cluster) -> None:
     expected = [answer(cluster, prompt) for prompt in PROMPTS]
-    cluster.wait_idle()
-    before = State.of(cluster)
+    before = at_rest(cluster)
     doors = [door for _, door in ours(cluster)]
     assert len(doors) >= 20, doors
     for seed in range(ROUNDS):
@@ -311,8 +316,7 @@ def test_noise_changes_nothing(cluster) -> None:
 
 def test_keys_of_another_cluster_open_nothing(cluster, insider) -> None:
     """Nor do keys of a stranger who knows the public key of this cluster."""
-    cluster.wait_idle()
-    before = State.of(cluster)
+    before = at_rest(cluster)
     frame = msgspec.msgpack.encode(request("stranger"))
     other, keys = make_keys(), insider["keys"]
     doors = [door for row, door in ours(cluster) if row.protocol == "ZMTP"]

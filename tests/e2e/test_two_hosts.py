@@ -25,8 +25,9 @@ from tests.faults import hosts as hosts_module
 from tests.faults.cluster_monitor import INGRESS, MANAGER
 from tests.faults.hosts import Hosts
 from tests.faults.load import DECODE, Answer, Load, compare, make_requests, reference
+from tests.faults.namespaces import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MOE = NANO.parent / "nano-moe"
 STREAMS = 12
@@ -78,9 +79,12 @@ def serving(
         running = TwoHostCluster(hosts, cluster)
         asyncio.run(running.wait_until_whole(engines))
         yield running
-    for host in (0, 1):
-        for part in ("EngineActor", "WorkerActor", "Coordinator", MANAGER, INGRESS):
-            assert not hosts.named(host, part)
+
+    def remaining() -> list[int]:
+        parts = ("EngineActor", "WorkerActor", "Coordinator", MANAGER, INGRESS)
+        return [pid for host in (0, 1) for part in parts for pid in hosts.named(host, part)]
+
+    wait_until(lambda: not remaining(), lambda: f"left behind: {remaining()}")
 
 
 class TwoHostCluster:
@@ -90,10 +94,11 @@ class TwoHostCluster:
         self.urls = [f"http://{address}:{port}" for address in hosts.addresses]
 
     def get(self, path: str, host: int = 0) -> httpx.Response:
-        return httpx.get(self.urls[host] + path, timeout=10, trust_env=False)
+        return httpx.get(self.urls[host] + path, timeout=60, trust_env=False)
 
     def scale(self, engines: int) -> None:
-        httpx.post(self.urls[0] + "/admin/scale", json={"engines": engines}, trust_env=False)
+        body = {"engines": engines}
+        httpx.post(self.urls[0] + "/admin/scale", json=body, timeout=60, trust_env=False)
 
     def engines(self) -> list[dict]:
         return self.get("/admin/cluster").json()["engines"]

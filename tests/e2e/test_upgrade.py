@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.cluster import NANO, Cluster
 from tests.faults.load import DECODE, Answer, Load, difference, make_requests, reference
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "nano"
 STREAMS = 8

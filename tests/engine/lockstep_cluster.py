@@ -229,7 +229,7 @@ class Cluster:
 
     def receive(self) -> None:
         """Receive all messages that have arrived."""
-        if time.monotonic() > self._alive_at + 1.0:
+        if time.monotonic() > self._alive_at + self.config.cluster.stall_timeout_s / 10:
             self._alive_at = time.monotonic()
             for outlet in self.outlets.values():
                 outlet.send(KeepAlive())

@@ -104,8 +104,12 @@ def test_a_step_whose_groups_were_aborted_is_reported_as_broken(core, monkeypatc
         return real(worker, plan)
 
     monkeypatch.setattr(swell.worker.worker.Worker, "execute_model", execute_model)
-    threading.Timer(0.2, core.executor.abort).start()
-    threading.Timer(0.4, held.set).start()
+
+    def abort() -> None:
+        core.executor.abort()
+        threading.Timer(0.2, held.set).start()
+
+    threading.Timer(0.2, abort).start()
     with pytest.raises(GroupBroken):
         answers(core, tokens=tokens)
     monkeypatch.undo()

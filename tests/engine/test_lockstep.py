@@ -133,10 +133,12 @@ def test_a_worker_is_replaced_while_the_others_continue(cluster) -> None:
     tracker = RequestTracker(cluster)
     tracker.submit(0, 300)
     tracker.submit(1, 300)
+    cluster.engines[1].executor.step_s = 0.02
     cluster.until(lambda: cluster.tokens["r1"])
     with cluster.shared.changed:
         cluster.engines[1].executor.lost = "worker 0 died"
         cluster.shared.changed.notify_all()
+    cluster.engines[1].executor.step_s = 0.0005
     tracker.check()
     assert cluster.engines[1].server.repairs == 1
     cluster.until(lambda: cluster.service.view().state == "serving")
@@ -201,15 +203,15 @@ def test_a_restarted_coordinator_is_rebuilt_from_its_engines(cluster) -> None:
 
 
 def test_engines_of_a_broken_group_go_on_alone_until_there_is_a_coordinator() -> None:
-    with Cluster(cluster={"stall_timeout_s": 1.0}) as cluster:
+    with Cluster(cluster={"stall_timeout_s": 2.0}) as cluster:
         cluster.join(0, 1)
         tracker = RequestTracker(cluster)
         for rank in (0, 1):
-            tracker.submit(rank, 200)
+            tracker.submit(rank, 400)
         cluster.until(lambda: all(cluster.tokens.values()))
+        cluster.engines[1].executor.step_s = 6.0  # it seems to be gone
         cluster.service.stop()
         members = [engine.server.core.wave_member for engine in cluster.engines.values()]
-        cluster.engines[1].executor.step_s = 3.0  # it seems to be gone
         cluster.until(lambda: members[0].phase is Phase.ALONE)
         cluster.engines[1].executor.step_s = 0.0005
         tracker.check()

@@ -33,7 +33,7 @@ WANTED = [
     EngineCoreRequest("a", list(range(3, 30)), SamplerParams(), 24),
     EngineCoreRequest("b", [5] * 40, SamplerParams(temperature=0.9, seed=7), 24),
 ]
-STALL_S = 3.0
+STALL_S = 10.0
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +119,8 @@ def adapter_shapes() -> dict[str, tuple[int, int]]:
 @pytest.fixture(autouse=True)
 def many_repairs(monkeypatch):
     monkeypatch.setattr("swell.engine.executor.ray.MAX_REPAIRS", 99)
-    monkeypatch.setattr("swell.engine.executor.ray._RELOAD_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("swell.engine.executor.ray._RELOAD_TIMEOUT_S", 15.0)
+    monkeypatch.setattr("swell.engine.executor.ray._FAILURE_GRACE_S", 30.0)
 
 
 @pytest.mark.parametrize(

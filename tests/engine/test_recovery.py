@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -119,7 +120,7 @@ def harness() -> Iterator[Harness]:
 
 @pytest.fixture
 def harness_with_short_timeouts() -> Iterator[Harness]:
-    yield from make_harness(stall_timeout_s=1.0)
+    yield from make_harness(stall_timeout_s=2.0)
 
 
 @pytest.fixture
@@ -134,10 +135,12 @@ def test_requests_continue_unchanged_after_a_recovery(harness, error) -> None:
     engine, inbox = harness
     client = engine.client()
     requests = [request(f"r{i}", [1, i], max_tokens=200, seed=i) for i in range(8)]
+    engine.executor.step_s = 0.02
     for wanted in requests:
         client.send(wanted)
     client.receive_until(lambda: len(client.tokens) == len(requests))
     engine.executor.breaks_by = error
+    engine.executor.step_s = 0.001
     client.receive_until(lambda: len(client.ended) == len(requests))
     for wanted in requests:
         assert client.tokens[wanted.request_id] == expected(wanted)
@@ -285,10 +288,12 @@ def test_a_paused_engine_keeps_requests_and_continues_after_the_pause(harness) -
     engine, inbox = harness
     inbox.until(EngineHello)
     client = engine.client()
+    engine.executor.step_s = 0.02
     client.send(request("r", [1], max_tokens=300))
     client.receive_until(lambda: bool(client.tokens))
     inbox.inbox.send(inbox.peer, Pause(0))
     inbox.until(Paused)
+    engine.executor.step_s = 0.001
     steps = engine.server.core.num_steps
     client.send(request("late", [2]))
     while client.receive(0.2):
@@ -311,11 +316,22 @@ def test_an_engine_introduces_itself_on_request(harness) -> None:
 def test_an_engine_in_a_long_step_still_sends_heartbeats(harness) -> None:
     """Its loop is blocked: the heartbeat thread reports the newest progress."""
     engine, inbox = harness
-    engine.executor.step_s = 3.0
-    engine.client().send(request("r", [1], max_tokens=2))
+    begun, ends = threading.Event(), threading.Event()
+
+    def hold(plan: SchedulerOutput) -> None:
+        begun.set()
+        ends.wait(SOON_S)
+
+    client = engine.client()
+    client.send(request("r", [1], max_tokens=LONG))
     while not inbox.until(EngineReport).running:
         pass
-    started, beats = time.monotonic(), 0
-    while time.monotonic() < started + 1.5:
-        beats += inbox.until(EngineReport).running
-    assert beats >= 3
+    engine.executor.sees = hold
+    assert begun.wait(SOON_S)
+    try:
+        reports = [inbox.until(EngineReport) for _ in range(3)]
+        while len({(report.running, report.steps) for report in reports[-3:]}) > 1:
+            reports.append(inbox.until(EngineReport))
+        assert reports[-1].running
+    finally:
+        ends.set()

@@ -98,9 +98,11 @@ def test_a_paused_engine_falls_asleep_and_goes_on_when_it_is_resumed(
     plans = Plans(engine)
     inbox.until(EngineHello)
     client = engine.client()
+    engine.executor.step_s = 0.02
     client.send(request("r", [1], max_tokens=300))
     client.receive_until(lambda: bool(client.tokens))
     fall_asleep(inbox, level)
+    engine.executor.step_s = 0.001
     steps = engine.server.core.num_steps
     client.send(request("late", [2]))
     while client.receive(0.2):

@@ -53,6 +53,15 @@ class ClusterMonitor:
             return state
         return None
 
+    async def wait_for_state(self, limit_s: float) -> ClusterState:
+        """The same once there is an answer. Raises NotReached."""
+        deadline = time.monotonic() + limit_s
+        while (state := await self.get_state()) is None:
+            if time.monotonic() > deadline:
+                raise NotReached("no answer from /admin/cluster")
+            await asyncio.sleep(_POLL_S)
+        return state
+
     async def counter(self, name: str) -> float:
         """A metric, summed over its labels; 0 if it is not reported."""
         try:

@@ -59,10 +59,8 @@ async def _decode(_monitor: ClusterMonitor, load: Load) -> None:
 def _rescale(phase: str) -> Callable[[ClusterMonitor, Load], Awaitable[None]]:
     async def reach(monitor: ClusterMonitor, load: Load) -> None:
         await _decode(monitor, load)
-        state = await monitor.get_state()
-        if state is None:
-            raise NotReached("no answer from /admin/cluster")
-        await monitor.post("/admin/scale", {"engines": state.target + 1})
+        wanted = (await monitor.wait_for_state(_LIMIT_S)).target + 1
+        await monitor.post("/admin/scale", {"engines": wanted})
         deadline = time.monotonic() + _LIMIT_S
         begun = False
         while time.monotonic() < deadline:

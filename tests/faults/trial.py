@@ -190,13 +190,11 @@ class Trial:
     ) -> tuple[_Record, Load]:
         """A whole cluster of the first size, or so many engines less, and a load that has not
         begun."""
-        if not self._engines:
-            state = await monitor.get_state()
-            self._engines = state.target if state is not None else 1
-        engines = self._engines - fewer
         try:
-            state = await monitor.get_state()
-            if state is not None and state.target != engines:
+            state = await monitor.wait_for_state(RECOVER_S)
+            self._engines = self._engines or state.target
+            engines = self._engines - fewer
+            if state.target != engines:
                 await monitor.post("/admin/scale", {"engines": engines, "drain_timeout_s": 0})
             await monitor.until_whole({engines}, RECOVER_S)
             if prepare is not None:
@@ -272,9 +270,10 @@ class _Record:
 
     async def inject_and_wait(self, fault: Fault) -> None:
         """Cause it and wait for full capacity."""
-        before = await self._monitor.get_state()
-        if before is None:
-            self._break(f"{fault.name}: no answer from /admin/cluster")
+        try:
+            before = await self._monitor.wait_for_state(RECOVER_S)
+        except NotReached as error:
+            self._break(f"{fault.name}: {error}")
             return
         self._in_flight.append(len(self._load.open))
         began = time.monotonic()

@@ -78,7 +78,7 @@ def test_a_member_without_the_secret_is_noticed_through_its_connections(monkeypa
     def form(rank: int) -> str:
         secret = (OURS, forged)[rank]
         with pytest.raises((ForeignMember, RuntimeError)) as raised:
-            connect("cpu", store, rank, 2, 5.0, threading.Event(), secret)
+            connect("cpu", store, rank, 2, 60.0, threading.Event(), secret)
         return str(raised.value)
 
     honest, _ = in_threads(2, form)

@@ -35,7 +35,8 @@ def in_threads(world: int, work: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
+        assert not thread.is_alive()
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -137,7 +138,7 @@ def test_leaving_a_group_wakes_the_peer() -> None:
         before = time.monotonic()
         with pytest.raises(GroupError, match=r"'tensor0': allreduce"):
             mesh.tensor.all_reduce(torch.ones(1))
-        assert time.monotonic() - before < 10
+        assert time.monotonic() - before < 30, "it has waited for the time limit"
         mesh.close()
 
     in_threads(2, work)
@@ -286,11 +287,9 @@ def test_closing_frees_sockets_and_threads() -> None:
     for _ in range(3):
         once()
     deadline = time.monotonic() + 60
-    while count() > before and time.monotonic() < deadline:
+    while any(now > then for now, then in zip(count(), before, strict=True)):
+        assert time.monotonic() < deadline, (count(), before)
         time.sleep(0.05)
-    after = count()
-    assert after[0] <= before[0]
-    assert after[1] <= before[1]
 
 
 def _process(rank: int, port: int, results: Any) -> None:

@@ -17,7 +17,7 @@ from swell.cluster.api.admin import adapter_routes
 from swell.cluster.text.adapters import LoadedAdapters
 from swell.configs.adapter_files import WEIGHTS_NAME
 from tests import adapters
-from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth
+from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 
 pytestmark = pytest.mark.slow
@@ -83,6 +83,7 @@ def test_an_ingress_that_has_seen_no_view_refuses_no_adapter(tmp_path: Path) -> 
 
 def test_a_view_without_engines_says_which_adapters_there_are(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
+        await until(lambda: cluster.ingress.llm.has_seen_view)
         answer = await cluster.client.post("/v1/completions", json=body([4, 5], 2, model="none"))
         assert answer.status_code == 404
 
@@ -243,19 +244,24 @@ def test_folders_that_hang_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
             answer = await cluster.client.post(LOAD, json={"lora_name": name, "lora_path": path})
             return answer.status_code, answer.text
 
-        hung = [load(f"h{number}", str(hanging)) for number in range(adapter_routes._MAX_READS - 1)]
-        *late, good = await asyncio.gather(*hung, load("good", made(tmp_path, "a")))
-        assert good[0] == 200
+        names = [f"h{number}" for number in range(adapter_routes._MAX_READS - 1)]
+        late = await asyncio.gather(*(load(name, str(hanging)) for name in names))
+        monkeypatch.setattr(adapter_routes, "_FILES_TIMEOUT_S", 60.0)
+        assert (await load("good", made(tmp_path, "a")))[0] == 200
+        monkeypatch.setattr(adapter_routes, "_FILES_TIMEOUT_S", 0.5)
         assert {status for status, _ in late} == {503}
         assert all("the folder may hang" in text for _, text in late)
         assert (await load("again", str(hanging)))[0] == 503
         status, text = await load("other", made(tmp_path, "b"))
         assert status == 503 and "8 reads of folders are under way" in text
-        for _ in range(adapter_routes._MAX_READS):  # each reader gets its end, and fails
-            with contextlib.suppress(OSError):
-                os.close(os.open(hanging / WEIGHTS_NAME, os.O_WRONLY | os.O_NONBLOCK))
-            await asyncio.sleep(0.05)
-        assert (await load("other", made(tmp_path, "c")))[0] == 200
+        monkeypatch.setattr(adapter_routes, "_FILES_TIMEOUT_S", 60.0)
+        async with asyncio.timeout(60):
+            while status == 503:  # each reader gets its end, and fails
+                with contextlib.suppress(OSError):
+                    os.close(os.open(hanging / WEIGHTS_NAME, os.O_WRONLY | os.O_NONBLOCK))
+                await asyncio.sleep(0.05)
+                status, _ = await load("other", made(tmp_path, "c"))
+        assert status == 200
 
     play(tmp_path, scene)
 

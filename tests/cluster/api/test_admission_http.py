@@ -175,14 +175,17 @@ def limited(path: str, *, stream: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", REQUEST)
 def test_a_request_that_has_no_token_in_time_is_a_408_and_leaves_its_engine(folder, path, stream):
-    """Half a second is enough for the request to reach its engine, also on a busy machine."""
-
     async def run() -> tuple[httpx.Response, list[str], list[str]]:
         async with FakeCluster(folder).serving() as cluster:
             engine = await cluster.join(0, NO_STEPS)
-            answer = await cluster.client.post(
-                path, json=limited(path, stream=stream), headers={HEADER: "0.5"}
+            sent = cluster.client.post(
+                path, json=limited(path, stream=stream), headers={HEADER: "86400"}
             )
+            answering = asyncio.create_task(sent)
+            await until(lambda: engine.arrived)
+            (timer,) = far_timers()
+            timer._run()
+            answer = await answering
             await until(lambda: engine.aborted)
             metrics = (await cluster.client.get("/metrics")).text
             assert 'swell_request_success_total{finished_reason="abort"} 1.0' in metrics
@@ -192,7 +195,7 @@ def test_a_request_that_has_no_token_in_time_is_a_408_and_leaves_its_engine(fold
     assert aborted == arrived
     assert answer.status_code == 408
     error = answer.json()["error"]
-    assert f"{HEADER}=0.5" in error["message"]
+    assert f"{HEADER}=86400" in error["message"]
     if path == "/v1/messages":
         assert error["type"] == "timeout_error"
     else:

@@ -223,8 +223,8 @@ def test_refusals_of_the_connection_are_readable_too(
     async def scenario() -> tuple[int, dict[bytes, bytes]]:
         settings = {
             "serve.cors_origins": origins,
-            "serve.head_timeout_s": 0.2,
-            "serve.transfer_timeout_s": 0.2,
+            "serve.head_timeout_s": 0.2 if name == "a stopped head" else 60.0,
+            "serve.transfer_timeout_s": 0.2 if name == "a stopped body" else 60.0,
         }
         async with FakeCluster(folder, **settings).serving() as cluster:
             return await raw_answer(cluster.edge.port, filled)

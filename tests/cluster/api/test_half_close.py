@@ -16,7 +16,15 @@ import pytest
 import uvloop
 
 from swell.cluster.api.server import half_close
-from tests.cluster.fake_cluster import UNLIMITED_STEPS, FakeCluster, FakeEngine, body, truth, until
+from tests.cluster.fake_cluster import (
+    DEADLINE_S,
+    UNLIMITED_STEPS,
+    FakeCluster,
+    FakeEngine,
+    body,
+    truth,
+    until,
+)
 from tests.cluster.text import tokenizers_for_tests
 
 pytestmark = pytest.mark.slow
@@ -69,11 +77,11 @@ class Peer:
 
     async def rest(self) -> bytes:
         """All bytes until the server closes."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             return await self.reader.read()
 
     async def until(self, end: bytes) -> bytes:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             return await self.reader.readuntil(end)
 
     async def leave(self) -> None:
@@ -116,9 +124,10 @@ def parsed(data: bytes) -> tuple[int, bytes]:
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_client_that_stops_sending_gets_its_answer(
-    folder: Path, run: Any, version: str, stream: bool
+    folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch, version: str, stream: bool
 ) -> None:
-    """The answer comes some time after the client stopped sending."""
+    """The answer comes some time after the client stopped sending, and before any probe."""
+    monkeypatch.setattr(half_close, "PROBE_S", 600.0)
     payload = body([5, 6], 8, stream=stream)
 
     async def scenario() -> bytes:
@@ -232,11 +241,13 @@ def test_a_disconnect_in_a_stalled_stream_is_detected(folder: Path, run: Any) ->
     async def scenario() -> bytes:
         async with connected(folder, 0) as (_, engine, connect):
             gone, stays = await connect(), await connect()
-            await gone.send(post(body([5, 6], LONG, stream=True)))
-            await stays.send(post(body([5, 6], 2, stream=True)))
+            await gone.send(post(body([5, 6], LONG, stream=True)), stops=False)
+            await stays.send(post(body([5, 6], 2, stream=True)), stops=False)
             await until(lambda: len(engine.requests) == 2)
             engine.allow(1)  # one step, in which both begin
-            await gone.until(b"data: ")
+            for peer in (gone, stays):
+                await peer.until(b"data: ")
+                peer.writer.write_eof()
             await gone.leave()
             await stays.until(b"\n:\n\n")
             await until(lambda: engine.aborted)

@@ -12,6 +12,7 @@ import json
 import re
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,14 @@ from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import load
 from swell.coordinator.channel import make_keys
 from swell.coordinator.contact import CoordinatorEndpoint
+from swell.coordinator.ground import ThreadGround
 from swell.coordinator.ports import free_port
 from swell.coordinator.service import CoordinatorService
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
 from swell.engine.server import EngineServer
 from swell.engine.wire import EngineCoreRequest
+from tests.cluster.fake_cluster import DEADLINE_S, until
 from tests.cluster.text import tokenizers_for_tests
 from tests.engine.fake_worker import FakeExecutor, next_token
 
@@ -40,12 +43,32 @@ pytestmark = pytest.mark.slow
 MAX_MODEL_LEN = 600
 
 
+QUICK_S, SLOW_S = 0.002, 0.1
+
+
 class SlowExecutor(FakeExecutor):
     """Takes some time for each step, so that a test can act during an answer."""
 
+    step_s = QUICK_S
+
     def run_until(self, step: int):
-        threading.Event().wait(0.002)
+        threading.Event().wait(self.step_s)
         return super().run_until(step)
+
+
+class PatientGround(ThreadGround):
+    """Its time begins with `begin`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = super().now()
+        self._has_begun = False
+
+    def begin(self) -> None:
+        self._has_begun = True
+
+    def now(self) -> float:
+        return super().now() if self._has_begun else self._since
 
 
 class ThreadedCluster:
@@ -83,18 +106,33 @@ class ThreadedCluster:
         thread.start()
         self.engines[rank] = server
         self.threads.append(thread)
-        self.coordinator.join([server.member], 10)
+        self.coordinator.join([server.member], DEADLINE_S)
 
     def remove_engine(self, rank: int) -> None:
         self.coordinator.remove_failed([rank])
-        self.engines[rank].stop()
+        self.engines.pop(rank).stop()
+
+    async def until_all_run(self, requests: int) -> None:
+        """That many have tokens, and all that the engines have."""
+
+        def all_run() -> bool:
+            engines = list(self.engines.values())
+            held = [r for e in engines for r in list(e.core.scheduler.requests.values())]
+            return len(held) == requests and all(r.num_outputs > 0 for r in held)
+
+        await until(all_run)
 
     def replace_coordinator(self) -> None:
-        """The next one has the same address and an empty state."""
+        """The next one has the same address and an empty state. It has the time to hear all
+        engines."""
         self.coordinator.stop()
+        ground = PatientGround()
         self.coordinator = CoordinatorService(
-            self.config.cluster, endpoint=self.endpoint, recover=True
+            self.config.cluster, ground, endpoint=self.endpoint, recover=True
         )
+        while len(self.coordinator._hellos) < len(self.engines):
+            time.sleep(0.01)
+        ground.begin()
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -161,7 +199,7 @@ async def read_stream(client: httpx.AsyncClient, payload: dict) -> list[int]:
     return ids
 
 
-def test_answers_continue_when_their_engine_leaves(folder):
+def test_answers_continue_when_their_engine_leaves(folder, monkeypatch):
     prompts = [[n, 2, 3, n] for n in range(6)]
 
     async def scenario(house: ThreadedCluster) -> tuple[list[list[int]], list[httpx.Response]]:
@@ -171,13 +209,15 @@ def test_answers_continue_when_their_engine_leaves(folder):
                 asyncio.create_task(client.post("/v1/completions", json=body(p, 300)))
                 for p in prompts
             ]
-            await asyncio.sleep(0.2)
+            await house.until_all_run(12)
             house.add_engine(2)
             await asyncio.to_thread(house.remove_engine, 0)
-            await asyncio.sleep(0.2)
+            await house.until_all_run(12)
             await asyncio.to_thread(house.remove_engine, 1)
+            monkeypatch.setattr(SlowExecutor, "step_s", QUICK_S)
             return await asyncio.gather(*streams), await asyncio.gather(*wholes)
 
+    monkeypatch.setattr(SlowExecutor, "step_s", SLOW_S)
     with threaded_cluster(folder, 2) as house:
         streams, wholes = asyncio.run(scenario(house))
     expected = [truth(prompt, 300, seed=3) for prompt in prompts]
@@ -192,7 +232,7 @@ def test_answers_wait_for_an_engine_when_the_last_one_leaves(folder):
     async def scenario(house: ThreadedCluster) -> list[list[int]]:
         async with house.serving() as client:
             early = asyncio.create_task(read_stream(client, body([1, 2], 200)))
-            await asyncio.sleep(0.1)
+            await house.until_all_run(1)
             await asyncio.to_thread(house.remove_engine, 0)
             await asyncio.sleep(0.1)
             late = asyncio.create_task(read_stream(client, body([1], 5)))
@@ -252,7 +292,7 @@ def test_any_ingress_reports_the_counts_of_all(folder):
         return float(count)
 
     async def all_report(count: int, *clients: httpx.AsyncClient) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             while {await ended(client) for client in clients} != {count}:
                 await asyncio.sleep(0.02)
 
@@ -289,7 +329,7 @@ def test_everything_is_free_after_clients_left(folder):
         async with house.serving() as client:
             for stream in (True, False):
                 await leave(house, client, stream)
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(DEADLINE_S):
                     while True:
                         report = (await client.get("/admin/idle")).json()
                         if all(engine["idle"] for engine in report["engines"]):

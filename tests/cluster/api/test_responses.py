@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseItemList
 
+from swell.cluster.api.responses import store_client
 from swell.cluster.api.responses.response_store import Store
 from tests.cluster.api.responses_server import (
     CALL,
@@ -201,9 +202,12 @@ def test_unknown_responses_are_404(tmp_path: Path, method: str, path: str, statu
     asyncio.run(scenario())
 
 
-def test_an_answer_is_given_though_the_store_is_away(tmp_path: Path) -> None:
+def test_an_answer_is_given_though_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answer says that it is not stored; requests for stored responses say that the store
     cannot be reached."""
+    monkeypatch.setattr(store_client, "_UNAVAILABLE_S", 600.0)
 
     async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the fox").open() as server:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from swell.cluster.api.tracing import exporter
+from swell.cluster.api.tracing import exporter, otlp
 from swell.cluster.api.tracing.spans import TracedRequest, request_attributes, spans_of
 from swell.cluster.api.tracing.trace_context import trace_context
 from swell.cluster.app import with_collector
@@ -37,6 +37,12 @@ SERVER, INTERNAL = 2, 1
 def folder(tmp_path: Path) -> Path:
     tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector that is slow gets no batch twice."""
+    monkeypatch.setattr(otlp, "_POST_TIMEOUT_S", 60.0)
 
 
 # -------------------------------------------------------------------------------- the caller's span

@@ -10,7 +10,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.api.test_ingress import ThreadedCluster, body, threaded_cluster, truth
+from tests.cluster.api.test_ingress import (
+    QUICK_S,
+    SLOW_S,
+    SlowExecutor,
+    ThreadedCluster,
+    body,
+    threaded_cluster,
+    truth,
+)
 from tests.cluster.text import tokenizers_for_tests
 
 OLD, NEW = "1-old", "2-new"
@@ -53,13 +61,19 @@ def test_every_answer_and_every_chunk_names_its_version(folder: Path) -> None:
     run(folder, scenario)
 
 
-def test_an_answer_waits_for_an_engine_of_its_version(folder: Path) -> None:
+def test_an_answer_waits_for_an_engine_of_its_version(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last old one is lost while a new one has room. A later request gets the new one."""
 
     async def scenario(house: ThreadedCluster, client: httpx.AsyncClient) -> None:
         begun = asyncio.create_task(client.post("/v1/completions", json=body([1, 2], 300)))
         streamed = asyncio.create_task(events(client, "/v1/completions", body([3], 300)))
-        await asyncio.sleep(0.2)
+        await house.until_all_run(2)
+        membership = await asyncio.to_thread(house.coordinator.membership)
+        while membership.versions != [OLD]:
+            await asyncio.sleep(0.05)
+            membership = await asyncio.to_thread(house.coordinator.membership)
         await asyncio.to_thread(house.add_engine, 1, NEW)
         await asyncio.to_thread(house.remove_engine, 0)
         late = await client.post("/v1/completions", json=body([5], 5))
@@ -69,6 +83,7 @@ def test_an_answer_waits_for_an_engine_of_its_version(folder: Path) -> None:
             await asyncio.sleep(0.05)
             membership = await asyncio.to_thread(house.coordinator.membership)
         assert not begun.done() and not streamed.done()
+        monkeypatch.setattr(SlowExecutor, "step_s", QUICK_S)
         await asyncio.to_thread(house.add_engine, 2, OLD)
         whole, (version, chunks) = await asyncio.gather(begun, streamed)
         assert whole.headers["x-swell-engine"] == "0,2" and version == OLD
@@ -76,6 +91,7 @@ def test_an_answer_waits_for_an_engine_of_its_version(folder: Path) -> None:
         ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
         assert ids == truth([3], 300, seed=3)
 
+    monkeypatch.setattr(SlowExecutor, "step_s", SLOW_S)
     run(folder, scenario)
 
 

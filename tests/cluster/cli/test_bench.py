@@ -37,6 +37,7 @@ def run(fake: FakeServer, tmp_path: Path, *more: str) -> tuple[int, dict[str, An
 def test_everything_is_counted(
     fake: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    fake.gap_s = 0.02
     code, report = run(fake, tmp_path, "--api-key", "secret")
     assert code == 0
     assert (report["ok"], report["failed"], report["first_error"]) == (12, 0, None)
@@ -54,6 +55,7 @@ def test_everything_is_counted(
 
 
 def test_requests_are_as_configured(fake: FakeServer, tmp_path: Path) -> None:
+    fake.gap_s = 0.02
     run(fake, tmp_path)
     assert fake.most_in_flight == 3
     warm, *requests = fake.requests

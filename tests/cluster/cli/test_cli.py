@@ -206,18 +206,22 @@ def test_interrupts_are_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor"]) == 130
 
 
+MAX_HELP_MODULES = 200
+"""Of Python's own library nearly all: twice what it loads."""
+
+
 def test_help_is_quick_and_loads_nothing() -> None:
     code = (
-        "import sys, time\nstart = time.process_time()\n"
+        "import sys\n"
         "from swell.cluster.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-        "print(time.process_time() - start)\n"
+        "print(len(sys.modules))\n"
         "print(sorted({'ray', 'torch', 'transformers', 'aiohttp', 'rich'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, heavy = run.stdout.splitlines()[-2:]
+    modules, heavy = run.stdout.splitlines()[-2:]
     assert heavy == "[]"
-    assert float(seconds) < 0.3
+    assert int(modules) < MAX_HELP_MODULES
 
 
 def test_the_console_script_and_the_module_are_the_same() -> None:

@@ -67,11 +67,11 @@ def said(monkeypatch: pytest.MonkeyPatch) -> FakeServe:
 
 @pytest.fixture
 def wait(said: FakeServe, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
-    """Wait for a handle with these answers, up to 0.3 s."""
+    """Wait for a handle with these answers."""
     monkeypatch.setattr(launch, "_POLL_S", 0.01)
 
-    def until_ready(*answers: IngressStatus | None) -> str | None:
-        return launch._wait_until_ready(FakeHandle(*answers), threading.Event(), 0.3)
+    def until_ready(*answers: IngressStatus | None, limit_s: float = 60.0) -> str | None:
+        return launch._wait_until_ready(FakeHandle(*answers), threading.Event(), limit_s)
 
     return until_ready
 
@@ -84,9 +84,9 @@ def test_a_ready_ingress_reports_its_address(wait: Any, capsys: Any) -> None:
 
 def test_a_start_that_takes_too_long_ends_with_the_reason(wait: Any) -> None:
     with pytest.raises(StartupError, match=r"cluster\.start_timeout_s\): engine 0: loading"):
-        wait(IngressStatus(HOST, LOADING))
+        wait(IngressStatus(HOST, LOADING), limit_s=0.3)
     with pytest.raises(StartupError, match="no ingress answers"):
-        wait(None)
+        wait(None, limit_s=0.3)
 
 
 def test_a_start_that_failed_ends_at_once(wait: Any) -> None:
@@ -105,7 +105,7 @@ def test_the_reason_names_replicas_that_serve_has_not_started(
     assert lines == ["Ray Serve begins to start the application", "Ingress: no node has room"]
     said.says = [deploying]
     with pytest.raises(StartupError, match=r"start_timeout_s\): Ingress: no node has room"):
-        wait(IngressStatus(HOST, None))
+        wait(IngressStatus(HOST, None), limit_s=0.3)
 
 
 def test_an_application_that_serve_gives_up_ends_the_start(wait: Any, said: FakeServe) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
-from swell.cluster.client.merged_outputs import MergedOutputs, OutputBatch
+from swell.cluster.client.merged_outputs import MergedOutputs, OutputBatch, OutputsInTurn
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import (
     CompletionOutput,
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
+    TokenQueue,
 )
 from swell.cluster.client.request_state import EngineGone, RequestFailed, RequestState
 from swell.cluster.text.detokenizer import Detokenizer
@@ -28,14 +31,18 @@ DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 PROCESSOR = OutputProcessor(Detokenizer(byte_level()))
 
 
-def states(count: int, kind: RequestOutputKind = DELTA) -> list[RequestState]:
+def states(
+    count: int,
+    kind: RequestOutputKind = DELTA,
+    collector: type[RequestOutputCollector] = RequestOutputCollector,
+) -> list[RequestState]:
     PROCESSOR.request_states.clear()
     return [
         PROCESSOR.add_request(
             EngineCoreRequest(f"r{number}", [1], SamplerParams(), 9),
             SamplingParams(),
             kind=kind,
-            queue=RequestOutputCollector(kind),
+            queue=collector(kind),
         )
         for number in range(count)
     ]
@@ -61,8 +68,8 @@ async def after(
     """What a reader that waits already gets."""
     waiting = asyncio.ensure_future(anext(reader))
     await asyncio.sleep(0)
-    for one, given in puts:
-        put(one, given)
+    for one, what in puts:
+        put(one, what)
     return texts(await asyncio.wait_for(waiting, DEADLINE_S))
 
 
@@ -114,6 +121,68 @@ def test_what_was_there_comes_before_a_failure():
         assert texts(await anext(reader)) == [(0, "x")]
         with pytest.raises(EngineGone, match="no more"):
             await asyncio.wait_for(anext(reader), DEADLINE_S)
+
+    asyncio.run(read())
+
+
+def test_a_failure_comes_behind_an_output_of_its_request_that_was_not_taken():
+    async def read() -> None:
+        (one,) = states(1)
+        reader = MergedOutputs([one], SamplingParams(), DELTA)
+        assert await after(reader, (one, output("x")), (one, EngineGone("no more"))) == [(0, "x")]
+        with pytest.raises(EngineGone, match="no more"):
+            await asyncio.wait_for(anext(reader), DEADLINE_S)
+
+    asyncio.run(read())
+
+
+STEPS = st.tuples(st.integers(0, 2), st.sampled_from(["delta", "last", "fail", "pause"]))
+
+
+@pytest.mark.parametrize("merge", [MergedOutputs, OutputsInTurn])
+@given(st.lists(STEPS, max_size=24))
+def test_a_reader_gets_all_outputs_and_an_end_whenever_they_come(
+    merge: type[MergedOutputs], steps: list[tuple[int, str]]
+) -> None:
+    """`pause`: the reader runs. It never waits for more than has come; in turns it may, for the
+    request whose turn it is."""
+
+    async def read() -> None:
+        collector = TokenQueue if merge is OutputsInTurn else RequestOutputCollector
+        requests = states(3, DELTA, collector)
+        reader = merge(requests, SamplingParams(n=3), DELTA)
+        got = ["", "", ""]
+
+        async def take() -> None:
+            async for batch in reader:
+                for number, one in batch:
+                    got[number] += one.outputs[0].text
+
+        sent, ended, failed = ["", "", ""], set(), False
+        taking = asyncio.ensure_future(take())
+        every_end = [(number, "last") for number in range(3)]
+        for number, step in [*steps, (0, "pause"), *every_end, (0, "pause")]:
+            if step == "pause":
+                for _ in range(30):
+                    await asyncio.sleep(0)
+                assert taking.done() or not failed or merge is OutputsInTurn, "it waits for more"
+            elif number in ended:
+                continue
+            elif step == "fail":
+                put(requests[number], EngineGone("no more"))
+                failed = True
+                ended.add(number)
+            else:
+                text = str(len(sent[number]) % 10)
+                put(requests[number], output(text, finished=step == "last", index=number))
+                sent[number] += text
+                ended |= {number} if step == "last" else set()
+        assert taking.done(), "it waits for more"
+        if failed:
+            assert isinstance(taking.exception(), EngineGone)
+            assert all(whole.startswith(part) for whole, part in zip(sent, got, strict=True))
+        else:
+            assert taking.exception() is None and got == sent
 
     asyncio.run(read())
 

@@ -120,8 +120,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_probe_over_http(folder: Path) -> None:
     async def run() -> None:
-        settings = {"cluster.stall_timeout_s": 0.5}
-        async with FakeCluster(folder, **settings).serving() as cluster:
+        async with FakeCluster(folder).serving() as cluster:
             probe = cluster.client.get
 
             async def reason() -> str:
@@ -137,6 +136,7 @@ def test_the_probe_over_http(folder: Path) -> None:
             assert await reason() == "paused by an operator"
             cluster.coordinator.tell(state="serving")
             await until(lambda: cluster.ingress.llm.view.state == "serving")
+            cluster.ingress.llm._readiness._limit_s = 0.1
             await until(lambda: cluster.ingress.llm.check_ready().coordinator_silent)
             answer = await probe("/ready")
             assert (answer.status_code, answer.json()["coordinator"]) == (200, "silent")

@@ -93,7 +93,7 @@ def test_a_coordinator_that_recovers_is_found_however_many_wait_for_it(cluster: 
             "coordinator-1", NAMESPACE, CONFIG, False, endpoint, True
         )
         waiting = [asyncio.ensure_future(cluster.call(actor, "view")) for _ in range(40)]
-        contact = await asyncio.wait_for(cluster.call(actor, "contact"), 20.0)
+        contact = await asyncio.wait_for(cluster.call(actor, "contact"), 120.0)
         assert await asyncio.wait_for(cluster.call(actor, "probe"), 20.0)
         assert await asyncio.to_thread(find, contact, 20.0) == contact
         assert not any(call.done() for call in waiting), "it has recovered meanwhile"

