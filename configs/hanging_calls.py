@@ -34,9 +34,14 @@ class HangingCalls:
             self._count += 1
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # who waits no longer does not cancel it
-        threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(call, future), name=self._name, daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no more
+            self._done()
+            raise TooManyCalls(f"no thread can be started ({error}); try again later") from None
         return future
 
     def _run(self, call: Callable[[], T], future: Future[T]) -> None:

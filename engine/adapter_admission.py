@@ -166,9 +166,7 @@ class AdapterAdmission:
     def count_failed_attempt(self) -> list[Failed]:
         """A worker was lost, and with it the loads that are under way, which begin again. One of
         them may be the reason: its requests fail if that was so too often."""
-        loading = [digest for digest, place in self._places.items() if not place.is_loaded]
-        for digest in loading:
-            self._release(digest)
+        loading = self._release_loading()
         failed, kept = [], []
         for one in self._held:
             attempts = one.request.failed_attempts + (one.digest in loading)
@@ -194,8 +192,10 @@ class AdapterAdmission:
         return dropped
 
     def clear(self) -> None:
-        """Forget every request."""
+        """Forget every request, and each load that may have begun."""
         self._held.clear()
+        self._commands.clear()
+        self._release_loading()
 
     def _begin(self, one: Held, in_use: Callable[[], set[str]], now: float) -> bool:
         """Give an adapter a place, if there is one."""
@@ -217,6 +217,13 @@ class AdapterAdmission:
                 self._release(digest)
                 return True
         return False
+
+    def _release_loading(self) -> list[str]:
+        """Digests of what was not loaded yet."""
+        loading = [digest for digest, place in self._places.items() if not place.is_loaded]
+        for digest in loading:
+            self._release(digest)
+        return loading
 
     def _release(self, digest: str) -> _Place:
         place = self._places.pop(digest)

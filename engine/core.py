@@ -212,8 +212,9 @@ class EngineCore:
                 self._failed.append(self.scheduler.fail_adapter(loaded.digest, loaded.failure))
 
     def on_repaired(self) -> None:
-        """Workers were replaced."""
+        """Workers were replaced, and what they were loading is begun again."""
         self._on_loaded(self.executor.loaded_adapters(0.0))
+        self._failed += map(_failure_of, self.adapters.count_failed_attempt())
 
     def _adapters_in_use(self) -> set[str]:
         """Digests."""

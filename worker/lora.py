@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -161,8 +160,10 @@ class Adapters(NoAdapters):
         if error := read.exception():
             future.set_exception(error)
             return
-        with suppress(RuntimeError):  # this worker ends
+        try:
             self._thread.submit(self._load_into, number, adapter, future)
+        except RuntimeError as refused:  # this worker ends, or the system has no thread for it
+            future.set_exception(refused)
 
     def number_of(self, digest: str) -> int | None:
         if not digest:

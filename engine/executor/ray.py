@@ -177,11 +177,12 @@ class RayExecutor(Executor):
         for worker in new_workers:
             worker.run = worker.actor.run.remote()
         progress("connecting the workers")
+        deadline = time.monotonic() + limit_s
         while any(m.peer is None or m.rank not in self._heartbeats.ranks for m in new_workers):
             self._receive()
-            for worker in new_workers:
-                if ended := worker.exit_reason():
-                    raise ExecutorError(f"worker {worker.rank} {ended} while it connected")
+            self.check()
+            if time.monotonic() > deadline:
+                raise ExecutorError(f"a worker did not connect in start_timeout_s={limit_s:g}")
 
     def _load_adapters(self, ranks: list[int]) -> None:
         """Let workers in the places of others load what these had. An adapter that one cannot load
@@ -282,11 +283,11 @@ class RayExecutor(Executor):
         self._send_all(self._loads.begin(command))
 
     def loaded_adapters(self, wait_s: float) -> list[AdapterLoaded]:
-        if wait_s and not self._loaded:
+        if not self._loaded:
             messages = self._receive(wait_s)
             for message in messages:
                 self._raise_if_failed(message)
-            if not messages:
+            if wait_s and not messages:
                 self.check()
         loaded, self._loaded = self._loaded, []
         return loaded

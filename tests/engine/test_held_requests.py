@@ -252,6 +252,50 @@ def test_loads_in_which_workers_are_lost_count_as_attempts(monkeypatch: pytest.M
     assert token_ids(run(core)["2"]) == expected(request("2", "b"))
 
 
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_load_whose_worker_is_lost_outside_of_a_step_begins_again(is_idle: bool) -> None:
+    """While groups form again, or while nobody waits for the adapter."""
+    core, executor = make()
+    core.add_request(request("1", "a"), b"")
+    core.step()
+    if is_idle:
+        core.abort_requests(["1"])
+    core.discard_steps_in_flight()
+    core.on_repaired()
+    waiting = "1"
+    if is_idle:
+        waiting = "2"
+        core.add_request(request("2", "a"), b"")
+    core.step()
+    assert [command.adapter.name for command in executor.commands] == ["a", "a"]
+    executor.finish("a")
+    assert token_ids(run(core)[waiting]) == expected(request(waiting, "a"))
+    core.check_idle()
+
+
+def test_a_load_that_an_interrupt_has_perhaps_not_begun_begins_after_the_reset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core, executor = make(max_adapters=1)
+    executor.abort = lambda: None  # type: ignore[method-assign]
+
+    def interrupt(_command: LoadAdapter) -> None:
+        raise KeyboardInterrupt
+
+    core.add_request(request("1", "a"), b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "load_adapter", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+    core.reset()
+    for id, name in (("2", "a"), ("3", "b")):
+        core.add_request(request(id, name), b"")
+        core.step()
+        executor.finish(name)
+        assert token_ids(run(core)[id]) == expected(request(id, name))
+    core.check_idle()
+
+
 def test_without_adapters_they_are_refused() -> None:
     core, _ = make(enabled=False)
     refused = core.add_request(request("1", "a"), b"")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError
 
+from swell.configs.lora import Adapter
 from swell.configs.schema import load
-from swell.coordinator.channel import make_keys
+from swell.coordinator.channel import Outlet, make_keys
+from swell.engine.executor import ExecutorError
 from swell.engine.executor import ray as executor_module
+from swell.engine.executor.adapter_loads import AdapterLoads
 from swell.engine.executor.ray import RayExecutor
+from swell.engine.executor.ray_worker import RayWorker
+from swell.worker.wire import AdapterLoaded, LoadAdapter, WorkerCommand, WorkerHello, WorkerLimits
+
+SOON_S = 60.0
 
 
 class Stopped(Exception):
@@ -54,6 +62,76 @@ def test_a_replacement_has_the_bundle_of_its_predecessor(executor, monkeypatch) 
     executor.created.clear()
     executor.start_workers(1)
     assert executor.created == {1: 2} and executor._workers[1].node == "a"
+
+
+class FrozenWorker:
+    """Its process loads, and stops before it connects."""
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *_arguments: name)
+
+
+class FrozenExecutor(RayExecutor):
+    def __init__(self, **cluster: float) -> None:
+        config = load({"model": {"path": "m"}, "parallel": {"tensor": 2}, "cluster": cluster})
+        super().__init__(config, placement_group=None, keys=make_keys(), host="127.0.0.1")
+
+    def _create(self, *_arguments: Any) -> Any:
+        return FrozenWorker()
+
+    def _load(self, workers: list[Any], _progress: Any) -> Any:
+        limits = WorkerLimits(
+            num_blocks=8,
+            max_model_len=64,
+            vocab_size=9,
+            weight_bytes=0,
+            pid=1,
+            samples=True,
+            keeps_kv=True,
+            offload_blocks=(0, 0),
+        )
+        return [limits for _ in workers]
+
+
+@pytest.mark.timeout(60)
+def test_a_replacement_that_never_connects_ends_the_engine(monkeypatch) -> None:
+    """Nothing says that its process is frozen: Ray's task runs, and no heartbeat has come yet."""
+    table = {"bundles_to_node_id": {0: "a"}}
+    monkeypatch.setattr(executor_module, "placement_group_table", lambda group: table)
+    monkeypatch.setattr(executor_module.ray, "get", lambda *_, **__: ("host", 1))
+    monkeypatch.setattr(executor_module.ray, "wait", lambda refs, **_: ([], refs))
+    executor = FrozenExecutor(start_timeout_s=0.5)
+    try:
+        with pytest.raises(ExecutorError, match="did not connect"):
+            executor._start_workers([1], lambda text: None)
+    finally:
+        executor._heartbeats.close()
+        executor._inbox.close()
+
+
+def test_answers_about_adapters_are_taken_in_also_without_waiting(monkeypatch) -> None:
+    """They may have come while the engine was idle."""
+    monkeypatch.setattr(RayWorker, "exit_reason", lambda worker: "")
+    executor = FrozenExecutor()
+    executor._loads = AdapterLoads(1)
+    outlet: Outlet[Any] = Outlet(executor._inbox.address, WorkerCommand, executor._keys)
+    try:
+        outlet.send(WorkerHello(0))
+        executor._workers[0] = RayWorker(0, "actor", "node")
+        while executor._workers[0].peer is None:
+            executor._receive()
+        executor.load_adapter(LoadAdapter(0, Adapter("a", "/a", "digest")))
+        command = outlet.receive(SOON_S)
+        outlet.send(AdapterLoaded(0, "digest", "", command.number))
+        deadline = time.monotonic() + SOON_S
+        while not (loaded := executor.loaded_adapters(0.0)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert [one.digest for one in loaded] == ["digest"]
+    finally:
+        outlet.close()
+        executor._heartbeats.close()
+        executor._inbox.close()
 
 
 @pytest.mark.parametrize("error", [None, GetTimeoutError("no helper")])

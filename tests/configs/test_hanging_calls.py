@@ -1,0 +1,45 @@
+"""Calls that may never return: how many there are, and what is given back."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from swell.configs.hanging_calls import HangingCalls, TooManyCalls
+
+LIMIT = 2
+SOON_S = 60.0
+
+
+def test_a_call_whose_thread_cannot_be_started_is_not_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = HangingCalls("test", LIMIT)
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(LIMIT + 1):
+            with pytest.raises(TooManyCalls, match="can't start new thread"):
+                calls.submit(lambda: 1)
+    assert calls.submit(lambda: 1).result(SOON_S) == 1
+
+
+def test_what_hangs_counts_until_it_returns() -> None:
+    calls, ends = HangingCalls("test", LIMIT), threading.Event()
+    hanging = [calls.submit(lambda: ends.wait(SOON_S)) for _ in range(LIMIT)]
+    with pytest.raises(TooManyCalls, match="2 reads"):
+        calls.submit(lambda: True)
+    ends.set()
+    assert all(call.result(SOON_S) for call in hanging)
+    assert calls.submit(lambda: True).result(SOON_S)
+
+
+def test_a_call_that_fails_gives_its_place_back() -> None:
+    calls = HangingCalls("test", 1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            calls.submit(lambda: 1 / 0).result(SOON_S)
