@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
@@ -18,22 +17,23 @@ T = TypeVar("T")
 async def run_until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`, which is cancelled if the client leaves first (ClientDisconnect)."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)
-    task.add_done_callback(_forget_error)
     leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
+    for future in (task, leaving):
+        future.add_done_callback(_forget_error)
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        for future in (task, leaving):
-            if not future.done():
-                future.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await future
+        pending = [future for future in (task, leaving) if not future.done()]
+        for future in pending:
+            future.cancel()
+        if pending:  # not `await` of each, which would take our own end for theirs
+            await asyncio.wait(pending)
 
 
-def _forget_error(task: asyncio.Future[T]) -> None:
+def _forget_error(task: asyncio.Future[Any]) -> None:
     """A failure is not logged if the client left, or the time was over, at the same moment."""
     if not task.cancelled():
         task.exception()

@@ -200,11 +200,11 @@ class CoordinatorHandle:
                 self._log.warning("coordinator is silent, and so is Ray", error=first_line(error))
                 return
             try:
-                limit_s = 1.0 + 2 * self._config.cluster.heartbeat_s
-                await asyncio.wait_for(self._send("probe"), limit_s)
+                async with asyncio.timeout(1.0 + 2 * self._config.cluster.heartbeat_s):
+                    await self._send("probe")  # `wait_for` may swallow `stop`
             except TimeoutError:
                 self._log.warning("coordinator is silent: killed", pid=self.pid)
                 await self._ray.kill(self._actor, restart=True)
                 with contextlib.suppress(TimeoutError):
-                    limit_s = self._config.cluster.stall_timeout_s
-                    await asyncio.wait_for(self._send("probe"), limit_s)
+                    async with asyncio.timeout(self._config.cluster.stall_timeout_s):
+                        await self._send("probe")

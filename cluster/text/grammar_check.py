@@ -87,6 +87,10 @@ class GrammarChecker:
             received = process.stdout.readline()
         except BrokenPipeError:
             return None
+        except BaseException:  # an interrupt: the answer would be taken for that of the next line
+            process.kill()
+            self._end(process)
+            raise
         finally:
             patience.cancel()
         return str(json.loads(received)) if received.endswith(b"\n") else None

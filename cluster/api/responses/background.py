@@ -65,6 +65,8 @@ class BackgroundRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, Begin] = {}
         self._heartbeat_task: asyncio.Task[None] | None = None
+        self._is_asking = False
+        """A heartbeat is under way: the store may have given this runner something already."""
         self._log = StructuredLogger("cluster.ingress")
 
     def start(self) -> None:
@@ -96,7 +98,7 @@ class BackgroundRunner:
     async def close(self) -> None:
         """End what runs here; other ingresses may take it at once."""
         tasks = [*self._tasks.values(), *([self._heartbeat_task] if self._heartbeat_task else ())]
-        ran = bool(self._tasks)
+        ran = bool(self._tasks) or self._is_asking
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -133,7 +135,9 @@ class BackgroundRunner:
 
     async def _send_heartbeat(self) -> None:
         takes = _MAX_TAKEOVERS if self._is_ready() else 0
+        self._is_asking = takes > 0
         orders = await self._store.call(Heartbeat(self._runner, list(self._tasks), takes))
+        self._is_asking = False
         if not isinstance(orders, HeartbeatReply):
             return
         for key in orders.stop:

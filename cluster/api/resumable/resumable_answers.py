@@ -168,8 +168,13 @@ class ResumableAnswers:
             task.cancel()
             return
         self._grace_timers[generation] = asyncio.get_running_loop().call_later(
-            self._limits.resume_grace_s, task.cancel
+            self._limits.resume_grace_s, self._abandon, generation, task
         )
+
+    def _abandon(self, generation: Generation, task: asyncio.Task[None]) -> None:
+        """Nobody has come back. Whoever comes while it ends begins anew."""
+        self._table.remove(generation)
+        task.cancel()
 
     # ---------------------------------------------------------------- an answer
 

@@ -83,6 +83,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._deadline_s = 0.0
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------------------ the transport
 
@@ -105,6 +106,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._closing = True
         self._cancel_read_timer()
         self.resume_writing()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
         if self._half_closed is not None:
             self._half_closed.stop()
         if self._answering is not None and self._answering is not self.cycle:
@@ -229,6 +232,8 @@ class LimitedConnection(HttpToolsProtocol):
             return
         self._read_state = _ReadState.BODY
         super().on_headers_complete()
+        if 0 < len(self.pipeline) < MAX_PIPELINED:
+            self.flow.resume_reading()  # or nothing says that the client has left
         self._arm_read_timer(self.limits.transfer_timeout_s)
 
     def on_body(self, body: bytes) -> None:
@@ -254,6 +259,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle is not None and self.cycle.more_body and self.cycle.response_complete:
             self._linger()
+        self._watch_flush()
 
     # --------------------------------------------------------------------------------- the limits
 
@@ -289,6 +295,21 @@ class LimitedConnection(HttpToolsProtocol):
         if self._read_timer is not None:
             self._read_timer.cancel()
         self._read_timer = self.loop.call_at(self._deadline_s, self._on_read_timer)
+
+    def _watch_flush(self) -> None:
+        """A connection that closes waits for its last bytes to be sent. A client that does not read
+        them would hold it for ever: there are too few for `pause_writing`."""
+        if self._flush_timer is None and self.transport.get_write_buffer_size():
+            self._flush_timer = self.loop.call_later(
+                self.limits.transfer_timeout_s, self._on_flush_timer
+            )
+
+    def _on_flush_timer(self) -> None:
+        self._flush_timer = None
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self._watch_flush()
 
     def _cancel_read_timer(self) -> None:
         if self._read_timer is not None:

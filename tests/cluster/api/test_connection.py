@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import resource
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -348,6 +349,74 @@ def test_a_client_that_reads_nothing_is_disconnected() -> None:
             wire = await server.connect()
             await wire.send(GET + b"\r\n")
             await gone.wait()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("left_bytes", [20_000, 20_000_000])
+def test_a_client_that_does_not_read_the_end_of_its_answer_is_disconnected(left_bytes: int) -> None:
+    """`left_bytes`: what the kernel does not take."""
+
+    async def scenario() -> None:
+        async with served(QUICK) as server:
+
+            async def sized(scope: Any, receive: Any, send: Any) -> None:
+                size = int(scope["path"][1:])
+                headers = [(b"content-length", b"%d" % size)]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": b"a" * size})
+
+            server.edge._server.config.loaded_app = sized
+            connections = server.edge._server.server_state.connections
+
+            async def request(size: int) -> Any:
+                """The server's end, once the kernel takes no more."""
+                client, before = socket.socket(), set(connections)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
+                clients.append(client)
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(client, ("127.0.0.1", server.edge.port))
+                head = b"GET /%d HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % size
+                await loop.sock_sendall(client, head)
+                await asyncio.sleep(0.2)
+                (connection,) = connections - before
+                return connection
+
+            clients: list[socket.socket] = []
+            most = 20_000_000
+            taken = most - (await request(most)).transport.get_write_buffer_size()
+            connection = await request(taken + left_bytes)
+            assert connection.transport.get_write_buffer_size() > 0
+            async with asyncio.timeout(60):
+                while connection in connections:
+                    await asyncio.sleep(0.01)
+            for client in clients:
+                client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_behind_a_second_request_is_noticed() -> None:
+    async def scenario() -> None:
+        async with served(PATIENT) as server:
+            begun, ended = asyncio.Event(), asyncio.Event()
+
+            async def endless(scope: Any, receive: Any, send: Any) -> None:
+                begun.set()
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                ended.set()
+
+            server.edge._server.config.loaded_app = endless
+            wire = await server.connect()
+            await wire.send(GET + b"\r\n")
+            await begun.wait()
+            await wire.send(GET + b"\r\n")
+            await asyncio.sleep(0.1)
+            server.close()
+            async with asyncio.timeout(60):
+                await ended.wait()
 
     asyncio.run(scenario())
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import openai
 import pytest
 
 from swell.cluster.api.responses import background
+from swell.cluster.api.responses.background import BackgroundRunner
 from swell.cluster.api.responses.response_store import (
     LEASE_S,
     MAX_LOST_RUNNERS,
     Begin,
     Heartbeat,
+    Job,
     Read,
+    ResponseStore,
     RunnerExit,
     Store,
     StoredResponse,
     StoreRequest,
 )
+from swell.cluster.api.responses.store_client import ResponseStoreClient
 from swell.engine.wire import EngineCoreRequest
 from tests.cluster.api.responses_server import TOKENIZER, ResponsesServer, checked, wait_until
 from tests.cluster.fake_cluster import truth, until
@@ -260,6 +265,37 @@ def test_an_ingress_that_exits_hands_over_its_work_at_once(tmp_path: Path) -> No
             )
             assert done.output_text == "the fox"
             assert len(server.response_store.of(RunnerExit)) == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_ingress_that_exits_gives_back_what_it_was_just_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reply to its heartbeat, which has it, is on the way."""
+    monkeypatch.setattr(background, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(background, "IDLE_HEARTBEAT_S", 0.01)
+    store = ResponseStore(10, 10**6, 1000)
+    store.handle(Begin("r", StoredResponse(b"{}", b"[]"), "gone", Job(b"{}")), 0.0)
+    store.handle(RunnerExit("gone"), 0.0)
+
+    async def scenario() -> None:
+        given, arrives = asyncio.Event(), asyncio.Event()
+
+        async def remote(message: object) -> object:
+            reply = store.handle(message, 0.0)
+            if isinstance(message, Heartbeat):
+                given.set()
+                await arrives.wait()
+            return reply
+
+        handle = SimpleNamespace(handle=SimpleNamespace(remote=remote))
+        runner = BackgroundRunner(ResponseStoreClient(handle), lambda begin: None, lambda: True)
+        runner.start()
+        await given.wait()
+        assert store._running["r"].begin.runner
+        await runner.close()
+        assert store._running["r"].begin.runner == ""
 
     asyncio.run(scenario())
 

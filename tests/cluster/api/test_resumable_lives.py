@@ -93,6 +93,28 @@ def test_an_answer_that_nobody_reads_is_aborted_after_the_grace_time(
     asyncio.run(scenario())
 
 
+def test_a_client_that_comes_back_as_the_grace_time_ends_gets_a_whole_answer(
+    tmp_path: Path,
+) -> None:
+    """Its request is read while the answer is being aborted."""
+
+    async def scenario() -> None:
+        settings = {"serve.resume_grace_s": LONG_S}
+        async with ResumableServer(tmp_path, steps=2, **settings) as server:
+            await cut(server.first, 2, idempotency_key="k")
+            await until(lambda: server.first.grace_timers)
+            ((generation, timer),) = server.first.grace_timers.items()
+            resumable = server.first.ingress.services.resumable
+            timer._run()
+            assert not resumable._table.holds(generation) and generation in resumable._tasks
+            timer.cancel()
+            server.engine.allow()
+            again = await server.first.stream(PATH, BODY, idempotency_key="k")
+            assert len(again) == TOKENS + 1
+
+    asyncio.run(scenario())
+
+
 def test_a_client_that_is_back_ends_the_grace_time(tmp_path: Path) -> None:
     async def scenario() -> None:
         settings = {"serve.resume_grace_s": LONG_S}

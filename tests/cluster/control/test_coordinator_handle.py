@@ -114,3 +114,43 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
         loop.run_until_complete(scenario())
     finally:
         loop.close()
+
+
+class LateActor(FakeRay):
+    """A call is not answered, and the probe after it when the test wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe: asyncio.Future[bool] | None = None
+
+    async def _answer(self, _actor: str, method: str, _args: tuple[Any, ...]) -> Any:
+        if method == "probe":
+            self.probe = asyncio.get_running_loop().create_future()
+            return await self.probe
+        await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_task_that_calls_ends_when_it_is_cancelled_as_the_probe_is_answered(turns: int) -> None:
+    """`turns` of the loop after the answer."""
+
+    async def scenario() -> None:
+        actor = LateActor()
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle._actor = "coordinator"
+        calling = asyncio.create_task(handle.view())
+        while actor.probe is None:
+            await asyncio.sleep(0.1)
+        actor.probe.set_result(True)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        calling.cancel()
+        done, _ = await asyncio.wait({calling}, timeout=3600)
+        assert done and calling.cancelled()
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()

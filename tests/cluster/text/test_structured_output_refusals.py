@@ -4,6 +4,8 @@ check."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -99,6 +101,28 @@ def test_a_hostile_grammar_ends_its_check_and_nothing_else(name):
         assert checker.check('start: "a"') == ""
         assert checker.check("start: b") != ""
     finally:
+        checker.close()
+
+
+def test_an_answer_that_was_interrupted_is_not_taken_for_the_next_one():
+    """Ctrl-C in a notebook, while the check runs."""
+
+    def interrupt(_number, _frame):
+        raise KeyboardInterrupt
+
+    checker = GrammarChecker(GRAMMAR_LIMITS)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        assert checker.check('start: "a"') == ""
+        os.kill(checker._process.pid, signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            checker.check("start: b")
+        assert checker.check('start: "a"') == ""
+        assert checker.check("start: b") != ""
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
         checker.close()
 
 
