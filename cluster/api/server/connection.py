@@ -232,8 +232,6 @@ class LimitedConnection(HttpToolsProtocol):
             return
         self._read_state = _ReadState.BODY
         super().on_headers_complete()
-        if 0 < len(self.pipeline) < MAX_PIPELINED:
-            self.flow.resume_reading()  # or nothing says that the client has left
         self._arm_read_timer(self.limits.transfer_timeout_s)
 
     def on_body(self, body: bytes) -> None:
@@ -254,6 +252,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._read_state, self._head_bytes = _ReadState.COMPLETE, 0
         super().on_message_complete()
         self._cancel_read_timer()
+        if 0 < len(self.pipeline) < MAX_PIPELINED:
+            self.flow.resume_reading()  # or nothing says that the client has left
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
