@@ -27,7 +27,7 @@ _UNIX_LISTENS = 0x10000
 """Of its flags in `/proc/net/unix`: it accepts connections."""
 _SO_RCVBUFFORCE = 33
 _ANSWER_S = 0.2
-_CONNECT_S = 30
+_CONNECT_S = 2
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 
 
@@ -40,16 +40,16 @@ class Door:
     address: str
     port: int = 0
 
-    def connect(self) -> socket.socket:
-        """Raises OSError where nobody answers."""
+    def connect(self, limit_s: int = _CONNECT_S) -> socket.socket:
+        """Raises OSError where nobody answers in this time."""
         if self.family == "unix":
             stranger = socket.socket(socket.AF_UNIX)
-            limit = struct.pack("ll", _CONNECT_S, 0)  # a nonblocking one fails where others wait
+            limit = struct.pack("ll", limit_s, 0)  # a nonblocking one fails where others wait
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             stranger.connect(self.address.replace("@", "\0", 1))
             return stranger
         here = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(self.address, self.address)
-        return socket.create_connection((here, self.port), _CONNECT_S)
+        return socket.create_connection((here, self.port), limit_s)
 
 
 def listening(pids: Iterable[int]) -> dict[int, set[Door]]:
