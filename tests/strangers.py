@@ -41,7 +41,7 @@ class Door:
     port: int = 0
 
     def connect(self, limit_s: int = _CONNECT_S) -> socket.socket:
-        """Raises OSError where nobody answers in this time."""
+        """Raises OSError without an answer in this time."""
         if self.family == "unix":
             stranger = socket.socket(socket.AF_UNIX)
             limit = struct.pack("ll", limit_s, 0)  # a nonblocking one fails where others wait

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import ray
@@ -178,11 +178,12 @@ class RayExecutor(Executor):
             worker.run = worker.actor.run.remote()
         progress("connecting the workers")
         deadline = time.monotonic() + limit_s
+        late = f"a new worker did not connect within cluster.start_timeout_s={limit_s:g}"
         while any(m.peer is None or m.rank not in self._heartbeats.ranks for m in new_workers):
             self._receive()
-            self.check()
-            if time.monotonic() > deadline:
-                raise ExecutorError(f"a worker did not connect in start_timeout_s={limit_s:g}")
+            for worker in new_workers:
+                if (ended := worker.exit_reason()) or time.monotonic() > deadline:
+                    raise ExecutorError(f"worker {worker.rank} {ended}" if ended else late)
 
     def _load_adapters(self, ranks: list[int]) -> None:
         """Let workers in the places of others load what these had. An adapter that one cannot load
@@ -227,8 +228,7 @@ class RayExecutor(Executor):
                     f"workers {[m.rank for m in workers]} did not load within "
                     f"cluster.start_timeout_s={self._config.cluster.start_timeout_s:g}"
                 )
-        limits: list[WorkerLimits] = ray.get(loads)
-        return limits
+        return cast("list[WorkerLimits]", ray.get(loads))
 
     # ---------------------------------------------------------------- steps
 

@@ -254,7 +254,7 @@ def test_loads_in_which_workers_are_lost_count_as_attempts(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_a_load_whose_worker_is_lost_outside_of_a_step_begins_again(is_idle: bool) -> None:
-    """While groups form again, or while nobody waits for the adapter."""
+    """While groups form again, or while no request waits for the adapter."""
     core, executor = make()
     core.add_request(request("1", "a"), b"")
     core.step()

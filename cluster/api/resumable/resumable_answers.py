@@ -172,7 +172,7 @@ class ResumableAnswers:
         )
 
     def _abandon(self, generation: Generation, task: asyncio.Task[None]) -> None:
-        """Nobody has come back. Whoever comes while it ends begins anew."""
+        """No client has come back. A request that comes while the answer ends begins anew."""
         self._table.remove(generation)
         task.cancel()
 
