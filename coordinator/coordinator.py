@@ -12,7 +12,7 @@ from swell.configs.network import coordinator_ports, host_address
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.ground import ThreadGround
-from swell.coordinator.manager_state import ManagerState
+from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import CoordinatorService, Membership
 from swell.coordinator.state_machine import JoinResult
@@ -76,26 +76,26 @@ class Coordinator:
     def wait(self, epoch: int, timeout_s: float) -> Membership:
         return self._service.wait(epoch, timeout_s)
 
-    def join(self, members: list[Member], timeout_s: float, owner: str) -> JoinResult:
-        return self._service.join(members, timeout_s, owner)
+    def join(self, members: list[Member], timeout_s: float, by: ManagerId) -> JoinResult:
+        return self._service.join(members, timeout_s, by)
 
-    def leave(self, ranks: list[int], owner: str) -> Roster:
-        return self._service.leave(ranks, owner)
+    def leave(self, ranks: list[int], by: ManagerId) -> Roster:
+        return self._service.leave(ranks, by)
 
-    def cancel_leave(self, ranks: list[int], owner: str) -> Roster:
-        return self._service.cancel_leave(ranks, owner)
+    def cancel_leave(self, ranks: list[int], by: ManagerId) -> Roster:
+        return self._service.cancel_leave(ranks, by)
 
-    def detach(self, ranks: list[int], timeout_s: float, owner: str) -> Roster:
-        return self._service.detach(ranks, timeout_s, owner)
+    def detach(self, ranks: list[int], timeout_s: float, by: ManagerId) -> Roster:
+        return self._service.detach(ranks, timeout_s, by)
 
-    def remove_failed(self, ranks: list[int], owner: str) -> Roster:
-        return self._service.remove_failed(ranks, owner)
+    def remove_failed(self, ranks: list[int], by: ManagerId) -> Roster:
+        return self._service.remove_failed(ranks, by)
 
-    def pause(self, owner: str) -> Roster:
-        return self._service.pause(owner)
+    def pause(self, by: ManagerId) -> Roster:
+        return self._service.pause(by)
 
-    def resume(self, owner: str) -> Roster:
-        return self._service.resume(owner)
+    def resume(self, by: ManagerId) -> Roster:
+        return self._service.resume(by)
 
     def save_manager_state(self, state: ManagerState) -> ManagerState:
         return self._service.save_manager_state(state)

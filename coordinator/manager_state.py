@@ -18,6 +18,19 @@ class Sleep(msgspec.Struct, frozen=True, array_like=True):
     """Whether requests are refused meanwhile; else they wait."""
 
 
+class ManagerId(msgspec.Struct, frozen=True):
+    """The manager that a command comes from."""
+
+    owner: str = ""
+    """Its name, a random one."""
+    term: int = 0
+    """Of its checkpoints: greater than that of each manager before it."""
+
+
+NOBODY = ManagerId()
+"""Its commands count where no manager is known."""
+
+
 class ManagerState(msgspec.Struct, frozen=True, array_like=True):
     """Which manager leads, what it wants and what it does, kept by the coordinator and all engines.
 
@@ -46,6 +59,16 @@ class ManagerState(msgspec.Struct, frozen=True, array_like=True):
     """Those that came while the server ran."""
     sleep: Sleep = Sleep()
     """As deep as an operator wants paused engines to sleep."""
+
+    @property
+    def manager_id(self) -> ManagerId:
+        return ManagerId(self.owner, self.term)
+
+    def is_led_by(self, manager: ManagerId) -> bool:
+        """Whether commands of this manager count for who knows this state. That of a predecessor is
+        what a coordinator begins with whose own predecessor died before the engines had the
+        newest."""
+        return self.owner in ("", manager.owner) or manager.term > self.term
 
     @property
     def of_view(self) -> dict[str, object]:

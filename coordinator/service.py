@@ -23,7 +23,7 @@ from swell.coordinator.engine_monitor import StalledEngine
 from swell.coordinator.ground import Ground, ThreadGround
 from swell.coordinator.listening_clock import ListeningClock
 from swell.coordinator.loop_calls import LoopCalls
-from swell.coordinator.manager_state import ManagerState
+from swell.coordinator.manager_state import NOBODY, ManagerId, ManagerState
 from swell.coordinator.metrics_aggregator import MetricsAggregator
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.recovery import recovery_s
@@ -79,7 +79,7 @@ class CoordinatorService:
 
     The state belongs to the loop. Public methods may be called from any thread: they hand a call
     to the loop and wait for its answer (see `Ground.answer`). Those that change something name the
-    manager that calls, as its `owner`, and raise NotLeading where another one leads.
+    manager that calls (`by`), and raise NotLeading where another one leads.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class CoordinatorService:
             timeout_s, lambda: self._state_machine.roster.epoch != epoch, self._membership
         )
 
-    def join(self, members: list[Member], timeout_s: float, owner: str = "") -> JoinResult:
+    def join(self, members: list[Member], timeout_s: float, by: ManagerId = NOBODY) -> JoinResult:
         """Return when each is in the roster, or will never be. Raises ValueError for a rank that is
         taken: all engines are as before then."""
         ranks = {member.rank for member in members}
@@ -172,24 +172,24 @@ class CoordinatorService:
             lambda: not ranks & self._state_machine.joining,
             finish,
             lambda: self._change_for(
-                owner, lambda now: self._state_machine.join(members, now, self._peers)
+                by, lambda now: self._state_machine.join(members, now, self._peers)
             ),
         )
 
-    def leave(self, ranks: list[int], owner: str = "") -> Roster:
+    def leave(self, ranks: list[int], by: ManagerId = NOBODY) -> Roster:
         """These engines get no more requests. Each reports when it has received this roster."""
 
         def leave(now: float) -> RankedCommands:
             sends = self._state_machine.leave(ranks, now)
             return [*sends, *((rank, self._heartbeat()) for rank in ranks)]
 
-        return self._command(owner, leave)
+        return self._command(by, leave)
 
-    def cancel_leave(self, ranks: list[int], owner: str = "") -> Roster:
+    def cancel_leave(self, ranks: list[int], by: ManagerId = NOBODY) -> Roster:
         """Engines that were leaving are active again."""
-        return self._command(owner, lambda now: self._state_machine.cancel_leave(ranks, now))
+        return self._command(by, lambda now: self._state_machine.cancel_leave(ranks, now))
 
-    def detach(self, ranks: list[int], timeout_s: float, owner: str = "") -> Roster:
+    def detach(self, ranks: list[int], timeout_s: float, by: ManagerId = NOBODY) -> Roster:
         """Return when the roster is without them: when their group goes on without them. After the
         time they are taken out, but for those that are kept meanwhile."""
         return self._calls.call_and_wait(
@@ -200,23 +200,23 @@ class CoordinatorService:
                     self._state_machine.detached.intersection(ranks), now
                 )
             ),
-            lambda: self._change_for(owner, lambda now: self._state_machine.detach(ranks, now)),
+            lambda: self._change_for(by, lambda now: self._state_machine.detach(ranks, now)),
         )
 
-    def remove_failed(self, ranks: list[int], owner: str = "") -> Roster:
+    def remove_failed(self, ranks: list[int], by: ManagerId = NOBODY) -> Roster:
         """Take out engines that are dead."""
-        return self._command(owner, lambda now: self._state_machine.remove_failed(ranks, now))
+        return self._command(by, lambda now: self._state_machine.remove_failed(ranks, now))
 
-    def pause(self, owner: str) -> Roster:
+    def pause(self, by: ManagerId) -> Roster:
         """Pause all engines."""
-        return self._command(owner, lambda now: self._state_machine.pause(now))
+        return self._command(by, lambda now: self._state_machine.pause(now))
 
-    def resume(self, owner: str) -> Roster:
+    def resume(self, by: ManagerId) -> Roster:
         """Let all engines go on."""
-        return self._command(owner, lambda now: self._state_machine.resume(now))
+        return self._command(by, lambda now: self._state_machine.resume(now))
 
-    def _command(self, owner: str, step: Callable[[float], RankedCommands]) -> Roster:
-        return self._calls.call(lambda: self._change_for(owner, step))
+    def _command(self, by: ManagerId, step: Callable[[float], RankedCommands]) -> Roster:
+        return self._calls.call(lambda: self._change_for(by, step))
 
     def save_manager_state(self, state: ManagerState) -> ManagerState:
         """Keep the state of the manager, and let it lead if it took over last. That of another one
@@ -266,16 +266,15 @@ class CoordinatorService:
             versions=self._subscribers.versions,
         )
 
-    def _change_for(self, owner: str, step: Callable[[float], RankedCommands]) -> Roster:
+    def _change_for(self, by: ManagerId, step: Callable[[float], RankedCommands]) -> Roster:
         """A coordinator that was made anew, and knows of no manager, accepts each."""
-        if self._state_machine.manager_state.owner not in ("", owner):
-            raise NotLeading(f"the manager {owner!r} does not lead")
+        if not self._state_machine.manager_state.is_led_by(by):
+            raise NotLeading(f"the manager {by.owner!r} does not lead")
         return self._change(step)
 
     def _keep(self, state: ManagerState) -> ManagerState:
         kept = self._state_machine.manager_state
-        is_leader = kept.owner in ("", state.owner) or state.term > kept.term
-        if is_leader and state.age >= kept.age and state != kept:
+        if kept.is_led_by(state.manager_id) and state.age >= kept.age and state != kept:
             self._state_machine.manager_state = state
             self._send_heartbeats()
         return self._state_machine.manager_state

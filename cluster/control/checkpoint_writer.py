@@ -13,7 +13,7 @@ from swell.cluster.control.versions import UpgradeRecord
 from swell.configs.log import StructuredLogger
 from swell.configs.lora import Adapter
 from swell.coordinator.ground import Ground
-from swell.coordinator.manager_state import ManagerState, Sleep
+from swell.coordinator.manager_state import ManagerId, ManagerState, Sleep
 
 _AWAKE = Sleep()
 _PAUSE_S = 1.0
@@ -88,6 +88,10 @@ class CheckpointWriter:
             f"Ray's GCS has not answered for {now - self._silent_since:.0f} s: no engine can be "
             f"started or ended; it is asked again {again}"
         )
+
+    def manager_id(self) -> ManagerId:
+        """This manager; its term is known once it has taken over."""
+        return ManagerId(self.owner, self._newest.term)
 
     async def is_leader(self) -> bool:
         """Whether no other manager has taken over. Where the store does not answer, none can."""

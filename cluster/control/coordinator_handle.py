@@ -25,7 +25,7 @@ from swell.cluster.control.ray_port import Actor, RayPort
 from swell.configs.log import StructuredLogger, first_line
 from swell.configs.schema import Config
 from swell.coordinator.contact import CoordinatorContact
-from swell.coordinator.manager_state import ManagerState
+from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import Membership, NotLeading
 from swell.coordinator.state_machine import JoinResult
@@ -53,7 +53,7 @@ class CoordinatorHandle:
         self._restarts = 0
         self._log = StructuredLogger("cluster.coordinator")
         self.contact: CoordinatorContact | None = None
-        self.owner = ""
+        self.manager_id: Callable[[], ManagerId] = ManagerId
         """The manager whose commands these are."""
 
     @property
@@ -92,10 +92,10 @@ class CoordinatorHandle:
         """Returns when each is in the roster or will never be: why those that will not, by rank. If
         the coordinator is lost meanwhile, they join its successor.
         Raises `ActorError` for a rank that is taken. As all that change the roster this raises
-        NotLeading if another manager leads than `owner`."""
+        NotLeading if another manager than `manager_id` leads."""
         limit_s, ranks = self._config.cluster.start_timeout_s, [member.rank for member in members]
         result: JoinResult = await self._call_successors(
-            lambda: self._send("join", members, limit_s, self.owner), limit_s
+            lambda: self._send("join", members, limit_s, self.manager_id()), limit_s
         )
         joined = [rank for rank in ranks if rank not in result.refused]
         self._log.info("joined", epoch=result.roster.epoch, ranks=joined, refused=result.refused)
@@ -103,19 +103,23 @@ class CoordinatorHandle:
 
     async def leave(self, ranks: list[int]) -> int:
         """The epoch of a roster in which these engines are leaving."""
-        return await self._change_roster("leaving", ranks, self._send("leave", ranks, self.owner))
+        return await self._change_roster(
+            "leaving", ranks, self._send("leave", ranks, self.manager_id())
+        )
 
     async def cancel_leave(self, ranks: list[int]) -> None:
-        call = self._send("cancel_leave", ranks, self.owner)
+        call = self._send("cancel_leave", ranks, self.manager_id())
         await self._change_roster("staying", ranks, call)
 
     async def detach(self, ranks: list[int]) -> None:
         limit_s = self._config.cluster.start_timeout_s
-        call = self._send("detach", ranks, limit_s, self.owner)
+        call = self._send("detach", ranks, limit_s, self.manager_id())
         await self._change_roster("detached", ranks, call, limit_s)
 
     async def remove_failed(self, ranks: list[int]) -> None:
-        await self._change_roster("removed", ranks, self._send("remove_failed", ranks, self.owner))
+        await self._change_roster(
+            "removed", ranks, self._send("remove_failed", ranks, self.manager_id())
+        )
 
     async def _change_roster(
         self, event: str, ranks: list[int], call: Awaitable[Any], limit_s: float = 0.0
@@ -125,10 +129,10 @@ class CoordinatorHandle:
         return roster.epoch
 
     async def pause(self) -> None:
-        await self._call_as_owner(self._send("pause", self.owner))
+        await self._call_as_owner(self._send("pause", self.manager_id()))
 
     async def resume(self) -> None:
-        await self._call_as_owner(self._send("resume", self.owner))
+        await self._call_as_owner(self._send("resume", self.manager_id()))
 
     async def _call_as_owner(self, call: Awaitable[Any], limit_s: float = 0.0) -> Any:
         try:

@@ -76,7 +76,7 @@ class ClusterManager:
         self._coordinator = coordinator
         self._placement = placement
         self._checkpoints = CheckpointWriter(checkpoints, config.parallel.data, ground)
-        coordinator.owner = self._checkpoints.owner
+        coordinator.manager_id = self._checkpoints.manager_id
         self._lifecycle_lock = asyncio.Lock()
         """Held while it starts, and while it stops."""
         self._scale_lock = asyncio.Lock()
@@ -384,7 +384,7 @@ class ClusterManager:
 
     async def _on_membership(self, now: Membership) -> None:
         """A coordinator that was restarted knows only what engines have reported."""
-        if now.manager_state.owner not in ("", self._checkpoints.owner):
+        if not now.manager_state.is_led_by(self._checkpoints.manager_id()):
             await self._step_down()
             return
         if self.upgrader.set_needed(now.versions):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.worker.loader import load_weights
+from tests.device import on_device
 from tests.pooled_models import make as make_pooled
 from tests.worker import tiny_models
 
@@ -53,8 +54,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(folder: Path, **settings: Any) -> LLM:
-    settings = {"model.device": "cpu", "cache.memory_bytes": 2_000_000, **settings}
-    return LLM(str(folder), **settings)
+    return LLM(str(folder), **on_device({"cache.memory_bytes": 2_000_000, **settings}))
 
 
 def answers(llm: LLM) -> list[list[int]]:

@@ -16,7 +16,7 @@ from swell.coordinator.channel import ChannelAddress, Outlet, make_keys
 from swell.coordinator.codec import encode
 from swell.coordinator.contact import CoordinatorEndpoint
 from swell.coordinator.ground import ThreadGround
-from swell.coordinator.manager_state import ManagerState
+from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.recovery import recovery_s
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import CoordinatorService, NotLeading
@@ -137,19 +137,20 @@ def test_the_state_is_touched_by_its_own_thread_alone(service) -> None:
     service.join([member(0), member(1)], SOON_S)
     service.leave([1])
     service.cancel_leave([1])
+    manager = ManagerId("manager")
     service.save_manager_state(ManagerState("manager", phase="commit"))
     service.save_manager_state(ManagerState("another", phase="drain"))
     assert service.membership().manager_state == ManagerState("manager", phase="commit")
     assert service.view().phase == "commit"
-    service.pause("manager")
-    service.resume("manager")
-    assert service.detach([1], SOON_S, "manager").ranks == [0]
-    assert service.remove_failed([7], "manager").ranks == [0]
+    service.pause(manager)
+    service.resume(manager)
+    assert service.detach([1], SOON_S, manager).ranks == [0]
+    assert service.remove_failed([7], manager).ranks == [0]
     assert service.wait(0, SOON_S).view == service.view()
     epoch = service.view().roster.epoch
     waiting = threading.Thread(target=service.wait, args=(epoch, SOON_S))
     waiting.start()
-    service.remove_failed([0], "manager")
+    service.remove_failed([0], manager)
     waiting.join(SOON_S / 2)
     assert not waiting.is_alive(), "a change of the roster ends the wait"
     assert owned.strangers == []
@@ -471,22 +472,23 @@ def test_the_state_of_the_manager_outlives_it_and_the_coordinator(service) -> No
 @pytest.mark.parametrize(
     "command",
     [
-        lambda service, owner: service.pause(owner),
-        lambda service, owner: service.join([member(1)], SOON_S, owner),
-        lambda service, owner: service.leave([0], owner),
-        lambda service, owner: service.detach([0], SOON_S, owner),
-        lambda service, owner: service.remove_failed([0], owner),
+        lambda service, manager: service.pause(manager),
+        lambda service, manager: service.join([member(1)], SOON_S, manager),
+        lambda service, manager: service.leave([0], manager),
+        lambda service, manager: service.detach([0], SOON_S, manager),
+        lambda service, manager: service.remove_failed([0], manager),
     ],
 )
 def test_a_manager_that_no_longer_leads_changes_nothing(service, command) -> None:
     service.join([member(0)], SOON_S)
-    service.save_manager_state(ManagerState("first", term=1))
-    service.save_manager_state(ManagerState("second", term=2))
+    first, second = ManagerState("first", term=1), ManagerState("second", term=2)
+    service.save_manager_state(first)
+    service.save_manager_state(second)
     before = service.view()
     with pytest.raises(NotLeading):
-        command(service, "first")
+        command(service, first.manager_id)
     assert service.view() == before
-    command(service, "second")
+    command(service, second.manager_id)
     assert service.view() != before
 
 

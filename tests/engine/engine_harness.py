@@ -35,6 +35,7 @@ from swell.cluster.text.tokenizer import load_tokenizer
 from swell.cluster.text.truncation import TEMPLATE_TEXT
 from swell.kernels.logprobs import LogprobsTensors
 from swell.worker.sample import logprobs, sampler
+from tests.device import on_device
 from tests.engine.depth import keeping_depth
 from tests.engine.features import RequestSpec
 
@@ -160,8 +161,8 @@ def assert_same_positions(got: Positions | None, want: Positions | None) -> None
 def engine(model: str = NANO, **overrides: Any) -> LLM:
     """Eight rows; the keys of `overrides` are those of `--set`, with `__` for a dot."""
     changes = {key.replace("__", "."): value for key, value in overrides.items()}
-    basis = {"model.device": "cpu", "cache.memory_bytes": 4_000_000, "scheduler.max_rows": 8}
-    settings = basis | changes
+    basis = {"cache.memory_bytes": 4_000_000, "scheduler.max_rows": 8}
+    settings = on_device(basis | changes)
     with keeping_depth() if settings.get("scheduler.steps_in_flight", 1) != 1 else nullcontext():
         return LLM(model, **settings)
 

@@ -20,6 +20,7 @@ from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
+from tests.device import on_device
 from tests.engine.depth import keeping_depth, record_depth
 from tests.worker import tiny_models
 
@@ -70,17 +71,14 @@ class Engine:
     """A core with workers in this process."""
 
     def __init__(self, path: Path, **overrides: object) -> None:
-        config = load(
-            str(path),
-            {
-                "model.dtype": "float32",
-                "model.device": "cpu",
-                "parallel.executor": "inproc",
-                "cache.memory_bytes": 8_000_000,
-                "scheduler.max_rows": 8,
-                **{key.replace("__", "."): value for key, value in overrides.items()},
-            },
-        )
+        settings = {
+            "model.dtype": "float32",
+            "parallel.executor": "inproc",
+            "cache.memory_bytes": 8_000_000,
+            "scheduler.max_rows": 8,
+            **{key.replace("__", "."): value for key, value in overrides.items()},
+        }
+        config = load(str(path), on_device(settings))
         depth = overrides.get("scheduler__steps_in_flight", 1)
         with keeping_depth() if depth != 1 else nullcontext():
             executor = build_executor(config)

@@ -12,7 +12,7 @@ from tests.simulator.control_plane import ControlPlane
 from tests.simulator.kernel import WORLD
 from tests.simulator.laws import Run
 from tests.simulator.process import simulated_exits
-from tests.simulator.scenario import HOSTS, Fault, Request, Scenario
+from tests.simulator.scenario import HOSTS, AtMessage, Fault, Operation, Request, Scenario
 
 _LOST_AT_S = 4.0
 
@@ -33,6 +33,26 @@ def test_coordinator_and_manager_come_on_another_host(seed: int) -> None:
     hosts = [process.host for process, _ in run.plane.coordinators]
     assert hosts[0] == HOSTS[1] and hosts[-1] != HOSTS[1]
     assert run.plane.manager.process.host != HOSTS[1]
+
+
+def test_the_manager_goes_on_though_its_coordinator_dies_before_engines_know_it() -> None:
+    """The next coordinator learns of the manager before from them."""
+    lost, at_view = Fault("lose-host-for-good", 6.1, target=1), partial(AtMessage, "ClusterView")
+    first = Fault("kill", 7.6, target=0, trigger=at_view(3))
+    second = Fault("kill", 3.7, target=8, trigger=at_view(5))
+    run = Run(
+        Scenario(
+            73994704492,
+            *(2, 2, False),
+            requests=(Request(3.6, 0, (8,), 123, 4),),
+            faults=(lost, first, second),
+            operations=(Operation(3.4, "upgrade", 1),),
+            control_host=HOSTS[2],
+            rooms=(2, 0, 1),
+        )
+    )
+    verdict = run.judge()
+    assert len(verdict.faults) == 3 and verdict.broken == []
 
 
 def test_a_coordinator_that_is_not_looked_for_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:

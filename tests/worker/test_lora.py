@@ -22,6 +22,7 @@ from swell.worker.lora import AdapterNotLoaded, AdapterSlots, NoAdapters
 from swell.worker.sample.wire import SamplerParams
 from swell.worker.wire import NewRow, SchedulerOutput
 from tests import adapters
+from tests.device import on_device
 from tests.engine.planted_drafts import plant
 from tests.kernels.load import load_backend
 from tests.worker import tiny_models
@@ -78,7 +79,7 @@ class Folders:
 
     def serve(self, **overrides: Any) -> LLM:
         options = {"lora.adapters": self.adapters, "cache.memory_bytes": 1 << 22, **overrides}
-        return LLM(str(self.model), **options)
+        return LLM(str(self.model), **on_device(options))
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from swell.configs.schema import load
 from swell.worker.layers.attention import Attention
 from swell.worker.offload_store import OffloadStore, count_offload_blocks
 from swell.worker.wire import BlockCopy
+from tests.device import on_device
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -62,9 +63,9 @@ def test_answers_are_those_of_a_large_cache(tmp_path: Path, setup: str) -> None:
     make(tmp_path)
     split = {k: v for k, v in SETUPS[setup].items() if k.startswith("parallel")}
     small = {"cache.block_tokens": 8, "cache.memory_bytes": BLOCKS_11, **SETUPS[setup]}
-    with LLM(str(tmp_path), **split, **{"cache.memory_bytes": 1 << 23}) as llm:
+    with LLM(str(tmp_path), **on_device({**split, "cache.memory_bytes": 1 << 23})) as llm:
         expected = answers(llm)
-    with LLM(str(tmp_path), **small, **{"cache.offload_folder": str(tmp_path)}) as llm:
+    with LLM(str(tmp_path), **on_device({**small, "cache.offload_folder": str(tmp_path)})) as llm:
         tiers = llm._engine.core.scheduler.kv.offload
         rounds = [answers(llm) for _ in range(3)]
         assert tiers.num_saved > 10 and tiers.num_loaded > 40

@@ -21,6 +21,7 @@ from swell.worker.prompt_embeds import PromptEmbedsTable
 from swell.worker.sample.sampler import Sampler
 from swell.worker.sample.wire import PromptEmbeds, SamplerParams
 from swell.worker.wire import NewRow, SchedulerOutput
+from tests.device import on_device
 from tests.embeds import prompt_of
 from tests.engine.planted_drafts import Teacher, plant
 from tests.worker import tiny_models
@@ -51,7 +52,7 @@ def make(folder: Path, family: str) -> None:
 @contextmanager
 def serving(folder: Path, **overrides: Any) -> Iterator[LLM]:
     options = {"model.prompt_embeds": True, "cache.memory_bytes": 1 << 22, **overrides}
-    with LLM(str(folder), **options) as llm:
+    with LLM(str(folder), **on_device(options)) as llm:
         yield llm
 
 

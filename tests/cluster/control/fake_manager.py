@@ -23,7 +23,7 @@ from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.engine_monitor import StalledEngine
 from swell.coordinator.ground import ThreadGround
-from swell.coordinator.manager_state import ManagerState
+from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.service import Membership, NotLeading
 from swell.coordinator.wire import ClusterView, EngineReport
@@ -68,7 +68,7 @@ class FakeCoordinator:
 
     contact = None
     pid = 77
-    owner = ""
+    manager_id = staticmethod(ManagerId)
 
     def __init__(self, events: list[tuple[str, list[int]]]) -> None:
         self.events = events
@@ -172,14 +172,14 @@ class FakeCoordinator:
         self.state = "serving"
 
     def _check_leader(self) -> None:
-        if self.kept.owner not in ("", self.owner):
-            raise NotLeading(self.owner)
+        if not self.kept.is_led_by(manager := self.manager_id()):
+            raise NotLeading(manager.owner)
 
     async def take_over(self, state: ManagerState) -> None:
         self.save_manager_state(state)
 
     def save_manager_state(self, state: ManagerState) -> None:
-        if self.kept.owner in ("", state.owner) or state.term > self.kept.term:
+        if self.kept.is_led_by(state.manager_id):
             self.kept = state
 
     def report_stalled(self, rank: int) -> None:

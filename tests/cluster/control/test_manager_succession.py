@@ -12,7 +12,7 @@ from swell.cluster.control.control_state import ScaleRefused
 from swell.cluster.control.manager import ClusterManager
 from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress
-from swell.coordinator.manager_state import Sleep
+from swell.coordinator.manager_state import ManagerState, Sleep
 from swell.coordinator.roster import Member, Roster
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run, transient
 
@@ -370,6 +370,23 @@ def test_a_restarted_coordinator_gets_what_is_wanted() -> None:
         await asyncio.sleep(10)
         assert harness.coordinator.state == "paused"
         assert harness.coordinator.kept.owner != ""
+
+    run(scenario)
+
+
+def test_a_restarted_coordinator_that_knows_an_earlier_manager_gets_what_is_wanted() -> None:
+    """Its own predecessor died before the engines had what this manager wants."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        newest = harness.coordinator.kept
+        harness.coordinator.restart(0)
+        harness.coordinator.kept = ManagerState("earlier", target=3, term=newest.term - 1)
+        await asyncio.sleep(10)
+        assert harness.coordinator.kept.manager_id == newest.manager_id
+        await harness.manager.scale(2)
+        await harness.settle()
+        assert harness.active == [0, 1]
 
     run(scenario)
 
