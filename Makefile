@@ -45,11 +45,16 @@ simulate: setup
 scale: setup
 	$(BIN)/python -m tests.simulator.scale
 
-# Needs torch, triton, transformers, msgspec, pyzmq and pytest of the machine's own Python, and llguidance for
-# grammars: without it these are refused by name. No Ray, no network.
+# On a machine with a GPU, with its own Python: the tests of one card, and those of whole engines that CI runs on CPU.
+# Needs torch, transformers, msgspec, pyzmq, llguidance, prometheus-client, pyyaml, rich and aiohttp, and for the tests
+# pytest, pytest-xdist, pytest-timeout and hypothesis. No Ray, no network.
+ENGINES = tests/engine/test_token_exact.py tests/engine/test_features.py tests/engine/test_logprobs.py \
+  tests/engine/test_failed_rows.py tests/engine/test_draft_model.py tests/engine/test_routed_experts.py \
+  tests/worker/test_lora.py tests/worker/test_lora_runtime.py tests/worker/test_pooling.py \
+  tests/worker/test_prompt_embeds.py tests/worker/test_offload_store.py tests/cluster/test_local_weights.py
 test-gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
-	PYTHONPATH=build/gpu:. $(PYTHON) -m pytest tests/gpu -m gpu
+	SWELL_TEST_DEVICE=cuda PYTHONPATH=build/gpu:. $(PYTHON) -m pytest -n $(PROCESSES) tests/gpu $(ENGINES)
 
 # Conformance: third-party clients and checkers. Some ten minutes, and half a gigabyte of packages.
 judges: setup $(CONFORMANCE)/.installed

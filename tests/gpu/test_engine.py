@@ -14,7 +14,9 @@ from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import Grammar, SamplerParams
 from tests.engine.test_nan_logits import BAD, NAN, spoil
 from tests.engine.test_token_exact import NEW_TOKENS, PROMPTS, Engine, tokens
+from tests.gpu.memory import allocated
 from tests.worker import tiny_models
+from tests.worker.test_models import GENERIC, NATIVE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,13 +36,22 @@ def truth(folder: Path) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("family", ["llama-llama3", "mistral", "qwen2", "qwen3", "gpt_neox"])
-def test_greedy_answers(family, depth, tmp_path):
+OF_TRANSFORMERS = (
+    *("apertus", "cohere", "exaone4", "gemma3", "gemma3n", "gemma4", "gpt2", "granite", "opt"),
+    *("phimoe", "stablelm"),
+)
+"""Families that are generic, beside those of `GENERIC`."""
+
+
+@pytest.mark.parametrize("family", [*NATIVE, *GENERIC, *OF_TRANSFORMERS])
+def test_greedy_answers(family, tmp_path):
     tiny_models.make(tmp_path, family)
-    settings = {"model__device": "cuda", "scheduler__steps_in_flight": depth}
-    with Engine(tmp_path, **settings) as engine:
-        assert engine.greedy() == truth(tmp_path)
+    wanted = truth(tmp_path)
+    for depth in (1, 3):
+        settings = {"model__device": "cuda", "scheduler__steps_in_flight": depth}
+        with Engine(tmp_path, **settings) as engine:
+            assert engine.greedy() == wanted
+            assert max(engine.depths) == depth
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -58,14 +69,14 @@ def test_drafts_by_the_same_model(depth, tmp_path):
 @pytest.mark.parametrize("method", ["none", "model"])
 def test_memory_is_given_back(tmp_path, method):
     tiny_models.make(tmp_path, "llama")
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     small = {"path": str(tmp_path)} if method == "model" else None
     with Engine(
         tmp_path, model__device="cuda", drafts__method=method, drafts__model=small
     ) as engine:
         engine.greedy()
-        assert torch.cuda.memory_allocated() > before
-    assert torch.cuda.memory_allocated() == before
+        assert allocated() > before
+    assert allocated() == before
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

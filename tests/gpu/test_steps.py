@@ -1,0 +1,124 @@
+"""What a step does on a card: it waits for nothing, and an engine that sleeps holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swell.cluster.local import LLM
+from swell.cluster.text.sampling_params import SamplingParams
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.runner import ModelRunner
+from swell.worker.sample.wire import PoolingParams, SamplerParams
+from tests.cluster.test_local_weights import make
+from tests.engine.test_token_exact import PROMPTS, Engine
+from tests.gpu.memory import allocated
+from tests.pooled_models import make as make_pooled
+from tests.worker import tiny_models
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@contextmanager
+def no_host_sync(monkeypatch: pytest.MonkeyPatch, begin: Callable[[], bool]) -> Iterator[list[int]]:
+    """A step that waits for the device fails, once `begin` says so: the first ones allocate.
+    Yields the steps."""
+    execute, steps = ModelRunner.execute_model, []
+
+    def checked(runner: ModelRunner, plan: Any) -> Any:
+        steps.append(plan.step)
+        torch.cuda.set_sync_debug_mode("error" if begin() else "default")
+        try:
+            return execute(runner, plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "execute_model", checked)
+        yield steps
+
+
+SAMPLERS = {
+    "greedy": SamplerParams(),
+    "drawn": SamplerParams(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=4),
+    "penalties": SamplerParams(
+        temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.5, presence_penalty=0.5
+    ),
+    "bans": SamplerParams(logit_bias={5: 2.0}, bad_words=[[7], [8, 9]]),
+    "allowed": SamplerParams(allowed_token_ids=[5, 6, 7, 8]),
+    "logprobs": SamplerParams(logprobs=3, prompt_logprobs=2),
+}
+
+
+@pytest.mark.parametrize("offload", [0, 4_000_000])
+@pytest.mark.parametrize("drafts", ["none", "ngram"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
+def test_a_step_waits_for_nothing(
+    family: str, drafts: str, offload: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_models.make(tmp_path, family)
+    settings = {"drafts__method": drafts, "cache__offload_bytes": offload}
+    if offload:
+        settings |= {"cache__block_tokens": 4, "cache__memory_bytes": 8192 * 60}
+    requests = [
+        EngineCoreRequest(f"{name} {i}", prompt, params, 20)
+        for name, params in SAMPLERS.items()
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    is_warm = False
+    with (
+        Engine(tmp_path, model__device="cuda", scheduler__steps_in_flight=2, **settings) as engine,
+        no_host_sync(monkeypatch, lambda: is_warm) as steps,
+    ):
+        first = engine.answer(requests)
+        is_warm, before = True, len(steps)
+        second = engine.answer(requests)
+        assert len(steps) > before + 20
+        assert not any(answers[-1].stop_reason for answers in [*first.values(), *second.values()])
+
+
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_a_step_that_pools_waits_for_nothing(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pooled(tmp_path, family, modes={"pooling_mode_mean_tokens": True})
+    params = SamplerParams(pooling=PoolingParams())
+    requests = [EngineCoreRequest(str(i), [5] * 20, params, 0) for i in range(20)]
+    is_warm = False
+    with (
+        Engine(tmp_path, model__device="cuda") as engine,
+        no_host_sync(monkeypatch, lambda: is_warm),
+    ):
+        engine.answer(requests)
+        is_warm = True
+        engine.answer(requests)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_sleeps_gives_its_memory_back(level: int, tmp_path: Path) -> None:
+    folder = make(tmp_path, 1)
+    before = allocated()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(str(folder), **{"model.device": "cuda", "cache.memory_bytes": 50_000_000}) as llm:
+
+        def answer() -> list[int]:
+            (output,) = llm.generate([PROMPTS[2]], params)
+            return list(output.outputs[0].token_ids)
+
+        wanted, held = answer(), allocated() - before
+        assert held > 50_000_000
+        for _ in range(2):
+            llm.sleep(level)
+            assert allocated() - before < 0.02 * held
+            llm.wake_up()
+            assert answer() == wanted
+            assert allocated() - before == pytest.approx(held, rel=0.1)
+    assert allocated() == before
