@@ -73,7 +73,7 @@ class _Gather:
         tables = self._block_table[:, :blocks].index_select(0, slots)
         out.input_ids[: sizes.tokens] = self._token_ids[slots[rows], positions]
         out.positions[: sizes.tokens] = positions
-        out.query_start[0] = 0
+        out.query_start[:1].zero_()  # to assign a number would wait for the device
         out.query_start[1 : sizes.rows + 1] = ends
         out.context_tokens[: sizes.rows] = starts + counts
         out.block_table[: sizes.rows, :blocks] = tables

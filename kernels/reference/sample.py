@@ -88,5 +88,5 @@ def _top(logits: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor
     probability = torch.softmax(ranked.masked_fill(~keep, float("-inf")), dim=-1).double()
     before = probability.cumsum(dim=-1) - probability
     keep &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    keep[:, 0] = True
+    keep[:, 0].fill_(True)
     return torch.zeros_like(keep).scatter_(1, token, keep)

@@ -102,7 +102,7 @@ def seconds(engine: Swell | Transformers, prompts: list[list[int]], tokens: int)
     return time.perf_counter() - begun
 
 
-def measure(engine: Swell | Transformers) -> list[str]:
+def measure(label: str, engine: Swell | Transformers) -> list[str]:
     """The columns of a row of the table."""
     columns = []
     for rows in ROWS:
@@ -112,6 +112,7 @@ def measure(engine: Swell | Transformers) -> list[str]:
         first_s = median(seconds(engine, prompts, 1) for _ in range(REPEATS))
         step_s = (whole_s - first_s) / (ANSWER_TOKENS - 1)
         columns.append(f"{step_s * 1e3:.1f} ms, {rows / step_s:.0f}/s")
+        print(label, rows, columns[-1], flush=True)
     long = prompts_of(1, LONG_PROMPT_TOKENS)
     engine.generate(long, 1)
     first_s = median(seconds(engine, long, 1) for _ in range(REPEATS))
@@ -132,7 +133,7 @@ def main() -> None:
         }
         for label, make in makers.items():
             engine = make()
-            print("|", " | ".join([label, *measure(engine)]), "|", flush=True)
+            print("|", " | ".join([label, *measure(label, engine)]), "|", flush=True)
             engine.close()
             torch.cuda.empty_cache()
 

@@ -361,7 +361,8 @@ class RoundingProbe:
     def _shaken(self, logits: torch.Tensor) -> torch.Tensor:
         """[N, V] -> [TIMES * N, V]"""
         many = logits.repeat(self.TIMES, 1)
-        return many + self.SHAKE * torch.randn(many.shape, generator=self._random)
+        noise = torch.randn(many.shape, generator=self._random)
+        return many + self.SHAKE * noise.to(many.device)
 
 
 class Plain:

@@ -108,7 +108,8 @@ def test_blocks_that_leave_the_device_come_back_for_both(wanted: dict[str, list[
     scarce = {"cache__block_tokens": 2, "cache__memory_bytes": 2 * 4096 * 45}
     for dtype, share in (("auto", 1.0), ("bfloat16", 0.9)):
         small = SAME | {"dtype": dtype}
-        with drafting(small, **scarce, cache__offload_bytes=8_000_000) as llm:
+        settings = scarce | {"cache__offload_bytes": 8_000_000, "scheduler__steps_in_flight": 1}
+        with drafting(small, **settings) as llm:
             for _ in range(3):
                 assert answers(llm) == wanted["greedy"]
             assert llm._engine.core.scheduler.kv.offload.num_loaded > 20

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +26,41 @@ pytestmark = [
 ]
 
 
-@contextmanager
-def no_host_sync(monkeypatch: pytest.MonkeyPatch, begin: Callable[[], bool]) -> Iterator[list[int]]:
-    """A step that waits for the device fails, once `begin` says so: the first ones allocate.
-    Yields the steps."""
-    execute, steps = ModelRunner.execute_model, []
+class Waits:
+    """Where steps wait for the device."""
 
-    def checked(runner: ModelRunner, plan: Any) -> Any:
-        steps.append(plan.step)
-        torch.cuda.set_sync_debug_mode("error" if begin() else "default")
-        try:
-            return execute(runner, plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: set[str] = set()
+        self.num_steps = 0
+        self._execute = ModelRunner.execute_model
+        monkeypatch.setattr(
+            ModelRunner, "execute_model", lambda runner, plan: self._execute_model(runner, plan)
+        )
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "execute_model", checked)
-        yield steps
+    def _execute_model(self, runner: ModelRunner, plan: Any) -> Any:
+        self.num_steps += 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                return self._execute(runner, plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                self.found |= {
+                    f"{warning.filename}:{warning.lineno}"
+                    for warning in caught
+                    if "called a synchronizing CUDA operation" in str(warning.message)
+                }
+
+    def forget(self) -> None:
+        """The first steps allocate."""
+        self.found.clear()
+        self.num_steps = 0
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    return Waits(monkeypatch)
 
 
 SAMPLERS = {
@@ -62,7 +79,7 @@ SAMPLERS = {
 @pytest.mark.parametrize("drafts", ["none", "ngram"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
 def test_a_step_waits_for_nothing(
-    family: str, drafts: str, offload: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, drafts: str, offload: int, tmp_path: Path, waits: Waits
 ) -> None:
     tiny_models.make(tmp_path, family)
     settings = {"drafts__method": drafts, "cache__offload_bytes": offload}
@@ -73,33 +90,25 @@ def test_a_step_waits_for_nothing(
         for name, params in SAMPLERS.items()
         for i, prompt in enumerate(PROMPTS)
     ]
-    is_warm = False
-    with (
-        Engine(tmp_path, model__device="cuda", scheduler__steps_in_flight=2, **settings) as engine,
-        no_host_sync(monkeypatch, lambda: is_warm) as steps,
-    ):
+    settings = {"scheduler__steps_in_flight": 2, **settings}
+    with Engine(tmp_path, model__device="cuda", **settings) as engine:
         first = engine.answer(requests)
-        is_warm, before = True, len(steps)
+        waits.forget()
         second = engine.answer(requests)
-        assert len(steps) > before + 20
-        assert not any(answers[-1].stop_reason for answers in [*first.values(), *second.values()])
+    assert waits.num_steps > 20 and not waits.found
+    assert not any(answers[-1].stop_reason for answers in [*first.values(), *second.values()])
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
-def test_a_step_that_pools_waits_for_nothing(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_pools_waits_for_nothing(family: str, tmp_path: Path, waits: Waits) -> None:
     make_pooled(tmp_path, family, modes={"pooling_mode_mean_tokens": True})
     params = SamplerParams(pooling=PoolingParams())
     requests = [EngineCoreRequest(str(i), [5] * 20, params, 0) for i in range(20)]
-    is_warm = False
-    with (
-        Engine(tmp_path, model__device="cuda") as engine,
-        no_host_sync(monkeypatch, lambda: is_warm),
-    ):
+    with Engine(tmp_path, model__device="cuda") as engine:
         engine.answer(requests)
-        is_warm = True
+        waits.forget()
         engine.answer(requests)
+    assert waits.num_steps and not waits.found
 
 
 @pytest.mark.parametrize("level", [1, 2])

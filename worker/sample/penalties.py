@@ -115,7 +115,8 @@ class Penalties(LogitsProcessor):
         token = self._states.token_ids[slot, position].long()
         outputs = int(prompts.sum())  # index of the first output token
         seen.anywhere.index_fill_(0, row, False)
-        seen.anywhere[slot[:outputs], token[:outputs]] = True
+        true = torch.ones((), dtype=torch.bool, device=seen.anywhere.device)
+        seen.anywhere.index_put_((slot[:outputs], token[:outputs]), true)
         seen.output_counts.index_fill_(0, row, 0)
         count_tokens(seen.output_counts, seen.anywhere, slot[outputs:], token[outputs:])
 
