@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from swell.configs.schema import CacheConfig
+from swell.kernels.host import to_device
 from swell.worker.wire import DEVICE, BlockCopy
 
 _Tier = list[Tensor]
 """What a block has, each [blocks, ...]"""
+_STAGED_BLOCKS = 512
+"""As many at once are on the device twice, of one layer."""
 
 
 def count_offload_blocks(cache: CacheConfig, block_bytes: int) -> tuple[int, int]:
@@ -50,25 +54,64 @@ class OffloadStore:
         for (source, target), group in groupby(copies, key=_direction):
             # Of several into one block the last one counts; none reads what another one writes.
             places = {copy.target_block: copy.source_block for copy in group}
-            if self._on_cuda and DEVICE not in (source, target):
+            of, to = self._tiers[source], self._tiers[target]
+            if not self._on_cuda:
+                _copy_on_host(of, to, places)
+            elif target == DEVICE:
+                _load(of, to, [(host, device) for device, host in places.items()])
+            elif source == DEVICE:
+                _save(of, to, [*places.items()])
+            else:
                 torch.cuda.current_stream().synchronize()  # the host reads what the device wrote
-            for of, to in zip(self._tiers[source], self._tiers[target], strict=True):
-                _copy(of, to, places)
+                _copy_on_host(of, to, places)
 
 
 def _direction(copy: BlockCopy) -> tuple[int, int]:
     return copy.source_tier, copy.target_tier
 
 
-def _copy(of: Tensor, to: Tensor, places: dict[int, int]) -> None:
-    """to[target] = of[source] for each target -> source"""
-    if of.device == to.device:
-        targets = torch.tensor(list(places), device=to.device)
-        sources = torch.tensor(list(places.values()), device=of.device)
-        to.index_copy_(0, targets, of.index_select(0, sources))
-        return
-    for target, source in places.items():
-        to[target].copy_(of[source], non_blocking=True)
+def _copy_on_host(of: _Tier, to: _Tier, places: dict[int, int]) -> None:
+    """to[target] = of[source] for each target -> source; all in the memory of the host."""
+    targets, sources = torch.tensor(list(places)), torch.tensor(list(places.values()))
+    for source, target in zip(of, to, strict=True):
+        target.index_copy_(0, targets, source.index_select(0, sources))
+
+
+def _save(of: _Tier, to: _Tier, pairs: list[tuple[int, int]]) -> None:
+    """to[host] = of[device] for pairs (host, device): gathered on the device."""
+    for runs, places in _staged(pairs, of):
+        for source, target in zip(of, to, strict=True):
+            staged = source.index_select(0, places)
+            for host, first, last in runs:
+                target[host : host + last - first].copy_(staged[first:last], non_blocking=True)
+
+
+def _load(of: _Tier, to: _Tier, pairs: list[tuple[int, int]]) -> None:
+    """to[device] = of[host] for pairs (host, device): scattered on the device."""
+    for runs, places in _staged(pairs, to):
+        for source, target in zip(of, to, strict=True):
+            staged = target.new_empty(len(places), *target.shape[1:])
+            for host, first, last in runs:
+                staged[first:last].copy_(source[host : host + last - first], non_blocking=True)
+            target.index_copy_(0, places, staged)
+
+
+def _staged(
+    pairs: list[tuple[int, int]], on_device: _Tier
+) -> Iterator[tuple[list[tuple[int, int, int]], Tensor]]:
+    """Parts of the pairs (host, device) in the order of the host's blocks, of which few are staged
+    at once. Of each part its runs, and its blocks on the device: see `runs_of`."""
+    pairs.sort()
+    for begin in range(0, len(pairs), _STAGED_BLOCKS):
+        hosts, devices = np.array(pairs[begin : begin + _STAGED_BLOCKS], dtype=np.int64).T
+        yield runs_of(hosts.tolist()), to_device(devices.copy(), on_device[0].device)
+
+
+def runs_of(blocks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Blocks that follow each other are one copy, however many they are: the first block of each
+    run, and where it begins and ends among all."""
+    ends = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
+    return [(blocks[i], i, j) for i, j in pairwise([0, *ends, len(blocks)])]
 
 
 def _allocate(caches: Sequence[Tensor], blocks: int, allocate: Callable[[int], Tensor]) -> _Tier:

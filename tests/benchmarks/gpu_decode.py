@@ -6,6 +6,7 @@ answers, greedy, in bfloat16. Needs a GPU and no Ray; a GPU computes by `kernels
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 import time
@@ -42,7 +43,7 @@ MODEL: dict[str, Any] = {
 PROMPT_TOKENS, ANSWER_TOKENS = 128, 64
 ROWS = (1, 8, 64)
 LONG_PROMPT_TOKENS = 2000
-REPEATS = 3
+REPEATS = 2
 
 
 class Swell:
@@ -120,6 +121,9 @@ def measure(label: str, engine: Swell | Transformers) -> list[str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", help="a part of the names of those to measure", default="")
+    wanted = parser.parse_args().engines
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     heads = [f"{rows} rows: a step, tokens" for rows in ROWS]
     print("|", " | ".join(["engine", *heads, f"{LONG_PROMPT_TOKENS} tokens of prompt"]), "|")
@@ -131,8 +135,8 @@ def main() -> None:
             "Swell, 1 step in flight": lambda: Swell(folder, 1),
             "Swell, 2 steps in flight": lambda: Swell(folder, 2),
         }
-        for label, make in makers.items():
-            engine = make()
+        for label in [label for label in makers if wanted in label]:
+            engine = makers[label]()
             print("|", " | ".join([label, *measure(label, engine)]), "|", flush=True)
             engine.close()
             torch.cuda.empty_cache()

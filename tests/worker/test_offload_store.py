@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.schema import load
+from swell.worker import offload_store
 from swell.worker.layers.attention import Attention
-from swell.worker.offload_store import OffloadStore, count_offload_blocks
+from swell.worker.offload_store import OffloadStore, count_offload_blocks, runs_of
 from swell.worker.wire import BlockCopy
 from tests.device import on_device
 from tests.worker import tiny_models
@@ -121,6 +123,45 @@ def test_copies_are_made_in_order(tmp_path: Path) -> None:
     assert same(contents(layers, 3), before[2])
     assert same(contents(layers, 1), before[1])
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "runs"),
+    [
+        ([4], [(4, 0, 1)]),
+        ([4, 5, 6], [(4, 0, 3)]),
+        ([1, 2, 5, 6, 7, 9], [(1, 0, 2), (5, 2, 5), (9, 5, 6)]),
+        ([3, 3, 4], [(3, 0, 1), (3, 1, 3)]),  # one block may be copied to several
+    ],
+)
+def test_blocks_that_follow_each_other_are_one_copy(
+    blocks: list[int], runs: list[tuple[int, int, int]]
+) -> None:
+    assert runs_of(blocks) == runs
+
+
+@pytest.mark.parametrize("staged", [1, 3, 7, 512])
+def test_blocks_are_staged_on_a_device(staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, here with all tensors in the memory of the host."""
+    monkeypatch.setattr(offload_store, "_STAGED_BLOCKS", staged)
+    random = Random(staged)
+    for _ in range(50):
+        count = random.randrange(1, 40)
+        device = [torch.randn(64, 2, 4) for _ in range(3)]
+        host = [torch.randn(80, 2, 4) for _ in range(3)]
+        in_order = list(range(5, 5 + count))
+        hosts = random.choice([random.sample(range(80), count), in_order, in_order[::-1]])
+        devices = random.sample(range(64), count)
+        saved, loaded = ([tensor.clone() for tensor in tier] for tier in (host, device))
+        for kept, source in zip(saved, device, strict=True):
+            kept[hosts] = source[devices]
+        offload_store._save(device, host, list(zip(hosts, devices, strict=True)))
+        assert same(host, saved)
+        hosts = [random.randrange(80) for _ in range(count)]  # one may be loaded several times
+        for kept, source in zip(loaded, host, strict=True):
+            kept[devices] = source[hosts]
+        offload_store._load(host, device, list(zip(hosts, devices, strict=True)))
+        assert same(device, loaded)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -117,7 +117,8 @@ class PoolingReader(HiddenStatesReader):
             self._kept[to_device(slots[begins], device)] = firsts
             return self._kept[to_device(slots[done], device)]
         lengths = to_device(counts, device)
-        sums = torch.segment_reduce(hidden.float(), "sum", lengths=lengths, axis=0)
+        # A check that the lengths are those of all tokens would wait for the device.
+        sums = torch.segment_reduce(hidden.float(), "sum", lengths=lengths, axis=0, unsafe=True)
         where, goes_on = to_device(slots, device), to_device(starts > 0, device)[:, None]
         self._kept[where] = sums + torch.where(goes_on, self._kept[where], 0.0)
         totals = to_device((starts + counts)[done], device)
