@@ -121,7 +121,11 @@ class ManagerDeployment:
         await self._manager.start()
 
     async def check_health(self) -> None:
-        """Serve calls it in the event loop of the manager: one that hangs does not answer."""
+        """Serve calls it in the event loop of the manager: one that hangs does not answer. One that
+        another has followed is not healthy: Serve replaces it, unless it is ending it anyway. The
+        other one is perhaps gone, and took over last because it was frozen while it started."""
+        if not self._manager.leads:
+            raise RuntimeError("another manager has taken over from this one")
 
     async def contact(self, wanted: str) -> Contact | None:
         """None: this is the manager of another family of configurations."""

@@ -136,7 +136,7 @@ class ClusterManager:
         """
         async with self._lifecycle_lock:
             await self._fleet.tasks.cancel()
-            if not (self._leads and await self._checkpoints.is_leader()):
+            if not (self.leads and await self._checkpoints.is_leader()):
                 return
             try:
                 await self._fleet.wait_idle(self._limits.drain_timeout_s)
@@ -238,8 +238,7 @@ class ClusterManager:
     @property
     def error(self) -> str | None:
         """What went wrong last, while it still matters, and what is tried again when."""
-        trouble = self.trouble
-        reason = self._state.change.error or (None if trouble is None else str(trouble))
+        reason = self._state.change.error or (str(found) if (found := self.trouble) else None)
         return "; ".join(filter(None, (reason, self._checkpoints.trouble))) or None
 
     async def describe(self) -> dict[str, Any]:
@@ -276,7 +275,7 @@ class ClusterManager:
     # ---------------------------------------------------------------- what is wanted, what is
 
     async def _reconcile_forever(self) -> None:
-        while self._leads:
+        while self.leads:
             self._wake.clear()
             try:
                 wait_s = self._reconcile()
@@ -351,12 +350,13 @@ class ClusterManager:
         return self._checkpoint().manager_state(self.phase, counts)
 
     @property
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
+        """False: another manager has taken over, and this one does nothing more."""
         return self._state.leadership is Leadership.LEADER
 
     async def _watch_membership_forever(self) -> None:
         epoch = -1
-        while self._leads:
+        while self.leads:
             try:
                 now = await self._coordinator.wait(epoch, 2 * self._limits.heartbeat_s)
                 epoch, self._view = now.view.roster.epoch, now.view

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,3 +217,11 @@ def test_serves_health_check_runs_in_the_ingress_loop() -> None:
     this loop hangs."""
     for deployment in (ManagerDeployment, IngressDeployment):
         assert asyncio.iscoroutinefunction(deployment.check_health)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_manager_that_another_has_followed_is_not_healthy(leads: bool) -> None:
+    """Serve ends it, and starts another one if it was the only one."""
+    deployment = SimpleNamespace(_manager=SimpleNamespace(leads=leads))
+    with nullcontext() if leads else pytest.raises(RuntimeError, match="has taken over"):
+        asyncio.run(ManagerDeployment.check_health(deployment))  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from swell.engine.core import EngineCore
 from swell.engine.ready import EngineReady
 from swell.engine.server import EngineServer
 from tests.simulator.ground import SimGround
+from tests.simulator.kernel import WORLD
 from tests.simulator.model import BROKEN_WEIGHTS, SimExecutor
 from tests.simulator.process import Process
 from tests.simulator.ray_port import SimRay
@@ -34,6 +35,8 @@ from tests.simulator.ray_port import SimRay
 if TYPE_CHECKING:
     from tests.simulator.control_plane import ControlPlane
 
+_UNHEALTHY_S = 30.0
+"""Serve asks a replica every ten seconds, and ends it after three bad answers."""
 NAMESPACE, IDENTITY = "sim", "0" * 12
 
 
@@ -218,6 +221,11 @@ class ObservedManager(ClusterManager):
 
     on_failed_change: Done
     on_shrink: Callable[[], None]
+    on_deposed: Callable[[], None]
+
+    async def _step_down(self) -> None:
+        self.on_deposed()
+        await super()._step_down()
 
     def _begin(self, state: ControlState) -> None:
         if state.change.target < self.target:
@@ -249,6 +257,7 @@ class SimManager:
         )
         self.manager.on_failed_change = plane.on_failed_change
         self.manager.on_shrink = plane.operator.on_shrink
+        self.manager.on_deposed = self._on_deposed
         self.has_started = False
         process.loop.create_task(self._start(), name="manager")
 
@@ -264,6 +273,11 @@ class SimManager:
             self.process.kill()
             return
         self.has_started = True
+
+    def _on_deposed(self) -> None:
+        """It is not healthy any more."""
+        kernel = self.process.kernel
+        kernel.at(kernel.now + _UNHEALTHY_S, WORLD, self.process.kill)
 
     def do(self, call: str, args: tuple[Any, ...], on_begun: Done, on_end: Done) -> None:
         """An operator's request: it is accepted once it is written down. `on_begun` gets the target

@@ -257,6 +257,8 @@ class ControlPlane:
         return manager
 
     def _on_manager_exit(self, process: Process) -> None:
+        if process is not self.manager.process:  # another one is there
+            return
         self.kernel.at(self.kernel.now + _RESTART_S, WORLD, self._restart_manager)
 
     def _restart_manager(self) -> None:
