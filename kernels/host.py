@@ -13,7 +13,11 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     On CPU it shares the array's memory. On CUDA it is copied from pinned memory, which torch's host
     allocator does not reuse before the copy is done.
     """
-    tensor = torch.from_numpy(array)
+    return copy_to_device(torch.from_numpy(array), device)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same for a tensor on the host."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -16,10 +16,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from swell.kernels import backends
+from swell.kernels.host import to_device
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class LoraTokens:
         self.groups = groups
         flat = [len(groups), *itertools.chain.from_iterable(groups)]
         self.groups_tensor[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
-        self.tokens[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        self.tokens[: len(tokens)] = to_device(np.array(tokens, dtype=np.int64), self.tokens.device)
 
 
 class LoraLayer(ABC):

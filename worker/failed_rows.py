@@ -9,7 +9,12 @@ import torch
 from swell.configs.log import first_line
 from swell.worker.groups import GroupError
 
-NON_REQUEST_ERRORS = (GroupError, MemoryError, torch.OutOfMemoryError)
+NON_REQUEST_ERRORS = (
+    GroupError,
+    MemoryError,
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,
+)
 """Errors that are never the fault of one request."""
 
 

@@ -227,6 +227,8 @@ class ProcessGroup(Group):
     def _guard(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:
         try:
             result = call(*args)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # this worker's own: its peers are not to blame
         except RuntimeError as error:
             raise GroupError(f"group {self.name!r}: {operation}: {first_line(error)}") from error
         self.check()

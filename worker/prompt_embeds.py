@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from swell.kernels.host import copy_to_device
 from swell.worker.sample.wire import PromptEmbeds
 from swell.worker.wire import NewRow, SchedulerOutput
 
@@ -65,7 +66,7 @@ class PromptEmbedsTable:
     def _read(self, given: PromptEmbeds) -> Tensor:
         """[prompt tokens, width] on the model's device"""
         flat = torch.frombuffer(bytearray(given.data), dtype=DTYPES[given.dtype])
-        return flat.view(-1, given.width).to(self._device)
+        return copy_to_device(flat.view(-1, given.width), self._device)
 
     def override(self, plan: SchedulerOutput) -> EmbedsOverride | None:
         """What a step takes of them; None: nothing. What no later step needs is dropped."""

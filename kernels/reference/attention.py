@@ -8,8 +8,9 @@ from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
 
-# Rows are computed together while their padded scores stay below this.
-MAX_SCORE_ELEMENTS = 1 << 25
+MAX_ELEMENTS = 1 << 25
+"""Of the scores, and of the gathered keys and values in float32, that are there at once: so many
+rows, and queries of them, are computed together."""
 
 
 def paged_attention(
@@ -28,13 +29,16 @@ def paged_attention(
     rows, tokens = meta.context_tokens.shape[0], torch.arange(q.shape[0], device=q.device)
     row = torch.searchsorted(meta.query_start.long(), tokens, right=True) - 1  # [T]
     index = tokens - meta.query_start.long()[row]  # [T], of the token in its row
-    per_row = q.shape[1] * meta.max_query_tokens * meta.max_context_tokens
-    chunk = max(1, MAX_SCORE_ELEMENTS // max(1, per_row))
-    for first in range(0, rows if per_row else 0, chunk):
+    heads, context, kv_heads = q.shape[1], meta.max_context_tokens, k_cache.shape[1]
+    queries = max(1, min(meta.max_query_tokens, MAX_ELEMENTS // max(1, heads * context)))
+    scores, kv = context * heads * queries, 3 * context * kv_heads * q.shape[2]
+    per_row = max(scores, kv, meta.max_query_tokens * heads * q.shape[2])
+    chunk = max(1, MAX_ELEMENTS // max(1, per_row))
+    for first in range(0, rows if context and meta.max_query_tokens else 0, chunk):
         last = min(rows, first + chunk)
         # [rows of the chunk, Q, heads, head_dim]
         answer = _attend_rows(
-            q, k_cache, v_cache, meta, first, last, scale, window, softcap, lookahead
+            q, k_cache, v_cache, meta, first, last, queries, scale, window, softcap, lookahead
         )
         # Selected by a mask: only the device knows how many tokens the chunk has.
         inside = (row >= first) & (row < last)
@@ -50,14 +54,16 @@ def _attend_rows(
     meta: AttentionMetadata,
     first: int,
     last: int,
+    at_once: int,
     scale: float,
     window: int,
     softcap: float,
     lookahead: int,
 ) -> Tensor:
-    """The rows first .. last - 1, padded to Q query and C context tokens."""
+    """The rows first .. last - 1, padded to Q query and C context tokens, `at_once` queries after
+    the others."""
     device, queries, context = q.device, meta.max_query_tokens, meta.max_context_tokens
-    kv_heads, block_tokens, head_dim = k_cache.shape[1:]
+    kv_heads, block_tokens = k_cache.shape[1:3]
     group = q.shape[1] // kv_heads
     start = meta.query_start[first:last].long()  # [B]
     length = meta.query_start[first + 1 : last + 1].long() - start  # [B]
@@ -68,21 +74,28 @@ def _attend_rows(
     position = total[:, None] - length[:, None] + index  # [B, Q]
 
     # [B, kv_heads, group, Q, head_dim]
-    rows_q = q[token].float().transpose(1, 2)
-    rows_q = rows_q.reshape(-1, kv_heads, group, queries, head_dim)
+    rows_q = q[token].float().transpose(1, 2).unflatten(1, (kv_heads, group))
     blocks = meta.block_table[first:last, : -(-context // block_tokens)].long()  # [B, blocks]
     key_index = torch.arange(context, device=device)  # [C]
     rows_k = k_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :context].float()
     rows_v = v_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :context].float()
-
-    scores = rows_q @ rows_k[:, :, None].transpose(-1, -2) * scale  # [B, kv_heads, group, Q, C]
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = key_index <= position[:, :, None] + lookahead  # [B, Q, C]
-    seen &= key_index < total[:, None, None]
-    if window > 0:
-        seen &= key_index > position[:, :, None] - window
-    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
     # Cache entries after a row's context may hold anything, even NaN.
     rows_v = rows_v.masked_fill((key_index >= total[:, None])[:, None, :, None], 0.0)
-    return (torch.softmax(scores, dim=-1) @ rows_v[:, :, None]).flatten(1, 2).transpose(1, 2)
+
+    parts = []
+    for part_q, part_position in zip(
+        rows_q.split(at_once, dim=3), position.split(at_once, dim=1), strict=True
+    ):
+        # The queries of a group see the same keys: [B, kv_heads, group * Q, C], then apart again
+        scores = part_q.flatten(2, 3) @ rows_k.transpose(-1, -2) * scale
+        scores = scores.unflatten(2, (group, -1))
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = key_index <= part_position[:, :, None] + lookahead  # [B, Q, C]
+        seen &= key_index < total[:, None, None]
+        if window > 0:
+            seen &= key_index > part_position[:, :, None] - window
+        scores = scores.masked_fill_(~seen[:, None, None], float("-inf"))
+        answer = torch.softmax(scores, dim=-1).flatten(2, 3) @ rows_v
+        parts.append(answer.unflatten(2, (group, -1)))
+    return torch.cat(parts, dim=3).flatten(1, 2).transpose(1, 2)

@@ -191,10 +191,13 @@ def test_rows_without_tokens(name):
     assert torch.equal(got, backend(name)(*case.paged([0, 2]), scale=0.25))
 
 
-def test_the_reference_in_chunks_of_rows(monkeypatch):
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("elements", [1, 5 * 4 * 130, 2 * 4 * 33 * 130])
+def test_the_reference_in_chunks_of_rows_and_of_queries(monkeypatch, elements, window):
     reference = load_backend("reference", "attention")
     case = Case(MIXED, 4, 2, 32)
     batch = case.paged(list(range(len(MIXED))))
-    whole = reference.paged_attention(*batch, scale=0.2)
-    monkeypatch.setattr(reference, "MAX_SCORE_ELEMENTS", 2 * 4 * 33 * 130)
-    close(reference.paged_attention(*batch, scale=0.2), whole, torch.float32)
+    whole = reference.paged_attention(*batch, scale=0.2, window=window)
+    monkeypatch.setattr(reference, "MAX_ELEMENTS", elements)
+    cut = reference.paged_attention(*batch, scale=0.2, window=window)
+    close(cut, whole, torch.float32)
