@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -50,10 +51,9 @@ class OffloadStore:
             self._tiers[2] = _allocate(caches, on_disk, file)
 
     def apply(self, copies: Sequence[BlockCopy]) -> None:
-        """Carry them out in order."""
-        for (source, target), group in groupby(copies, key=_direction):
-            # Of several into one block the last one counts; none reads what another one writes.
-            places = {copy.target_block: copy.source_block for copy in group}
+        """Carry them out as if in order."""
+        for batch in batches_of(copies):
+            (source, target), places = batch.tiers, batch.places
             of, to = self._tiers[source], self._tiers[target]
             if not self._on_cuda:
                 _copy_on_host(of, to, places)
@@ -66,8 +66,48 @@ class OffloadStore:
                 _copy_on_host(of, to, places)
 
 
-def _direction(copy: BlockCopy) -> tuple[int, int]:
-    return copy.source_tier, copy.target_tier
+@dataclass(slots=True)
+class Batch:
+    """Copies from one tier to another. Of several into one block the last one counts; none reads
+    what another one writes."""
+
+    tiers: tuple[int, int]
+    """Source and target."""
+    places: dict[int, int] = field(default_factory=dict)
+    """Target -> source."""
+    sources: set[int] = field(default_factory=set)
+
+    def add(self, copy: BlockCopy) -> None:
+        self.places[copy.target_block] = copy.source_block
+        self.sources.add(copy.source_block)
+
+    def precedes(self, copy: BlockCopy) -> bool:
+        """Whether the copy must come behind these: one of them writes what it reads or writes, or
+        reads what it writes."""
+        source, target = self.tiers
+        reads = source == copy.target_tier and copy.target_block in self.sources
+        feeds = target == copy.source_tier and copy.source_block in self.places
+        return reads or feeds or (target == copy.target_tier and copy.target_block in self.places)
+
+
+def batches_of(copies: Sequence[BlockCopy]) -> list[Batch]:
+    """Few batches with the result of the copies in their order. A full tier gets each block behind
+    one that leaves it, and all that leave may go first."""
+    batches: list[Batch] = []
+    for copy in copies:
+        tiers = (copy.source_tier, copy.target_tier)
+        found = None
+        for batch in reversed(batches):
+            if batch.tiers == tiers:
+                found = batch
+                break
+            if batch.precedes(copy):
+                break
+        if found is None:
+            found = Batch(tiers)
+            batches.append(found)
+        found.add(copy)
+    return batches
 
 
 def _copy_on_host(of: _Tier, to: _Tier, places: dict[int, int]) -> None:

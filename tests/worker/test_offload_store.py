@@ -13,9 +13,15 @@ import torch
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.schema import load
+from swell.engine.offload_tiers import OffloadTiers
 from swell.worker import offload_store
 from swell.worker.layers.attention import Attention
-from swell.worker.offload_store import OffloadStore, count_offload_blocks, runs_of
+from swell.worker.offload_store import (
+    OffloadStore,
+    batches_of,
+    count_offload_blocks,
+    runs_of,
+)
 from swell.worker.wire import BlockCopy
 from tests.device import on_device
 from tests.worker import tiny_models
@@ -138,6 +144,41 @@ def test_blocks_that_follow_each_other_are_one_copy(
     blocks: list[int], runs: list[tuple[int, int, int]]
 ) -> None:
     assert runs_of(blocks) == runs
+
+
+def test_batches_have_the_result_of_the_copies_in_order() -> None:
+    random = Random(3)
+    for _ in range(300):
+        sizes = [random.randrange(1, 9) for _ in range(3)]
+        copies = []
+        for _ in range(random.randrange(1, 40)):
+            source, target = random.sample(range(3), 2)
+            of, to = random.randrange(sizes[source]), random.randrange(sizes[target])
+            copies.append(BlockCopy(source, of, target, to))
+        before = [[(tier, block) for block in range(size)] for tier, size in enumerate(sizes)]
+        in_order, in_batches = ([[*tier] for tier in before] for _ in range(2))
+        for copy in copies:
+            content = in_order[copy.source_tier][copy.source_block]
+            in_order[copy.target_tier][copy.target_block] = content
+        for batch in batches_of(copies):
+            source, target = batch.tiers
+            read = {to: in_batches[source][of] for to, of in batch.places.items()}
+            for to, content in read.items():
+                in_batches[target][to] = content
+        assert in_batches == in_order
+
+
+def test_what_leaves_a_full_tier_goes_first() -> None:
+    """Two full tiers: each block that is saved pushes one to the disk."""
+    tiers = OffloadTiers((4, 8))
+    for block in range(12):
+        tiers.save(block, b"%d" % block)
+    tiers.take_copies()
+    for block in range(4):
+        tiers.save(block, b"new %d" % block)
+    copies = tiers.take_copies()
+    assert len(copies) == 8
+    assert [batch.tiers for batch in batches_of(copies)] == [(1, 2), (0, 1)]
 
 
 @pytest.mark.parametrize("staged", [1, 3, 7, 512])
