@@ -27,7 +27,7 @@ class ManagerId(msgspec.Struct, frozen=True):
     """Of its checkpoints: greater than that of each manager before it."""
 
 
-NOBODY = ManagerId()
+NO_MANAGER = ManagerId()
 """Its commands count where no manager is known."""
 
 

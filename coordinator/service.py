@@ -23,7 +23,7 @@ from swell.coordinator.engine_monitor import StalledEngine
 from swell.coordinator.ground import Ground, ThreadGround
 from swell.coordinator.listening_clock import ListeningClock
 from swell.coordinator.loop_calls import LoopCalls
-from swell.coordinator.manager_state import NOBODY, ManagerId, ManagerState
+from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState
 from swell.coordinator.metrics_aggregator import MetricsAggregator
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.recovery import recovery_s
@@ -156,7 +156,9 @@ class CoordinatorService:
             timeout_s, lambda: self._state_machine.roster.epoch != epoch, self._membership
         )
 
-    def join(self, members: list[Member], timeout_s: float, by: ManagerId = NOBODY) -> JoinResult:
+    def join(
+        self, members: list[Member], timeout_s: float, by: ManagerId = NO_MANAGER
+    ) -> JoinResult:
         """Return when each is in the roster, or will never be. Raises ValueError for a rank that is
         taken: all engines are as before then."""
         ranks = {member.rank for member in members}
@@ -176,7 +178,7 @@ class CoordinatorService:
             ),
         )
 
-    def leave(self, ranks: list[int], by: ManagerId = NOBODY) -> Roster:
+    def leave(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
         """These engines get no more requests. Each reports when it has received this roster."""
 
         def leave(now: float) -> RankedCommands:
@@ -185,11 +187,11 @@ class CoordinatorService:
 
         return self._command(by, leave)
 
-    def cancel_leave(self, ranks: list[int], by: ManagerId = NOBODY) -> Roster:
+    def cancel_leave(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
         """Engines that were leaving are active again."""
         return self._command(by, lambda now: self._state_machine.cancel_leave(ranks, now))
 
-    def detach(self, ranks: list[int], timeout_s: float, by: ManagerId = NOBODY) -> Roster:
+    def detach(self, ranks: list[int], timeout_s: float, by: ManagerId = NO_MANAGER) -> Roster:
         """Return when the roster is without them: when their group goes on without them. After the
         time they are taken out, but for those that are kept meanwhile."""
         return self._calls.call_and_wait(
@@ -203,7 +205,7 @@ class CoordinatorService:
             lambda: self._change_for(by, lambda now: self._state_machine.detach(ranks, now)),
         )
 
-    def remove_failed(self, ranks: list[int], by: ManagerId = NOBODY) -> Roster:
+    def remove_failed(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
         """Take out engines that are dead."""
         return self._command(by, lambda now: self._state_machine.remove_failed(ranks, now))
 

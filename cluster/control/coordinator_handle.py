@@ -124,17 +124,17 @@ class CoordinatorHandle:
     async def _change_roster(
         self, event: str, ranks: list[int], call: Awaitable[Any], limit_s: float = 0.0
     ) -> int:
-        roster: Roster = await self._call_as_owner(call, limit_s)
+        roster: Roster = await self._call_as_manager(call, limit_s)
         self._log.info(event, epoch=roster.epoch, ranks=ranks)
         return roster.epoch
 
     async def pause(self) -> None:
-        await self._call_as_owner(self._send("pause", self.manager_id()))
+        await self._call_as_manager(self._send("pause", self.manager_id()))
 
     async def resume(self) -> None:
-        await self._call_as_owner(self._send("resume", self.manager_id()))
+        await self._call_as_manager(self._send("resume", self.manager_id()))
 
-    async def _call_as_owner(self, call: Awaitable[Any], limit_s: float = 0.0) -> Any:
+    async def _call_as_manager(self, call: Awaitable[Any], limit_s: float = 0.0) -> Any:
         try:
             return await self._call(call, limit_s)
         except ActorRaised as error:
@@ -149,7 +149,7 @@ class CoordinatorHandle:
         deadline, pause_s = loop.time() + limit_s, _FIRST_PAUSE_S
         while True:
             try:
-                return await self._call_as_owner(send(), limit_s)
+                return await self._call_as_manager(send(), limit_s)
             except (ActorDied, ActorUnavailable, GcsUnavailable):
                 if loop.time() + pause_s > deadline:
                     raise

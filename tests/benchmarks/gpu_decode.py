@@ -1,7 +1,8 @@
 """`python -m tests.benchmarks.gpu_decode`: one GPU, the shape of Qwen3-0.6B, random weights.
 
-Swell and transformers compute the same work in one process, in turn: rows of equal prompts and
-answers, greedy, in bfloat16. Needs a GPU and no Ray; a GPU computes by `kernels/reference` alone.
+Swell and transformers compute the same work in one process, one after the other: rows of equal
+prompts and answers, greedy, in bfloat16. Needs a GPU and no Ray; a GPU computes by
+`kernels/reference` alone.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from swell.coordinator.manager_state import NOBODY
+from swell.coordinator.manager_state import NO_MANAGER
 from swell.coordinator.wave_interface import Phase
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
@@ -170,7 +170,7 @@ def test_a_pause_stops_all_engines_and_loses_no_request(cluster) -> None:
     tracker = RequestTracker(cluster)
     tracker.submit(0, 300)
     cluster.until(lambda: cluster.tokens["r0"])
-    cluster.service.pause(NOBODY)
+    cluster.service.pause(NO_MANAGER)
     cluster.until(lambda: cluster.service.view().state == "paused")
     cluster.receive()
     tracker.submit(1)
@@ -182,7 +182,7 @@ def test_a_pause_stops_all_engines_and_loses_no_request(cluster) -> None:
     cluster.join(2)
     assert all(e.server.core.wave_member.phase is Phase.PAUSED for e in cluster.engines.values())
     tracker.submit(2)
-    cluster.service.resume(NOBODY)
+    cluster.service.resume(NO_MANAGER)
     tracker.check()
 
 

@@ -20,7 +20,7 @@ from swell.cluster.control.placement import Placement
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.finder import FindCoordinator
-from swell.coordinator.manager_state import NOBODY, ManagerId
+from swell.coordinator.manager_state import NO_MANAGER, ManagerId
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import CoordinatorService
 from swell.engine.core import EngineCore
@@ -82,12 +82,12 @@ class SimCoordinator(CoordinatorService):
         )
         plane.coordinators.append((process, self))
 
-    def leave(self, ranks: list[int], by: ManagerId = NOBODY) -> Roster:
+    def leave(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
         for call in self._plane.on_leave:
             call(ranks)
         return super().leave(ranks, by)
 
-    def detach(self, ranks: list[int], timeout_s: float, by: ManagerId = NOBODY) -> Roster:
+    def detach(self, ranks: list[int], timeout_s: float, by: ManagerId = NO_MANAGER) -> Roster:
         for call in self._plane.on_detach:
             call(ranks)
         return super().detach(ranks, timeout_s, by)
