@@ -61,9 +61,10 @@ class GrammarChecker:
         return f"it needs more than {MEMORY_BYTES >> 20} MiB, or nests too deeply"
 
     def close(self) -> None:
-        """End the process; the next check starts another."""
+        """End the process, also one that is stopped; the next check starts another."""
         with self._lock:
             if self._process is not None:
+                self._process.kill()
                 self._end(self._process)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -80,8 +81,8 @@ class GrammarChecker:
         """The process's answer to a line; None if it gives none."""
         assert process.stdin is not None and process.stdout is not None
         patience = threading.Timer(WALL_S, process.kill)
-        patience.start()
         try:
+            patience.start()
             process.stdin.write(line)
             process.stdin.flush()
             received = process.stdout.readline()

@@ -70,10 +70,11 @@ class RealRay:
         raise TimeoutError("the other host does not come up")
 
     def close(self) -> None:
-        ray.shutdown()
+        # The other host first: a raylet without its head waits half a minute for it.
         if self._other_host is not None:
             self._other_host.terminate()
             self._other_host.wait()
+        ray.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, scenario: Coroutine[Any, Any, None]) -> None:
