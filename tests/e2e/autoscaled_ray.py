@@ -19,7 +19,7 @@ from swell.coordinator.ports import free_port
 from tests import reaper
 
 _START_S = 60.0
-_STOP_S = 20.0
+_STOP_S = 5.0
 _RAY = str(Path(sys.executable).with_name("ray"))
 _EMPTY_LISTS = (
     "initialization_commands",

@@ -21,6 +21,7 @@ import pytest
 
 from swell.cluster.cli.main import main
 from tests.e2e.cluster import NANO, ROOT, Cluster, enable_sigint
+from tests.faults.process import HTTP
 
 pytestmark = pytest.mark.slow
 
@@ -235,18 +236,6 @@ def wait_for_work(cluster: Cluster, rank: int) -> None:
     raise AssertionError(f"engine {rank} never had work: {engines}")
 
 
-def test_an_end_lets_streams_finish():
-    """SIGTERM, of which Ray has a handler of its own; with SIGINT every cluster here ends."""
-    results: list[list[int]] = []
-    with Cluster(NANO, "model.dtype=float32", "cluster.drain_timeout_s=120") as running:
-        reader = stream(running, 1900, results)
-        wait_for_answers(results, 1)
-        running.process.send_signal(signal.SIGTERM)
-        reader.join()
-        assert running.process.wait(180) == 0
-    assert [len(ids) for ids in results] == [1900]
-
-
 def resubmitted(cluster: Cluster) -> float:
     text = cluster.get("/metrics").text
     return float(re.search(r"^swell_resubmitted_requests_total (\S+)", text, re.M).group(1))
@@ -401,7 +390,7 @@ def request_until_ready(url: str, process: subprocess.Popen[str]) -> None:
     while time.monotonic() < deadline:
         assert process.poll() is None
         try:
-            if httpx.get(f"{url}/ready", timeout=30).status_code == 200:
+            if HTTP.get(f"{url}/ready", timeout=30).status_code == 200:
                 break
         except httpx.TransportError:
             pass

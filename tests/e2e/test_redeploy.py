@@ -22,7 +22,7 @@ from swell.cluster.control.upgrade_check import family_of
 from swell.configs.schema import load
 from swell.coordinator.ports import free_port
 from tests.e2e.cluster import NANO
-from tests.faults.process import alive, listeners
+from tests.faults.process import HTTP, alive, listeners
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -96,7 +96,7 @@ def until(true: Callable[[], Any], what: str) -> Any:
 
 def get(port: int, path: str) -> dict[str, Any] | None:
     try:
-        answer = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=60)
+        answer = HTTP.get(f"http://127.0.0.1:{port}{path}", timeout=60)
     except httpx.TransportError:
         return None
     return answer.json() if answer.status_code == 200 else None

@@ -1,36 +1,41 @@
-"""Every way to split the work over processes gives the same answers."""
+"""Every way to split the work over processes gives the same answers; `test_two_ingresses.py` has
+those of two engines with two workers each."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-import time
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable
 
 import openai
 import pytest
 
 from tests.e2e.cluster import NANO, Cluster
+from tests.e2e.test_lifecycle import stream, wait_for_answers
 
 pytestmark = pytest.mark.slow
 
-SPLITS = {
-    "tensor 2 x pipeline 2": ["parallel.tensor=2", "parallel.pipeline=2"],
-    "data 2, tensor 2, two ingresses": [
-        "parallel.data=2",
-        "parallel.tensor=2",
-        "serve.ingress_replicas=2",
-    ],
-}
+TOKENS = 1900
 
 
-@pytest.fixture(scope="module", params=SPLITS)
-def cluster(request) -> Iterator[Cluster]:
-    with Cluster(NANO, "model.dtype=float32", *SPLITS[request.param]) as running:
-        yield running
+def test_tensor_2_x_pipeline_2_and_an_end_that_lets_streams_finish(heldout, truth):
+    """SIGTERM, of which Ray has a handler of its own; with SIGINT every other cluster ends."""
+    settings = ("parallel.tensor=2", "parallel.pipeline=2", "cluster.drain_timeout_s=120")
+    results: list[list[int]] = []
+    with Cluster(NANO, "model.dtype=float32", *settings) as running:
+        assert_equal_to_transformers(running, heldout, truth)
+        reader = stream(running, TOKENS, results)
+        wait_for_answers(results, 1)
+        running.process.send_signal(signal.SIGTERM)
+        reader.join()
+        assert running.process.wait(180) == 0
+    assert [len(ids) for ids in results] == [TOKENS]
 
 
-def test_answers_equal_transformers(cluster, heldout, truth):
+def assert_equal_to_transformers(
+    cluster: Cluster, heldout: list[dict], truth: Callable[[str, int], tuple[list[int], str]]
+) -> None:
+    """Every engine gives answers; the cluster has four workers."""
     prompts = [record["messages"][-1]["content"] for record in heldout[64:112]]
     served: set[str] = set()
 
@@ -56,25 +61,3 @@ def test_answers_equal_transformers(cluster, heldout, truth):
     ranks = [(w["pipeline"], w["tensor"]) for w in engines[0]["workers"]]
     assert ranks == sorted(ranks), "tensor-parallel ranks are neighbours"
     assert len({w["pid"] for engine in engines for w in engine["workers"]}) == 4
-
-
-def ended(cluster: Cluster) -> set[float]:
-    """How many requests have ended, as several polls give it: each time the kernel decides which
-    ingress answers."""
-    pattern = r"^swell_request_success_total{.*} (\S+)$"
-    texts = [cluster.get("/metrics").text for _ in range(12)]
-    return {sum(map(float, re.findall(pattern, text, re.MULTILINE))) for text in texts}
-
-
-def test_any_ingress_counts_all_requests(cluster):
-    earlier, counts = set(), ended(cluster)
-    while len(counts) > 1 or counts != earlier:  # all has been reported
-        time.sleep(3)
-        earlier, counts = counts, ended(cluster)
-    (before,) = counts
-    fields = {"model": "nano", "prompt": "count from 1 to 9", "max_tokens": 8}
-    for _ in range(12):
-        cluster.post("/v1/completions", fields)
-    deadline = time.monotonic() + 60
-    while (count := ended(cluster)) != {before + 12}:
-        assert time.monotonic() < deadline, f"{count}, and it were {before}"

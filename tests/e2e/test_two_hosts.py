@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,16 +22,21 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import NANO, Cluster
+from tests.e2e.test_upgrade import SETTINGS as UPGRADE_SETTINGS
+from tests.e2e.test_upgrade import add_noise, assert_pure, copy_of, upgrade
+from tests.e2e.test_upgrade import answers_while as answers_of_versions
 from tests.faults import hosts as hosts_module
 from tests.faults.cluster_monitor import INGRESS, MANAGER
 from tests.faults.hosts import Hosts
-from tests.faults.load import DECODE, Answer, Load, compare, make_requests, reference
+from tests.faults.load import SHORT_DECODE, Answer, Load, compare, make_requests, reference
 from tests.faults.namespaces import wait_until
+from tests.faults.process import HTTP
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MOE = NANO.parent / "nano-moe"
 STREAMS = 12
+UPGRADE_STREAMS = 32
 STALL_S = 3.0
 """Where links are cut. Else it is the default: a busy machine takes long to form a group."""
 ONE_WORKER_A_HOST = "cluster.cpus_per_worker=2"
@@ -94,11 +100,11 @@ class TwoHostCluster:
         self.urls = [f"http://{address}:{port}" for address in hosts.addresses]
 
     def get(self, path: str, host: int = 0) -> httpx.Response:
-        return httpx.get(self.urls[host] + path, timeout=60, trust_env=False)
+        return HTTP.get(self.urls[host] + path, timeout=60)
 
     def scale(self, engines: int) -> None:
         body = {"engines": engines}
-        httpx.post(self.urls[0] + "/admin/scale", json=body, timeout=60, trust_env=False)
+        HTTP.post(self.urls[0] + "/admin/scale", json=body, timeout=60)
 
     def engines(self) -> list[dict]:
         return self.get("/admin/cluster").json()["engines"]
@@ -142,7 +148,7 @@ async def answers_while(
     cluster: TwoHostCluster, urls: Sequence[str], change: Callable
 ) -> tuple[list[Answer], list[Answer]]:
     """The right answers, and those of streams that went on during `change`."""
-    requests = make_requests((await model_of(cluster)), STREAMS, DECODE, seed=7)
+    requests = make_requests((await model_of(cluster)), STREAMS, SHORT_DECODE, seed=7)
     expected = await reference(cluster.urls[0], requests)
     load = Load(urls, requests, STREAMS)
     load.start()
@@ -166,11 +172,15 @@ async def some_seconds() -> None:
     await asyncio.sleep(3)
 
 
-def test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down(hosts):
-    """Clients of the other host's ingress see nothing but a pause. One cluster for all of it: its
+def test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down(
+    hosts, models: tuple[Path, Path]
+):
+    """Clients of the other host's ingress see nothing but a pause. Then the cluster gets other
+    weights under many streams: none fails, none mixes versions. One cluster for all of it: its
     start takes longer than the rest."""
-    stall = f"cluster.stall_timeout_s={STALL_S}"
-    with serving(hosts, NANO, ONE_WORKER_A_HOST, stall, engines=2) as cluster:
+    first, second = models
+    settings = (*UPGRADE_SETTINGS, ONE_WORKER_A_HOST, f"cluster.stall_timeout_s={STALL_S}")
+    with serving(hosts, first, *settings, engines=2) as cluster:
         assert sorted(cluster.worker_hosts()) == [[0], [1]]
         kept = asyncio.run(answers_while(cluster, cluster.urls, some_seconds))
         assert_kept(*kept)
@@ -181,6 +191,30 @@ def test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down(host
             urls = [cluster.urls[1 - host]]
             assert_kept(*asyncio.run(answers_while(cluster, urls, change)))
             assert sorted(cluster.worker_hosts()) == [[0], [1]]
+        upgrade_to(second, cluster)
+
+
+@pytest.fixture
+def models() -> Iterator[tuple[Path, Path]]:
+    """At one path on every host."""
+    with tempfile.TemporaryDirectory(prefix="swell-models-") as folder:
+        first, second = Path(folder, "first"), Path(folder, "second")
+        yield copy_of(first), copy_of(second, lambda tensors: add_noise(tensors, 2))
+
+
+def upgrade_to(model: Path, cluster: TwoHostCluster) -> None:
+    """There is room for one engine on each host: each is replaced in its place, and its answers
+    move to the other host meanwhile, as long as an engine of their version is there."""
+
+    def change() -> None:
+        done = upgrade(cluster.urls[1], model, prefix=cluster.hosts.prefix(0))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    assert_pure(*asyncio.run(answers_of_versions(cluster.urls, UPGRADE_STREAMS, change)))
+    assert sorted(cluster.worker_hosts()) == [[0], [1]]
+    state = cluster.get("/admin/cluster").json()
+    assert {engine["version"] for engine in state["engines"]} == {state["upgrade"]["version"]}
+    assert state["upgrade"]["model"] == str(model)
 
 
 async def cut_and_heal(cluster: TwoHostCluster, host: int) -> None:
@@ -198,28 +232,39 @@ def test_the_stages_of_a_pipeline_on_two_hosts(hosts):
         assert_kept(*asyncio.run(answers_while(cluster, cluster.urls, some_seconds)))
 
 
-def test_tensor_ranks_share_a_host_and_all_listen_at_one_interface_and_range(hosts):
-    """Experts are shared over the hosts, so their groups are formed at the interface, too. What the
-    hosts' name resolves to is an address of none of them."""
+def test_engines_that_share_experts_join_and_leave_on_the_other_host(hosts):
+    """Their tensor ranks share a host, and all listen at one interface and range. What the hosts'
+    name resolves to is an address of none of them."""
     for host in (0, 1):
         subprocess.run(
             [*hosts.prefix(host), *f"ip addr add {SECOND[host]}/24 dev eth0".split()], check=True
         )
     settings = (f"cluster.interface={SECOND_NETWORK}", f"cluster.ports={PORTS[0]}-{PORTS[-1]}")
     split = ("parallel.tensor=2", "parallel.expert=true", TWO_WORKERS_A_HOST)
-    with serving(hosts, MOE, *split, *settings, engines=2) as cluster:
-        assert sorted(cluster.worker_hosts()) == [[0, 0], [1, 1]]
-        assert_kept(*asyncio.run(answers_while(cluster, cluster.urls, some_seconds)))
-        for host in (0, 1):
-            found = {
-                part: [listeners_of(pid) for pid in hosts.named(host, part)] for part in PORTS_OF
-            }
-            for part, (num_ports, ports) in PORTS_OF.items():
-                for listeners in found[part]:
-                    assert {address for address, _ in listeners} <= {SECOND[host]}, found
-                    taken = {port for _, port in listeners if port in PORTS}
-                    assert len(taken) <= num_ports and taken <= {*ports}, found
-            assert any(found["EngineActor"]) and any(found["WorkerActor"]), found
+    with serving(hosts, MOE, *split, *settings) as cluster:
+
+        async def grow_and_shrink() -> None:
+            for engines in (2, 1):
+                await asyncio.to_thread(cluster.scale, engines)
+                await cluster.wait_until_whole(engines)
+                found = await asyncio.to_thread(cluster.worker_hosts)
+                assert sorted(found) == [[0, 0], [1, 1]] if engines == 2 else len(found) == 1
+                if engines == 2:
+                    await asyncio.to_thread(assert_listeners, hosts)
+                await some_seconds()
+
+        assert_kept(*asyncio.run(answers_while(cluster, cluster.urls, grow_and_shrink)))
+
+
+def assert_listeners(hosts: Hosts) -> None:
+    for host in (0, 1):
+        found = {part: [listeners_of(pid) for pid in hosts.named(host, part)] for part in PORTS_OF}
+        for part, (num_ports, ports) in PORTS_OF.items():
+            for listeners in found[part]:
+                assert {address for address, _ in listeners} <= {SECOND[host]}, found
+                taken = {port for _, port in listeners if port in PORTS}
+                assert len(taken) <= num_ports and taken <= {*ports}, found
+        assert any(found["EngineActor"]) and any(found["WorkerActor"]), found
 
 
 def listeners_of(pid: int) -> set[tuple[str, int]]:
@@ -238,17 +283,3 @@ def listeners_of(pid: int) -> set[tuple[str, int]]:
                 address = b"".join(bytes.fromhex(word)[::-1] for word in words)
                 found.add((socket.inet_ntop(family, address), int(port, 16)))
     return {listener for listener in found if listener[1] not in PORTS_OF_RAY}
-
-
-def test_engines_that_share_experts_join_and_leave_on_the_other_host(hosts):
-    with serving(hosts, MOE, "parallel.expert=true", ONE_WORKER_A_HOST) as cluster:
-
-        async def grow_and_shrink() -> None:
-            for engines in (2, 1):
-                await asyncio.to_thread(cluster.scale, engines)
-                await cluster.wait_until_whole(engines)
-                found = await asyncio.to_thread(cluster.worker_hosts)
-                assert sorted(found) == [[0], [1]][: len(found)] or engines == 1
-                await some_seconds()
-
-        assert_kept(*asyncio.run(answers_while(cluster, cluster.urls, grow_and_shrink)))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import NANO, Cluster
-from tests.faults.load import DECODE, Answer, Load, difference, make_requests, reference
+from tests.faults.load import SHORT_DECODE, Answer, Load, difference, make_requests, reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -69,7 +69,7 @@ async def answers_while(
     urls: Sequence[str], streams: int, change: Callable[[], None]
 ) -> tuple[list[Answer], list[Answer], list[Answer]]:
     """The right answers before and after a change, and those of streams that went on during it."""
-    requests = make_requests(MODEL, streams, DECODE, seed=5)
+    requests = make_requests(MODEL, streams, SHORT_DECODE, seed=5)
     before = await reference(urls[0], requests)
     load = Load(urls, requests, streams)
     load.start()

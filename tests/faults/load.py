@@ -49,6 +49,8 @@ class Shape(msgspec.Struct, frozen=True):
 
 DECODE = Shape((2, 12), (150, 350))
 """Answers that last: a fault hits them in the middle."""
+SHORT_DECODE = Shape((2, 12), (50, 120))
+"""The same where many answers follow one another: their sum lasts."""
 PREFILL = Shape((120, 200), (4, 24))
 """Prompts that last: about six bytes a word, and nano's tokens are bytes."""
 

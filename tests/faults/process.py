@@ -27,6 +27,9 @@ _VANISH_S = 60
 _IDLE_S = 30
 _LISTEN = "0A"
 """The state of a listening socket in `/proc/net/tcp`."""
+HTTP = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+"""A connection for each request, as `httpx.get` has it, which reads all certificates each time: 45
+ms of processor time, while a cluster needs it."""
 _SWELL = (sys.executable, "-m", "swell.cluster")
 _RAY_FOLDER = re.compile(r"/tmp/swell-\w+")
 """The folder that `swell serve` gives to its own Ray."""
@@ -105,10 +108,10 @@ class Cluster:
         raise ClusterFailed(f"no line {start!r} in:\n" + "\n".join(self.lines))
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=60)
+        return HTTP.get(self.url + path, timeout=60)
 
     def post(self, path: str, body: object) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=120)
+        return HTTP.post(self.url + path, json=body, timeout=120)
 
     def wait_idle(self) -> None:
         """Wait until every engine reports that all its slots and blocks are free."""

@@ -1,10 +1,12 @@
-"""What happened to a request, of a real cluster: an engine dies below a stream, and the story is
-found at any ingress, in the answer, and at a collector."""
+"""Two engines of two workers each, and two ingresses: answers are those of transformers, any
+ingress counts all, and when an engine dies below a stream, what happened to the request is found at
+any ingress, in the answer, and at a collector."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 
 from tests.cluster.api.otlp_collector import Collector, start_collector
 from tests.e2e.cluster import NANO, Cluster
+from tests.e2e.test_splits import assert_equal_to_transformers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,12 +40,39 @@ def cluster(collector: Collector) -> Iterator[Cluster]:
     settings = (
         "model.dtype=float32",
         "parallel.data=2",
+        "parallel.tensor=2",
         "serve.ingress_replicas=2",
         "cluster.stall_timeout_s=30",
         f"serve.otlp_endpoint={collector.endpoint}",
     )
     with Cluster(NANO, *settings) as running:
         yield running
+
+
+def test_answers_equal_transformers(cluster, heldout, truth):
+    assert_equal_to_transformers(cluster, heldout, truth)
+
+
+def ended(cluster: Cluster) -> set[float]:
+    """How many requests have ended, as several polls give it: each time the kernel decides which
+    ingress answers."""
+    pattern = r"^swell_request_success_total{.*} (\S+)$"
+    texts = [cluster.get("/metrics").text for _ in range(12)]
+    return {sum(map(float, re.findall(pattern, text, re.MULTILINE))) for text in texts}
+
+
+def test_any_ingress_counts_all_requests(cluster):
+    earlier, counts = set(), ended(cluster)
+    while len(counts) > 1 or counts != earlier:  # all has been reported
+        time.sleep(3)
+        earlier, counts = counts, ended(cluster)
+    (before,) = counts
+    fields = {"model": "nano", "prompt": "count from 1 to 9", "max_tokens": 8}
+    for _ in range(12):
+        cluster.post("/v1/completions", fields)
+    deadline = time.monotonic() + 60
+    while (count := ended(cluster)) != {before + 12}:
+        assert time.monotonic() < deadline, f"{count}, and it were {before}"
 
 
 def stream_while_its_engine_dies(cluster: Cluster) -> tuple[str, dict[str, Any]]:
