@@ -19,13 +19,15 @@ demo: setup
 	$(BIN)/python -m swell.cluster.cli.demo
 
 # In two processes of up to 2 GB and one cluster of up to 6 GB: one begins with the tests that start Ray, which often
-# wait, and the other has the rest (tests/sharing.py). PROCESSES=0: one after another.
+# wait, and the other has the rest (tests/sharing.py). PROCESSES=0: one after another. The first of them that is lost
+# ends the run, with the name of its test: a process that replaced it would begin with that test again.
 PROCESSES ?= 2
+SHARED = -n $(PROCESSES) --max-worker-restart 0
 test: setup lint typecheck
-	$(BIN)/python -m pytest -n $(PROCESSES) -m "not gpu"
+	$(BIN)/python -m pytest $(SHARED) -m "not gpu"
 
 test-fast: setup
-	$(BIN)/python -m pytest -n $(PROCESSES) -m "not gpu and not slow"
+	$(BIN)/python -m pytest $(SHARED) -m "not gpu and not slow"
 
 # Property tests with new examples in each of so many runs; all other targets try the same examples every time.
 RUNS ?= 5
@@ -54,11 +56,11 @@ ENGINES = tests/engine/test_token_exact.py tests/engine/test_features.py tests/e
   tests/worker/test_prompt_embeds.py tests/worker/test_offload_store.py tests/cluster/test_local_weights.py
 test-gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
-	SWELL_TEST_DEVICE=cuda PYTHONPATH=build/gpu:. $(PYTHON) -m pytest -n $(PROCESSES) tests/gpu $(ENGINES)
+	SWELL_TEST_DEVICE=cuda PYTHONPATH=build/gpu:. $(PYTHON) -m pytest $(SHARED) tests/gpu $(ENGINES)
 
 # Conformance: third-party clients and checkers. Some ten minutes, and half a gigabyte of packages.
 judges: setup $(CONFORMANCE)/.installed
-	SWELL_CONFORMANCE=1 SWELL_FUZZ_CASES=2000 $(BIN)/python -m pytest --timeout 1800 tests/conformance
+	SWELL_CONFORMANCE=1 SWELL_FUZZ_CASES=2000 $(BIN)/python -m pytest --timeout 1800 -o faulthandler_timeout=2000 tests/conformance
 	$(CONFORMANCE)/bin/python -m pytest --confcutdir tests/conformance/third_party tests/conformance/third_party
 
 $(CONFORMANCE)/.installed: tests/conformance/requirements.txt

@@ -19,7 +19,7 @@ from tests.faults.fault_types import Fault
 from tests.faults.load import SHORT_DECODE
 from tests.faults.trial import Cell, Setup, Trial
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STREAMS = 8
 STALL = "cluster.stall_timeout_s=3"
