@@ -85,9 +85,14 @@ class Collector:
         self._reading.start()
         self.endpoint = f"http://127.0.0.1:{int(self._lines.get(timeout=DEADLINE_S))}"
 
-    def take(self, count: int) -> list[dict[str, Any]]:
-        """So many spans, in the order in which they came."""
-        return [json.loads(self._lines.get(timeout=DEADLINE_S)) for _ in range(count)]
+    def take(self, count: int, trace_id: str | None = None) -> list[dict[str, Any]]:
+        """So many spans, in the order in which they came; of one trace, without those before."""
+        taken: list[dict[str, Any]] = []
+        while len(taken) < count:
+            span = json.loads(self._lines.get(timeout=DEADLINE_S))
+            if trace_id in (None, span["trace_id"]):
+                taken.append(span)
+        return taken
 
     def is_empty(self) -> bool:
         return self._lines.empty()
