@@ -3,7 +3,9 @@ whatever the number of engines, and whatever happens to the others meanwhile."""
 
 from __future__ import annotations
 
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -74,7 +76,8 @@ class Engine:
         self.server.core.executor.abort()
         self._thread.join(SOON_S)
         self.outlet.close()
-        assert not self._thread.is_alive()
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        assert not self._thread.is_alive(), "".join(traceback.format_stack(frame))
 
 
 @pytest.fixture
