@@ -111,6 +111,8 @@ def start(config: Config, service: CoordinatorService) -> Iterator[Callable[...,
         return started[-1]
 
     yield start
+    for engine in started:  # all of them first: one that lost its peer would form a group anew
+        engine.server.stop()
     for engine in started:
         engine.stop()
 
