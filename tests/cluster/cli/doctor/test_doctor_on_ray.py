@@ -27,7 +27,7 @@ COMMAND_S = 250.0
 PATIENCE_S = 200
 """How long a node may take that answers: it imports torch, on a machine that is busy."""
 LATE_S = 30
-"""The same where one of two hangs: each test of it takes so long."""
+"""The same where one of two nodes hangs, which the command waits for."""
 
 
 @pytest.fixture(scope="module")
