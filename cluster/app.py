@@ -10,9 +10,7 @@ Serve's proxy, where one runs, reaches the same routes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -21,7 +19,6 @@ import msgspec
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ApplicationStatus
 
 from swell.cluster.api.admin.protocol import ChangeResult, RequestStory
 from swell.cluster.api.ingress import build_ingress
@@ -37,8 +34,14 @@ from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.placement import Placement
 from swell.cluster.control.ray_cluster import RayCluster
 from swell.cluster.control.room import resolve_device
-from swell.cluster.control.upgrade_check import family_of, upgraded, with_model_of
+from swell.cluster.control.upgrade_check import (
+    family_of,
+    upgraded,
+    with_model_of,
+    with_other_weights,
+)
 from swell.cluster.replica_peers import ReplicaPeers
+from swell.cluster.serve_status import is_built_again, is_deleting
 from swell.cluster.text.adapters import AdapterRefused
 from swell.cluster.text.tokenizer import import_without_torch
 from swell.configs.identity import identity
@@ -54,8 +57,6 @@ from swell.coordinator.ground import ThreadGround
 from swell.coordinator.manager_state import Sleep
 from swell.coordinator.ports import free_port, next_free_port
 
-_INGRESS_ACTOR = re.compile(r"SERVE_REPLICA::(.+)#Ingress#")
-"""The name that Serve gives to the actor of an ingress, with that of the application."""
 _SERVE_PROXY_PORT = 8000
 """Where `serve run` starts Serve's proxy."""
 _OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -70,10 +71,6 @@ _DISCOVERY_TIMEOUT_S = 60.0
 """How long an ingress waits for the manager of its own configuration: while an application is
 deployed again, that of the old configuration may answer."""
 _DISCOVERY_POLL_S = 0.2
-_STATUS_TIMEOUT_S = 10.0
-"""How long Serve's controller may take to give the status of an application."""
-_STATUS_POLL_S = 0.5
-"""Between two calls for it."""
 _SAVE_TIMEOUT_S = 2.0
 """How long an answer to an operator may wait until the request is stored in the checkpoint."""
 
@@ -152,15 +149,24 @@ class ManagerDeployment:
 
     async def upgrade(self, settings: dict[str, Any]) -> ChangeResult:
         """`settings`: a configuration, as sections of keys."""
-        running = self._manager.upgrader.wanted.config
+        return await self._begin_version(upgraded, settings)
+
+    async def update_weights(self, path: str) -> ChangeResult:
+        return await self._begin_version(with_other_weights, path, in_place=True)
+
+    async def _begin_version(
+        self, make: Callable[..., tuple[Config, list[str]]], wanted: Any, *, in_place: bool = False
+    ) -> ChangeResult:
+        """`make`: the configuration that follows from the running one and from what is wanted, and
+        the keys that stay as they are. It reads files."""
+        manager = self._manager
         try:
-            config, kept = await asyncio.to_thread(upgraded, running, settings)
-            resources = await asyncio.to_thread(self._resources)
-            await self._manager.upgrade(identity(config), resolve_device(config, resources))
+            config, kept = await asyncio.to_thread(make, manager.upgrader.wanted.config, wanted)
+            config = resolve_device(config, await asyncio.to_thread(self._resources))
+            await manager.upgrade(identity(config), config, in_place=in_place)
         except ScaleRefused as refused:
-            return ChangeResult(self._manager.target, str(refused))
-        version = self._manager.upgrader.wanted.name
-        return ChangeResult(self._manager.target, kept=kept, version=version)
+            return ChangeResult(manager.target, str(refused))
+        return ChangeResult(manager.target, kept=kept, version=manager.upgrader.wanted.name)
 
     async def load_adapter(self, adapter: Adapter, in_place: bool) -> ChangeResult:
         return await self._change(lambda: self._manager.adapters.load(adapter, in_place))
@@ -203,7 +209,7 @@ class ManagerDeployment:
             self._log.warning("checkpoint not written", error=f"{type(error).__name__}: {error}")
 
     async def __del__(self) -> None:
-        if await _is_deleting(self._app):
+        if await is_deleting(self._app):
             await self._manager.stop()
         else:
             await self._manager.leave()
@@ -273,23 +279,6 @@ async def _discover_manager(manager: DeploymentHandle, wanted: str) -> Contact:
             if contact is not None:
                 return contact
             await asyncio.sleep(_DISCOVERY_POLL_S)
-
-
-async def _is_deleting(name: str) -> bool:
-    """Whether Serve deletes it; else it replaces one replica, or the whole by another version, and
-    a successor comes. A controller that has just died is back after some seconds; if none answers,
-    none is there that could start a successor."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_STATUS_TIMEOUT_S):
-            while True:
-                try:
-                    found = (await asyncio.to_thread(serve.status)).applications.get(name)
-                    return found is None or found.status == ApplicationStatus.DELETING
-                except Exception as error:
-                    text = f"{type(error).__name__}: {error}"
-                    StructuredLogger("cluster.app").warning("no status", error=text)
-                    await asyncio.sleep(_STATUS_POLL_S)
-    return True
 
 
 def application(config: Config) -> serve.Application:
@@ -373,20 +362,6 @@ def build(args: dict[str, Any]) -> serve.Application:
         host = listening_host(config, node)
         config = with_port(config, next_free_port(host, _SERVE_PROXY_PORT + 1))
         print(f"Ray Serve's proxy has port {_SERVE_PROXY_PORT}; ours is {config.serve.port}")
-    if config.serve.port and not _is_built_again():
+    if config.serve.port and not is_built_again():
         config = claim_port(config, node)
     return application(config)
-
-
-def _is_built_again() -> bool:
-    """Whether an application of ours that runs here is being deployed anew: then its ingresses have
-    its port already. Serve does not name the application that it builds."""
-    if not ray.is_initialized():
-        return False
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    found = [_INGRESS_ACTOR.match(actor["name"]) for actor in actors]
-    running = {match[1] for match in found if match}
-    known = serve.status().applications
-    return any(
-        known[name].status == ApplicationStatus.DEPLOYING for name in running if name in known
-    )

@@ -23,7 +23,7 @@ from swell.coordinator.ground import ThreadGround
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.executor.host_shares import workers_by_node
-from swell.engine.ready import EngineReady
+from swell.engine.ready import EngineReady, NewWeightsRefused
 from swell.engine.server import EngineServer
 
 _EXIT_GRACE_S = 10.0
@@ -45,35 +45,74 @@ class EngineActor:
         self._version = version
         self._coordinator = coordinator
         self._server: EngineServer | None = None
+        self._thread: threading.Thread | None = None
         self._loading = threading.Lock()
         self._status = "starting"
         self._end = "it was stopped"
         self._ended = threading.Event()
 
-    def start(self, placement_group: Any) -> EngineReady:
+    def start(self, placement_group: Any, config: Config, version: str) -> EngineReady:
         """Load the model and open the channel. Raises what a worker or the configuration raised.
 
         A call while it loads, or later, gets the same answer: a manager that adopts an engine in
-        the middle of its start calls again."""
+        the middle of its start calls again. One with another version, whose weights alone may
+        differ, makes another engine of it, in the same processes. Raises NewWeightsRefused if they
+        cannot be used; then the engine is another one of the version before."""
         with self._loading:
             if self._server is None:
                 self._load(placement_group)
+            elif version != self._version:
+                self._begin_anew(config, version)
         return self.ready()
 
     def _load(self, placement_group: Any) -> None:
         cluster = self._config.cluster
-        host = host_address(cluster.interface, ray.util.get_node_ip_address())
+        self._host = host_address(cluster.interface, ray.util.get_node_ip_address())
         shares = _workers_by_node(self._config)
         executor = build_executor(
             self._config,
             placement_group=placement_group,
             keys=self._coordinator.keys,
-            host=host,
+            host=self._host,
             workers_by_node=shares,
             workers_per_machine=shares[ray.get_runtime_context().get_node_id()],
         )
         limits = executor.start(self._set_status)
-        core = EngineCore(self._config, executor, limits)
+        self._serve(EngineCore(self._config, executor, limits))
+        freeze_gc()
+
+    def _begin_anew(self, config: Config, version: str) -> None:
+        """The engine has left its cluster. Whoever has not noticed finds nothing at its address."""
+        server, self._server = self._server, None
+        assert server is not None
+        own, self._version = self._version, version
+        self._status = f"reading the weights of {config.model.path}"
+        refusal: ValueError | None = None
+        try:
+            self._end_server(server)
+            server.core.begin_anew(config.model.path)
+            self._config = config
+        except ValueError as error:
+            refusal, self._version = error, own
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._serve(server.core)
+        if refusal is not None:
+            raise NewWeightsRefused(str(refusal))
+
+    def _end_server(self, server: EngineServer) -> None:
+        """Its core is left. Raises RuntimeError if its loop has failed, or hangs in a step."""
+        assert self._thread is not None
+        server.stop(keeps_core=True)
+        self._thread.join(self._config.cluster.stall_timeout_s)
+        if self._thread.is_alive():
+            raise RuntimeError("its last step did not end within cluster.stall_timeout_s")
+        if self._ended.is_set():
+            raise RuntimeError(f"it has ended: {self._end}")
+
+    def _serve(self, core: EngineCore) -> None:
+        cluster, host = self._config.cluster, self._host
         self._server = EngineServer(
             self._config,
             self._rank,
@@ -85,8 +124,13 @@ class EngineActor:
             version=self._version,
         )
         self._status = "serving"
-        freeze_gc()
-        threading.Thread(target=self._run, name="swell-engine", daemon=True).start()
+        run = partial(self._run, self._server)
+        self._thread = threading.Thread(target=run, name="swell-engine", daemon=True)
+        self._thread.start()
+
+    def version(self) -> str:
+        """What it runs, or is about to run."""
+        return self._version
 
     def ready(self) -> EngineReady:
         """The engine as it is now: workers may have been replaced. Raises RuntimeError before it
@@ -103,6 +147,7 @@ class EngineActor:
             list(server.workers),
             server.incarnation,
             server.member.store,
+            server.version,
         )
 
     def status(self) -> str:
@@ -119,17 +164,20 @@ class EngineActor:
             self._server.stop()
             self._ended.wait()
 
-    def _run(self) -> None:
-        assert self._server is not None
+    def _run(self, server: EngineServer) -> None:
         try:
-            self._server.run()
+            server.run()
         except BaseException as error:
-            self._end = f"{type(error).__name__}: {error}"
-            self._log.exception("engine failed", error)
+            self._fail(error)
+        if not server.keeps_core:
             self._ended.set()
-            time.sleep(_EXIT_GRACE_S)
-            process.exit_process("engine", error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._end = f"{type(error).__name__}: {error}"
+        self._log.exception("engine failed", error)
         self._ended.set()
+        time.sleep(_EXIT_GRACE_S)
+        process.exit_process("engine", error)
 
     def _set_status(self, text: str) -> None:
         self._status = text

@@ -53,9 +53,8 @@ class EngineCore:
         clock: Callable[[], float] = THREADS.now,
     ) -> None:
         """`clock`: seconds by a monotonic clock."""
-        self._depth = depth = config.scheduler.steps_in_flight if executor.overlaps else 1
-        kind = WaveMember if config.parallel.expert else NullMember
-        self.wave_member: EngineWaves = kind(rank=0, incarnation=0, depth=depth)
+        self._depth = config.scheduler.steps_in_flight if executor.overlaps else 1
+        self.wave_member = _new_wave_member(config, self._depth)
         """Decides when to step; its messages are collected for `take_messages`."""
         self.num_dummy_steps = 0
         self.num_waves = 0
@@ -310,6 +309,14 @@ class EngineCore:
             self._weights = before
             raise
 
+    def begin_anew(self, path: str) -> None:
+        """Forget every request and all that is cached, for another server, and let all workers have
+        the weights of this folder: one that sleeps wakes up. Raises as `update_weights` does."""
+        self.wave_member = _new_wave_member(self.config, self._depth)
+        self.sleep_level = 0
+        self._forget()
+        self.update_weights(path)
+
     @property
     def weight_folders(self) -> tuple[str, str]:
         """Those that may be read again."""
@@ -318,14 +325,17 @@ class EngineCore:
     def reset(self) -> None:
         """Forget every request and all that is cached, whatever an interrupt has left half done:
         also a step that some workers have begun and others have not."""
+        self._forget()
+        self.executor.abort()
+        self.regroup(GroupPlan(generation=0))
+
+    def _forget(self) -> None:
         self._in_flight.clear()
         self.wave_member.in_flight = 0
         self._messages.clear()
         self._failed.clear()
         self.adapters.clear()
         self.scheduler = self._new_scheduler()
-        self.executor.abort()
-        self.regroup(GroupPlan(generation=0))
 
     def _new_scheduler(self) -> Scheduler:
         config, limits = self.config, self.limits
@@ -352,6 +362,11 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+
+
+def _new_wave_member(config: Config, depth: int) -> EngineWaves:
+    kind = WaveMember if config.parallel.expert else NullMember
+    return kind(rank=0, incarnation=0, depth=depth)
 
 
 def _failure_of(failed: Failed) -> Outputs:

@@ -1,4 +1,4 @@
-"""What an engine's actor answers when the engine can serve."""
+"""What an engine's actor answers when the engine can serve, or cannot change its weights."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ class EngineReady(msgspec.Struct, frozen=True):
     """A number that only this start of the engine has."""
     store: tuple[str, int] | None = None
     """Where workers of other engines can meet its own."""
+    version: str = ""
+    """What it runs, as the roster lists it."""
+
+
+class NewWeightsRefused(ValueError):
+    """Weights that cannot take the place of an engine's: it serves with its own."""

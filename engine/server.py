@@ -107,7 +107,7 @@ class EngineServer:
             on_command=self._waker.wake,
             find=find_coordinator,
         )
-        self._stopping = False
+        self._stopping = self.keeps_core = False
         self._services = UtilityServices({"report": self._report, "check_idle": core.check_idle})
         self._is_waking = False
         """It was asleep when `Resume` came."""
@@ -146,13 +146,14 @@ class EngineServer:
                     failure = error
         finally:
             self._coordinator_client.stop()
-            self.core.shutdown()
+            if not (self.keeps_core and self._stopping):
+                self.core.shutdown()
             self._inbox.close()
             self._waker.close()
 
-    def stop(self) -> None:
-        """Let the loop end; from any thread."""
-        self._stopping = True
+    def stop(self, keeps_core: bool = False) -> None:
+        """Let the loop end; from any thread. `keeps_core`: for another server."""
+        self.keeps_core, self._stopping = keeps_core, True
         self._waker.wake()
 
     # ---------------------------------------------------------------- the loop

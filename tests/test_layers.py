@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, list[str]] = {
         "cluster.client.*",
         "cluster.text.*",
         "cluster.replica_peers",
+        "cluster.serve_status",
     ],
     "cluster/replica_peers.py": ["cluster.api.*"],
     "cluster/api/*": ["cluster.api.*", "cluster.client.*", "cluster.text.*"],
@@ -62,6 +63,7 @@ LIBRARIES: dict[str, list[str]] = {
     "ray": [
         "cluster/app.py",
         "cluster/replica_peers.py",
+        "cluster/serve_status.py",
         "cluster/control/ray_cluster.py",
         "cluster/cli/*",
         "coordinator/coordinator.py",

@@ -8,20 +8,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 from msgspec import UnsetType
 
-from swell.cluster.api.admin.protocol import (
-    Accepted,
-    ClusterState,
+from swell.cluster.api.admin.change_requests import (
     DrainRequest,
     ScaleRequest,
     SleepRequest,
     UpgradeRequest,
-    UpgradeState,
+    WeightsRequest,
 )
+from swell.cluster.api.admin.protocol import Accepted, ClusterState, UpgradeState
 from swell.cluster.cli.console import print_table
 from swell.cluster.cli.http_client import Client, ServerError
 from swell.cluster.text.schema.request_body import RequestBody
@@ -115,12 +115,23 @@ def upgrade(args: argparse.Namespace) -> int:
     another one is wanted meanwhile."""
     config = load(args.config, dict(args.set))
     request = UpgradeRequest(config=msgspec.to_builtins(config))
-    asyncio.run(_upgrade(Client(args.url, args.api_key), request))
+    return _follow_upgrade(args, "/admin/upgrade", request)
+
+
+def update_weights(args: argparse.Namespace) -> int:
+    """The same for weights alone."""
+    request = WeightsRequest(path=str(Path(args.path).absolute()))
+    request.check()
+    return _follow_upgrade(args, "/admin/update_weights", request)
+
+
+def _follow_upgrade(args: argparse.Namespace, path: str, request: RequestBody) -> int:
+    asyncio.run(_upgrade(Client(args.url, args.api_key), path, request))
     return 0
 
 
-async def _upgrade(client: Client, request: UpgradeRequest) -> None:
-    accepted = await client.post("/admin/upgrade", request, Accepted)
+async def _upgrade(client: Client, path: str, request: RequestBody) -> None:
+    accepted = await client.post(path, request, Accepted)
     if accepted.kept:
         print(f"an upgrade does not change {', '.join(accepted.kept)}", flush=True)
     started, reported = time.monotonic(), ""

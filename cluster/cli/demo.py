@@ -20,7 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from swell.cluster.api.admin.protocol import ClusterState, ModelList, ScaleRequest
+from swell.cluster.api.admin.change_requests import ScaleRequest
+from swell.cluster.api.admin.protocol import ClusterState, ModelList
 from swell.cluster.api.chat.protocol import ChatChunk
 from swell.cluster.cli.admin_commands import change_engines
 from swell.cluster.cli.child_process import ServerProcess

@@ -68,6 +68,11 @@ def _upgrade(parser: argparse.ArgumentParser) -> None:
     _server(parser)
 
 
+def _update_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="FOLDER", help="on every host: the model's, with others")
+    _server(parser)
+
+
 def _generate(parser: argparse.ArgumentParser) -> None:
     _config(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="+")
@@ -133,6 +138,11 @@ COMMANDS = {
         "replace the engines by those of another configuration, one by one",
         "swell.cluster.cli.admin_commands:upgrade",
         _upgrade,
+    ),
+    "update-weights": Command(
+        "let the engines have other weights, one after the other",
+        "swell.cluster.cli.admin_commands:update_weights",
+        _update_weights,
     ),
     "pause": Command("let all engines stop", "swell.cluster.cli.admin_commands:pause", _status),
     "resume": Command("let them go on", "swell.cluster.cli.admin_commands:resume", _status),

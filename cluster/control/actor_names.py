@@ -7,8 +7,8 @@ stray.
     swell-app - engine - 3 - 0f3a..91 - 7c01d2e4
     namespace            rank  tag      start
 
-The tag is a digest of the version and of the coordinator's key: an engine with another one cannot
-be used here.
+The tag is a digest of the version's lineage and of the coordinator's key: an engine with another
+one cannot be used here. Which version of its lineage an engine runs it says itself.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def is_group(text: str, namespace: str) -> bool:
     return parse(text, namespace) is not None or (rank != text and rank.isdecimal())
 
 
-def engine_tag(version: str, coordinator: str) -> str:
-    """Of engines of this version whose coordinator has this public key."""
-    return hashlib.sha256(f"{version} {coordinator}".encode()).hexdigest()[:_TAG_DIGITS]
+def engine_tag(lineage: str, coordinator: str) -> str:
+    """Of engines of this lineage whose coordinator has this public key."""
+    return hashlib.sha256(f"{lineage} {coordinator}".encode()).hexdigest()[:_TAG_DIGITS]
 
 
 def candidates(

@@ -114,6 +114,10 @@ class Backoff:
         left_s = self._slot(rank).not_before - now
         return left_s if left_s > TICK_S else 0.0
 
+    def failures(self, rank: int) -> int:
+        """Starts that failed since one succeeded."""
+        return self._slot(rank).failures
+
     def exhausted(self, rank: int) -> bool:
         """Whether the rank was tried so often that an operator has to find the cause."""
         return self._slot(rank).exhausted

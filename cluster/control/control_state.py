@@ -166,9 +166,23 @@ def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfi
                 f"engine {rank} leaves already: its host is taken away, and another one is started "
                 "in its place"
             )
+        case Intent.RELOAD:
+            raise ScaleRefused(
+                f"engine {rank} is getting the weights of another version: try again when it serves"
+            )
     if state.leadership is Leadership.DEPOSED:
         raise ScaleRefused(TAKEN_OVER)
     return state
+
+
+def check_awake(state: ControlState, in_place: bool) -> None:
+    """Raises ScaleRefused where engines that sleep would get other weights `in_place`: they would
+    need their memory for it."""
+    if in_place and state.sleep.level:
+        raise ScaleRefused(
+            f"the engines sleep (level {state.sleep.level}), and would take their memory again to "
+            "read weights: wake them first (POST /admin/wake)"
+        )
 
 
 def follow_load(state: ControlState, engines: int, limits: ClusterConfig) -> ControlState:

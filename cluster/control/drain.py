@@ -62,6 +62,8 @@ class Drain:
         """It was to leave under an earlier manager, and has what is left of its time."""
         now, passed = _now(), self._ground.unix_time() - record.left_at
         handle.intent = Intent.DRAIN if record.is_named else Intent.LEAVE
+        if handle.next_version is not None:
+            handle.intent = Intent.RELOAD
         handle.left_at = now - min(max(0.0, passed), MAX_DRAIN_S)
         left_s = record.deadline - self._ground.unix_time()
         self._begin(handle, min(max(0.0, left_s), MAX_DRAIN_S))
@@ -79,6 +81,7 @@ class Drain:
             since_1970_s + handle.left_at,
             since_1970_s + deadline_s,
             handle.intent is Intent.DRAIN,
+            "" if handle.next_version is None else handle.next_version.name,
         )
 
     async def run(self) -> None:

@@ -17,3 +17,5 @@ class DrainRecord(msgspec.Struct, frozen=True):
     """When it ends even if it has requests."""
     is_named: bool = False
     """An operator, an upgrade or the end of its host has named it: it is not kept."""
+    next_version: str = ""
+    """Name of the version whose weights it gets then; empty: it ends."""

@@ -22,6 +22,15 @@ class StartFailed(RuntimeError):
         self.permanent = permanent
 
 
+class WeightsRefused(StartFailed):
+    """An engine did not get the weights of another version: it can begin anew with its own."""
+
+    def __init__(self, message: str, version: Version) -> None:
+        """`version`: its own."""
+        super().__init__(message, permanent=True)
+        self.version = version
+
+
 class NoRoom(StartFailed):
     """There was no room for an engine: nothing of it was started."""
 
@@ -38,6 +47,10 @@ class EngineHandle:
     """Of this start alone."""
     version: Version | None = None
     """What it runs; None: unknown."""
+    next_version: Version | None = None
+    """That it runs when it has left and joins again; None: it ends."""
+    previous: Version | None = None
+    """What its processes ran before they got other weights; None once it serves."""
     is_extra: bool = False
     """It starts beside those that are wanted, and counts when it serves."""
     for_answers: bool = False
@@ -79,8 +92,18 @@ class EngineHandle:
 
     @property
     def leaving(self) -> bool:
-        """It takes no new requests, and is to end; one that is starting is not wanted any more."""
-        return self.intent in (Intent.LEAVE, Intent.DRAIN)
+        """It takes no new requests, and is to end or to begin anew; one that is starting is not
+        wanted any more."""
+        return self.intent in (Intent.LEAVE, Intent.DRAIN, Intent.RELOAD)
+
+    def begin_anew(self, version: Version) -> None:
+        """It has left: its processes go on as another engine, with other weights."""
+        if self.exit_watcher is not None:
+            self.exit_watcher.cancel()
+        self.previous, self.version, self.next_version = self.version, version, None
+        self.intent, self.drain, self.ready, self.starting = Intent.STAY, None, None, None
+        self.left_epoch = self.idle_polls = self.repairs = 0
+        self.is_marked = False
 
     def status(self, place: Place, *, is_vacating: bool) -> EngineStatus:
         """As the manager's decisions see it."""
@@ -92,8 +115,10 @@ class EngineHandle:
             waits_for_room=self.waits_for_room is not None,
             node=self.ready.node if self.ready else None,
             version=self.version_name,
+            next_version="" if self.next_version is None else self.next_version.name,
             is_extra=self.is_extra,
             for_answers=self.for_answers,
+            is_reloading=self.previous is not None,
             is_vacating=is_vacating,
         )
 

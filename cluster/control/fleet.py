@@ -10,21 +10,19 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from swell.cluster.control.actor_errors import ActorRaised
 from swell.cluster.control.batches import in_batches
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.drain import Drain
 from swell.cluster.control.drain_record import DrainRecord
-from swell.cluster.control.engine_handle import EngineHandle, StartFailed
+from swell.cluster.control.engine_handle import EngineHandle, StartFailed, WeightsRefused
 from swell.cluster.control.fleet_view import FleetView, Intent, Place
 from swell.cluster.control.placement import Placement
+from swell.cluster.control.roster_check import RosterCheck
 from swell.cluster.control.task_set import TaskSet
 from swell.cluster.control.versions import Version
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.ground import Ground
-from swell.coordinator.roster import MemberState
-from swell.coordinator.service import Membership
 from swell.coordinator.wire import EngineReport
 
 _PAUSE_S = 1.0
@@ -62,10 +60,11 @@ class Fleet:
         self._drain = Drain(config.load_report_s, coordinator, ground, self.engines, self._detach)
         self._vacating: frozenset[int] = frozenset()
         self._is_reserved = False
-        self._num_stalled_seen = 0
-        """Entries of `Membership.stalled_engines` that were handled."""
+        self._reloading: list[EngineHandle] = []
+        """Those of `starting` that wait for `take_reloading`."""
         self._log = StructuredLogger("cluster.fleet")
         self.tasks = TaskSet(self._log, on_change)
+        self.roster_check = RosterCheck(self, coordinator, placement, config.stall_timeout_s)
 
     @property
     def handles(self) -> list[EngineHandle]:
@@ -95,10 +94,12 @@ class Fleet:
         Returns those that still have to load or to join: they are in `starting`, for `grow`."""
         serving, newcomers = await self._placement.adopt(versions)
         records = {record.name: record for record in drains}
+        by_name = {version.name: version for version in versions}
         for handle in serving:
             self._add_engine(handle)
             self._watch(handle)
             if (record := records.get(handle.name)) is not None:
+                handle.next_version = by_name.get(record.next_version)
                 self._drain.resume(handle, record)
             elif handle.leaving:
                 self.leave(handle.rank, self._config.drain_timeout_s)
@@ -126,6 +127,8 @@ class Fleet:
             if not by_rank[rank].leaving:
                 del self.starting[rank]
                 on_failed(by_rank[rank], error)
+                if isinstance(error, WeightsRefused):
+                    self._begin_anew(by_rank[rank], error.version)
                 self.on_change()
 
         async def prepare(handle: EngineHandle) -> None:
@@ -145,6 +148,17 @@ class Fleet:
                 on_joined([h.rank for h in ready if self.engines.get(h.rank) is h])
         self.on_change()
 
+    def _begin_anew(self, handle: EngineHandle, version: Version) -> None:
+        """Its processes are to run this version, and to join as another engine."""
+        handle.begin_anew(version)
+        self.starting[handle.rank] = handle
+        self._reloading.append(handle)
+
+    def take_reloading(self) -> list[EngineHandle]:
+        """Engines of `starting` that have left to get other weights, for `grow`; each once."""
+        taken, self._reloading = self._reloading, []
+        return [handle for handle in taken if self.starting.get(handle.rank) is handle]
+
     async def _join_batch(self, handles: list[EngineHandle]) -> dict[int, Exception]:
         """They serve then, but for those that were cancelled before it began, and for those that
         have failed: why, by rank."""
@@ -161,7 +175,7 @@ class Fleet:
                 if handle.ended is not None
             }
             living = [handle for handle in handles if handle.rank not in failures]
-            failures |= await self._join(living) if living else {}
+            failures |= await self.join(living) if living else {}
         for handle in handles:
             if handle.rank not in failures:
                 del self.starting[handle.rank]
@@ -199,18 +213,18 @@ class Fleet:
             del self.starting[handle.rank]
             self.on_change()
 
-    async def _join(self, handles: list[EngineHandle]) -> dict[int, Exception]:
+    async def join(self, handles: list[EngineHandle]) -> dict[int, Exception]:
         """Returns why those that have not joined did not, by rank; their group forms without them.
         One that dies meanwhile is removed."""
         try:
-            with self._transition(handles):
+            with self.transition(handles):
                 refused = await self._coordinator.join([handle.member for handle in handles])
         except Exception as error:
             return {handle.rank: error for handle in handles}
         return {rank: StartFailed(reason, permanent=False) for rank, reason in refused.items()}
 
     @contextlib.contextmanager
-    def _transition(self, handles: list[EngineHandle]) -> Iterator[None]:
+    def transition(self, handles: list[EngineHandle]) -> Iterator[None]:
         """The place of the engines in the roster changes meanwhile."""
         for handle in handles:
             handle.in_transition = True
@@ -223,18 +237,24 @@ class Fleet:
             self.on_change()
 
     def _add_engine(self, handle: EngineHandle) -> None:
-        handle.is_extra = False
+        handle.is_extra, handle.previous = False, None
         handle.joined_at = asyncio.get_running_loop().time()
         self.engines[handle.rank] = handle
         if handle.ended is not None:
-            self.tasks.spawn(self._on_engine_dead(handle, handle.ended))
+            self.tasks.spawn(self.on_engine_dead(handle, handle.ended))
 
     # ---------------------------------------------------------------- leaving
 
     def leave(self, rank: int, timeout_s: float, *, is_drain: bool = False) -> None:
         """It may finish what it has, for so long."""
         intent = Intent.DRAIN if is_drain else Intent.LEAVE
+        self.engines[rank].next_version = None
         self._drain.add(self.engines[rank], timeout_s, intent)
+
+    def reload(self, rank: int, version: Version, timeout_s: float) -> None:
+        """The same, and then its processes run this version, and join again."""
+        self.engines[rank].next_version = version
+        self._drain.add(self.engines[rank], timeout_s, Intent.RELOAD)
 
     def set_drain_time(self, timeout_s: float) -> None:
         """Engines that leave have as long as this from now on, unless they were named."""
@@ -262,7 +282,8 @@ class Fleet:
 
     def keep(self, rank: int) -> None:
         """It was leaving, and is wanted again."""
-        self.engines[rank].intent = Intent.STAY
+        handle = self.engines[rank]
+        handle.intent, handle.next_version = Intent.STAY, None
         self.tasks.spawn(self._coordinator.cancel_leave([rank]))
 
     def drain(self) -> None:
@@ -286,15 +307,21 @@ class Fleet:
         await self._drain.wait_idle(timeout_s)
 
     async def _detach(self, handles: list[EngineHandle]) -> None:
-        """Take engines out and end them, but for those that died or are kept meanwhile."""
+        """Take engines out, but for those that died or are kept meanwhile; end them, unless they
+        begin anew."""
         async with self.group_change_lock:
             handles = [h for h in handles if h.leaving and self.engines.get(h.rank) is h]
-            with self._transition(handles):
+            with self.transition(handles):
                 if handles:
                     await self._coordinator.detach([handle.rank for handle in handles])
         handles = [handle for handle in handles if self.engines.get(handle.rank) is handle]
         for handle in handles:
-            self.ending[handle.rank] = self.engines.pop(handle.rank)
+            del self.engines[handle.rank]
+            if handle.next_version is None:
+                self.ending[handle.rank] = handle
+            else:
+                self._begin_anew(handle, handle.next_version)
+        handles = [handle for handle in handles if self.ending.get(handle.rank) is handle]
         try:
             await asyncio.gather(*(self._placement.end(handle) for handle in handles))
         finally:
@@ -302,62 +329,16 @@ class Fleet:
                 del self.ending[handle.rank]
             self.on_change()
 
-    # ---------------------------------------------------------------- the roster
-
-    async def compare(self, now: Membership) -> None:
-        """Correct what differs: engines that are not in the roster or have another state there, and
-        members that are no engines of this cluster."""
-        stalled, seen = now.stalled_engines, self._num_stalled_seen
-        self._num_stalled_seen = len(stalled)
-        fresh = stalled[seen:] if seen <= len(stalled) else stalled
-        reasons = {engine.rank: engine.reason for engine in fresh}
-        for rank, handle in list(self.engines.items()):
-            assert handle.ready is not None
-            member = now.view.roster.find(rank, handle.ready.incarnation)
-            if handle.in_transition:
-                continue
-            if member is None:
-                self.tasks.spawn(self._on_missing(handle, reasons.get(rank)))
-            elif handle.leaving and member.state is MemberState.ACTIVE:
-                await self._coordinator.leave([rank])
-            elif not handle.leaving and member.state is MemberState.LEAVING:
-                await self._coordinator.cancel_leave([rank])
-        ours = {*self.engines, *self.starting, *self.ending}
-        unknown_ranks = [rank for rank in now.view.roster.ranks if rank not in ours]
-        if unknown_ranks:
-            await self._coordinator.remove_failed(unknown_ranks)
-
     # ---------------------------------------------------------------- dying
 
     def _watch(self, handle: EngineHandle) -> None:
         async def watch() -> None:
             handle.ended = await self._placement.ended(handle)
-            await self._on_engine_dead(handle, handle.ended)
+            await self.on_engine_dead(handle, handle.ended)
 
         handle.exit_watcher = self.tasks.spawn(watch())
 
-    async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
-        """The roster is without it. `reason`: it was found to have stopped. Else the coordinator
-        does not know it, and if it answers, it joins again."""
-        with self._transition([handle]):
-            reason = reason or await self._rejoin(handle)
-        if reason is not None:
-            await self._on_engine_dead(handle, reason, stopped_s=self._config.stall_timeout_s)
-
-    async def _rejoin(self, handle: EngineHandle) -> str | None:
-        """Why it cannot. If the coordinator does not answer, a later view decides."""
-        try:
-            await self._placement.refresh(handle)
-            async with self.group_change_lock:
-                if self.engines.get(handle.rank) is handle:  # not detached meanwhile
-                    for failure in (await self._join([handle])).values():
-                        if isinstance(failure, StartFailed | ActorRaised):
-                            raise failure
-        except Exception as error:
-            return f"it is not in the roster, and cannot be: {type(error).__name__}: {error}"
-        return None
-
-    async def _on_engine_dead(self, handle: EngineHandle, why: str, stopped_s: float = 0) -> None:
+    async def on_engine_dead(self, handle: EngineHandle, why: str, stopped_s: float = 0) -> None:
         """It is dead, or has done nothing for `stopped_s`: it leaves the roster, and is ended."""
         rank = handle.rank
         if self.starting.get(rank) is handle:

@@ -29,6 +29,8 @@ class Intent(enum.Enum):
     """There are more than the target: it may be kept, if the target grows again."""
     DRAIN = "drain"
     """An operator has named it: it is not kept."""
+    RELOAD = "reload"
+    """It leaves, gets the weights of another version, and joins again: it counts all the while."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -42,16 +44,21 @@ class EngineStatus(msgspec.Struct, frozen=True):
     node: str | None = None
     """Where it serves; None: it starts."""
     version: str = ""
+    next_version: str = ""
+    """The one that it reloads for."""
     is_extra: bool = False
     """It starts beside those that are wanted, and counts when it serves."""
     for_answers: bool = False
     """It starts since answers that have begun need its version."""
+    is_reloading: bool = False
+    """It starts in the processes of another version's engine."""
     is_vacating: bool = False
     """It leaves, and counts until it has gone: another one takes its place."""
 
     @property
     def is_present(self) -> bool:
-        return self.is_vacating or (self.intent is Intent.STAY and not self.is_extra)
+        stays = self.intent in (Intent.STAY, Intent.RELOAD)
+        return self.is_vacating or (stays and not self.is_extra)
 
 
 class FleetView(msgspec.Struct, frozen=True):

@@ -6,10 +6,9 @@
                                   died, or found to have stopped: removed at once, replaced
 
 This is the shell: `control_state.py` decides. One task plans and begins what is missing; starts and
-drains run beside it and beside each other, so that a slow one delays no other. Another task watches
-the roster, from which the coordinator takes what has stopped. Requests only move the target, and
-the newest one counts, whatever is under way. What fails is tried again, ever more slowly, and
-`describe` says so.
+drains run beside it, so that a slow one delays no other. Another task watches the roster, from
+which the coordinator takes what has stopped. Requests only move the target, and the newest one
+counts. What fails is tried again, ever more slowly, and `describe` says so.
 
 The manager carries no traffic: while it is away, everything else goes on. What it wants is written
 down (`checkpoint_store.py`), where its successor finds it. There may be two for a moment, when
@@ -172,11 +171,12 @@ class ClusterManager:
             self._fleet.set_drain_time(state.change.drain_timeout_s)
             self._begin(state)
 
-    async def upgrade(self, identity: str, config: Config) -> None:
-        """Replace all engines by those of another configuration, one after the other. Returns when
-        that outlives this manager. Raises ScaleRefused."""
+    async def upgrade(self, identity: str, config: Config, *, in_place: bool = False) -> None:
+        """Replace all engines by those of another configuration, one after the other; `in_place`:
+        their weights alone. Returns when that outlives this manager. Raises ScaleRefused."""
+        control_state.check_awake(self._state, in_place)
         try:
-            await self.upgrader.begin(identity, config, self.target, self.save)
+            await self.upgrader.begin(identity, config, self.target, self.save, in_place=in_place)
         finally:  # one that failed was perhaps written
             self._wake.set()
 
@@ -200,7 +200,7 @@ class ClusterManager:
         await self._set_pause(True, sleep)
 
     async def resume(self) -> None:
-        """Raises ScaleRefused if another manager has taken over."""
+        """Raises ScaleRefused."""
         await self._set_pause(False)
 
     async def _set_pause(self, paused: bool, sleep: Sleep | None = None) -> None:
@@ -210,11 +210,11 @@ class ClusterManager:
         self._wake.set()
         try:
             await (self._coordinator.pause() if paused else self._coordinator.resume())
-        except NotLeading:  # another manager has taken over since that was looked up
+        except NotLeading:  # since that was looked up
             raise ScaleRefused(control_state.TAKEN_OVER) from None
 
     async def save(self) -> None:
-        """Return when the newest request outlives this manager. Raises ScaleRefused: none will."""
+        """Return when the newest request outlives this manager. Raises ScaleRefused."""
         if not await self._checkpoints.save(self._checkpoint()):
             raise ScaleRefused(control_state.TAKEN_OVER)
 
@@ -333,7 +333,7 @@ class ClusterManager:
     def _on_death(self, handle: EngineHandle, lived_s: float, reason: str) -> None:
         rank, now = handle.rank, self._now()
         self.upgrader.on_death(handle.version_name, lived_s, reason)
-        if handle.intent is Intent.STAY:
+        if handle.intent in (Intent.STAY, Intent.RELOAD):
             self._state = control_state.on_death(self._state, rank, lived_s, now, reason)
         if self._state.backoff.exhausted(rank):
             self._log.error("engines of one rank die again and again", rank=rank, reason=reason)
@@ -395,6 +395,6 @@ class ClusterManager:
             await self._coordinator.pause()
         if not self.pause_requested and now.view.state == "paused":
             await self._coordinator.resume()
-        await self._fleet.compare(now)
+        await self._fleet.roster_check.compare(now)
         if (wanted := self._elasticity.follow_load(now, self._state)) is not None:
             self._begin(wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from swell.cluster.control import actor_names, room
 from swell.cluster.control.actor_errors import (
@@ -15,7 +15,12 @@ from swell.cluster.control.actor_errors import (
 )
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
-from swell.cluster.control.engine_handle import EngineHandle, NoRoom, StartFailed
+from swell.cluster.control.engine_handle import (
+    EngineHandle,
+    NoRoom,
+    StartFailed,
+    WeightsRefused,
+)
 from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.ray_port import Group, RayPort
 from swell.cluster.control.strays import StrayCollector
@@ -24,6 +29,7 @@ from swell.configs.log import StructuredLogger, first_line
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.ground import Ground
 from swell.coordinator.roster import MemberState
+from swell.engine.ready import EngineReady, NewWeightsRefused
 
 _WATCH_S = 20.0
 """How long one call waits for the end of an engine: a dead manager leaves no thread behind."""
@@ -102,19 +108,19 @@ class Placement:
         roster = (await self._coordinator.view()).roster
         actors = await self._ray.actor_names(self._namespace)
         groups = await self._ray.groups()
-        tags = {self._tag(version): version for version in versions}
+        tags = {self._tag(version) for version in versions}
         found = actor_names.candidates(actors, groups, self._namespace, tags)
         handles = {
             name: EngineHandle(
                 name.rank,
                 str(name),
-                tags[name.tag],
                 actor=await self._ray.find_actor(str(name), self._namespace),
                 group=groups[str(name)],
             )
             for name in found
         }
-        alive = await asyncio.gather(*(self._probe(handle) for handle in handles.values()))
+        by_name = {version.name: version for version in versions}
+        alive = await asyncio.gather(*(self._probe(handle, by_name) for handle in handles.values()))
         answers = {
             name: handle.ready.incarnation if handle.ready else None
             for (name, handle), is_alive in zip(handles.items(), alive, strict=True)
@@ -136,17 +142,16 @@ class Placement:
             await self._coordinator.remove_failed(sorted(gone))
         return serving, newcomers
 
-    async def _probe(self, handle: EngineHandle) -> bool:
-        """Whether the engine is alive; `ready` is set if it has loaded. One that does not answer,
-        and is in the roster, is probed again: whether it has stopped is seen by the coordinator."""
+    async def _probe(self, handle: EngineHandle, versions: Mapping[str, Version]) -> bool:
+        """Whether the engine is alive, and of one of these versions, by name; `ready` is set if it
+        has loaded. One that does not answer, and is in the roster, is probed again: whether it has
+        stopped is seen by the coordinator."""
         patience_s = _PROBES * self._config.cluster.stall_timeout_s
         until = asyncio.get_running_loop().time() + patience_s
         while handle.actor is not None:
             try:
-                await self.refresh(handle)
-                return True
-            except ActorRaised:
-                return True  # it still loads
+                await self._read_version(handle, versions)
+                return handle.version is not None
             except (TimeoutError, ActorUnavailable):
                 roster = (await self._coordinator.view()).roster
                 if roster.find(handle.rank) is None or asyncio.get_running_loop().time() > until:
@@ -155,6 +160,16 @@ class Placement:
             except ActorError:
                 return False
         return False
+
+    async def _read_version(self, handle: EngineHandle, versions: Mapping[str, Version]) -> None:
+        """What it runs, or is about to; with `ready`, if it has loaded."""
+        asked = self._ray.call(handle.actor, "version")
+        name = await asyncio.wait_for(asked, _ANSWER_S)
+        try:
+            await self.refresh(handle)
+        except ActorRaised:
+            handle.ready = None  # it still loads
+        handle.version = versions.get(handle.ready.version if handle.ready else name)
 
     async def refresh(self, handle: EngineHandle) -> None:
         """Read `ready` again. Raises TimeoutError or ActorError if the engine does not answer."""
@@ -170,7 +185,9 @@ class Placement:
         """Reserve resources, start the processes, load. Raises StartFailed and leaves nothing; one
         that is cancelled leaves all to its caller, who ends it.
 
-        An engine that was adopted while it loaded is waited for. One that finds no room waits for
+        An engine that was adopted while it loaded is waited for. One whose processes run another
+        version gets the weights of its own; if those cannot be used this raises WeightsRefused,
+        and the processes stay. One that finds no room waits for
         it without limit where hosts may join: Ray's autoscaler sees the placement group."""
         try:
             if handle.actor is None:
@@ -179,8 +196,8 @@ class Placement:
             async with asyncio.timeout(self._config.cluster.start_timeout_s):
                 if handle.actor is None:
                     await self._create(handle)
-                handle.ready = await self._ray.call(handle.actor, "start", handle.group)
-        except asyncio.CancelledError:
+                handle.ready = await self._load(handle)
+        except (asyncio.CancelledError, WeightsRefused):
             raise
         except TimeoutError as error:
             await self.kill(handle)
@@ -190,6 +207,18 @@ class Placement:
             if isinstance(error, StartFailed):
                 raise
             raise _explain(error, handle) from error
+
+    async def _load(self, handle: EngineHandle) -> EngineReady:
+        version = handle.version
+        assert version is not None
+        arguments = (handle.group, version.config, version.name)
+        try:
+            ready: EngineReady = await self._ray.call(handle.actor, "start", *arguments)
+        except ActorRaised as error:
+            if handle.previous is not None and isinstance(error.cause, NewWeightsRefused):
+                raise WeightsRefused(str(error.cause), handle.previous) from error
+            raise
+        return ready
 
     async def _reserve(self, handle: EngineHandle) -> None:
         assert handle.version is not None
@@ -330,7 +359,7 @@ class Placement:
     def _tag(self, version: Version) -> str:
         contact = self._coordinator.contact
         assert contact is not None, "the coordinator is opened first"
-        return actor_names.engine_tag(version.name, contact.keys.public.hex())
+        return actor_names.engine_tag(version.lineage, contact.keys.public.hex())
 
 
 async def _always() -> bool:

@@ -71,6 +71,10 @@ class UpgradeState(msgspec.Struct, frozen=True):
             return record.get(record.previous)
         return record.get(record.wanted)
 
+    def was_tried_again(self, version: str) -> bool:
+        """Two attempts in a row to start an engine of it have failed."""
+        return self.backoff.failures(self.record.get(version).number) > 1
+
     def wait_s(self, version: str, now: float) -> float:
         """Seconds until an engine of it may be tried beside those that are wanted."""
         return self.backoff.wait_s(self.record.get(version).number, now)
@@ -90,6 +94,8 @@ class Failure(msgspec.Struct, frozen=True):
     """It was to finish answers that have begun."""
     no_room: bool = False
     """Nothing was started."""
+    is_reload: bool = False
+    """It was to get other weights in place of its own."""
     permanent: bool = False
     """It would fail again in the same way."""
 
@@ -111,12 +117,20 @@ def take_over(record: UpgradeRecord, identity: str, config: Config) -> UpgradeSt
 
 
 def begin(
-    state: UpgradeState, identity: str, config: Config, in_use: Collection[str]
+    state: UpgradeState,
+    identity: str,
+    config: Config,
+    in_use: Collection[str],
+    *,
+    in_place: bool = False,
 ) -> UpgradeState:
     """Want another version, whatever is under way. To want the one before an upgrade again cancels
-    it. `in_use`: versions of engines, and of answers that have begun. Raises UpgradeRefused."""
+    it. `in_use`: versions of engines, and of answers that have begun. `in_place`: only the weights
+    are others, and engines of the wanted version keep their processes. Raises UpgradeRefused."""
     record = state.record
     wanted = record.get(record.wanted)
+    if in_place:
+        identity = _known_identity(record, wanted.lineage, config) or identity
     if identity == wanted.identity:
         raise UpgradeRefused(
             f"version {wanted.name} has this configuration already (upgrade: {record.phase}); "
@@ -129,17 +143,17 @@ def begin(
             f"({', '.join(sorted(in_use))}), and the limit is {MAX_VERSIONS}: wait until one of "
             "them has none"
         )
-    return _want(state, identity, config, in_use)
+    return _want(state, identity, config, in_use, wanted.lineage if in_place else "")
 
 
 def _want(
-    state: UpgradeState, identity: str, config: Config, in_use: Collection[str]
+    state: UpgradeState, identity: str, config: Config, in_use: Collection[str], base: str = ""
 ) -> UpgradeState:
     record = state.record
     fallback, is_new = _fallback(record), record.stage is UpgradeStage.IN_PROGRESS
     if is_new and identity == record.get(fallback).identity:
         return _roll_back(state, None)
-    version = Version.of(record.versions[-1].number + 1, identity, config)
+    version = Version.of(record.versions[-1].number + 1, identity, config, base)
     versions, keep = (*record.versions, version), {record.wanted, fallback, *in_use}
     kept = (each for each in versions[:-MAX_VERSIONS] if each.name in keep)
     return UpgradeState(
@@ -156,6 +170,14 @@ def _want(
         ),
         failing=state.failing,
     )
+
+
+def _known_identity(record: UpgradeRecord, lineage: str, config: Config) -> str | None:
+    """Of a version of this lineage with these weights. It was perhaps given with other settings, as
+    `model.device=auto`, which have been resolved since."""
+    path = config.model.path
+    same = (each for each in record.versions if each.lineage == lineage)
+    return next((each.identity for each in same if each.settings["model"]["path"] == path), None)
 
 
 def _fallback(record: UpgradeRecord) -> str:
@@ -203,7 +225,8 @@ def on_failure(
 ) -> tuple[UpgradeState, bool]:
     """An engine did not start. Returns whether this says all; else it is for the back-off of its
     rank."""
-    record, is_apart = state.record, failure.is_extra or failure.for_answers
+    record = state.record
+    is_apart = failure.is_extra or failure.for_answers or failure.is_reload
     if is_apart:
         number = record.get(failure.version).number
         backoff = state.backoff.failed(number, now, failure.reason, permanent=failure.permanent)
@@ -221,6 +244,8 @@ def on_failure(
         if state.no_room < _MAX_NO_ROOM:
             return state, False
     is_new = record.stage is UpgradeStage.IN_PROGRESS and failure.version == record.wanted
+    if failure.is_reload and not (failure.permanent or state.was_tried_again(failure.version)):
+        return state, False  # its processes died, of which the weights are perhaps not the cause
     if is_new and (record.previous in record.proven or failure.permanent):
         return _roll_back(state, failure.reason), True
     if not (is_new or is_apart or failure.no_room):

@@ -12,6 +12,7 @@ from swell.cluster.text.model_folder import check
 from swell.cluster.text.text_files import text_digest, text_files
 from swell.configs.identity import family, versioned_keys
 from swell.configs.schema import Config, ConfigError, ModelConfig, load
+from swell.configs.sleep_check import sleep_refusal
 
 _OF_APPLICATION = ("serve", "cluster", "autoscaling")
 """Sections that stay as they are."""
@@ -66,6 +67,18 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
         check(merged)
     except (ConfigError, OSError) as error:
         raise UpgradeRefused(f"{error}; the manager's host reads it") from None
+    return merged, kept
+
+
+def with_other_weights(running: Config, path: str) -> tuple[Config, list[str]]:
+    """The same for the weights of another folder of the same model, which the engines that are
+    there get in place of theirs. The folder is a whole model: engines that come later start from
+    it."""
+    model = msgspec.structs.replace(running.model, path=path, load_format="auto")
+    settings = msgspec.to_builtins(msgspec.structs.replace(running, model=model))
+    merged, kept = upgraded(running, settings)
+    if (refusal := sleep_refusal(running, 2)) is not None:
+        raise UpgradeRefused(f"new weights are refused, as a sleep at level 2 is: {refusal}")
     return merged, kept
 
 

@@ -11,6 +11,9 @@ last one died while an ingress still needs it. There is at most one engine more 
 Without room for an extra engine one of an older version leaves first, and its successor takes its
 place. So it does where engines of the older version are missing and do not start again.
 
+Where versions differ in their weights alone, nothing starts: an engine leaves, gets the other
+weights, and joins again. The first one proves them; then half of the engines may do so at a time.
+
 An engine that is made for answers goes before all others, also where there is no room for it: it
 waits for room, nothing else starts meanwhile, and another engine gives way:
 
@@ -50,6 +53,8 @@ class UpgradePlan(msgspec.Struct, frozen=True):
     cancel: tuple[int, ...] = ()
     leave: tuple[int, ...] = ()
     """For another version."""
+    reload: tuple[int, ...] = ()
+    """They leave to get the weights of the wanted version, and join again."""
     gives_way: int | None = None
     """It leaves too, and may be kept."""
     start: Version | None = None
@@ -68,7 +73,7 @@ class UpgradePlan(msgspec.Struct, frozen=True):
     def changes_something(self) -> bool:
         """What is next follows from the view after it."""
         is_moved = self.gives_way is not None or self.start is not None
-        return is_moved or bool(self.keep or self.cancel or self.leave)
+        return is_moved or bool(self.keep or self.cancel or self.leave or self.reload)
 
 
 def plan(
@@ -76,11 +81,11 @@ def plan(
 ) -> tuple[UpgradeState, UpgradePlan]:
     """`target`: engines wanted. `needed`: names of versions by which answers have begun."""
     state, done = _decide(observe(state, fleet, target, now), fleet, target, needed, now)
-    leaving = {engine.rank for engine in _leaving(fleet)} | set(done.leave)
+    leaving = {engine.rank for engine in _leaving(fleet)} | set(done.leave) | set(done.reload)
     if done.gives_way is not None:
         leaving.add(done.gives_way)
     leaving -= set(done.keep)
-    held = _last_of_version(fleet, leaving, state.starts.name)
+    held = _last_of_version(fleet, leaving, state.starts.name, done.reload)
     vacating = frozenset(leaving) if state.record.in_place else frozenset[int]()
     return state, replace(done, held=held, vacating=vacating)
 
@@ -96,13 +101,15 @@ def _decide(
     needed = record.known(sorted(needed))
     waiting = _waiting(fleet, needed)
     starting = [engine for engine in fleet.of(Place.STARTING) if not engine.in_transition]
-    in_vain = [e for e in starting if e.for_answers and e.waits_for_room and e not in waiting]
+    useless = [e for e in starting if e.for_answers and e.waits_for_room and e not in waiting]
+    useless += [e for e in starting if e.version not in wanted and not e.is_reloading]
     done = UpgradePlan(
-        cancel=tuple(e.rank for e in starting if e.version not in wanted or e in in_vain),
+        cancel=tuple(e.rank for e in starting if e in useless),
         leave=tuple(outdated[-surplus:]) if surplus > 0 else (),
+        keep=tuple(e.rank for e in _reloading(fleet) if e.next_version != record.wanted),
         is_reserved=bool(waiting),
     )
-    if done.leave or done.cancel:
+    if done.leave or done.cancel or done.keep:
         return state, done
     if waiting:
         return _give_way(state, fleet, waiting[0], needed, done, now)
@@ -254,6 +261,9 @@ def _replace(
 ) -> tuple[UpgradeState, UpgradePlan]:
     """One outdated engine by one of the wanted version, which starts first, or takes its place."""
     record, wanted = state.record, state.record.wanted
+    if reload := _to_reload(state, fleet, outdated):
+        wait_s = state.wait_s(wanted, now)
+        return state, replace(done, wait_s=wait_s) if wait_s else replace(done, reload=reload)
     pending = (engine for engine in fleet.engines if engine.waits_for_room and not engine.is_extra)
     waits = any(engine.version == wanted for engine in pending)
     is_alone = len(fleet.of(Place.SERVING)) == 1
@@ -270,15 +280,36 @@ def _replace(
     return state, replace(done, start=record.get(wanted), is_extra=True)
 
 
+def _to_reload(state: UpgradeState, fleet: FleetView, outdated: Sequence[int]) -> tuple[int, ...]:
+    """Engines whose processes may get the wanted weights. All but one of them at most, where
+    answers of their version continue."""
+    record = state.record
+    lineage = record.get(record.wanted).lineage
+    related = {version.name for version in record.versions if version.lineage == lineage}
+    same = [e.rank for e in fleet.engines if e.rank in outdated and e.version in related]
+    half = 1 if state.is_untried else max(1, len(fleet.of(Place.SERVING)) // 2)
+    count = min(half, max(1, len(outdated) - 1))
+    return tuple(same[-count:])
+
+
+def _reloading(fleet: FleetView) -> list[EngineStatus]:
+    """Engines that leave to get other weights, and have not left yet."""
+    leaving = (engine for engine in _leaving(fleet) if not engine.in_transition)
+    return [engine for engine in leaving if engine.intent is Intent.RELOAD]
+
+
 def _leaving(fleet: FleetView) -> list[EngineStatus]:
     serving = (engine for engine in fleet.engines if engine.place is Place.SERVING)
     return [engine for engine in serving if engine.intent is not Intent.STAY]
 
 
-def _last_of_version(fleet: FleetView, leaving: Collection[int], starts: str) -> frozenset[int]:
+def _last_of_version(
+    fleet: FleetView, leaving: Collection[int], starts: str, reload: Collection[int] = ()
+) -> frozenset[int]:
     """Engines that leave, and whose answers could continue on no other one. `starts`: the version
-    of those that replace others; where all are of it, another one comes."""
-    if {engine.version for engine in fleet.engines} <= {starts}:
+    of those that replace others; where all are of it, another one comes, unless they reload."""
+    is_reloading = bool(reload) or any(e.intent is Intent.RELOAD for e in fleet.engines)
+    if not is_reloading and {engine.version for engine in fleet.engines} <= {starts}:
         return frozenset()
     serving = [engine for engine in fleet.engines if engine.place is Place.SERVING]
     there = {engine.version for engine in serving if engine.rank not in leaving}

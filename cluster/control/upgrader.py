@@ -76,16 +76,23 @@ class Upgrader:
         return newcomers
 
     async def begin(
-        self, identity: str, config: Config, target: int, save: Callable[[], Awaitable[None]]
+        self,
+        identity: str,
+        config: Config,
+        target: int,
+        save: Callable[[], Awaitable[None]],
+        *,
+        in_place: bool = False,
     ) -> None:
-        """Want another version: returns when that outlives the manager. Raises ScaleRefused; the
-        engines stay as they are then."""
+        """Want another version: returns when that outlives the manager. `in_place`: its weights are
+        others, and processes stay. Raises ScaleRefused; the engines stay as they are then."""
         if reason := await self._placement.refusal(Version.of(0, identity, config), target):
             raise UpgradeRefused(reason)
         if self._is_saving:
             raise UpgradeRefused("another upgrade is being requested: try again in some seconds")
         in_use = {engine.version for engine in self._fleet.view().engines} | self._needed
-        before, self._state = self._state, upgrade.begin(self._state, identity, config, in_use)
+        before = self._state
+        self._state = upgrade.begin(before, identity, config, in_use, in_place=in_place)
         self._is_saving = True
         try:
             async with asyncio.timeout(_SAVE_TIMEOUT_S):
@@ -130,6 +137,10 @@ class Upgrader:
             fleet.keep(rank)
         for rank in plan.cancel:
             fleet.cancel_start(rank)
+        for rank in plan.reload:
+            fleet.reload(rank, self.wanted, change.drain_timeout_s)
+        if reloading := fleet.take_reloading():
+            fleet.tasks.spawn(grow(reloading, is_requested=False))
         for rank in plan.leave:
             fleet.leave(rank, change.drain_timeout_s, is_drain=True)
         if plan.gives_way is not None:
@@ -161,6 +172,7 @@ class Upgrader:
             handle.is_extra,
             handle.for_answers,
             isinstance(error, NoRoom),
+            handle.previous is not None,
             isinstance(error, StartFailed) and error.permanent,
         )
         now = asyncio.get_running_loop().time()

@@ -25,15 +25,22 @@ class Version(msgspec.Struct, frozen=True, dict=True):
     """Of the configuration as it was given; see `configs/identity.py`."""
     settings: dict[str, Any]
     """The configuration, with the device that was found."""
+    base: str = ""
+    """Name of the version whose engines may get these weights in place of theirs; empty: none."""
 
     @classmethod
-    def of(cls, number: int, identity: str, config: Config) -> Version:
-        return cls(number, identity, msgspec.to_builtins(config))
+    def of(cls, number: int, identity: str, config: Config, base: str = "") -> Version:
+        return cls(number, identity, msgspec.to_builtins(config), base)
 
     @cached_property
     def name(self) -> str:
         """As rosters and answers have it."""
         return f"{self.number}-{self.identity}"
+
+    @property
+    def lineage(self) -> str:
+        """Versions of one lineage differ in their weights alone, which engines change in place."""
+        return self.base or self.name
 
     @cached_property
     def config(self) -> Config:

@@ -21,10 +21,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.changed_weights import add_noise, copy_of
 from tests.e2e.cluster import NANO, Cluster
 from tests.e2e.test_upgrade import SETTINGS as UPGRADE_SETTINGS
-from tests.e2e.test_upgrade import add_noise, assert_pure, copy_of, upgrade
 from tests.e2e.test_upgrade import answers_while as answers_of_versions
+from tests.e2e.test_upgrade import assert_pure, upgrade
 from tests.faults import hosts as hosts_module
 from tests.faults.cluster_monitor import INGRESS, MANAGER
 from tests.faults.hosts import Hosts

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.changed_weights import add_noise, copy_of, lose_a_tensor
 from tests.e2e.cluster import NANO, Cluster
 from tests.faults.load import SHORT_DECODE, Answer, Load, difference, make_requests, reference
 
@@ -26,43 +25,19 @@ SETTINGS = ("model.name=nano", "model.dtype=float32", "cluster.drain_timeout_s=1
 UPGRADE_S = 400.0
 
 
-def copy_of(target: Path, change: Callable[[dict[str, Any]], None] = lambda tensors: None) -> Path:
-    """The model in another folder, with changed weights."""
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(NANO, target)
-    weights = target / "model.safetensors"
-    tensors = load_file(weights)
-    change(tensors)
-    save_file(tensors, weights)
-    return target
-
-
-def add_noise(tensors: dict[str, Any], seed: int) -> None:
-    """So much that nearly every answer differs."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        noise = torch.randn(tensor.shape, generator=generator)
-        tensors[name] = tensor + (0.05 * noise * tensor.float().std(correction=0)).to(tensor.dtype)
-
-
-def lose_a_tensor(tensors: dict[str, Any]) -> None:
-    """It is missed when an engine loads."""
-    del tensors[next(name for name in sorted(tensors) if name.endswith("norm.weight"))]
-
-
 def upgrade(url: str, model: Path, *, prefix: Sequence[str] = ()) -> subprocess.CompletedProcess:
     """`swell upgrade`, until it has ended."""
-    command = [sys.executable, "-m", "swell.cluster", "upgrade", str(model), "--url", url]
-    return subprocess.run(
-        [*prefix, *command, "--set", "model.dtype=float32"],
-        capture_output=True,
-        text=True,
-        timeout=UPGRADE_S,
-    )
+    arguments = ("upgrade", str(model), "--url", url, "--set", "model.dtype=float32")
+    return _run(*prefix, sys.executable, "-m", "swell.cluster", *arguments)
+
+
+def update_weights(url: str, model: Path) -> subprocess.CompletedProcess:
+    """`swell update-weights`, until it has ended."""
+    return _run(sys.executable, "-m", "swell.cluster", "update-weights", str(model), "--url", url)
+
+
+def _run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=UPGRADE_S)
 
 
 async def answers_while(
@@ -135,8 +110,36 @@ def test_engines_get_other_weights_while_answers_stream_and_bad_ones_are_rolled_
     assert {engine["pid"]: engine["version"] for engine in after["engines"]} == engines
     assert after["state"] == "serving"
 
+    _check_weights_in_place(running, tmp_path, engines)
+
     strange = copy_of(tmp_path / "strange")
     path = strange / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 77}))
     refused = upgrade(running.url, strange)
     assert refused.returncode != 0 and "tokenizer_config.json" in refused.stderr
+    refused = update_weights(running.url, strange)
+    assert refused.returncode != 0 and "tokenizer_config.json" in refused.stderr
+
+
+def _check_weights_in_place(running: Cluster, tmp_path: Path, engines: dict[int, str]) -> None:
+    """`engines`: versions by process. The processes stay, also where weights are refused."""
+    third = copy_of(tmp_path / "third", lambda tensors: add_noise(tensors, 2))
+
+    def change() -> None:
+        done = update_weights(running.url, third)
+        assert done.returncode == 0, done.stderr
+
+    kept = asyncio.run(answers_while([running.url], STREAMS, change))
+    assert_pure(*kept)
+    state = running.get("/admin/cluster").json()
+    assert state["upgrade"]["phase"] == "idle" and state["upgrade"]["model"] == str(third)
+    assert {engine["pid"] for engine in state["engines"]} == set(engines)
+    versions = {engine["version"] for engine in state["engines"]}
+    assert versions == {state["upgrade"]["version"]} == {kept[1][0].version}
+
+    failed = update_weights(running.url, tmp_path / "broken")
+    assert failed.returncode != 0 and "norm.weight" in failed.stderr
+    after = running.get("/admin/cluster").json()
+    assert {engine["pid"] for engine in after["engines"]} == set(engines)
+    assert {engine["version"] for engine in after["engines"]} == versions
+    assert after["state"] == "serving"

@@ -3,21 +3,30 @@ host."""
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import ray
 
 from swell.cluster.control.actor_names import EngineName
-from swell.configs.schema import load
+from swell.configs import process
+from swell.configs.schema import Config, load
 from swell.coordinator.channel import make_keys
 from swell.coordinator.contact import CoordinatorContact
 from swell.coordinator.ground import ThreadGround
 from swell.coordinator.wire import CoordinatorMessage
 from swell.engine import actor
+from swell.engine.ready import EngineReady, NewWeightsRefused
+from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
+from swell.worker.sample.wire import SamplerParams
+from tests.changed_weights import add_noise, copy_of, lose_a_tensor
 from tests.e2e.cluster import NANO
 
+SOON_S = 60.0
 PORTS = range(21_800, 21_832)
 
 
@@ -33,6 +42,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(actor, "placement_group_table", lambda: groups)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.255.255.1")
+    monkeypatch.setattr(actor, "find", lambda known, timeout_s: None)
     here = SimpleNamespace(get_node_id=lambda: "a")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
     settings = {
@@ -44,15 +54,94 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
     keys = make_keys()
     coordinator = ThreadGround().inbox(CoordinatorMessage, keys)
     kind = actor.EngineActor.__ray_metadata__.modified_class
-    made = kind(load(str(NANO), settings), 0, CoordinatorContact(coordinator.address, keys, 1))
+    contact = CoordinatorContact(coordinator.address, keys, 1)
+    made = kind(load(str(NANO), settings), 0, contact, "1-a")
     yield made
     made.stop()
     coordinator.close()
 
 
 def test_an_engine_listens_at_the_interface_and_has_its_part_of_the_host(shell: Any) -> None:
-    ready = shell.start(None)
+    ready = shell.start(None, shell._config, "1-a")
     host, _, port = ready.address.tcp.removeprefix("tcp://").partition(":")
     assert host == "127.0.0.1" and int(port) in PORTS[len(PORTS) // 4 :]
     assert shell._server.core.executor._worker.local_workers == 3
     assert ready.node == "a"
+
+
+def with_weights(shell: Any, folder: Path) -> Config:
+    model = msgspec.structs.replace(shell._config.model, path=str(folder))
+    return msgspec.structs.replace(shell._config, model=model)
+
+
+def answer(shell: Any, ready: EngineReady) -> list[int]:
+    """Greedy tokens, by the engine at this address."""
+    keys = shell._coordinator.keys
+    outlet = ThreadGround().outlet(ready.address, EngineCoreOutputs, keys)
+    sampler = SamplerParams(temperature=0.0)
+    outlet.send(EngineCoreRequest("r", [5, 6, 7, 8], sampler, max_tokens=24))
+    tokens: list[int] = []
+    while len(tokens) < 24:
+        outputs = outlet.receive(SOON_S)
+        assert outputs is not None, "no answer"
+        tokens += [token for each in outputs.outputs for token in each.new_token_ids]
+    outlet.close()
+    return tokens
+
+
+def test_an_engine_gets_other_weights_and_is_another_one(shell: Any, tmp_path: Path) -> None:
+    """At another address: who has not noticed that it left gets no answer of the other weights."""
+    folder = copy_of(tmp_path / "other", lambda tensors: add_noise(tensors, 1))
+    first = shell.start(None, shell._config, "1-a")
+    before = answer(shell, first)
+    second = shell.start(None, with_weights(shell, folder), "2-b")
+    assert (first.version, second.version, shell.version()) == ("1-a", "2-b", "2-b")
+    assert second.incarnation != first.incarnation and second.address != first.address
+    assert second.pid == first.pid and second.limits == first.limits
+    after = answer(shell, second)
+    assert after != before
+    assert shell.start(None, with_weights(shell, folder), "2-b") == second
+    third = shell.start(None, with_weights(shell, NANO), "3-c")
+    assert answer(shell, third) == before
+    assert shell.ended(0.0) is None
+
+
+def test_weights_that_cannot_be_used_leave_an_engine_with_its_own(
+    shell: Any, tmp_path: Path
+) -> None:
+    folder = copy_of(tmp_path / "broken", lose_a_tensor)
+    before = answer(shell, first := shell.start(None, shell._config, "1-a"))
+    with pytest.raises(NewWeightsRefused, match=r"norm\.weight"):
+        shell.start(None, with_weights(shell, folder), "2-b")
+    second = shell.ready()
+    assert second.version == shell.version() == "1-a" and second.incarnation != first.incarnation
+    assert answer(shell, second) == before
+    assert shell.start(None, shell._config, "1-a") == second
+
+
+def test_an_engine_that_has_failed_or_hangs_gets_no_weights(
+    shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process ends, and another one starts."""
+    ends: list[str] = []
+    monkeypatch.setattr(actor, "_EXIT_GRACE_S", 0.0)
+    monkeypatch.setattr(process, "exit_process", lambda name, error: ends.append(str(error)))
+    shell.start(None, shell._config, "1-a")
+    server, hangs, ends_now = shell._server, threading.Event(), threading.Event()
+
+    async def hang() -> None:
+        hangs.set()
+        ends_now.wait()
+
+    server._run_once = hang
+    cluster = msgspec.structs.replace(shell._config.cluster, stall_timeout_s=0.1)
+    shell._config = msgspec.structs.replace(shell._config, cluster=cluster)
+    server._waker.wake()
+    assert hangs.wait(SOON_S)
+    with pytest.raises(RuntimeError, match="did not end within cluster"):
+        shell.start(None, with_weights(shell, tmp_path), "2-b")
+    assert len(ends) == 1 and shell.ended(0.0) is not None
+    ends_now.set()
+    shell._thread.join(SOON_S)
+    with pytest.raises(RuntimeError, match="is still"):
+        shell.ready()

@@ -24,11 +24,12 @@ from swell.coordinator.manager_state import NO_MANAGER, ManagerId
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import CoordinatorService
 from swell.engine.core import EngineCore
-from swell.engine.ready import EngineReady
+from swell.engine.executor import ExecutorError
+from swell.engine.ready import EngineReady, NewWeightsRefused
 from swell.engine.server import EngineServer
 from tests.simulator.ground import SimGround
 from tests.simulator.kernel import WORLD
-from tests.simulator.model import BROKEN_WEIGHTS, SimExecutor
+from tests.simulator.model import BROKEN_WEIGHTS, SimExecutor, folder_of
 from tests.simulator.process import Process
 from tests.simulator.ray_port import SimRay
 
@@ -50,7 +51,7 @@ def weights_of(version: str) -> int:
 
 
 def with_weights(config: Config, weights: int) -> Config:
-    model = msgspec.structs.replace(config.model, seed=weights)
+    model = msgspec.structs.replace(config.model, seed=weights, path=folder_of(weights))
     return msgspec.structs.replace(config, model=model)
 
 
@@ -127,7 +128,8 @@ class SimEngine:
         version: str,
     ) -> None:
         self._plane, self.process, self.rank = plane, process, rank
-        self.version = version
+        self._version = version
+        self._task: asyncio.Task[None] | None = None
         self._config, self._coordinator = config, coordinator
         self._load_s = 0.2 + plane.load_times.random()
         self._loading = asyncio.Lock()
@@ -147,19 +149,44 @@ class SimEngine:
         for call in calls:
             call(self.process)
 
-    async def start(self, _group: Any) -> EngineReady:
+    async def start(self, _group: Any, config: Config, version: str) -> EngineReady:
         async with self._loading:
             if self.server is None:
                 await asyncio.sleep(self._load_s)
                 if self._config.model.seed == BROKEN_WEIGHTS:
                     self.cannot_load = True
                     raise ValueError("the weights are broken")
-                self._serve()
+                ground = SimGround(self.process, self._plane.net)
+                limits = self.executor.start()
+                self._serve(EngineCore(self._config, self.executor, limits, ground.now))
+            elif version != self._version:
+                await self._begin_anew(config, version)
         return self.ready()
 
-    def _serve(self) -> None:
+    async def _begin_anew(self, config: Config, version: str) -> None:
+        server, self.server = self.server, None
+        assert server is not None and self._task is not None
+        own, self._version = self._version, version
+        server.stop(keeps_core=True)
+        await asyncio.wait([self._task], timeout=self._config.cluster.stall_timeout_s)
+        if not self._task.done():
+            self.process.kill()
+        await asyncio.sleep(self._load_s)
+        refusal: ValueError | None = None
+        try:
+            server.core.begin_anew(config.model.path)
+            self._config = config
+        except ValueError as error:
+            refusal, self._version = error, own
+        except ExecutorError:
+            self.process.kill()
+            raise
+        self._serve(server.core)
+        if refusal is not None:
+            raise NewWeightsRefused(str(refusal))
+
+    def _serve(self, core: EngineCore) -> None:
         ground = SimGround(self.process, self._plane.net)
-        core = EngineCore(self._config, self.executor, self.executor.start(), ground.now)
         self.server = EngineServer(
             self._config,
             self.rank,
@@ -168,15 +195,19 @@ class SimEngine:
             self._coordinator.address,
             ground,
             finder(self._plane, self.process, self._coordinator),
-            version=self.version,
+            version=self._version,
         )
-        task = self.process.loop.create_task(self.server.serve(), name="engine")
-        task.add_done_callback(self._on_end)
+        self._task = self.process.loop.create_task(self.server.serve(), name="engine")
+        self._task.add_done_callback(partial(self._on_end, self.server))
 
-    def _on_end(self, task: asyncio.Task[None]) -> None:
-        self._ended.set()
+    def _on_end(self, server: EngineServer, task: asyncio.Task[None]) -> None:
+        if not server.keeps_core:
+            self._ended.set()
         if not task.cancelled() and task.exception() is not None:
             self.process.fail("engine", task.exception())  # type: ignore[arg-type]
+
+    def version(self) -> str:
+        return self._version
 
     @property
     def has_work(self) -> bool:
@@ -196,6 +227,7 @@ class SimEngine:
             list(server.workers),
             server.incarnation,
             server.member.store,
+            server.version,
         )
 
     def status(self) -> str:
@@ -285,8 +317,15 @@ class SimManager:
 
         async def run() -> None:
             try:
-                result = getattr(self.manager, call)(*args)
-                if call in ("scale", "upgrade"):  # it begins when it is known that there is room
+                if call == "update_weights":
+                    result: Any = self.manager.upgrade(*args, in_place=True)
+                else:
+                    result = getattr(self.manager, call)(*args)
+                if call in (
+                    "scale",
+                    "upgrade",
+                    "update_weights",
+                ):  # it begins when it is known that there is room
                     await result
                 on_begun(self.manager.target)
                 if call in ("pause", "resume"):

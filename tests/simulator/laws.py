@@ -104,7 +104,7 @@ class Run:
         record = plane.manager.manager.upgrader.record
         if record.stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
             return False
-        if any(engine.version != record.wanted for engine in plane.living_engines):
+        if any(engine.version() != record.wanted for engine in plane.living_engines):
             return False  # one that ended answers of its version is replaced
         fleet = plane.manager.manager._fleet
         if fleet.starting or fleet.ending or not fleet._placement.strays.is_done:
@@ -184,7 +184,7 @@ class Run:
         if record.stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
             broken.append(f"an upgrade is {record.stage} for ever")
         for engine in plane.living_engines:
-            if engine.version != record.wanted:
+            if engine.version() != record.wanted:
                 broken.append(f"{engine.process.name} is not of the version {record.wanted}")
         if len(plane.ray.groups) > target:
             broken.append(f"placement groups are left: {sorted(plane.ray.groups)}")

@@ -37,6 +37,15 @@ _REPAIR_S = 3.0
 """A lost worker is replaced in less."""
 
 
+def folder_of(weights: int) -> str:
+    """Where a configuration says that these weights are."""
+    return f"weights-{weights}"
+
+
+def weights_in(folder: str) -> int:
+    return int(folder.removeprefix("weights-"))
+
+
 def next_token(last: int, position: int, seed: int, weights: int = 0) -> int:
     mixed = last * 31 + position * 17 + seed * 7 + (last ^ position) * 5 + weights * 13
     return mixed % VOCAB_SIZE
@@ -175,10 +184,22 @@ class SimExecutor(Executor):
     def regroup(self, groups: GroupPlan) -> Any:
         if not groups.keep_states:
             self._rows.clear()
+        if groups.weights is not None and groups.weights.number:
+            return self._read_weights(groups)
         wakes, self.sleep_level = self.sleep_level > groups.sleep_level, groups.sleep_level
         if wakes:
             return self._wake()
         return [] if self._groups is None else self._form(self._groups, groups)
+
+    def _read_weights(self, groups: GroupPlan) -> list[Regrouped]:
+        """At once, also where it wakes up: how long it takes is up to `SimEngine`."""
+        self.check()
+        assert groups.weights is not None
+        weights = weights_in(groups.weights.path)
+        if weights == BROKEN_WEIGHTS:
+            return [Regrouped(0, groups.generation, refusal="the weights are broken")]
+        self._weights, self.sleep_level = weights, groups.sleep_level
+        return []
 
     async def _wake(self) -> list[Regrouped]:
         self.check()

@@ -84,7 +84,7 @@ class Operator:
         match operation.kind:
             case "scale" | "drain":
                 return (number,)
-            case "upgrade":
+            case "upgrade" | "update_weights":
                 return identity(number), with_weights(self._plane.config, number)
             case "pause" if number:
                 return (Sleep(number),)

@@ -197,6 +197,25 @@ def _upgrading(weights: int) -> Callable[[Scenario], Scenario]:
     return shape
 
 
+def _updating(scenario: Scenario) -> Scenario:
+    """The engines get other weights while they give answers, some of which take long."""
+    requests = [
+        Request(3.1 + 0.3 * index, 0, (index,), 300 if index == 1 else 20, index)
+        for index in range(24)
+    ]
+    update = Operation(3.3, "update_weights", 1)
+    return replace(
+        scenario,
+        engines=1 + scenario.seed % 2,
+        ingresses=1,
+        expert=False,
+        requests=tuple(requests),
+        faults=(),
+        operations=(update,),
+        step_s=SLOW_STEP_S,
+    )
+
+
 def _kept(scenario: Scenario) -> Scenario:
     """An operator wants fewer engines, and as many again while these finish what they have."""
     requests = [Request(3.5 + 0.05 * index, 0, (index,), 300, index) for index in range(12)]
@@ -305,6 +324,10 @@ BUGS = {
     ),
     "manager: a version that does not load is not rolled back": Bug(
         upgrade, "_roll_back", lambda right, state, reason: state, shape=_upgrading(BROKEN_WEIGHTS)
+    ),
+    "engine: it keeps its weights": Bug(EngineCore, "update_weights", _nothing, shape=_updating),
+    "manager: an engine that gets weights is forgotten": Bug(
+        Fleet, "_begin_anew", _nothing, shape=_updating
     ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, PROCESSES),
 }

@@ -65,10 +65,10 @@ class Operation:
 
     at: float
     kind: str
-    """scale, drain, upgrade, pause or resume; redeploy is what Serve does."""
+    """scale, drain, upgrade, update_weights, pause or resume; redeploy is what Serve does."""
     argument: int = 0
-    """Of scale: how many engines; of drain: which rank; of upgrade and redeploy: which weights; of
-    pause: how deeply engines sleep."""
+    """Of scale: how many engines; of drain: which rank; of upgrade, update_weights and redeploy:
+    which weights; of pause: how deeply engines sleep."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ def draw(
     if not expert and (upgrades := Random(f"upgrades:{seed}")).random() < 0.3:
         operations += _draw_upgrades(upgrades)
         requests = _draw_long(upgrades, requests)
+    operations = _draw_weights(Random(f"weights:{seed}"), operations)
     if (burst := Random(f"burst:{seed}")).random() < 0.2:
         requests = _draw_burst(burst, requests, faults[0])
     requests = _draw_late(Random(f"late:{seed}"), requests, faults)
@@ -182,7 +183,7 @@ def draw_tight(random: Random, scenario: Scenario) -> Scenario:
     losses += [_draw_fault(random, ("kill",)) for _ in range(random.randint(1, 3))]
     faults = [replace(fault, at=fault.at + _SPAN_S * random.random()) for fault in losses]
     faults[0] = replace(faults[0], target=lost - 1)
-    operations = _draw_upgrades(random)
+    operations = _draw_weights(random, _draw_upgrades(random))
     if random.random() < 0.3:
         at = _BEGIN_S + random.random() * _SPAN_S
         operations.append(Operation(at, "scale", random.randint(1, engines)))
@@ -280,6 +281,16 @@ def _draw_upgrades(random: Random) -> list[Operation]:
         kind = random.choice(("upgrade", "upgrade", "redeploy"))
         operations.append(Operation(at, kind, random.choice((0, 1, 2, 2, BROKEN_WEIGHTS))))
     return operations
+
+
+def _draw_weights(random: Random, operations: list[Operation]) -> list[Operation]:
+    """Some upgrades keep the processes."""
+    return [
+        replace(operation, kind="update_weights")
+        if operation.kind == "upgrade" and random.random() < 0.5
+        else operation
+        for operation in operations
+    ]
 
 
 def _draw_long(random: Random, requests: list[Request]) -> list[Request]:

@@ -31,6 +31,8 @@ FOUND_SOON = {
     "manager: a version that is needed is not made again": 0,
     "manager: nothing gives way to a version that is needed": 8,
     "manager: a version that does not load is not rolled back": 0,
+    "engine: it keeps its weights": 0,
+    "manager: an engine that gets weights is forgotten": 0,
 }
 """Seeds of some that find them."""
 

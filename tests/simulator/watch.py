@@ -105,7 +105,7 @@ class Watch:
     def _look_at_paths(self, engines: list[SimEngine]) -> None:
         """Each path once: an ingress that reaches an engine may use it for several versions."""
         able = [engine for engine in engines if self._could_serve(engine)]
-        versions = (None, *dict.fromkeys([engine.version for engine in self._plane.engines]))
+        versions = (None, *dict.fromkeys([engine.version() for engine in self._plane.engines]))
         served_since, now = self._served_since, self._kernel.now
         for ingress in self._plane.ingresses:
             ranks = self._reached(ingress, able) if able else set()
@@ -340,7 +340,7 @@ class Watch:
         staying = [each for each in self._plane.living_engines if not self._is_excused(each)]
         ended = [each for each in staying if each.process is process]
         manager = self._plane.manager.manager
-        if ended and (ended[0].cannot_load or ended[0].version != manager.upgrader.record.wanted):
+        if ended and (ended[0].cannot_load or ended[0].version() != manager.upgrader.record.wanted):
             return
         if (
             ended

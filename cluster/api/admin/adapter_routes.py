@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.api.admin import protocol as admin
+from swell.cluster.api.admin import change_requests as changes
 from swell.cluster.api.admin.manager_calls import call_manager
 from swell.cluster.api.admin.serving import check_literal
 from swell.cluster.api.body_reader import read_short_body
@@ -57,7 +57,7 @@ class AdapterRoutes:
         ]
 
     async def _load(self, request: Request) -> Response:
-        body = await self._read(request, LOAD, admin.LoadAdapterRequest)
+        body = await self._read(request, LOAD, changes.LoadAdapterRequest)
         names, name = self._services.adapters, body.lora_name
         if name == self._services.model or name in names.of_config:
             raise BadRequest(
@@ -81,7 +81,7 @@ class AdapterRoutes:
         return _success(f"LoRA adapter '{name}' added")
 
     async def _unload(self, request: Request) -> Response:
-        body = await self._read(request, UNLOAD, admin.UnloadAdapterRequest)
+        body = await self._read(request, UNLOAD, changes.UnloadAdapterRequest)
         names, name = self._services.adapters, body.lora_name
         change = await call_manager(self._services.manager, "unload_adapter", name)
         if change.refusal is not None:

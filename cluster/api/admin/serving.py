@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from swell.cluster.api.admin import change_requests as changes
 from swell.cluster.api.admin import protocol as admin
 from swell.cluster.api.admin.manager_calls import call_manager
 from swell.cluster.api.body_reader import read_short_body
@@ -33,13 +34,14 @@ _MAX_BODY_BYTES = 64 * 1024
 
 
 _CHANGES: dict[str, type[RequestBody]] = {
-    "scale": admin.ScaleRequest,
-    "drain": admin.DrainRequest,
-    "upgrade": admin.UpgradeRequest,
-    "pause": admin.SwitchRequest,
-    "resume": admin.SwitchRequest,
-    "sleep": admin.SleepRequest,
-    "wake": admin.SwitchRequest,
+    "scale": changes.ScaleRequest,
+    "drain": changes.DrainRequest,
+    "upgrade": changes.UpgradeRequest,
+    "update_weights": changes.WeightsRequest,
+    "pause": changes.SwitchRequest,
+    "resume": changes.SwitchRequest,
+    "sleep": changes.SleepRequest,
+    "wake": changes.SwitchRequest,
 }
 """Method of the manager, whose arguments are the fields of the body."""
 
@@ -151,7 +153,7 @@ class AdminRoutes:
 
     async def _change(self, method: str, kind: type[RequestBody], request: Request) -> Response:
         body = await read_short_body(request, _MAX_BODY_BYTES)
-        if kind in (admin.SwitchRequest, admin.SleepRequest) and not body.strip():
+        if kind in (changes.SwitchRequest, changes.SleepRequest) and not body.strip():
             body = _from_query(request)
         elif request.query_params:
             name = next(iter(request.query_params))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from swell.cluster.api import tokenize
+from swell.cluster.api.admin import change_requests as changes
 from swell.cluster.api.admin import protocol as admin
 from swell.cluster.api.chat import protocol as chat
 from swell.cluster.api.completions import protocol as completions
@@ -244,7 +245,7 @@ OPERATIONS = (
         "/v1/load_lora_adapter",
         "Let requests name an adapter (LoRA) as their model, at every ingress.",
         "text/plain",
-        admin.LoadAdapterRequest,
+        changes.LoadAdapterRequest,
         errors=(*_BODY_ERRORS, 503),
     ),
     Operation(
@@ -252,7 +253,7 @@ OPERATIONS = (
         "/v1/unload_lora_adapter",
         "Forget such an adapter; what has begun with it ends with it.",
         "text/plain",
-        admin.UnloadAdapterRequest,
+        changes.UnloadAdapterRequest,
         errors=(*_BODY_ERRORS, 404, 503),
     ),
     _show("/admin/idle", "Whether all is free.", admin.IdleReport),
@@ -264,23 +265,28 @@ OPERATIONS = (
         admin.RequestStories,
         errors=(*_KEY_ERRORS, 404, 503),
     ),
-    _change("/admin/scale", "Grow or shrink to a number of engines.", body=admin.ScaleRequest),
-    _change("/admin/drain", "Take one engine out when it has finished.", body=admin.DrainRequest),
+    _change("/admin/scale", "Grow or shrink to a number of engines.", body=changes.ScaleRequest),
+    _change("/admin/drain", "Take one engine out when it has finished.", body=changes.DrainRequest),
     _change(
         "/admin/upgrade",
         "Replace the engines by those of another configuration, one after the other.",
-        body=admin.UpgradeRequest,
+        body=changes.UpgradeRequest,
     ),
     _change(
-        "/admin/pause", "Let all engines stop; requests wait in them.", body=admin.SwitchRequest
+        "/admin/update_weights",
+        "Let the engines have the weights of another folder, one after the other.",
+        body=changes.WeightsRequest,
     ),
-    _change("/admin/resume", "Let all engines go on.", body=admin.SwitchRequest),
+    _change(
+        "/admin/pause", "Let all engines stop; requests wait in them.", body=changes.SwitchRequest
+    ),
+    _change("/admin/resume", "Let all engines go on.", body=changes.SwitchRequest),
     _change(
         "/admin/sleep",
         "Let all engines stop and give memory back, until they are woken up.",
-        body=admin.SleepRequest,
+        body=changes.SleepRequest,
     ),
-    _change("/admin/wake", "Let engines that sleep go on.", body=admin.SwitchRequest),
+    _change("/admin/wake", "Let engines that sleep go on.", body=changes.SwitchRequest),
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from swell.cluster.api.admin.protocol import (
+from swell.cluster.api.admin.change_requests import (
     DrainRequest,
     LoadAdapterRequest,
     ScaleRequest,

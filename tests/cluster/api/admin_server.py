@@ -30,6 +30,7 @@ SAMPLES: dict[type, str] = {
     inspect.IntType: "1",
     inspect.FloatType: "1.5",
     inspect.DictType: '{"model":{"path":"/m"}}',
+    inspect.StrType: '"/m"',
     inspect.NoneType: "null",
 }
 """A value of each type that a field of the admin API has. A field of another type needs a line."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from swell.cluster.api.admin import serving
+from swell.cluster.api.admin.change_requests import MAX_PATH_CHARS
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.strict_json import MAX_DEPTH, check_strict
 from swell.configs.schema import Config
@@ -45,6 +46,10 @@ WRONG: dict[type, tuple[str, ...]] = {
     ),
     inspect.FloatType: ("true", "false", "{}", "-1", "-5e-324", "1e300", str(2**70), "14401"),
     inspect.DictType: ("true", "1", "1.5", "0", "{}"),
+    inspect.StrType: (
+        *("true", "1", "1.5", "{}", '"m"', '"m/../n"', '"/m/../n"', '"/.."', '"~/m"', '" /m"'),
+        *(r'"/a\u0000"', r'"/a\nb"', r'"/\u202e"', '"/' + "x" * MAX_PATH_CHARS + '"'),
+    ),
     inspect.LiteralType: ("true", "{}", "0", "3", "-1", "1.0", "1e0", str(2**70), "1e300"),
 }
 

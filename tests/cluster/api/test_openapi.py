@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
-from swell.cluster.api.admin.protocol import DrainRequest, ScaleRequest
+from swell.cluster.api.admin.change_requests import DrainRequest, ScaleRequest
 from swell.cluster.api.chat.protocol import ChatCompletionRequest as CHAT
 from swell.cluster.api.http_errors import ErrorInfo, error_body
 from swell.cluster.api.ingress import Ingress

@@ -91,6 +91,7 @@ EFFECTIVE: dict[str, str] = {
     "ScaleRequest": "engines drain_timeout_s",
     "DrainRequest": "rank",
     "UpgradeRequest": "config",
+    "WeightsRequest": "path",
     "SwitchRequest": "",
     "SleepRequest": "level requests",
     "LoadAdapterRequest": "lora_name lora_path load_inplace",

@@ -32,6 +32,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/admin/scale": {"engines": 2},
     "/admin/drain": {"rank": 0},
     "/admin/upgrade": {"config": {"model": {"path": "m"}}},
+    "/admin/update_weights": {"path": "/m"},
     "/admin/pause": {},
     "/admin/resume": {},
     "/admin/sleep": {"level": 2},

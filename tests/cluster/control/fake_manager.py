@@ -14,7 +14,12 @@ from swell.cluster.control import actor_names as names
 from swell.cluster.control.actor_names import EngineName
 from swell.cluster.control.checkpoint_store import ClusterCheckpoint
 from swell.cluster.control.cluster_status import Leftovers
-from swell.cluster.control.engine_handle import EngineHandle, NoRoom, StartFailed
+from swell.cluster.control.engine_handle import (
+    EngineHandle,
+    NoRoom,
+    StartFailed,
+    WeightsRefused,
+)
 from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.versions import UpgradeStage, Version
@@ -31,9 +36,13 @@ from swell.engine.executor import ExecutorLimits, WorkerInfo
 from swell.engine.ready import EngineReady
 
 KEYS = "keys"
-TAG = names.engine_tag("1-configuration", KEYS)
+FIRST = "1-configuration"
+"""The first version."""
+TAG = names.engine_tag(FIRST, KEYS)
 START_S = 10.0
 """Virtual seconds until a fake engine is ready."""
+RELOAD_S = 4.0
+"""Virtual seconds until one has other weights."""
 WAIT_FOR_ROOM_S = 600.0
 """Virtual seconds that an engine waits for room which does not wait without limit."""
 CHECKPOINT_S = 0.01
@@ -208,6 +217,8 @@ class Process:
     handle: EngineHandle
     ready_at: float
     ended: asyncio.Future[str]
+    version: str
+    """What it runs, or is about to run."""
     ready: EngineReady | None = None
 
 
@@ -278,13 +289,14 @@ class FakePlacement:
         return f"no room for {engines} engines" if engines > self.room else None
 
     def tag(self, version: Version) -> str:
-        return names.engine_tag(version.name, self.keys)
+        return names.engine_tag(version.lineage, self.keys)
 
     async def adopt(
         self, versions: Sequence[Version]
     ) -> tuple[list[EngineHandle], list[EngineHandle]]:
         listed = self.coordinator.roster
-        tags = {self.tag(version): version for version in versions}
+        tags = {self.tag(version) for version in versions}
+        by_name = {version.name: version for version in versions}
         found = names.candidates(self.processes, self.groups, "swell", tags)
         found = [name for name in found if name.rank not in self.hung]
         ready = {name: self.processes[str(name)].ready for name in found}
@@ -294,8 +306,9 @@ class FakePlacement:
         self._end_strays()
         serving, newcomers = [], []
         for name in kept:
-            handle = EngineHandle(name.rank, str(name), tags[name.tag], ready=ready[name])
-            self.processes[str(name)].handle = handle
+            process = self.processes[str(name)]
+            version = by_name[process.version]
+            handle = process.handle = EngineHandle(name.rank, str(name), version, ready=ready[name])
             member = listed.find(name.rank, starts[name]) if ready[name] else None
             if member is not None and member.state is MemberState.LEAVING:
                 handle.intent = Intent.LEAVE
@@ -327,7 +340,7 @@ class FakePlacement:
         self.max_starting = max(self.max_starting, self.starting)
         try:
             await self._start(handle)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, WeightsRefused):
             raise
         except BaseException:
             await self.end(handle)
@@ -343,6 +356,8 @@ class FakePlacement:
             await self._reserve(handle)
             self.place(handle, loop.time() + START_S + self.slow_s.get(handle.rank, 0.0))
         process = self.processes.get(handle.name)
+        if process is not None and process.version != handle.version_name:
+            await self._reload(handle, process)
         await asyncio.sleep(process.ready_at - loop.time() if process else 0.0)
         if handle.version_name in self.broken:
             raise permanent("its weights do not load")
@@ -357,6 +372,16 @@ class FakePlacement:
         if handle.rank in self.dies_on_start:
             self.dies_on_start.remove(handle.rank)
             self.kill_engine(handle.rank)
+
+    async def _reload(self, handle: EngineHandle, process: Process) -> None:
+        own, process.version, process.ready = process.version, handle.version_name, None
+        self._note("reload", [handle.rank])
+        await asyncio.sleep(RELOAD_S)
+        if handle.version_name in self.broken:
+            process.version = own
+            process.ready = self._ready(handle, own)
+            assert handle.previous is not None and handle.previous.name == own
+            raise WeightsRefused("its weights do not load", handle.previous)
 
     async def _reserve(self, handle: EngineHandle) -> None:
         reason, clock = f"no room for engine {handle.rank}", asyncio.get_running_loop().time
@@ -378,7 +403,8 @@ class FakePlacement:
         """Its process begins to load."""
         self.groups.add(handle.name)
         ended = asyncio.get_running_loop().create_future()
-        self.processes[handle.name] = Process(handle, ready_at, ended)
+        version = handle.version_name or FIRST
+        self.processes[handle.name] = Process(handle, ready_at, ended, version)
 
     def add_existing(self, rank: int, tag: str = TAG) -> Member:
         """An engine that an earlier manager has left, ready to serve."""
@@ -428,7 +454,7 @@ class FakePlacement:
     def ranks_of_event(self, name: str) -> list[list[int]]:
         return [ranks for event, ranks in self.events if event == name]
 
-    def _ready(self, handle: EngineHandle) -> EngineReady:
+    def _ready(self, handle: EngineHandle, version: str = "") -> EngineReady:
         self._num_started += 1
         return EngineReady(
             handle.rank,
@@ -438,6 +464,7 @@ class FakePlacement:
             node=self.nodes.get(handle.rank, "node"),
             workers=[WorkerInfo(0, 0, 0, 2000 + handle.rank)],
             incarnation=self._num_started,
+            version=version or handle.version_name or FIRST,
         )
 
     def _note(self, event: str, ranks: list[int]) -> None:
@@ -518,6 +545,12 @@ class ManagerHarness:
 
     async def upgrade(self, identity: str) -> None:
         await self.manager.upgrade(identity, self.config)
+
+    async def update_weights(self, identity: str) -> None:
+        """To those in the folder of this name."""
+        model = msgspec.structs.replace(self.config.model, path=identity)
+        config = msgspec.structs.replace(self.config, model=model)
+        await self.manager.upgrade(identity, config, in_place=True)
 
     @property
     def versions(self) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from swell.cluster import app
+from swell.cluster import serve_status
 from swell.cluster.cli import launch
 from swell.cluster.control import ray_cluster
 from swell.cluster.control.actor_names import EngineName
@@ -59,5 +59,5 @@ def test_a_manager_waits_for_a_controller_that_has_just_died(monkeypatch, status
         return SimpleNamespace(applications={"swell": SimpleNamespace(status=status)})
 
     monkeypatch.setattr(serve, "status", said)
-    monkeypatch.setattr(app, "_STATUS_POLL_S", 0.0, raising=False)
-    assert asyncio.run(app._is_deleting("swell")) is ends
+    monkeypatch.setattr(serve_status, "_POLL_S", 0.0)
+    assert asyncio.run(serve_status.is_deleting("swell")) is ends

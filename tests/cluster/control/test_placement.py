@@ -44,6 +44,12 @@ def name(rank: int, start: str, tag: str = TAG) -> str:
 class Table(FakeRay):
     """Engines and what they say of themselves. Both they and their groups take a while to go."""
 
+    async def _answer(self, actor: str, method: str, args: tuple[Any, ...]) -> Any:
+        if method == "version" and self.actors.get(actor) is LOADING:
+            return VERSION.name
+        answer = await super()._answer(actor, method, args)
+        return answer.version if method == "version" else answer
+
     def engine(
         self, rank: int, start: str, says: Any, *, tag: str = TAG, group: bool = True
     ) -> str:
@@ -73,7 +79,7 @@ class FakeCoordinator:
 
 def says(rank: int, incarnation: int) -> EngineReady:
     limits = ExecutorLimits(10, 100, 50)
-    return EngineReady(rank, ADDRESS, limits, 7, "node", [], incarnation)
+    return EngineReady(rank, ADDRESS, limits, 7, "node", [], incarnation, version=VERSION.name)
 
 
 def member(rank: int, incarnation: int) -> Member:

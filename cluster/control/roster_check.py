@@ -1,0 +1,76 @@
+"""Holds a fleet against the roster, and corrects what differs. No decisions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from swell.cluster.control.actor_errors import ActorRaised
+from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.engine_handle import EngineHandle, StartFailed
+from swell.cluster.control.placement import Placement
+from swell.coordinator.roster import MemberState
+from swell.coordinator.service import Membership
+
+if TYPE_CHECKING:
+    from swell.cluster.control.fleet import Fleet
+
+
+class RosterCheck:
+    """Runs in the fleet's event loop."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        coordinator: CoordinatorHandle,
+        placement: Placement,
+        stall_timeout_s: float,
+    ) -> None:
+        self._fleet, self._coordinator, self._placement = fleet, coordinator, placement
+        self._stall_timeout_s = stall_timeout_s
+        self._num_stalled_seen = 0
+        """Entries of `Membership.stalled_engines` that were handled."""
+
+    async def compare(self, now: Membership) -> None:
+        """Correct what differs: engines that are not in the roster or have another state there, and
+        members that are no engines of this cluster."""
+        fleet, stalled, seen = self._fleet, now.stalled_engines, self._num_stalled_seen
+        self._num_stalled_seen = len(stalled)
+        fresh = stalled[seen:] if seen <= len(stalled) else stalled
+        reasons = {engine.rank: engine.reason for engine in fresh}
+        for rank, handle in list(fleet.engines.items()):
+            if handle.in_transition or fleet.engines.get(rank) is not handle:
+                continue
+            assert handle.ready is not None
+            member = now.view.roster.find(rank, handle.ready.incarnation)
+            if member is None:
+                fleet.tasks.spawn(self._on_missing(handle, reasons.get(rank)))
+            elif handle.leaving and member.state is MemberState.ACTIVE:
+                await self._coordinator.leave([rank])
+            elif not handle.leaving and member.state is MemberState.LEAVING:
+                await self._coordinator.cancel_leave([rank])
+        ours = {*fleet.engines, *fleet.starting, *fleet.ending}
+        unknown_ranks = [rank for rank in now.view.roster.ranks if rank not in ours]
+        if unknown_ranks:
+            await self._coordinator.remove_failed(unknown_ranks)
+
+    async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
+        """The roster is without it. `reason`: it was found to have stopped. Else the coordinator
+        does not know it, and if it answers, it joins again."""
+        with self._fleet.transition([handle]):
+            reason = reason or await self._rejoin(handle)
+        if reason is not None:
+            await self._fleet.on_engine_dead(handle, reason, stopped_s=self._stall_timeout_s)
+
+    async def _rejoin(self, handle: EngineHandle) -> str | None:
+        """Why it cannot. If the coordinator does not answer, a later view decides."""
+        fleet = self._fleet
+        try:
+            await self._placement.refresh(handle)
+            async with fleet.group_change_lock:
+                if fleet.engines.get(handle.rank) is handle:  # not detached meanwhile
+                    for failure in (await fleet.join([handle])).values():
+                        if isinstance(failure, StartFailed | ActorRaised):
+                            raise failure
+        except Exception as error:
+            return f"it is not in the roster, and cannot be: {type(error).__name__}: {error}"
+        return None

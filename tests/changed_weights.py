@@ -1,0 +1,38 @@
+"""Copies of the small model with changed weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NANO = Path(__file__).parents[1] / "configs" / "models" / "nano"
+
+
+def copy_of(target: Path, change: Callable[[dict[str, Any]], None] = lambda tensors: None) -> Path:
+    """The model in another folder, with changed weights."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(NANO, target)
+    weights = target / "model.safetensors"
+    tensors = load_file(weights)
+    change(tensors)
+    save_file(tensors, weights)
+    return target
+
+
+def add_noise(tensors: dict[str, Any], seed: int) -> None:
+    """So much that nearly every answer differs."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensors[name] = tensor + (0.05 * noise * tensor.float().std(correction=0)).to(tensor.dtype)
+
+
+def lose_a_tensor(tensors: dict[str, Any]) -> None:
+    """It is missed when an engine loads."""
+    del tensors[next(name for name in sorted(tensors) if name.endswith("norm.weight"))]

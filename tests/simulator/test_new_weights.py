@@ -1,0 +1,62 @@
+"""Engines get other weights in place: no process ends, and no answer mixes versions."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulator.laws import Run
+from tests.simulator.model import BROKEN_WEIGHTS
+from tests.simulator.scenario import SLOW_STEP_S, Fault, Operation, Request, Scenario
+
+_UPDATED_AT_S = 3.5
+
+
+def _run(engines: int, *weights: int, faults: tuple[Fault, ...] = ()) -> Run:
+    """Long answers stream while the weights change, each second."""
+    requests = [Request(3.0 + i / 4, 0, (1, 2, i), 20 + 10 * (i % 9), i % 8) for i in range(20)]
+    operations = [
+        Operation(_UPDATED_AT_S + i, "update_weights", number) for i, number in enumerate(weights)
+    ]
+    return Run(
+        Scenario(
+            0,
+            engines,
+            1,
+            False,
+            tuple(requests),
+            faults,
+            tuple(operations),
+            step_s=SLOW_STEP_S,
+            rooms=(engines, 0, 0),
+        )
+    )
+
+
+def _answered_by(run: Run) -> list[str]:
+    found = {each.state.answer_version.version for each in run.plane.requests if each.state}
+    return sorted(str(version)[:2] for version in found)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("weights", "versions"),
+    [((1,), ["1-", "2-"]), ((BROKEN_WEIGHTS,), ["1-"]), ((1, 2, 5), ["1-"]), ((1, 0), ["1-"])],
+)
+def test_no_process_ends(engines: int, weights: tuple[int, ...], versions: list[str]) -> None:
+    """And no other one starts: there is no room for it."""
+    run = _run(engines, *weights)
+    assert run.judge().broken == []
+    assert len(run.plane.engines) == engines
+    assert {*versions} <= {*_answered_by(run)}
+    name = run.plane.manager.manager.upgrader.record.wanted
+    assert {engine.version() for engine in run.plane.engines} == {name}
+    wanted = next((w for w in reversed(weights) if w != BROKEN_WEIGHTS), 0)
+    assert name.endswith(f"{wanted:012x}")
+
+
+@pytest.mark.parametrize("kind", ["kill", "kill-control", "lose-worker", "cut", "gcs-away", "hang"])
+@pytest.mark.parametrize("later_s", [0.2, 0.7, 1.5, 4.0])
+@pytest.mark.parametrize("target", [0, 1])
+def test_faults_at_every_moment(kind: str, later_s: float, target: int) -> None:
+    fault = Fault(kind, _UPDATED_AT_S + later_s, target, time_s=5.0)
+    assert _run(2, 1, faults=(fault,)).judge().broken == []
