@@ -15,8 +15,9 @@ from swell.coordinator.wire import Counts
 _EXPIRY_S = 3600.0
 """Ray Serve replaces an ingress that is silent much sooner: this one is gone."""
 
-_SUMS_PER_ROUND = 8
-"""How often sums are computed while each ingress sends its counts once."""
+_SUMS_PER_ROUND, _MAX_SUMS = 8, 64
+"""How often sums are computed while each ingress sends its counts once: less often where there are
+many, so that not more than so many sums are."""
 
 
 def add(one: Counts, other: Counts) -> Counts:
@@ -64,7 +65,8 @@ class MetricsAggregator:
 
     def total_of_others(self, client_index: int) -> Counts:
         """The sum over all other ingresses, also those that are gone."""
-        is_old = self._unsummed * _SUMS_PER_ROUND >= len(self._newest)
+        times = max(1, min(_SUMS_PER_ROUND, _MAX_SUMS // max(1, len(self._newest))))
+        is_old = self._unsummed * times >= len(self._newest)
         if is_old or client_index not in self._totals:
             self._unsummed = 0
             self._totals = self._sum_others()

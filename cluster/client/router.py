@@ -240,7 +240,7 @@ class _BacklogSum:
     def remove(self, engine: RoutedEngine) -> None:
         self._changed.discard(engine)
         engine.changed_sums = ()
-        self._sum = _combine(self._sum, self._parts.pop(engine), -1)
+        self._sum = _exchanged(self._sum, self._parts.pop(engine), Backlog())
 
     def total(self, max_rows: int) -> Backlog:
         """`max_rows`: see `RoutedEngine.waiting`."""
@@ -248,16 +248,18 @@ class _BacklogSum:
             self._max_rows = max_rows
             self._changed.update(self._parts)
         for engine in self._changed:
-            backlog = self._backlog_of(engine, max_rows)
-            difference = _combine(backlog, self._parts[engine], -1)
-            self._parts[engine] = backlog
-            self._sum = _combine(self._sum, difference, 1)
+            before, backlog = self._parts[engine], self._backlog_of(engine, max_rows)
+            if backlog != before:
+                self._parts[engine] = backlog
+                self._sum = _exchanged(self._sum, before, backlog)
         self._changed.clear()
         return self._sum
 
 
-def _combine(one: Backlog, other: Backlog, sign: int) -> Backlog:
-    return Backlog(*(a + sign * b for a, b in zip(one, other, strict=True)))
+def _exchanged(whole: Backlog, before: Backlog, after: Backlog) -> Backlog:
+    """The sum with one part in place of another."""
+    parts = zip(whole, before, after, strict=True)
+    return Backlog(*[number - old + new for number, old, new in parts])
 
 
 def _rendezvous_hash(key: bytes, rank: int) -> bytes:

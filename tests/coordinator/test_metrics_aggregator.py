@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,24 @@ def test_a_coordinator_that_was_stopped_for_hours_counts_nobody_twice():
     for index in range(3):
         metrics_aggregator.record(index, {"n": [2.0]}, 5 * HOUR_S)
     assert [metrics_aggregator.total_of_others(index) for index in range(3)] == [{"n": [4.0]}] * 3
+
+
+@pytest.mark.parametrize("ingresses", [2, 8, 20, 50, 200])
+def test_many_ingresses_cost_few_sums(monkeypatch, ingresses):
+    """Each has all others within two rounds."""
+    aggregator, sums = MetricsAggregator(), []
+    right = MetricsAggregator._sum_others
+    monkeypatch.setattr(
+        MetricsAggregator, "_sum_others", lambda self: sums.append(1) or right(self)
+    )
+    for count in (1.0, 2.0, 3.0):
+        sums.clear()
+        for index in range(ingresses):
+            aggregator.record(index, {"n": [count]}, count)
+            total = aggregator.total_of_others(index)
+            if count > 1.0:
+                assert (count - 2.0) * (ingresses - 1) <= total["n"][0] <= count * (ingresses - 1)
+    assert len(sums) <= 8 and len(sums) * ingresses <= 64 + ingresses
 
 
 def test_adding_changes_neither():
