@@ -50,6 +50,8 @@ class EngineActor:
         self._status = "starting"
         self._end = "it was stopped"
         self._ended = threading.Event()
+        self._served = threading.Event()
+        """The engine that serves has ended, or gets other weights. Replaced by the next one."""
 
     def start(self, placement_group: Any, config: Config, version: str) -> EngineReady:
         """Load the model and open the channel. Raises what a worker or the configuration raised.
@@ -59,6 +61,8 @@ class EngineActor:
         differ, makes another engine of it, in the same processes. Raises NewWeightsRefused if they
         cannot be used; then the engine is another one of the version before."""
         with self._loading:
+            if self._ended.is_set():
+                raise RuntimeError(f"engine {self._rank} has ended: {self._end}")
             if self._server is None:
                 self._load(placement_group)
             elif version != self._version:
@@ -82,7 +86,8 @@ class EngineActor:
         freeze_gc()
 
     def _begin_anew(self, config: Config, version: str) -> None:
-        """The engine has left its cluster. Whoever has not noticed finds nothing at its address."""
+        """The engine has left its cluster. Whoever has not noticed finds nothing at its address. A
+        failure ends the process, but for weights that are refused."""
         server, self._server = self._server, None
         assert server is not None
         own, self._version = self._version, version
@@ -90,14 +95,15 @@ class EngineActor:
         refusal: ValueError | None = None
         try:
             self._end_server(server)
-            server.core.begin_anew(config.model.path)
-            self._config = config
-        except ValueError as error:
-            refusal, self._version = error, own
+            try:
+                server.core.begin_anew(config.model.path)
+                self._config = config
+            except ValueError as error:
+                refusal, self._version = error, own
+            self._serve(server.core)
         except BaseException as error:
             self._fail(error)
             raise
-        self._serve(server.core)
         if refusal is not None:
             raise NewWeightsRefused(str(refusal))
 
@@ -123,7 +129,7 @@ class EngineActor:
             partial(find, self._coordinator, cluster.stall_timeout_s),
             version=self._version,
         )
-        self._status = "serving"
+        self._status, self._served = "serving", threading.Event()
         run = partial(self._run, self._server)
         self._thread = threading.Thread(target=run, name="swell-engine", daemon=True)
         self._thread.start()
@@ -135,9 +141,9 @@ class EngineActor:
     def ready(self) -> EngineReady:
         """The engine as it is now: workers may have been replaced. Raises RuntimeError before it
         is there."""
-        if self._server is None:
-            raise RuntimeError(f"engine {self._rank} is still {self._status}")
         server = self._server
+        if server is None:
+            raise RuntimeError(f"engine {self._rank} is still {self._status}")
         return EngineReady(
             self._rank,
             server.address,
@@ -155,32 +161,43 @@ class EngineActor:
         return self._status
 
     def ended(self, timeout_s: float) -> str | None:
-        """Why the engine has ended, or None if it has not after `timeout_s`."""
-        return self._end if self._ended.wait(timeout_s) else None
+        """Why the engine has ended, or None if it has not after `timeout_s`, or gets other
+        weights: then nothing waits here for the engine that it was."""
+        self._served.wait(timeout_s)
+        return self._end if self._ended.is_set() else None
 
     def stop(self) -> None:
         """End the engine and wait until its workers have given back what they held."""
-        if self._server is not None:
-            self._server.stop()
+        if (server := self._server) is not None:
+            server.stop()
             self._ended.wait()
 
     def _run(self, server: EngineServer) -> None:
+        served = self._served
         try:
             server.run()
         except BaseException as error:
             self._fail(error)
-        if not server.keeps_core:
-            self._ended.set()
+        else:
+            if not server.keeps_core:
+                self._ended.set()
+        served.set()
 
     def _fail(self, error: BaseException) -> None:
+        """The process ends a little later."""
         self._end = f"{type(error).__name__}: {error}"
         self._log.exception("engine failed", error)
         self._ended.set()
-        time.sleep(_EXIT_GRACE_S)
-        process.exit_process("engine", error)
+        self._served.set()
+        threading.Thread(target=_exit_later, args=(error,), name="swell-exit", daemon=True).start()
 
     def _set_status(self, text: str) -> None:
         self._status = text
+
+
+def _exit_later(error: BaseException) -> None:
+    time.sleep(_EXIT_GRACE_S)
+    process.exit_process("engine", error)
 
 
 def _workers_by_node(config: Config) -> Mapping[str, int]:

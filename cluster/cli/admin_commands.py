@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -120,7 +120,7 @@ def upgrade(args: argparse.Namespace) -> int:
 
 def update_weights(args: argparse.Namespace) -> int:
     """The same for weights alone."""
-    request = WeightsRequest(path=str(Path(args.path).absolute()))
+    request = WeightsRequest(path=os.path.abspath(args.path))
     request.check()
     return _follow_upgrade(args, "/admin/update_weights", request)
 

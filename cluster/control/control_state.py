@@ -175,10 +175,9 @@ def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfi
     return state
 
 
-def check_awake(state: ControlState, in_place: bool) -> None:
-    """Raises ScaleRefused where engines that sleep would get other weights `in_place`: they would
-    need their memory for it."""
-    if in_place and state.sleep.level:
+def check_awake(state: ControlState) -> None:
+    """Raises ScaleRefused where engines sleep: they would need their memory for other weights."""
+    if state.sleep.level:
         raise ScaleRefused(
             f"the engines sleep (level {state.sleep.level}), and would take their memory again to "
             "read weights: wake them first (POST /admin/wake)"

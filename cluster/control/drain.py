@@ -61,9 +61,10 @@ class Drain:
     def resume(self, handle: EngineHandle, record: DrainRecord) -> None:
         """It was to leave under an earlier manager, and has what is left of its time."""
         now, passed = _now(), self._ground.unix_time() - record.left_at
-        handle.intent = Intent.DRAIN if record.is_named else Intent.LEAVE
         if handle.next_version is not None:
             handle.intent = Intent.RELOAD
+        else:
+            handle.intent = Intent.DRAIN if record.is_named else Intent.LEAVE
         handle.left_at = now - min(max(0.0, passed), MAX_DRAIN_S)
         left_s = record.deadline - self._ground.unix_time()
         self._begin(handle, min(max(0.0, left_s), MAX_DRAIN_S))

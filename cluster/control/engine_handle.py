@@ -44,7 +44,7 @@ class EngineHandle:
 
     rank: int
     name: str = ""
-    """Of this start alone."""
+    """Of this start of its processes alone."""
     version: Version | None = None
     """What it runs; None: unknown."""
     next_version: Version | None = None
@@ -101,9 +101,9 @@ class EngineHandle:
         if self.exit_watcher is not None:
             self.exit_watcher.cancel()
         self.previous, self.version, self.next_version = self.version, version, None
-        self.intent, self.drain, self.ready, self.starting = Intent.STAY, None, None, None
+        self.intent, self.drain, self.starting = Intent.STAY, None, None
         self.left_epoch = self.idle_polls = self.repairs = 0
-        self.is_marked = False
+        self.is_marked = self.is_extra = self.for_answers = False
 
     def status(self, place: Place, *, is_vacating: bool) -> EngineStatus:
         """As the manager's decisions see it."""
@@ -118,7 +118,7 @@ class EngineHandle:
             next_version="" if self.next_version is None else self.next_version.name,
             is_extra=self.is_extra,
             for_answers=self.for_answers,
-            is_reloading=self.previous is not None,
+            previous="" if self.previous is None else self.previous.name,
             is_vacating=is_vacating,
         )
 

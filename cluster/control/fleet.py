@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from swell.cluster.control.batches import in_batches
 from swell.cluster.control.coordinator_handle import CoordinatorHandle
@@ -88,19 +88,26 @@ class Fleet:
     # ---------------------------------------------------------------- starting
 
     async def adopt(
-        self, versions: Sequence[Version], drains: Sequence[DrainRecord]
+        self,
+        versions: Sequence[Version],
+        drains: Sequence[DrainRecord],
+        outdated: Collection[str],
     ) -> list[EngineHandle]:
         """Take over the engines of these versions that an earlier manager left, and its drains.
-        Returns those that still have to load or to join: they are in `starting`, for `grow`."""
+        Returns those that still have to load or to join: they are in `starting`, for `grow`. Of the
+        `outdated` versions an engine that leaves without a record is kept: it was to reload."""
         serving, newcomers = await self._placement.adopt(versions)
         records = {record.name: record for record in drains}
         by_name = {version.name: version for version in versions}
         for handle in serving:
             self._add_engine(handle)
             self._watch(handle)
-            if (record := records.get(handle.name)) is not None:
+            record = records.get(handle.name)
+            if record is not None and handle.version_name != record.next_version:
                 handle.next_version = by_name.get(record.next_version)
                 self._drain.resume(handle, record)
+            elif handle.leaving and handle.version_name in outdated:
+                self.keep(handle.rank)
             elif handle.leaving:
                 self.leave(handle.rank, self._config.drain_timeout_s)
         self.starting.update({handle.rank: handle for handle in newcomers})
@@ -126,9 +133,11 @@ class Fleet:
         def fail(rank: int, error: Exception) -> None:
             if not by_rank[rank].leaving:
                 del self.starting[rank]
-                on_failed(by_rank[rank], error)
-                if isinstance(error, WeightsRefused):
-                    self._begin_anew(by_rank[rank], error.version)
+                try:
+                    on_failed(by_rank[rank], error)
+                finally:
+                    if isinstance(error, WeightsRefused):
+                        self._begin_anew(by_rank[rank], error.version)
                 self.on_change()
 
         async def prepare(handle: EngineHandle) -> None:
@@ -175,6 +184,7 @@ class Fleet:
                 if handle.ended is not None
             }
             living = [handle for handle in handles if handle.rank not in failures]
+            await self._forget_earlier(living)
             failures |= await self.join(living) if living else {}
         for handle in handles:
             if handle.rank not in failures:
@@ -183,6 +193,13 @@ class Fleet:
         ends = (self._placement.kill(handle) for handle in handles if handle.rank in failures)
         await asyncio.gather(*ends, return_exceptions=True)
         return failures
+
+    async def _forget_earlier(self, handles: list[EngineHandle]) -> None:
+        """A coordinator that was restarted before their earlier servers ended takes those for
+        members."""
+        if ranks := [handle.rank for handle in handles if handle.previous is not None]:
+            with contextlib.suppress(Exception):  # then they are refused, if they are there
+                await self._coordinator.remove_failed(ranks)
 
     async def _prepare(self, handle: EngineHandle) -> None:
         """Returns when the engine is ready or was cancelled. Raises why it is not ready."""
@@ -267,7 +284,8 @@ class Fleet:
 
     def move(self, rank: int) -> None:
         """Its host goes away: another one is started in its place."""
-        self.engines[rank].intent = Intent.MOVE
+        handle = self.engines[rank]
+        handle.intent, handle.next_version = Intent.MOVE, None
 
     def stay(self, rank: int) -> None:
         """Its host stays."""

@@ -50,10 +50,15 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """It starts beside those that are wanted, and counts when it serves."""
     for_answers: bool = False
     """It starts since answers that have begun need its version."""
-    is_reloading: bool = False
-    """It starts in the processes of another version's engine."""
+    previous: str = ""
+    """The version whose weights it replaces by those of its own, while it starts."""
     is_vacating: bool = False
     """It leaves, and counts until it has gone: another one takes its place."""
+
+    @property
+    def versions(self) -> list[str]:
+        """What it runs, will run, or has run and may run again."""
+        return [name for name in (self.version, self.next_version, self.previous) if name]
 
     @property
     def is_present(self) -> bool:

@@ -10,9 +10,8 @@ drains run beside it, so that a slow one delays no other. Another task watches t
 which the coordinator takes what has stopped. Requests only move the target, and the newest one
 counts. What fails is tried again, ever more slowly, and `describe` says so.
 
-The manager carries no traffic: while it is away, everything else goes on. What it wants is written
-down (`checkpoint_store.py`), where its successor finds it. There may be two for a moment, when
-Serve replaces one that was stopped: the one that took over last leads, the other does nothing more.
+The manager carries no traffic. What it wants is written down (`checkpoint_store.py`) for its
+successor. Of two, as when Serve replaces one that was stopped, the one that took over last leads.
 """
 
 from __future__ import annotations
@@ -172,9 +171,10 @@ class ClusterManager:
             self._begin(state)
 
     async def upgrade(self, identity: str, config: Config, *, in_place: bool = False) -> None:
-        """Replace all engines by those of another configuration, one after the other; `in_place`:
-        their weights alone. Returns when that outlives this manager. Raises ScaleRefused."""
-        control_state.check_awake(self._state, in_place)
+        """Replace all engines by those of another configuration; `in_place`: their weights alone.
+        Returns when that outlives this manager. Raises ScaleRefused."""
+        if in_place:
+            control_state.check_awake(self._state)
         try:
             await self.upgrader.begin(identity, config, self.target, self.save, in_place=in_place)
         finally:  # one that failed was perhaps written
@@ -290,7 +290,7 @@ class ClusterManager:
 
     def _reconcile(self) -> float | None:
         """Begin what is missing. Returns when to plan again if nothing happens."""
-        extra_wait_s = self.upgrader.reconcile(self._state.change, self._grow)
+        extra_wait_s = self.upgrader.reconcile(self._state, self._grow)
         self._state, plan = control_state.plan(self._state, self._fleet.view(), self._now())
         self._execute(plan)
         return min(filter(None, (plan.wait_s, extra_wait_s)), default=None)

@@ -38,7 +38,7 @@ def plan_moves(
 ) -> Moves:
     """`target`: engines that are wanted; `draining`: seconds until nodes are taken away."""
     here = [e for e in fleet.engines if e.place is Place.SERVING and e.node in draining]
-    move = tuple(engine.rank for engine in here if engine.intent is Intent.STAY)
+    move = tuple(e.rank for e in here if e.intent in (Intent.STAY, Intent.RELOAD))
     others = [rank for rank in fleet.staying if rank not in move]
     leave = {}
     for engine in here:

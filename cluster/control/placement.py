@@ -173,7 +173,10 @@ class Placement:
 
     async def refresh(self, handle: EngineHandle) -> None:
         """Read `ready` again. Raises TimeoutError or ActorError if the engine does not answer."""
-        handle.ready = await asyncio.wait_for(self._ray.call(handle.actor, "ready"), _ANSWER_S)
+        before, asked = handle.ready, self._ray.call(handle.actor, "ready")
+        ready = await asyncio.wait_for(asked, _ANSWER_S)
+        if handle.ready is before:
+            handle.ready = ready
 
     def plan(self, rank: int, version: Version) -> EngineHandle:
         start = f"{self._ground.random_bits(_START_BITS):0{_START_BITS // 4}x}"
@@ -218,6 +221,8 @@ class Placement:
             if handle.previous is not None and isinstance(error.cause, NewWeightsRefused):
                 raise WeightsRefused(str(error.cause), handle.previous) from error
             raise
+        if ready.version != version.name:
+            raise StartFailed(f"it runs {ready.version}, not {version.name}", permanent=False)
         return ready
 
     async def _reserve(self, handle: EngineHandle) -> None:
@@ -367,7 +372,7 @@ async def _always() -> bool:
 
 
 def _ignore() -> None:
-    """Nobody wants to know."""
+    """No one is called."""
 
 
 def _cancel_watcher(handle: EngineHandle) -> None:
@@ -389,8 +394,6 @@ def _explain(error: BaseException, handle: EngineHandle) -> StartFailed:
         )
     if isinstance(cause, ActorDied | ActorUnavailable):
         return StartFailed(f"engine {rank} did not start: its process ended", permanent=False)
-    text = str(cause).strip().splitlines()
-    return StartFailed(
-        f"engine {rank} did not start: {type(cause).__name__}: {text[-1] if text else ''}",
-        permanent=False,
-    )
+    text = (str(cause).strip().splitlines() or [""])[-1]
+    reason = f"engine {rank} did not start: {type(cause).__name__}: {text}"
+    return StartFailed(reason, permanent=False)

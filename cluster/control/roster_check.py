@@ -50,8 +50,14 @@ class RosterCheck:
                 await self._coordinator.cancel_leave([rank])
         ours = {*fleet.engines, *fleet.starting, *fleet.ending}
         unknown_ranks = [rank for rank in now.view.roster.ranks if rank not in ours]
+        unknown_ranks += [rank for rank in now.view.roster.ranks if self._has_ended(rank)]
         if unknown_ranks:
             await self._coordinator.remove_failed(unknown_ranks)
+
+    def _has_ended(self, rank: int) -> bool:
+        """It gets other weights, and what the roster lists is the engine that it was."""
+        handle = self._fleet.starting.get(rank)
+        return handle is not None and handle.previous is not None and not handle.in_transition
 
     async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
         """The roster is without it. `reason`: it was found to have stopped. Else the coordinator
@@ -66,6 +72,8 @@ class RosterCheck:
         fleet = self._fleet
         try:
             await self._placement.refresh(handle)
+            if handle.ready is not None and handle.ready.version != handle.version_name:
+                return f"it runs {handle.ready.version}, and not {handle.version_name}"
             async with fleet.group_change_lock:
                 if fleet.engines.get(handle.rank) is handle:  # not detached meanwhile
                     for failure in (await fleet.join([handle])).values():

@@ -73,7 +73,12 @@ class UpgradeState(msgspec.Struct, frozen=True):
 
     def was_tried_again(self, version: str) -> bool:
         """Two attempts in a row to start an engine of it have failed."""
-        return self.backoff.failures(self.record.get(version).number) > 1
+        return self.backoff.failures(self.number_of(version)) > 1
+
+    def number_of(self, version: str) -> int:
+        """0: it was forgotten."""
+        found = self.record.find(version)
+        return 0 if found is None else found.number
 
     def wait_s(self, version: str, now: float) -> float:
         """Seconds until an engine of it may be tried beside those that are wanted."""
@@ -130,6 +135,8 @@ def begin(
     record = state.record
     wanted = record.get(record.wanted)
     if in_place:
+        if _beside_weights(config) != _beside_weights(wanted.config):
+            raise UpgradeRefused("another version was requested meanwhile: try again")
         identity = _known_identity(record, wanted.lineage, config) or identity
     if identity == wanted.identity:
         raise UpgradeRefused(
@@ -170,6 +177,11 @@ def _want(
         ),
         failing=state.failing,
     )
+
+
+def _beside_weights(config: Config) -> Config:
+    """What versions of one lineage have in common."""
+    return replace(config, model=replace(config.model, path="", load_format="auto"))
 
 
 def _known_identity(record: UpgradeRecord, lineage: str, config: Config) -> str | None:
@@ -228,7 +240,7 @@ def on_failure(
     record = state.record
     is_apart = failure.is_extra or failure.for_answers or failure.is_reload
     if is_apart:
-        number = record.get(failure.version).number
+        number = state.number_of(failure.version)
         backoff = state.backoff.failed(number, now, failure.reason, permanent=failure.permanent)
         state = replace(state, backoff=backoff)
     if failure.no_room and failure.for_answers:
@@ -255,7 +267,7 @@ def on_failure(
 
 def on_joined(state: UpgradeState, version: str) -> UpgradeState:
     """An engine that was started serves."""
-    return replace(state, backoff=state.backoff.started(state.record.get(version).number))
+    return replace(state, backoff=state.backoff.started(state.number_of(version)))
 
 
 def on_death(

@@ -12,7 +12,6 @@ from swell.cluster.text.model_folder import check
 from swell.cluster.text.text_files import text_digest, text_files
 from swell.configs.identity import family, versioned_keys
 from swell.configs.schema import Config, ConfigError, ModelConfig, load
-from swell.configs.sleep_check import sleep_refusal
 
 _OF_APPLICATION = ("serve", "cluster", "autoscaling")
 """Sections that stay as they are."""
@@ -77,8 +76,16 @@ def with_other_weights(running: Config, path: str) -> tuple[Config, list[str]]:
     model = msgspec.structs.replace(running.model, path=path, load_format="auto")
     settings = msgspec.to_builtins(msgspec.structs.replace(running, model=model))
     merged, kept = upgraded(running, settings)
-    if (refusal := sleep_refusal(running, 2)) is not None:
-        raise UpgradeRefused(f"new weights are refused, as a sleep at level 2 is: {refusal}")
+    if running.lora.is_on:
+        raise UpgradeRefused(
+            f"engines that have adapters ({running.lora.reason}) do not get other weights: the "
+            "adapters were made for these; deploy the application with them (serve deploy)"
+        )
+    if running.model.load_format == "dummy":
+        raise UpgradeRefused(
+            "model.load_format=dummy: the engines have random weights, which could not be read "
+            "again; use an upgrade (swell upgrade)"
+        )
     return merged, kept
 
 

@@ -35,7 +35,7 @@ from msgspec.structs import replace
 from swell.cluster.control.backoff import TICK_S
 from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
 from swell.cluster.control.upgrade import UpgradeState, observe
-from swell.cluster.control.versions import Version
+from swell.cluster.control.versions import UpgradeStage, Version
 
 ROOM_S = 10.0
 """How long what was ended may hold its resources: meanwhile nothing more gives way."""
@@ -55,6 +55,8 @@ class UpgradePlan(msgspec.Struct, frozen=True):
     """For another version."""
     reload: tuple[int, ...] = ()
     """They leave to get the weights of the wanted version, and join again."""
+    retarget: tuple[int, ...] = ()
+    """They leave for weights that are not wanted any more, and get those that are."""
     gives_way: int | None = None
     """It leaves too, and may be kept."""
     start: Version | None = None
@@ -77,10 +79,18 @@ class UpgradePlan(msgspec.Struct, frozen=True):
 
 
 def plan(
-    state: UpgradeState, fleet: FleetView, target: int, needed: Collection[str], now: float
+    state: UpgradeState,
+    fleet: FleetView,
+    target: int,
+    needed: Collection[str],
+    now: float,
+    *,
+    asleep: bool = False,
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """`target`: engines wanted. `needed`: names of versions by which answers have begun."""
-    state, done = _decide(observe(state, fleet, target, now), fleet, target, needed, now)
+    """`target`: engines wanted. `needed`: names of versions by which answers have begun. `asleep`:
+    an operator wants engines to give their memory back: none takes it to read weights."""
+    state = observe(state, fleet, target, now)
+    state, done = _decide(state, fleet, target, needed, now, asleep=asleep)
     leaving = {engine.rank for engine in _leaving(fleet)} | set(done.leave) | set(done.reload)
     if done.gives_way is not None:
         leaving.add(done.gives_way)
@@ -91,7 +101,13 @@ def plan(
 
 
 def _decide(
-    state: UpgradeState, fleet: FleetView, target: int, needed: Collection[str], now: float
+    state: UpgradeState,
+    fleet: FleetView,
+    target: int,
+    needed: Collection[str],
+    now: float,
+    *,
+    asleep: bool,
 ) -> tuple[UpgradeState, UpgradePlan]:
     """All but what follows from who leaves."""
     record, staying = state.record, fleet.of(Place.SERVING)
@@ -102,11 +118,15 @@ def _decide(
     waiting = _waiting(fleet, needed)
     starting = [engine for engine in fleet.of(Place.STARTING) if not engine.in_transition]
     useless = [e for e in starting if e.for_answers and e.waits_for_room and e not in waiting]
-    useless += [e for e in starting if e.version not in wanted and not e.is_reloading]
+    related = _lineage(state)
+    useless += [e for e in starting if e.version not in {*wanted, *related}]
+    reloads, others = _leaving_to_reload(fleet), related - {record.wanted}
+    in_vain = [engine for engine in reloads if asleep or engine.version not in others]
     done = UpgradePlan(
         cancel=tuple(e.rank for e in starting if e in useless),
         leave=tuple(outdated[-surplus:]) if surplus > 0 else (),
-        keep=tuple(e.rank for e in _reloading(fleet) if e.next_version != record.wanted),
+        keep=tuple(engine.rank for engine in in_vain),
+        retarget=tuple(e.rank for e in reloads if e.next_version != record.wanted),
         is_reserved=bool(waiting),
     )
     if done.leave or done.cancel or done.keep:
@@ -120,7 +140,7 @@ def _decide(
     if ready := [name for name in missing if not waits[name]]:
         return state, _start_for_answers(state, fleet, target, ready[0], needed, done)
     if outdated and _is_quiet(state, fleet, target):
-        return _replace(state, fleet, outdated, done, now)
+        return _replace(state, fleet, outdated, done, now, asleep=asleep)
     return state, replace(done, wait_s=min(waits.values(), default=None))
 
 
@@ -258,12 +278,17 @@ def _replace(
     outdated: Sequence[int],
     done: UpgradePlan,
     now: float,
+    *,
+    asleep: bool,
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """One outdated engine by one of the wanted version, which starts first, or takes its place."""
+    """One outdated engine by one of the wanted version, which starts first, or takes its place; or
+    it gets other weights."""
     record, wanted = state.record, state.record.wanted
     if reload := _to_reload(state, fleet, outdated):
         wait_s = state.wait_s(wanted, now)
-        return state, replace(done, wait_s=wait_s) if wait_s else replace(done, reload=reload)
+        if not (wait_s or asleep):
+            done = replace(done, reload=reload)
+        return state, replace(done, wait_s=wait_s or None)
     pending = (engine for engine in fleet.engines if engine.waits_for_room and not engine.is_extra)
     waits = any(engine.version == wanted for engine in pending)
     is_alone = len(fleet.of(Place.SERVING)) == 1
@@ -281,19 +306,27 @@ def _replace(
 
 
 def _to_reload(state: UpgradeState, fleet: FleetView, outdated: Sequence[int]) -> tuple[int, ...]:
-    """Engines whose processes may get the wanted weights. All but one of them at most, where
-    answers of their version continue."""
+    """Engines that get the wanted weights next. The last outdated one does so alone: until then
+    answers of its version continue there. A version that is wanted again, and that an engine could
+    not read again, is started anew."""
     record = state.record
-    lineage = record.get(record.wanted).lineage
-    related = {version.name for version in record.versions if version.lineage == lineage}
+    if record.stage is not UpgradeStage.IN_PROGRESS and state.was_tried_again(record.wanted):
+        return ()
+    related = _lineage(state)
     same = [e.rank for e in fleet.engines if e.rank in outdated and e.version in related]
     half = 1 if state.is_untried else max(1, len(fleet.of(Place.SERVING)) // 2)
     count = min(half, max(1, len(outdated) - 1))
     return tuple(same[-count:])
 
 
-def _reloading(fleet: FleetView) -> list[EngineStatus]:
-    """Engines that leave to get other weights, and have not left yet."""
+def _lineage(state: UpgradeState) -> frozenset[str]:
+    """Names of versions whose engines may get the wanted weights in place of theirs."""
+    lineage = state.record.get(state.record.wanted).lineage
+    return frozenset(each.name for each in state.record.versions if each.lineage == lineage)
+
+
+def _leaving_to_reload(fleet: FleetView) -> list[EngineStatus]:
+    """Those that have not left yet."""
     leaving = (engine for engine in _leaving(fleet) if not engine.in_transition)
     return [engine for engine in leaving if engine.intent is Intent.RELOAD]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from swell.cluster.control import upgrade, upgrade_plan
 from swell.cluster.control.backoff import Trouble
 from swell.cluster.control.cluster_status import upgrade_trouble
-from swell.cluster.control.control_state import Change, ScaleRefused
+from swell.cluster.control.control_state import Change, ControlState, ScaleRefused
 from swell.cluster.control.drain_record import DrainRecord
 from swell.cluster.control.engine_handle import EngineHandle, NoRoom, StartFailed
 from swell.cluster.control.fleet import Fleet
@@ -67,7 +67,9 @@ class Upgrader:
 
     async def adopt(self, target: int, drains: Sequence[DrainRecord]) -> list[EngineHandle]:
         """As `Fleet.adopt`. An extra engine that an earlier manager began to start is one again."""
-        newcomers = await self._fleet.adopt(self.record.versions, drains)
+        versions, wanted = self.record.versions, self.wanted
+        related = {each.name for each in versions if each.lineage == wanted.lineage}
+        newcomers = await self._fleet.adopt(versions, drains, related - {wanted.name})
         is_settled = self.record.stage in (UpgradeStage.SETTLED, UpgradeStage.FAILED)
         extras = self._needed if is_settled else {self.record.wanted, *self._needed}
         found = [handle for handle in newcomers if handle.version_name in extras]
@@ -90,7 +92,8 @@ class Upgrader:
             raise UpgradeRefused(reason)
         if self._is_saving:
             raise UpgradeRefused("another upgrade is being requested: try again in some seconds")
-        in_use = {engine.version for engine in self._fleet.view().engines} | self._needed
+        in_use = {name for each in self._fleet.view().engines for name in each.versions}
+        in_use |= self._needed
         before = self._state
         self._state = upgrade.begin(before, identity, config, in_use, in_place=in_place)
         self._is_saving = True
@@ -114,13 +117,15 @@ class Upgrader:
         before, self._needed = self._needed, frozenset(self.record.known(versions))
         return before != self._needed
 
-    def reconcile(self, change: Change, grow: Grow) -> float | None:
+    def reconcile(self, control: ControlState, grow: Grow) -> float | None:
         """Begin what is next. Returns when to look again if nothing happens."""
         if self._is_saving:
             return None
         fleet, now = self._fleet, asyncio.get_running_loop().time()
         view, stage = fleet.view(), self.record.stage
-        self._state, plan = upgrade_plan.plan(self._state, view, change.target, self._needed, now)
+        change, asleep = control.change, control.sleep.level > 0
+        wanted = (change.target, self._needed, now)
+        self._state, plan = upgrade_plan.plan(self._state, view, *wanted, asleep=asleep)
         self._execute(plan, change, grow)
         versions = {engine.rank: engine.version for engine in view.engines}
         held = {rank: versions[rank] in self._needed for rank in plan.held}
@@ -137,6 +142,8 @@ class Upgrader:
             fleet.keep(rank)
         for rank in plan.cancel:
             fleet.cancel_start(rank)
+        for rank in plan.retarget:
+            fleet.engines[rank].next_version = self.wanted
         for rank in plan.reload:
             fleet.reload(rank, self.wanted, change.drain_timeout_s)
         if reloading := fleet.take_reloading():

@@ -104,6 +104,33 @@ def test_an_engine_gets_other_weights_and_is_another_one(shell: Any, tmp_path: P
     third = shell.start(None, with_weights(shell, NANO), "3-c")
     assert answer(shell, third) == before
     assert shell.ended(0.0) is None
+    watching = threading.Thread(target=shell.ended, args=(SOON_S,))
+    watching.start()
+    shell.start(None, with_weights(shell, folder), "4-d")
+    watching.join(SOON_S / 2)
+    assert not watching.is_alive(), "few calls may be under way at a time"
+
+
+def test_a_server_that_cannot_be_made_ends_the_process(
+    shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a core would be left without one, and the next `start` would load beside it."""
+    folder, ended = copy_of(tmp_path / "other"), threading.Event()
+    monkeypatch.setattr(actor, "_EXIT_GRACE_S", 0.0)
+    monkeypatch.setattr(process, "exit_process", lambda name, error: ended.set())
+    shell.start(None, shell._config, "1-a")
+
+    def no_port(*_args: Any, **_options: Any) -> None:
+        raise OSError("no port is free")
+
+    monkeypatch.setattr(actor, "EngineServer", no_port)
+    core = shell._server.core
+    with pytest.raises(OSError, match="no port is free"):
+        shell.start(None, with_weights(shell, folder), "2-b")
+    assert ended.wait(SOON_S)
+    with pytest.raises(RuntimeError, match="has ended"):
+        shell.start(None, with_weights(shell, folder), "2-b")
+    core.shutdown()
 
 
 def test_weights_that_cannot_be_used_leave_an_engine_with_its_own(
@@ -123,9 +150,9 @@ def test_an_engine_that_has_failed_or_hangs_gets_no_weights(
     shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process ends, and another one starts."""
-    ends: list[str] = []
+    ended = threading.Event()
     monkeypatch.setattr(actor, "_EXIT_GRACE_S", 0.0)
-    monkeypatch.setattr(process, "exit_process", lambda name, error: ends.append(str(error)))
+    monkeypatch.setattr(process, "exit_process", lambda name, error: ended.set())
     shell.start(None, shell._config, "1-a")
     server, hangs, ends_now = shell._server, threading.Event(), threading.Event()
 
@@ -140,8 +167,8 @@ def test_an_engine_that_has_failed_or_hangs_gets_no_weights(
     assert hangs.wait(SOON_S)
     with pytest.raises(RuntimeError, match="did not end within cluster"):
         shell.start(None, with_weights(shell, tmp_path), "2-b")
-    assert len(ends) == 1 and shell.ended(0.0) is not None
+    assert ended.wait(SOON_S) and shell.ended(0.0) is not None
+    with pytest.raises(RuntimeError, match="has ended: RuntimeError: its last step"):
+        shell.start(None, with_weights(shell, tmp_path), "2-b")
     ends_now.set()
     shell._thread.join(SOON_S)
-    with pytest.raises(RuntimeError, match="is still"):
-        shell.ready()

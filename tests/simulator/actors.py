@@ -29,7 +29,7 @@ from swell.engine.ready import EngineReady, NewWeightsRefused
 from swell.engine.server import EngineServer
 from tests.simulator.ground import SimGround
 from tests.simulator.kernel import WORLD
-from tests.simulator.model import BROKEN_WEIGHTS, SimExecutor, folder_of
+from tests.simulator.model import BROKEN_WEIGHTS, SimExecutor, folder_of, weights_in
 from tests.simulator.process import Process
 from tests.simulator.ray_port import SimRay
 
@@ -51,7 +51,7 @@ def weights_of(version: str) -> int:
 
 
 def with_weights(config: Config, weights: int) -> Config:
-    model = msgspec.structs.replace(config.model, seed=weights, path=folder_of(weights))
+    model = msgspec.structs.replace(config.model, path=folder_of(weights))
     return msgspec.structs.replace(config, model=model)
 
 
@@ -138,7 +138,7 @@ class SimEngine:
             process,
             plane.scenario.step_s,
             plane.groups if config.parallel.expert else None,
-            config.model.seed,
+            weights_in(config.model.path),
         )
         self.executor.on_poison = partial(self._call_all, plane.on_poison)
         self.server: EngineServer | None = None
@@ -153,7 +153,7 @@ class SimEngine:
         async with self._loading:
             if self.server is None:
                 await asyncio.sleep(self._load_s)
-                if self._config.model.seed == BROKEN_WEIGHTS:
+                if weights_in(self._config.model.path) == BROKEN_WEIGHTS:
                     self.cannot_load = True
                     raise ValueError("the weights are broken")
                 ground = SimGround(self.process, self._plane.net)

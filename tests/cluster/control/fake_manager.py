@@ -256,6 +256,8 @@ class FakePlacement:
         self.always: StartFailed | None = None
         self.broken: set[str] = set()
         """Versions of which no engine starts."""
+        self.unreadable: set[str] = set()
+        """Versions whose weights no engine gets in place of its own."""
         self.room = 1000
         self.waits_for_room = False
         """An engine above `capacity` waits, and does not fail."""
@@ -377,7 +379,7 @@ class FakePlacement:
         own, process.version, process.ready = process.version, handle.version_name, None
         self._note("reload", [handle.rank])
         await asyncio.sleep(RELOAD_S)
-        if handle.version_name in self.broken:
+        if handle.version_name in self.broken | self.unreadable:
             process.version = own
             process.ready = self._ready(handle, own)
             assert handle.previous is not None and handle.previous.name == own

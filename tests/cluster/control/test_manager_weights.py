@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from swell.cluster.control.control_state import ScaleRefused
 from swell.cluster.control.versions import MAX_VERSIONS, UpgradeStage
 from swell.coordinator.manager_state import Sleep
+from swell.coordinator.roster import Roster
 from tests.cluster.control.fake_manager import FIRST, RELOAD_S, ManagerHarness, busy, run
 from tests.cluster.control.test_manager_upgrade import until
 
@@ -184,6 +186,173 @@ def test_a_successor_goes_on_with_a_drain() -> None:
         assert harness.versions == [NEW] * 2 and processes(harness) == before
 
     run(scenario, data=2, drain_timeout_s=600)
+
+
+def test_a_successor_finds_an_engine_that_has_left_and_got_nothing_yet() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        def has_left() -> bool:
+            handles = harness.manager._fleet.starting.values()
+            running = [harness.placement.processes[handle.name].version for handle in handles]
+            return FIRST in running
+
+        await harness.start()
+        before = processes(harness)
+        await harness.update_weights("step")
+        await until(lambda: NEW in harness.versions)
+        while not has_left():
+            await asyncio.sleep(0.001)
+        await harness.lose_manager()
+        await harness.manager.start()
+        await harness.settle()
+        assert harness.versions == [NEW] * 3 and processes(harness) == before
+
+    run(scenario, data=3)
+
+
+def test_a_successor_knows_drains_of_the_engines_that_these_were() -> None:
+    """The last checkpoint that was written is of before: the GCS was away."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        async def away(note: object) -> None:
+            raise TimeoutError
+
+        await harness.start()
+        before = processes(harness)
+        harness.coordinator.reports[1] = busy(1)
+        await harness.update_weights("step")
+        await until(lambda: bool(harness.checkpoints.page[0].drains))
+        harness.coordinator.reports.clear()
+        write, harness.checkpoints.write = harness.checkpoints.write, away  # type: ignore[method-assign]
+        await until(lambda: NEW in harness.versions)
+        harness.checkpoints.write = write  # type: ignore[method-assign]
+        await harness.lose_manager()
+        least = 2
+        await harness.manager.start()
+        settled = asyncio.create_task(harness.settle())
+        while not settled.done():
+            least = min(least, len(harness.active))
+            await asyncio.sleep(0.05)
+        await settled
+        assert harness.versions == [NEW] * 2 and processes(harness) == before
+        assert least == 1, "one engine serves all the time"
+
+    run(scenario, data=2, drain_timeout_s=600)
+
+
+def test_a_coordinator_that_was_restarted_takes_an_engine_for_what_it_was() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        before, coordinator = processes(harness), harness.coordinator
+        old = {member.rank: member for member in coordinator.roster.members}
+        await harness.update_weights("step")
+        await until(lambda: bool(harness.placement.ranks_of_event("reload")))
+        members = (*coordinator.roster.members, old[2])
+        coordinator._change(Roster(coordinator.roster.epoch + 1, members), "restart", [2])
+        await asyncio.sleep(RELOAD_S / 2)
+        assert coordinator.roster.find(2) is None, "requests would go to an address without engine"
+        await harness.settle()
+        assert harness.versions == [NEW] * 3 and processes(harness) == before
+
+    run(scenario, data=3)
+
+
+def test_weights_before_that_cannot_be_read_again_are_started_anew() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        before = processes(harness)
+        await harness.update_weights("step")
+        await until(lambda: NEW in harness.versions)
+        harness.placement.unreadable, harness.placement.broken = {FIRST}, {NEW}
+        await harness.settle()
+        assert harness.versions == [FIRST] * 3 and len(processes(harness) & before) == 2
+        assert harness.manager.upgrader.record.phase == "failed"
+
+    run(scenario, data=3)
+
+
+def test_versions_that_engines_are_on_their_way_to_are_not_forgotten() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        before = processes(harness)
+        harness.coordinator.group_s = 60.0  # its answer comes late
+        await harness.update_weights("s1")
+        await until(lambda: any(e.in_transition for e in harness.manager._fleet.engines.values()))
+        for number in range(2, 8):
+            await harness.update_weights(f"s{number}")
+        harness.coordinator.group_s = 0.0
+        harness.placement.broken = {"2-s1"}
+        await harness.settle()
+        assert harness.versions == ["8-s7"] * 2 and processes(harness) == before
+
+    run(scenario, data=2)
+
+
+def test_an_update_every_few_seconds_does_not_keep_engines_from_any() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports.update({rank: busy(rank) for rank in range(3)})
+        for number in range(5):
+            await harness.update_weights(f"s{number}")
+            await asyncio.sleep(3.0)
+        assert harness.placement.ranks_of_event("reload"), "its time to leave has begun once"
+        harness.coordinator.reports.clear()
+        await harness.settle()
+        assert harness.versions == [harness.manager.upgrader.record.wanted] * 3
+
+    run(scenario, data=3, drain_timeout_s=10)
+
+
+def test_engines_that_are_put_to_sleep_meanwhile_read_nothing() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        await harness.update_weights("step")
+        await until(lambda: bool(harness.placement.ranks_of_event("reload")))
+        await harness.manager.pause(Sleep(2))
+        await asyncio.sleep(200.0)
+        assert len(harness.placement.ranks_of_event("reload")) == 1
+        await harness.manager.resume()
+        await harness.settle()
+        assert harness.versions == [NEW] * 4
+
+    run(scenario, data=4, drain_timeout_s=5)
+
+
+def test_an_engine_whose_host_goes_away_meanwhile_is_moved() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        harness.placement.nodes = {1: "spot"}
+        await harness.start()
+        harness.coordinator.reports[1] = busy(1)
+        await harness.update_weights("step")
+        await until(lambda: harness.active == [0])
+        harness.placement.draining = {"spot": 60.0}
+        await asyncio.sleep(30.0)
+        assert len(harness.active) == 2, "it serves on, or another one does"
+        harness.coordinator.reports.clear()
+        harness.placement.draining = {"spot": 0.0}
+        await harness.settle()
+        assert harness.versions == [NEW] * 2
+
+    run(scenario, data=2, drain_timeout_s=600)
+
+
+def test_weights_for_another_configuration_than_the_wanted_one_are_refused() -> None:
+    """An upgrade was requested while the files were read."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        model = harness.config.model
+        other = msgspec.structs.replace(model, max_model_len=64)
+        weights = msgspec.structs.replace(model, path="/step")
+        upgrade, update = (
+            msgspec.structs.replace(harness.config, model=each) for each in (other, weights)
+        )
+        await harness.manager.upgrade("other", upgrade)
+        with pytest.raises(ScaleRefused, match="another version was requested meanwhile"):
+            await harness.manager.upgrade("step", update, in_place=True)
+        await harness.settle()
+        assert harness.versions == ["2-other"] * 2
+
+    run(scenario, data=2)
 
 
 def test_an_engine_that_dies_meanwhile_is_replaced() -> None:

@@ -9,7 +9,7 @@ import pytest
 from swell.cluster.control.engine_handle import NoRoom, StartFailed
 from swell.coordinator.wire import EngineReport
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, run
-from tests.cluster.control.test_placement import VERSION, FakeCoordinator, Table, made
+from tests.cluster.control.test_placement import VERSION, FakeCoordinator, Table, made, says
 
 # -------------------------------------------------------------------------------- one engine
 
@@ -23,7 +23,7 @@ def test_an_engine_waits_for_room_where_hosts_may_join(enabled: bool) -> None:
         reasons: list[str | None] = []
         handle = ours.plan(0, VERSION)
         ours.on_waiting = lambda: reasons.append(handle.waits_for_room)
-        table.created = object()
+        table.created = says(0, 1)
         if not enabled:
             with pytest.raises(StartFailed, match="no room for engine 0"):
                 await ours.start(handle)
@@ -42,7 +42,7 @@ def test_an_engine_for_answers_waits_for_the_room_of_another_one() -> None:
     async def scenario() -> None:
         table = Table()
         ours = made(FakeCoordinator(), table, **{"cluster.start_timeout_s": 0.2})
-        table.has_room, table.room_after, table.created = False, 3, object()
+        table.has_room, table.room_after, table.created = False, 3, says(0, 1)
         handle, late = ours.plan(0, VERSION), ours.plan(1, VERSION)
         handle.for_answers = late.for_answers = True
         reasons: list[str | None] = []
