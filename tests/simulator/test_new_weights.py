@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.simulator.kernel import WORLD
 from tests.simulator.laws import Run
 from tests.simulator.model import BROKEN_WEIGHTS
 from tests.simulator.scenario import SLOW_STEP_S, Fault, Operation, Request, Scenario
@@ -60,3 +61,26 @@ def test_no_process_ends(engines: int, weights: tuple[int, ...], versions: list[
 def test_faults_at_every_moment(kind: str, later_s: float, target: int) -> None:
     fault = Fault(kind, _UPDATED_AT_S + later_s, target, time_s=5.0)
     assert _run(2, 1, faults=(fault,)).judge().broken == []
+
+
+@pytest.mark.parametrize("stopped_s", [0.0, 2.0, 8.0])
+def test_a_coordinator_restarts_before_an_engine_that_has_left_is_another_one(
+    stopped_s: float,
+) -> None:
+    """It hears the engine that it was, and lists it: no process ends for that."""
+    run, left = _run(2, 1), []
+    plane, kernel = run.plane, run.plane.kernel
+
+    def on_detach(ranks: list[int]) -> None:
+        left.append(ranks)
+        if len(left) > 1:
+            return
+        manager = plane.manager.process
+        if stopped_s:
+            kernel.at(kernel.now + 0.002, WORLD, manager.stop)
+            kernel.at(kernel.now + 0.002 + stopped_s, WORLD, manager.resume)
+        kernel.at(kernel.now + 0.004, WORLD, plane.coordinators[-1][0].kill)
+
+    plane.on_detach.append(on_detach)
+    assert run.judge().broken == []
+    assert len(plane.engines) == 2 and len(left) == 2
