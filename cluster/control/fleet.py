@@ -175,6 +175,7 @@ class Fleet:
         for handle in handles:
             self._watch(handle)
         async with self.group_change_lock:
+            await self._forget_earlier(handles)
             handles = [handle for handle in handles if not handle.leaving]
             failures: dict[int, Exception] = {
                 handle.rank: StartFailed(
@@ -184,7 +185,6 @@ class Fleet:
                 if handle.ended is not None
             }
             living = [handle for handle in handles if handle.rank not in failures]
-            await self._forget_earlier(living)
             failures |= await self.join(living) if living else {}
         for handle in handles:
             if handle.rank not in failures:

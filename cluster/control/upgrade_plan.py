@@ -119,7 +119,7 @@ def _decide(
     starting = [engine for engine in fleet.of(Place.STARTING) if not engine.in_transition]
     useless = [e for e in starting if e.for_answers and e.waits_for_room and e not in waiting]
     related = _lineage(state)
-    useless += [e for e in starting if e.version not in {*wanted, *related}]
+    useless += [e for e in starting if e.version not in {*wanted, *related} and not e.previous]
     reloads, others = _leaving_to_reload(fleet), related - {record.wanted}
     in_vain = [engine for engine in reloads if asleep or engine.version not in others]
     done = UpgradePlan(

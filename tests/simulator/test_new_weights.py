@@ -84,3 +84,28 @@ def test_a_coordinator_restarts_before_an_engine_that_has_left_is_another_one(
     plane.on_detach.append(on_detach)
     assert run.judge().broken == []
     assert len(plane.engines) == 2 and len(left) == 2
+
+
+@pytest.mark.parametrize("upgraded_at_s", [4.9, 5.5, 6.2, 7.0])
+def test_an_upgrade_comes_while_an_engine_waits_for_the_coordinator_to_join_again(
+    upgraded_at_s: float,
+) -> None:
+    """Its weights are of a version that is not wanted any more: it joins all the same."""
+    operations = (
+        Operation(4.2, "update_weights", 1),
+        Operation(upgraded_at_s, "upgrade", 2),
+    )
+    run = Run(
+        Scenario(
+            0,
+            3,
+            1,
+            False,
+            (),
+            (Fault("kill", 4.8976, 11), Fault("lose-host-for-good", 5.1904, 0)),
+            operations,
+            step_s=SLOW_STEP_S,
+            rooms=(2, 1, 1),
+        )
+    )
+    assert run.judge().broken == []
