@@ -261,10 +261,11 @@ def test_an_engine_whose_loop_has_ended_logs_the_reason_and_exits(
     kind = actor.EngineActor.__ray_metadata__.modified_class
     monkeypatch.setattr(actor.time, "sleep", lambda _s: answers.append(shell.ended(0)))
     shell = kind(CONFIG, 0, None)
-    shell._server = Server()
-    thread = threading.Thread(target=shell._run)
-    thread.start()
-    thread.join(SOON_S)
+    shell._run(Server())
+    until_exit = time.monotonic() + SOON_S
+    while not deaths:
+        assert time.monotonic() < until_exit, "it does not exit"
+        threading.Event().wait(0.005)
     assert answers == [f"{type(error).__name__}: {error}"], "the manager can call meanwhile"
     assert deaths == [("engine", error)]
     deaths.clear()
