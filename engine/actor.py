@@ -86,8 +86,8 @@ class EngineActor:
         freeze_gc()
 
     def _begin_anew(self, config: Config, version: str) -> None:
-        """The engine has left its cluster. Whoever has not noticed finds nothing at its address. A
-        failure ends the process, but for weights that are refused."""
+        """The engine has left its cluster. A client that has not noticed finds nothing at its
+        address. A failure ends the process, but for weights that are refused."""
         server, self._server = self._server, None
         assert server is not None
         own, self._version = self._version, version
