@@ -243,25 +243,25 @@ class ClusterManager:
 
     async def describe(self) -> dict[str, Any]:
         """The body of `GET /admin/cluster`."""
-        silence, phase = None, self.phase  # a change that is over is in the roster that is read now
+        silence = None
+        plans = {  # of one moment; a change that is over is in the roster that is read now
+            "target": self.target,
+            "phase": self.phase,
+            "error": self.error,
+            "trouble": self.trouble,
+            "leftovers": self._placement.strays.leftovers(),
+            "upgrade": self.upgrader.describe(self.trouble),
+            **self._elasticity.describe(),
+        }
         try:
             self._view = await asyncio.wait_for(self._coordinator.view(), _ANSWER_TIMEOUT_S)
         except Exception as error:  # it is stopped, or was lost and is made anew
             silence = f"it does not answer ({type(error).__name__}); it is called again and again"
             self._log.warning("the coordinator does not answer", error=type(error).__name__)
         await self._fleet.refresh(self._view.reports)
-        return describe(
-            self._view,
-            {**self._fleet.starting, **self._fleet.engines},
-            coordinator={"pid": self._coordinator.pid, "error": silence},
-            target=self.target,
-            phase=phase,
-            error=self.error,
-            trouble=self.trouble,
-            leftovers=self._placement.strays.leftovers(),
-            **self._elasticity.describe(),
-            upgrade=self.upgrader.describe(self.trouble),
-        )
+        handles = {**self._fleet.starting, **self._fleet.engines}
+        coordinator = {"pid": self._coordinator.pid, "error": silence}
+        return describe(self._view, handles, coordinator=coordinator, **plans)
 
     async def not_ready_reason(self) -> tuple[str, bool]:
         """One line for people who wait for the cluster, and whether the first start was in vain:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from swell.cluster.control.engine_handle import NoRoom, StartFailed
-from swell.coordinator.wire import EngineReport
+from swell.coordinator.wire import ClusterView, EngineReport
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, run
 from tests.cluster.control.test_placement import VERSION, FakeCoordinator, Table, made, says
 
@@ -99,6 +99,26 @@ def test_a_growth_waits_and_the_state_says_so() -> None:
         assert harness.active == [0, 1, 2]
         assert (await harness.manager.describe())["pending"] is None
         assert harness.coordinator.kept.scaling.pending == 0
+
+    run(scenario)
+
+
+def test_the_phase_and_what_waits_are_of_one_moment() -> None:
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        waiting(harness, 1)
+        view = harness.coordinator.view
+
+        async def slow_view() -> ClusterView:
+            await asyncio.sleep(2 * START_S)
+            return await view()
+
+        await harness.manager.scale(2)
+        harness.coordinator.view = slow_view  # type: ignore[method-assign]
+        for _ in range(2):  # begun before it waits, and while it does
+            state = await harness.manager.describe()
+            is_pending = state["rescale"]["phase"] == "pending"
+            assert is_pending == (state["pending"] is not None), state
 
     run(scenario)
 
