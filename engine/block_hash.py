@@ -1,7 +1,7 @@
 """Names of KV blocks: chained hashes of the tokens that they hold.
 
-The name of a block covers every token before it, so equal names mean equal KV contents. The
-engine finds cached blocks by it, and an ingress guesses by it which engine holds a prefix.
+The name of a block covers every token before it, so equal names mean equal KV contents. Engines
+find cached blocks by it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 _DIGEST_BYTES = 16
 
 
-def _root(salt: str | None) -> bytes:
+def root_of(salt: str | None) -> bytes:
     """What the first block is chained to. It is itself a hash, marked as a root, so that no salt
     can pose as the name of a block."""
     text = b"" if salt is None else b"salt" + salt.encode()
@@ -32,7 +32,7 @@ def extend_block_hashes(
 
     `salt` separates tenants: it enters the first block, and chaining spreads it.
     """
-    parent, known = hashes[-1] if hashes else _root(salt), len(hashes) * block_tokens
+    parent, known = hashes[-1] if hashes else root_of(salt), len(hashes) * block_tokens
     size, tokens = block_tokens * token_ids.itemsize, token_ids[known:].tobytes()
     for start in range(0, len(tokens) - size + 1, size):
         text = parent + tokens[start : start + size]

@@ -156,11 +156,14 @@ class PrometheusStats(StatsSink, Collector):
         self.registry.register(self)
 
     def record(self, stats: IterationStats) -> None:
-        if stats.num_prompt_tokens or stats.num_output_tokens:
+        if stats.num_prompt_tokens:
             self._prompt_tokens.inc(stats.num_prompt_tokens)
+        if stats.num_output_tokens:
             self._generation_tokens.inc(stats.num_output_tokens)
-        self._first_token.observe(*stats.time_to_first_token_s)
-        self._inter_token.observe(*stats.inter_token_latency_s)
+        if stats.time_to_first_token_s:
+            self._first_token.observe(*stats.time_to_first_token_s)
+        if stats.inter_token_latency_s:
+            self._inter_token.observe(*stats.inter_token_latency_s)
         for request in stats.finished:
             self._success.inc(value=request.finish_reason)
             for field, histogram in self._of_request.items():

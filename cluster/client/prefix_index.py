@@ -10,46 +10,46 @@ from collections.abc import Collection, Sequence, Set
 
 
 class PrefixIndex:
-    """The ranks that hold each block, by its hash. Most blocks are held by one engine: that one's
+    """The ranks that hold each block, by its name. Most blocks are held by one engine: that one's
     rank stands in place of a set."""
 
     def __init__(self) -> None:
-        self._holders: dict[bytes, int | set[int]] = {}
+        self._holders: dict[int, int | set[int]] = {}
 
     def __len__(self) -> int:
         """How many different blocks are held."""
         return len(self._holders)
 
-    def add(self, block_hash: bytes, rank: int) -> None:
-        known = self._holders.setdefault(block_hash, rank)
+    def add(self, name: int, rank: int) -> None:
+        known = self._holders.setdefault(name, rank)
         if isinstance(known, set):
             known.add(rank)
         elif known != rank:
-            self._holders[block_hash] = {known, rank}
+            self._holders[name] = {known, rank}
 
-    def discard(self, block_hash: bytes, rank: int) -> None:
-        known = self._holders.get(block_hash)
+    def discard(self, name: int, rank: int) -> None:
+        known = self._holders.get(name)
         if isinstance(known, set):
             known.discard(rank)
             if len(known) == 1:
-                self._holders[block_hash] = known.pop()
+                self._holders[name] = known.pop()
         elif known == rank:
-            del self._holders[block_hash]
+            del self._holders[name]
 
-    def holders(self, block_hash: bytes) -> Collection[int]:
-        known = self._holders.get(block_hash)
+    def holders(self, name: int) -> Collection[int]:
+        known = self._holders.get(name)
         if known is None:
             return ()
         return known if isinstance(known, set) else (known,)
 
-    def longest(self, block_hashes: Sequence[bytes], ranks: Set[int]) -> int:
+    def longest(self, names: Sequence[int], ranks: Set[int]) -> int:
         """How many blocks of this chain one of these engines holds, at most."""
-        least, most = 0, len(block_hashes)
-        if not block_hashes or ranks.isdisjoint(self.holders(block_hashes[0])):
+        least, most = 0, len(names)
+        if not names or ranks.isdisjoint(self.holders(names[0])):
             return 0
         while least < most:
             middle = (least + most + 1) // 2
-            if ranks.isdisjoint(self.holders(block_hashes[middle - 1])):
+            if ranks.isdisjoint(self.holders(names[middle - 1])):
                 most = middle - 1
             else:
                 least = middle

@@ -16,10 +16,10 @@ TOKENS_PER_ROW = 32
 """What a running request costs a newcomer, in tokens: its rows share every step."""
 
 DEFAULT_TRACKED_BLOCKS = 65_536
-"""Block hashes kept for an engine that does not report the size of its cache."""
+"""Names of blocks kept for an engine that does not report the size of its cache."""
 
 MAX_TRACKED_BLOCKS = 1 << 20
-"""Block hashes kept for all engines together: some 200 MiB."""
+"""Names of blocks kept for all engines together: some 200 MiB."""
 
 _REPORT_LAG = 2
 """A report may have been written before a request that was sent ahead of it arrived; the next one
@@ -87,7 +87,7 @@ class RoutedEngine:
         self._busy: tuple[int, int] | None = None
         """See `_busy_now`; None: something has changed since."""
         self.num_reports = 0
-        self.blocks: OrderedDict[bytes, bool] = OrderedDict()
+        self.blocks: OrderedDict[int, bool] = OrderedDict()
         """Whether another block was sent behind it. The least recently used first, and a block
         never before those that continue it: the prefix of a block that is here is here too."""
         self.sent = _Load()
@@ -113,36 +113,36 @@ class RoutedEngine:
         for changed in self.changed_sums:
             changed.add(self)
 
-    def cached_blocks(self, block_hashes: Sequence[bytes]) -> int:
+    def cached_blocks(self, names: Sequence[int]) -> int:
         """How many blocks of this chain the engine probably has."""
-        if not block_hashes or block_hashes[0] not in self.blocks:
+        if not names or names[0] not in self.blocks:
             return 0
-        known, unknown = 1, len(block_hashes) + 1
+        known, unknown = 1, len(names) + 1
         while known + 1 < unknown:
             middle = (known + unknown) // 2
-            if block_hashes[middle - 1] in self.blocks:
+            if names[middle - 1] in self.blocks:
                 known = middle
             else:
                 unknown = middle
         return known
 
-    def record_prefix(self, block_hashes: Sequence[bytes], known: int) -> None:
+    def record_prefix(self, names: Sequence[int], known: int) -> None:
         """Remember a chain of which `known` blocks are remembered already."""
-        fresh = block_hashes[known:]
+        fresh = names[known:]
         if fresh:
-            for block_hash in fresh:
-                self._index.add(block_hash, self.rank)
+            for name in fresh:
+                self._index.add(name, self.rank)
             self.blocks.update(dict.fromkeys(reversed(fresh), True))
             self.blocks[fresh[-1]] = False
-        for block_hash in reversed(block_hashes[:known]):
-            self.blocks.move_to_end(block_hash)
+        for name in reversed(names[:known]):
+            self.blocks.move_to_end(name)
         if fresh and known:
-            self.blocks[block_hashes[known - 1]] = True
+            self.blocks[names[known - 1]] = True
         self._forget()
 
-    def diverges(self, block_hashes: Sequence[bytes], known: int) -> bool:
+    def diverges(self, names: Sequence[int], known: int) -> bool:
         """Whether a chain of which `known` blocks are remembered leaves a longer one there."""
-        return 0 < known < len(block_hashes) and self.blocks.get(block_hashes[known - 1], False)
+        return 0 < known < len(names) and self.blocks.get(names[known - 1], False)
 
     def _forget(self) -> None:
         """Keep what fits into the cache beside the blocks that requests of others hold."""
@@ -173,13 +173,11 @@ class RoutedEngine:
 
     def waiting(self, max_rows: int) -> Backlog:
         """What waits here: reported, and sent by this ingress and not reported yet."""
-        unreported = self.unreported.values()
-        return waiting_here(
-            self.load,
-            sum(load.unanswered for load in unreported),
-            sum(load.uncomputed_tokens for load in unreported),
-            max_rows,
-        )
+        requests = tokens = 0
+        for load in self.unreported.values():
+            requests += load.unanswered
+            tokens += load.uncomputed_tokens
+        return waiting_here(self.load, requests, tokens, max_rows)
 
     def own_waiting(self, max_rows: int) -> Backlog:
         """What waits here of what this ingress has sent, by the outputs that came back alone."""

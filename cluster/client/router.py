@@ -28,11 +28,11 @@ from itertools import cycle, islice
 from swell.cluster.client.admission import Backlog
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.prefix_index import PrefixIndex
+from swell.cluster.client.prompt_blocks import PromptBlocks
 from swell.cluster.client.routable_engines import Candidates, RoutableEngines
 from swell.cluster.client.routed_engine import MAX_TRACKED_BLOCKS, Route, RoutedEngine
 from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineLoad
-from swell.engine.block_hash import extend_block_hashes, pack_tokens
 
 SLACK_TOKENS = 256
 """A smaller difference is no reason to leave a cached prefix, or the engine that other ingresses
@@ -140,16 +140,15 @@ class Router:
         if not candidates.ranks:
             which = "engine" if version is None else f"engine of version {version}"
             raise NoEngine(f"no {which} takes requests now")
-        block_hashes: list[bytes] = []
-        extend_block_hashes(block_hashes, pack_tokens(token_ids), self._block_tokens, salt)
+        prompt = PromptBlocks(token_ids, self._block_tokens, salt)
         if rank is None:
-            rank = self._pick(request_id, len(token_ids), block_hashes, candidates)
+            rank = self._pick(request_id, prompt, candidates)
         engine = self._engines[rank]
-        known = engine.cached_blocks(block_hashes)
+        known = engine.cached_blocks(prompt.names)
         cached = known * self._block_tokens
-        tokens, blocks = max(1, len(token_ids) - cached), len(block_hashes)
+        tokens, blocks = max(1, prompt.num_tokens - cached), len(prompt.names)
         engine.add_load(engine.num_reports, tokens, 1, blocks, 1)
-        engine.record_prefix(block_hashes, known)
+        engine.record_prefix(prompt.names, known)
         return Route(rank, tokens, engine, blocks, engine.num_reports)
 
     def backlog(self, max_rows: int) -> Backlog:
@@ -165,47 +164,36 @@ class Router:
             return self._routable.of_version(version)
         return self._routable.long_enough(num_tokens)
 
-    def _pick(
-        self,
-        request_id: str,
-        tokens: int,
-        block_hashes: Sequence[bytes],
-        candidates: Candidates,
-    ) -> int:
-        """The best engine for a prompt of so many tokens, whose full blocks are `block_hashes`."""
-        longest = self._index.longest(block_hashes, candidates.as_set)
-        conversation = block_hashes[longest] if longest < len(block_hashes) else request_id.encode()
-        considered = self._considered(candidates, conversation, block_hashes[:longest])
-        engines = {rank: self._engines[rank] for rank in considered}
-        found = {rank: engine.cached_blocks(block_hashes) for rank, engine in engines.items()}
+    def _pick(self, request_id: str, prompt: PromptBlocks, candidates: Candidates) -> int:
+        """The best engine for a prompt."""
+        names = prompt.names
+        longest = self._index.longest(names, candidates.as_set)
+        is_known = longest == len(names)
+        conversation = request_id.encode() if is_known else prompt.digest(longest + 1)
+        considered = self._considered(candidates, conversation, names[:longest])
+        engines = [self._engines[rank] for rank in considered]
+        found = [engine.cached_blocks(names) for engine in engines]
         diverges = any(
-            blocks == longest and engines[rank].diverges(block_hashes, blocks)
-            for rank, blocks in found.items()
+            blocks == longest and engine.diverges(names, blocks)
+            for engine, blocks in zip(engines, found, strict=True)
         )
-        credited_blocks = {
-            rank: blocks // SHARED_PREFIX_DIVISOR if diverges else blocks
-            for rank, blocks in found.items()
-        }
-        scores = {
-            rank: engine.cost(
-                tokens - credited_blocks[rank] * self._block_tokens, self._block_tokens
-            )
-            for rank, engine in engines.items()
-        }
-        limit = min(scores.values()) + SLACK_TOKENS
-        equals = [rank for rank, score in scores.items() if score <= limit]
+        divisor, size = SHARED_PREFIX_DIVISOR if diverges else 1, self._block_tokens
+        scores = [
+            engine.cost(prompt.num_tokens - blocks // divisor * size, size)
+            for engine, blocks in zip(engines, found, strict=True)
+        ]
+        limit = min(scores) + SLACK_TOKENS
+        equals = [place for place, score in enumerate(scores) if score <= limit]
+        if not diverges:
+            most = max(found[place] for place in equals)
+            equals = [place for place in equals if found[place] == most]
         if len(equals) == 1:
-            return equals[0]
-        return min(
-            equals,
-            key=lambda rank: (
-                0 if diverges else -found[rank],
-                _rendezvous_hash(conversation, rank),
-            ),
-        )
+            return considered[equals[0]]
+        ranks = [considered[place] for place in equals]
+        return min(ranks, key=lambda rank: _rendezvous_hash(conversation, rank))
 
     def _considered(
-        self, candidates: Candidates, conversation: bytes, prefix: Sequence[bytes]
+        self, candidates: Candidates, conversation: bytes, prefix: Sequence[int]
     ) -> list[int]:
         """The engines that are scored; `prefix` is the longest that one of them holds."""
         if len(candidates.ranks) <= MAX_SCORED:

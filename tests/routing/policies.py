@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from swell.cluster.client.prompt_blocks import PromptBlocks
 from swell.cluster.client.routable_engines import Candidates
 from swell.cluster.client.router import Router
 
@@ -11,13 +10,7 @@ from swell.cluster.client.router import Router
 class LeastLoaded(Router):
     """The engine with the fewest requests, reported or sent since; the lowest rank among equals."""
 
-    def _pick(
-        self,
-        request_id: str,
-        tokens: int,
-        block_hashes: Sequence[bytes],
-        candidates: Candidates,
-    ) -> int:
+    def _pick(self, request_id: str, prompt: PromptBlocks, candidates: Candidates) -> int:
         return min(candidates.ranks, key=self._requests)
 
     def _requests(self, rank: int) -> int:
@@ -31,13 +24,7 @@ class RoundRobin(Router):
 
     _turn = 0
 
-    def _pick(
-        self,
-        request_id: str,
-        tokens: int,
-        block_hashes: Sequence[bytes],
-        candidates: Candidates,
-    ) -> int:
+    def _pick(self, request_id: str, prompt: PromptBlocks, candidates: Candidates) -> int:
         self._turn += 1
         return candidates.ranks[self._turn % len(candidates.ranks)]
 

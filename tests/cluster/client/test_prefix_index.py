@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from swell.cluster.client.prefix_index import PrefixIndex
 
-CHAIN = [bytes([number]) * 16 for number in range(12)]
+CHAIN = [*range(100, 112)]
 
 
 @given(
@@ -18,15 +18,15 @@ def test_the_longest_prefix_that_some_engine_holds(changes, ranks) -> None:
     """Each change lets an engine hold so many blocks of the chain."""
     index, held = PrefixIndex(), dict.fromkeys(range(5), 0)
     for rank, length in changes:
-        for block_hash in CHAIN[held[rank] : length]:
-            index.add(block_hash, rank)
-            index.add(block_hash, rank)
-        for block_hash in CHAIN[length : held[rank]]:
-            index.discard(block_hash, rank)
-            index.discard(block_hash, rank)
+        for name in CHAIN[held[rank] : length]:
+            index.add(name, rank)
+            index.add(name, rank)
+        for name in CHAIN[length : held[rank]]:
+            index.discard(name, rank)
+            index.discard(name, rank)
         held[rank] = length
     assert len(index) == max(held.values())
-    for number, block_hash in enumerate(CHAIN):
-        assert set(index.holders(block_hash)) == {r for r, n in held.items() if n > number}
+    for number, name in enumerate(CHAIN):
+        assert set(index.holders(name)) == {r for r, n in held.items() if n > number}
     assert index.longest(CHAIN, frozenset(ranks)) == max((held[r] for r in ranks), default=0)
     assert index.longest([], frozenset(ranks)) == 0

@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from swell.cluster.client import routed_engine
 from swell.cluster.client import router as routing
 from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.prompt_blocks import PromptBlocks
 from swell.cluster.client.routed_engine import TOKENS_PER_ROW, Route
 from swell.cluster.client.router import SLACK_TOKENS, NoEngine, Router
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState, Roster, update_members
 from swell.coordinator.wire import ClusterView, EngineReport
-from swell.engine.block_hash import extend_block_hashes, pack_tokens
 
 BLOCK = 4
 ADDRESS = ChannelAddress("machine", "ipc://@a", "tcp://127.0.0.1:1")
@@ -298,10 +298,8 @@ def test_a_successor_of_an_engine_that_is_not_reached_gets_requests() -> None:
     assert router.active_ranks == [0]
 
 
-def names_of(token_ids: list[int]) -> list[bytes]:
-    names: list[bytes] = []
-    extend_block_hashes(names, pack_tokens(token_ids), BLOCK)
-    return names
+def names_of(token_ids: list[int]) -> list[int]:
+    return PromptBlocks(token_ids, BLOCK, None).names
 
 
 def test_an_engine_that_was_started_again_has_an_empty_cache() -> None:

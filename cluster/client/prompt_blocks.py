@@ -1,0 +1,37 @@
+"""Names of the blocks of a prompt, by which one ingress compares it with those that it sent before.
+Pure.
+
+Like the names that engines give (`engine/block_hash.py`), each covers every token before it and the
+salt. They need not agree with anyone's, so they are Python's own keyed hashes, which cost a sixth:
+an ingress names more blocks than any engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from swell.engine.block_hash import pack_tokens, root_of
+
+_DIGEST_BYTES = 16
+
+
+class PromptBlocks:
+    """`salt` separates tenants."""
+
+    def __init__(self, token_ids: Sequence[int], block_tokens: int, salt: str | None) -> None:
+        packed = pack_tokens(token_ids)
+        self.num_tokens = len(packed)
+        self._size = block_tokens * packed.itemsize
+        self._salt, self._tokens = salt, packed.tobytes()
+        self.names: list[int] = []
+        """Of the full blocks."""
+        name, tokens, size = hash(salt), self._tokens, self._size
+        for start in range(0, len(tokens) - size + 1, size):
+            name = hash((name, tokens[start : start + size]))
+            self.names.append(name)
+
+    def digest(self, num_blocks: int) -> bytes:
+        """Of the first blocks: the same in all ingresses."""
+        text = root_of(self._salt) + self._tokens[: num_blocks * self._size]
+        return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()
