@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,8 +74,10 @@ class Engine:
             return
         self._is_stopped = True
         self.server.stop()
-        self.server.core.executor.abort()
-        self._thread.join(SOON_S)
+        deadline = time.monotonic() + SOON_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self.server.core.executor.abort()  # also of a group that it was just forming
+            self._thread.join(0.5)
         self.outlet.close()
         frame = sys._current_frames().get(self._thread.ident or 0)
         assert not self._thread.is_alive(), "".join(traceback.format_stack(frame))

@@ -44,6 +44,7 @@ FIELD = {
     DETOKENIZE: "tokens",
 }
 """The part by which a body of each route becomes large."""
+_ROUTES_PER_KIND = 3
 
 
 def fill(part: bytes, size: int = BODY, by: bytes = b",") -> bytes:
@@ -59,7 +60,8 @@ def with_field(path: str, name: str, raw: bytes, **extra: Any) -> bytes:
 
 
 def at_every_route() -> Iterator[tuple[str, bytes]]:
-    """The same damage in the main field of each body."""
+    """Damage in the main field of each body: that of a route is found by what reads all bodies,
+    so each kind goes to three of them."""
     values = {
         "numbers": b"[" + fill(b"1") + b"]",
         "long numbers": b"[" + fill(b"12345.678901234567890123") + b"]",
@@ -76,13 +78,16 @@ def at_every_route() -> Iterator[tuple[str, bytes]]:
         "huge number": b"[" + b"1" * BODY + b"]",
         "small": b"[" + fill(b"{}", 7000) + b"]",
     }
-    for path, field in FIELD.items():
-        for name, raw in values.items():
+    fields = [*FIELD.items()]
+    for number, (name, raw) in enumerate(values.items()):
+        for turn in range(_ROUTES_PER_KIND):
+            path, field = fields[(number + turn) % len(fields)]
             yield f"{path} {name}", with_field(path, field, raw)
+    for path in FIELD:
         long_name = b'{"model": "fake", "' + b"x" * BODY + b'": 1}'
         yield f"{path} long unknown field", post(path, long_name)
-        progress_counter = b'{"model": "fake", "' + fill(b"` | `", by=b"") + b'": 1}'
-        yield f"{path} unknown field of backticks", post(path, progress_counter)
+        backticks = b'{"model": "fake", "' + fill(b"` | `", by=b"") + b'": 1}'
+        yield f"{path} unknown field of backticks", post(path, backticks)
         keys = ",".join(f'"k{index}":1' for index in range(900_000)).encode()
         yield f"{path} many unknown fields", post(path, b"{" + keys + b"}")
 

@@ -1,4 +1,4 @@
-"""How long one ingress keeps others waiting: the longest gap between the progress_counter of a task
+"""How long one ingress keeps others waiting: the longest gap between the ticks of a task
 in its loop, while a client on a thread sends it bytes.
 
 The client is a plain socket: its calls hold no interpreter lock, so what is measured is the

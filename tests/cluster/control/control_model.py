@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -72,12 +73,12 @@ class World:
     wait_s: float | None = None
     now: float = 0.0
 
-    @property
+    @cached_property
     def fleet(self) -> FleetView:
         in_transition = any(engine.in_transition for engine in self.engines)
         return FleetView(self.engines, in_transition)
 
-    @property
+    @cached_property
     def key(self) -> object:
         """Equal for worlds that differ only in what time it is."""
         slots = sorted(self.state.backoff.slots.items())
@@ -100,6 +101,8 @@ class Model:
     bounds: Bounds
     control: ModuleType = control_state
     config: Config = field(init=False)
+    rested: set[object] = field(default_factory=set)
+    """Keys of worlds that are known to come to rest."""
 
     def __post_init__(self) -> None:
         cluster = {"max_engines": self.bounds.max_engines, "drain_timeout_s": 30}
@@ -383,15 +386,24 @@ class Model:
             _law(fleet.starting == fleet.pending != [], "pending means that nothing else is done")
 
     def rest(self, world: World) -> None:
-        """Without further accidents as many engines serve as are wanted."""
+        """Without further accidents as many engines serve as are wanted. What follows from a world
+        is followed once: most are on the way of others."""
+        passed = []
         for _ in range(_REST_MOVES):
+            if (world.key, world.wait_s) in self.rested:
+                break
+            passed.append((world.key, world.wait_s))
             move = next(self.owed(world), None)
             if move is None:
+                self._check_rest(world)
                 break
             world = move[1]
             self.check(world)
         else:
             raise Violation("it never comes to rest")
+        self.rested.update(passed)
+
+    def _check_rest(self, world: World) -> None:
         change = world.state.change
         pending = world.fleet.pending
         is_whole = not pending and _is_whole(world.fleet, change.target)
