@@ -265,11 +265,10 @@ class FakeEngine(_Threaded):
 
     def _abort(self, message: AbortRequests) -> None:
         for request_id, attempt in zip(message.request_ids, message.attempts, strict=True):
-            self.aborted.append(request_id)
-            if self.deaf_to_aborts:
-                continue
-            if request_id in self.requests and self.requests[request_id][1].attempt <= attempt:
+            known = self.requests.get(request_id)
+            if known is not None and known[1].attempt <= attempt and not self.deaf_to_aborts:
                 del self.requests[request_id]
+            self.aborted.append(request_id)  # last: tests wait for it
 
     def _step(self) -> None:
         self._tell_started()

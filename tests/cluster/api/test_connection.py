@@ -358,7 +358,7 @@ def test_a_client_that_does_not_read_the_end_of_its_answer_is_disconnected(left_
     """`left_bytes`: what the kernel does not take."""
 
     async def scenario() -> None:
-        async with served(QUICK) as server:
+        async with served(ServeConfig(max_connections=8, transfer_timeout_s=2.0)) as server:
 
             async def sized(scope: Any, receive: Any, send: Any) -> None:
                 size = int(scope["path"][1:])

@@ -142,9 +142,8 @@ class ThreadedCluster:
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5, self.config.serve)
         await edge.start()
         try:
-            async with httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{edge.port}", timeout=30
-            ) as client:
+            url = f"http://127.0.0.1:{edge.port}"
+            async with httpx.AsyncClient(base_url=url, timeout=None) as client:  # that of pytest
                 while not ingress.llm.active_ranks:
                     await asyncio.sleep(0.01)
                 yield client

@@ -194,12 +194,20 @@ def test_a_stream_that_failed_goes_on_behind_what_came_before(tmp_path: Path, na
     path, body, text = REQUESTS[name]
 
     async def scenario() -> None:
-        async with ResumableServer(tmp_path, text, steps=3) as server:
+        async with ResumableServer(tmp_path, text, steps=0) as server:
             client = server.first
+
+            async def begin() -> None:
+                """Three steps with all choices, which an engine gets one by one."""
+                await until(lambda: len(server.engine.requests) == body.get("n", 1))
+                server.engine.allow(3)
+
+            beginning = asyncio.create_task(begin())
             async with client.cut_stream(path, body, idempotency_key="k") as events:
                 begun = await take(events, 5)
                 server.engine.fail("the test ends it")
                 rest = [event async for event in events]
+            await beginning
             errors = [event for event in rest if not event.startswith((b"id: ", b":"))]
             assert any(b"the test ends it" in event for event in errors)
             begun += [event for event in rest if event.startswith(b"id: ")]

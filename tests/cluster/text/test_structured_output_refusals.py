@@ -123,6 +123,7 @@ def test_an_answer_that_was_interrupted_is_not_taken_for_the_next_one():
         process = checker._process
         assert process is not None
         os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         main = threading.get_ident()
 
         def interrupt_once_asked() -> None:
