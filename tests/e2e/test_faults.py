@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 
 from tests.e2e.cluster import NANO
-from tests.faults import fault_types, moments, trial
+from tests.faults import fault_types, load, moments, trial
 from tests.faults.fault_types import Fault
 from tests.faults.load import SHORT_DECODE
 from tests.faults.trial import Cell, Setup, Trial
@@ -38,6 +38,8 @@ def patience() -> Iterator[None]:
     """Other tests run beside it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, "RECOVER_S", 240.0)
+        patch.setattr(load, "_ANSWER_S", 300.0)
+        patch.setattr(fault_types, "_SLOW_S", 0.3)
         yield
 
 

@@ -23,8 +23,10 @@ from swell.cluster.cli.main import main
 from tests.e2e.cluster import NANO, ROOT, Cluster, enable_sigint
 from tests.faults.process import HTTP
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+SOON_S = 240
+"""For processes that start one after the other on a busy machine."""
 _MANAGER, _STORE = "ServeReplica:swell:Manager", "ServeReplica:swell:ResponseStore"
 
 
@@ -144,8 +146,11 @@ def generate(case: str, tmp_path: Path) -> tuple[list[str], str]:
 def test_an_engine_that_cannot_load_ends_the_cluster(tmp_path):
     path = broken(tmp_path, unknown)
     marked = Cluster(path)
-    assert marked.process.wait(timeout=120) == 1
-    marked.assert_gone()
+    try:
+        assert marked.process.wait(timeout=SOON_S) == 1
+        marked.assert_gone()
+    finally:
+        marked.kill()
     errors = [line for line in marked.lines if line.startswith("swell: ")]
     assert len(errors) == 1, marked.lines
     assert "whatisthis" in errors[0]
@@ -208,7 +213,7 @@ def stream(
 
 
 def wait_for_engines(cluster: Cluster, count: int) -> dict:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         state = cluster.get("/admin/cluster").json()
         active = [engine for engine in state["engines"] if engine["state"] == "active"]
@@ -301,7 +306,7 @@ def test_a_coordinator_that_stops_comes_back(cluster):
     wait_for_answers(results, 4)
     os.kill(before["coordinator"]["pid"], signal.SIGSTOP)
     streams += [stream(cluster, 1500, results) for _ in range(2)]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SOON_S
     while (pid := cluster.get("/admin/cluster").json()["coordinator"]["pid"]) == (
         before["coordinator"]["pid"]
     ):
@@ -329,7 +334,7 @@ def test_stored_responses_outlive_the_manager_and_their_store_is_replaced(cluste
         os.kill(old, signal.SIGKILL)
         if name == _MANAGER:
             assert read(kept)["status"] == "completed", "the store does not need the manager"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + SOON_S
         while cluster.named(name) in ([], [old]):
             assert time.monotonic() < deadline, f"no other {name}"
             time.sleep(0.1)
@@ -345,7 +350,7 @@ def test_stored_responses_outlive_the_manager_and_their_store_is_replaced(cluste
     replaced(_MANAGER)
     assert read(kept)["status"] == "completed"
     replaced(_STORE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SOON_S
     while not (again := create()):
         assert time.monotonic() < deadline, "the new store keeps nothing"
         time.sleep(0.5)
@@ -370,23 +375,27 @@ def test_serve_run_deploys_the_same_app():
             preexec_fn=enable_sigint,
         )
         lines: list[str] = []
-        reader = threading.Thread(target=lambda: lines.extend(process.stdout))
+        reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
         reader.start()
         try:
             request_until_ready("http://127.0.0.1:8000", process)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + SOON_S
             while not (found := [line for line in list(lines) if "; ours is " in line]):
                 assert time.monotonic() < deadline, "".join(lines)
                 time.sleep(0.1)
             request_until_ready("http://127.0.0.1:" + found[0].split()[-1], process)
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=90)
+            try:
+                process.wait(timeout=SOON_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
             reader.join()
 
 
 def request_until_ready(url: str, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         assert process.poll() is None
         try:

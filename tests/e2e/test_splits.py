@@ -15,7 +15,7 @@ from tests.e2e.test_lifecycle import stream, wait_for_answers
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 600
+TOKENS = 200
 
 
 def test_tensor_2_x_pipeline_2_and_an_end_that_lets_streams_finish(heldout, truth):

@@ -124,7 +124,7 @@ def run_with_token(address: str, environment: dict[str, str]) -> subprocess.Comp
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -26,7 +26,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
 ASKS = 16
 """The kernel chooses the ingress of each connection: that one is never asked is 1 in 32768."""
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +110,25 @@ def check_moved(events: list[dict[str, Any]]) -> None:
     assert before["rank"] != after["rank"]
 
 
+def found(cluster: Cluster, id: str) -> list[dict[str, Any]]:
+    """A request at all ingresses, once all of them have answered: one may be silent for a while on
+    a busy machine."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        answer = cluster.get(f"/admin/requests/{id}")
+        if answer.status_code == 200 and answer.json()["complete"]:
+            requests: list[dict[str, Any]] = answer.json()["requests"]
+            return requests
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.2)
+
+
 def test_an_engine_dies_below_a_stream(cluster: Cluster, collector: Collector) -> None:
     id, timings = stream_while_its_engine_dies(cluster)
     check_moved(timings["choices"][0]["events"])
     asked = set()
     for _ in range(ASKS):
-        answer = cluster.get(f"/admin/requests/{id}")
-        assert answer.status_code == 200, answer.text
-        (story,) = answer.json()["requests"]
+        (story,) = found(cluster, id)
         assert story["timings"] == timings
         asked.add(story["ingress"])
     assert len(asked) == 1, "it is always the one that served it"
@@ -135,9 +146,6 @@ def test_requests_of_both_ingresses_are_found_at_each(cluster: Cluster) -> None:
     while len(ingresses) < 2:
         assert time.monotonic() < deadline, ingresses
         answer = cluster.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 2})
-        found = cluster.get(f"/admin/requests/{answer.json()['id']}")
-        assert found.status_code == 200, found.text
-        assert found.json()["complete"]
-        ingresses.add(found.json()["requests"][0]["ingress"])
+        ingresses.add(found(cluster, answer.json()["id"])[0]["ingress"])
     unknown = cluster.get("/admin/requests/unknown")
     assert unknown.status_code == 404, unknown.text

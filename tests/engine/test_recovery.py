@@ -87,7 +87,7 @@ class CoordinatorInbox:
         self.peer = b""
         self.received: list[CoordinatorMessage] = []
 
-    def until(self, kind: type) -> CoordinatorMessage:
+    def until(self, kind: object) -> CoordinatorMessage:
         """The next message of a kind."""
         deadline = time.monotonic() + SOON_S
         while time.monotonic() < deadline:
@@ -98,7 +98,7 @@ class CoordinatorInbox:
                 if isinstance(message, kind):
                     self.received.remove(message)
                     return message
-        raise AssertionError(f"no {kind.__name__} in {self.received}")
+        raise AssertionError(f"no {kind} in {self.received}")
 
 
 Harness = tuple[Engine, CoordinatorInbox]

@@ -125,8 +125,9 @@ def test_it_counts_that_it_wakes_up_once_it_has(harness: Harness) -> None:
     fall_asleep(inbox, 2)
     inbox.received.clear()
     inbox.inbox.send(inbox.peer, Resume(0))
-    inbox.until(Repaired)
-    before = [message for message in inbox.received if isinstance(message, EngineReport)]
+    before: list[EngineReport] = []
+    while isinstance(message := inbox.until(EngineReport | Repaired), EngineReport):
+        before.append(message)
     assert before and {(report.repairs, report.wakes) for report in before} == {(0, 0)}
     inbox.received.clear()
     while not (report := inbox.until(EngineReport)).repairs:

@@ -26,7 +26,7 @@ from tests import reaper
 from tests.faults.process import alive, title
 
 _COMMAND_S = 120.0
-_VANISH_S = 20.0
+_VANISH_S = 60.0
 _SLOW = "tbf rate 2mbit burst 16kb latency 400ms"
 """Of either direction of a slow link: packets wait so long at most, and are lost then."""
 _DROP_ALL = ("protocol", "all", "bpf", "da", "bytecode", "1,6 0 0 2")

@@ -21,7 +21,8 @@ import httpx
 from tests import reaper
 
 START_S = 280
-_STOP_S = 60
+_STOP_S = 180
+"""Longer than `cluster.drain_timeout_s` and what follows it may take."""
 _VANISH_S = 60
 """Ray's processes may end a little after the one that started them."""
 _IDLE_S = 30

@@ -101,6 +101,24 @@ async def hear(world: ChannelWorld, outlet: Any, within_s: float = SOON_S) -> st
     return None
 
 
+async def until(world: ChannelWorld, holds: Callable[[], bool]) -> None:
+    for _ in range(round(SOON_S / _LOOK_S)):
+        if holds():
+            return
+        await world.sleep(_LOOK_S)
+    raise AssertionError("it does not come true")
+
+
+async def until_reached(world: ChannelWorld, inbox: Any, peer: bytes, outlet: Any) -> None:
+    """Until what is sent to this identity arrives at this outlet."""
+    for _ in range(round(SOON_S / LONG_S)):
+        inbox.send(peer, "?")
+        if await hear(world, outlet, LONG_S) is not None:
+            break
+    while await hear(world, outlet, LONG_S / 8) is not None:
+        pass
+
+
 # ---------------------------------------------------------------- ZeroMQ
 
 

@@ -8,7 +8,16 @@ import msgspec
 import pytest
 
 from swell.coordinator.channel import _LINGER_MS, _MAX_BURST
-from tests.simulator.channel_worlds import LONG_S, ChannelWorld, Seen, hear, over_both, own, take
+from tests.simulator.channel_worlds import (
+    LONG_S,
+    ChannelWorld,
+    Seen,
+    hear,
+    over_both,
+    own,
+    take,
+    until,
+)
 
 # ---------------------------------------------------------------- messages
 
@@ -119,7 +128,8 @@ async def test_a_flood_is_taken_in_parts(world: ChannelWorld, seen: Seen) -> Non
     outlet = world.outlet(seen(inbox.address))
     for i in range(_MAX_BURST + 10):
         outlet.send(str(i))
-    await world.sleep(2 * LONG_S)
+    await until(world, lambda: inbox.ready(0.0))
+    await world.sleep(5 * LONG_S)
     assert len(list(inbox.take())) == _MAX_BURST
     assert inbox.ready(0.0)
     assert len(list(inbox.take())) == 10
@@ -159,8 +169,11 @@ async def test_an_outlet_that_closes_tries_to_deliver_for_a_while(
     closing = asyncio.create_task(asyncio.to_thread(outlet.close))
     await world.sleep(0.05 + comes_s)
     inbox = world.inbox(name=own("linger"), port=port)
-    await world.sleep(LONG_S)
-    assert len(list(inbox.take())) == (1 if comes_s == 0.0 else 0)
+    if comes_s == 0.0:
+        assert len(await take(world, inbox, 1)) == 1
+    else:
+        await world.sleep(LONG_S)
+        assert list(inbox.take()) == []
     await closing
 
 
@@ -201,7 +214,7 @@ async def test_an_async_outlet_keeps_order_and_takes_each_message(
         outlet.send(str(i))
     for peer, message in await take(world, inbox, 100):
         inbox.send(peer, message)
-    await world.sleep(LONG_S)
+    await until(world, lambda: len(heard) >= 100)
     assert heard == [str(i) for i in range(100)]
 
 
@@ -244,5 +257,6 @@ async def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(
     ((peer, _),) = await take(world, inbox, 1)
     for i in range(3):
         inbox.send(peer, str(i))
+    await until(world, lambda: bool(heard))
     await world.sleep(LONG_S)
     assert heard == ["0"]

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulator.channel_worlds import LONG_S, ChannelWorld, Seen, hear, over_both, take
+from tests.simulator.channel_worlds import (
+    LONG_S,
+    ChannelWorld,
+    Seen,
+    hear,
+    over_both,
+    take,
+    until,
+    until_reached,
+)
 from tests.simulator.tcp_proxy import Direction
 
-SILENCE_S = 0.4
+SILENCE_S = 1.0
 NOTICED_S = 2 * SILENCE_S
 
 impatient = pytest.mark.parametrize("silence_s", [SILENCE_S])
@@ -28,13 +37,13 @@ async def test_a_reset_loses_what_is_on_its_way_and_no_more(world: ChannelWorld)
     wire.hold("up", "down")
     outlet.send("lost")
     inbox.send(b"peer", "lost")
-    await world.sleep(0.05)
+    await world.sleep(LONG_S)
     wire.reset()
-    wire.release()
     await world.sleep(0.05)
     outlet.send("kept")
     inbox.send(b"peer", "dropped: not connected")
-    assert list(inbox.take()) == [], "it connects again too soon"
+    assert list(inbox.take()) == []
+    wire.release()
     assert await take(world, inbox, 1) == [(b"peer", "kept")]
     inbox.send(b"peer", "after")
     assert await hear(world, outlet) == "after"
@@ -153,11 +162,13 @@ async def test_the_newest_connection_of_an_identity_takes_over_and_unread_messag
     await take(world, inbox, 1)
     for i in range(3):
         first.send(str(i))
-    await world.sleep(0.1)
+    await world.sleep(LONG_S)  # a look at the inbox would read the first of them
     second = world.outlet(seen(inbox.address), b"peer")
+    await until_reached(world, inbox, b"peer", second)
+    while await hear(world, first, 0.02) is not None:  # it was asked, too
+        pass
     second.send("new")
-    await world.sleep(0.1)
-    assert list(inbox.take()) == [(b"peer", "new")]
+    assert await take(world, inbox, 1) == [(b"peer", "new")]
     inbox.send(b"peer", "to the newest")
     assert await hear(world, second) == "to the newest"
     assert await hear(world, first, 0.02) is None
@@ -177,13 +188,15 @@ async def test_what_a_lost_connection_has_brought_can_be_read(
     await take(world, inbox, 1)
     for i in range(1, 4):
         outlet.send(str(i))
-    await world.sleep(0.05)
+    await world.sleep(LONG_S)
+    wire.hold("up", "down")  # it cannot connect again yet
     wire.reset()
+    await world.sleep(0.05)
     if returns:
-        await world.sleep(LONG_S)
+        wire.release()
+        await until_reached(world, inbox, b"peer", outlet)
         outlet.send("new")
-        await world.sleep(0.1)
-    received = list(inbox.take())
+    received = await take(world, inbox, 4 if returns else 3)
     old = [(peer, message) for peer, message in received if message != "new"]
     assert [message for _, message in old] == ["1", "2", "3"]
     assert len({peer for peer, _ in old}) == 1
@@ -197,13 +210,11 @@ async def test_an_async_outlet_knows_whether_it_is_connected(world: ChannelWorld
     wire = world.wire(inbox)
     outlet = world.async_outlet(wire.address, print)
     assert not outlet.is_connected()
-    await world.sleep(LONG_S)
-    assert outlet.is_connected()
+    await until(world, outlet.is_connected)
+    wire.hold("up", "down")
     wire.reset()
-    await world.sleep(0.05)
-    assert not outlet.is_connected()
-    await world.sleep(LONG_S)
-    assert outlet.is_connected()
+    await until(world, lambda: not outlet.is_connected())
+    wire.release()
+    await until(world, outlet.is_connected)
     inbox.close()
-    await world.sleep(LONG_S)
-    assert not outlet.is_connected()
+    await until(world, lambda: not outlet.is_connected())

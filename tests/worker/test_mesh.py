@@ -309,10 +309,13 @@ def test_two_processes_over_tcp() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
-    workers = [spawn.Process(target=_process, args=(r, server.port, results)) for r in range(2)]
+    workers = [
+        spawn.Process(target=_process, args=(r, server.port, results), daemon=True)
+        for r in range(2)
+    ]
     for worker in workers:
         worker.start()
-    got = sorted(results.get(timeout=60) for _ in workers)
+    got = sorted(results.get(timeout=240) for _ in workers)
     for worker in workers:
         worker.join(30)
         assert worker.exitcode == 0

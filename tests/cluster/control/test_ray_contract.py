@@ -100,6 +100,7 @@ def test_what_a_method_raises_comes_with_its_cause(run) -> None:
 def test_a_call_is_sent_without_being_awaited_and_is_not_cancelled_with_its_wait(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         engine = await cluster.engine("engine")
+        assert await cluster.ray.call(engine, "pid"), "it has started"
         cluster.ray.call(engine, "note", "unawaited", 0.0)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(cluster.ray.call(engine, "note", "cancelled", PATIENCE_S), 0.01)
