@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.e2e.cluster import NANO, Cluster
+from tests.e2e.cluster import NANO
 
 
 @pytest.fixture(scope="session")
@@ -34,13 +34,6 @@ def truth():
         return out, tokenizer.decode(out, skip_special_tokens=True)
 
     return answer
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """One engine with one worker, as the demo has it; shared by everything that leaves it so."""
-    with Cluster(NANO, "model.dtype=float32", "cluster.stall_timeout_s=5") as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,7 @@ def test_expert_parallel_at_the_start_of_a_wave(expert: Trial) -> None:
 
 
 def test_expert_parallel_one_after_the_other(expert: Trial) -> None:
-    """And it grows and shrinks; `test_lifecycle.py` has that without experts."""
+    """And it grows and shrinks; `one_engine/test_lifecycle.py` has that without experts."""
     names = ("stop-worker", "kill-coordinator", "slow-engine", "kill-engines+manager+coordinator")
     assert_row_kept(expert, *map(fault_types.named, names), *SIZES)
 

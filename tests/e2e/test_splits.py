@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.e2e.cluster import NANO, Cluster
-from tests.e2e.test_lifecycle import stream, wait_for_answers
+from tests.e2e.one_engine.test_lifecycle import stream, wait_for_answers
 
 pytestmark = pytest.mark.slow
 

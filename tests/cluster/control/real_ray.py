@@ -112,9 +112,10 @@ def _probe_class(notes: str) -> type:
             raise LookupError(text)
 
         def note(self, text: str, wait_s: float) -> int:
+            known = text in Path(notes).read_text().split()
             with open(notes, "a") as file:
                 file.write(f"{text}\n")
-            time.sleep(wait_s)
+            time.sleep(0.0 if known else wait_s)
             return os.getpid()
 
     return Probe

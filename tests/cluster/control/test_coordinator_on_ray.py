@@ -29,8 +29,8 @@ NAMESPACE = "swell-app"
 CONFIG = load("m", {"cluster.interface": "lo", "cluster.ports": "21600-21631"}).cluster
 
 
-@pytest.fixture
-def cluster() -> Iterator[RayCluster]:
+@pytest.fixture(scope="module")
+def running_ray() -> Iterator[None]:
     """In a program of another namespace, as `swell serve` and Serve's controller are."""
     folder = tempfile.mkdtemp(prefix="swell-test-", dir="/tmp")
     ray.init(
@@ -42,9 +42,14 @@ def cluster() -> Iterator[RayCluster]:
         log_to_driver=False,
         logging_level=logging.CRITICAL,
     )
-    yield RayCluster(CONFIG)
+    yield
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(running_ray: None) -> RayCluster:
+    return RayCluster(CONFIG)
 
 
 def test_a_coordinator_is_at_its_interface_and_in_its_ports_and_is_found(
@@ -74,10 +79,11 @@ def test_a_coordinator_on_another_host_than_its_manager_keeps_to_the_ports_of_co
     async def scenario() -> None:
         chosen = msgspec.structs.replace(cluster.new_endpoint(), host="192.0.2.1")
         actor = await cluster.get_or_create_coordinator(
-            "coordinator-1", NAMESPACE, CONFIG, False, chosen, False
+            "coordinator-2", NAMESPACE, CONFIG, False, chosen, False
         )
         contact = await cluster.call(actor, "contact")
         host, _, port = contact.address.tcp.rpartition(":")
+        await cluster.kill(actor)
         assert host == "tcp://127.0.0.1"
         assert int(port) in range(21_600, 21_604)
 
@@ -90,7 +96,7 @@ def test_a_coordinator_that_recovers_is_found_however_many_wait_for_it(cluster: 
     async def scenario() -> None:
         endpoint = cluster.new_endpoint()
         actor = await cluster.get_or_create_coordinator(
-            "coordinator-1", NAMESPACE, CONFIG, False, endpoint, True
+            "coordinator-3", NAMESPACE, CONFIG, False, endpoint, True
         )
         waiting = [asyncio.ensure_future(cluster.call(actor, "view")) for _ in range(40)]
         contact = await asyncio.wait_for(cluster.call(actor, "contact"), 120.0)
@@ -109,7 +115,7 @@ def test_calls_that_wait_stop_no_other(cluster: RayCluster) -> None:
 
     async def scenario() -> None:
         actor = await cluster.get_or_create_coordinator(
-            "coordinator-1", NAMESPACE, CONFIG, False, cluster.new_endpoint(), False
+            "coordinator-4", NAMESPACE, CONFIG, False, cluster.new_endpoint(), False
         )
         epoch = (await cluster.call(actor, "view")).roster.epoch
         waiting = [

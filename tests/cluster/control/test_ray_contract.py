@@ -230,7 +230,7 @@ def test_a_coordinator_is_started_again_and_calls_under_way_run_twice(run, kille
     async def scenario(cluster: Cluster) -> None:
         ray, actor = cluster.ray, await cluster.coordinator("coordinator")
         pid, text = await ray.call(actor, "pid"), f"repeated-{killed}"
-        call = asyncio.ensure_future(ray.call(actor, "note", text, 10.0))
+        call = asyncio.ensure_future(ray.call(actor, "note", text, PATIENCE_S))
         await _noted(cluster, text)
         if killed == "process":
             await ray.kill_process(pid, ray.node_id)
