@@ -33,9 +33,9 @@ NO_SECRETS: dict[tuple[str, str], str] = {
     # (file, name of the field or parameter) -> why it is none
     ("*", "cache_salt"): "of a request, which is shown with it or not at all",
     ("cluster/client/router.py", "salt"): "the same",
+    ("cluster/client/prompt_blocks.py", "salt"): "the same",
     ("engine/block_hash.py", "salt"): "the same",
     ("*", "block_hashes"): "of a prefix: an index alone has them",
-    ("cluster/client/prefix_index.py", "block_hash"): "the same",
     ("engine/block_hash.py", "hashes"): "the same",
     ("engine/block_pool.py", "_block_hashes"): "the same",
     ("cluster/client/*.py", "key"): "of a conversation, on a ring of hashes",
