@@ -45,6 +45,7 @@ FIELD = {
 }
 """The part by which a body of each route becomes large."""
 _ROUTES_PER_KIND = 3
+"""Routes that get each kind of damage."""
 
 
 def fill(part: bytes, size: int = BODY, by: bytes = b",") -> bytes:
@@ -60,8 +61,8 @@ def with_field(path: str, name: str, raw: bytes, **extra: Any) -> bytes:
 
 
 def at_every_route() -> Iterator[tuple[str, bytes]]:
-    """Damage in the main field of each body: that of a route is found by what reads all bodies,
-    so each kind goes to three of them."""
+    """Damage in the main field of a body. One reader finds it for all routes, so each kind goes to
+    three routes, and each route gets six kinds; damage outside that field goes to every route."""
     values = {
         "numbers": b"[" + fill(b"1") + b"]",
         "long numbers": b"[" + fill(b"12345.678901234567890123") + b"]",
