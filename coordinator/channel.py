@@ -22,7 +22,6 @@ import hmac
 import itertools
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -36,6 +35,7 @@ from swell.configs import process
 from swell.configs.log import StructuredLogger
 from swell.configs.network import bind_free_port
 from swell.configs.secret import HoldsSecrets, SecretBytes
+from swell.configs.waker import Waker
 from swell.coordinator.authenticator import Authenticator
 from swell.coordinator.codec import FrameDecoder, encode
 from swell.coordinator.socket_options import connect_soon, detect_silence
@@ -91,34 +91,6 @@ def this_machine() -> str:
     if not boot.exists():
         return f"process-{os.getpid()}"
     return f"{boot.read_text().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
-
-
-class Waker:
-    """Ends a wait for messages, from any thread."""
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def wake(self) -> None:
-        """Nothing happens once it is closed: its number may be another file's."""
-        with self._lock:
-            if not self._closed:
-                os.eventfd_write(self._fd, 1)
-
-    def clear(self) -> None:
-        """Forget that it was woken."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            os.close(self._fd)
 
 
 def _wait(socket: Any, timeout_s: float | None, waker: Waker | None) -> bool:
@@ -251,20 +223,25 @@ class Outlet(Generic[M]):
     ) -> None:
         """`silence_s`: see `detect_silence`."""
         self._context = self._make_context()
+        self._address, self._keys, self._silence_s = address, keys, silence_s
+        self.identity = identity or secrets.token_bytes(8).replace(b"\0", b"\1")
+        """Names this connection at the inbox."""
+        self._frame_decoder: FrameDecoder[M] = FrameDecoder(message_type)
+        self._open()
+
+    def _open(self) -> None:
         self._socket: Any = self._context.socket(zmq.DEALER)
         self._socket.linger = _LINGER_MS
         self._socket.sndhwm = self._socket.rcvhwm = 0
-        self.identity = identity or secrets.token_bytes(8).replace(b"\0", b"\1")
-        """Names this connection at the inbox."""
         self._socket.identity = self.identity
-        detect_silence(self._socket, silence_s)
+        detect_silence(self._socket, self._silence_s)
         connect_soon(self._socket)
-        self._socket.curve_serverkey = keys.public
-        self._socket.curve_publickey = keys.public
-        self._socket.curve_secretkey = keys.secret
+        self._socket.curve_serverkey = self._keys.public
+        self._socket.curve_publickey = self._keys.public
+        self._socket.curve_secretkey = self._keys.secret
         self._prepare()
+        address = self._address
         self._socket.connect(address.ipc if address.machine == this_machine() else address.tcp)
-        self._frame_decoder: FrameDecoder[M] = FrameDecoder(message_type)
 
     def _make_context(self) -> Any:
         return zmq.Context()
@@ -278,7 +255,22 @@ class Outlet(Generic[M]):
         return self._frame_decoder.malformed
 
     def send(self, message: Any) -> None:
-        self._socket.send(encode(message))
+        """Queue a message. Never waits."""
+        frame = encode(message)
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self._open_if_ended()
+            with contextlib.suppress(zmq.Again):  # it ended again already
+                self._socket.send(frame, zmq.NOBLOCK)
+
+    def _open_if_ended(self) -> None:
+        """ZeroMQ gives up a connection whose other end breaks its protocol, as another program
+        does that has got a dead peer's port. What it was given is lost, like that of a connection
+        that drops."""
+        if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            self._close_socket()
+            self._open()
 
     def receive(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> M | None:
         """`ready`, then `take`; None if there is no message."""
@@ -286,14 +278,20 @@ class Outlet(Generic[M]):
 
     def ready(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> bool:
         """As that of an inbox."""
-        return _wait(self._socket, timeout_s, waker)
+        is_ready = _wait(self._socket, timeout_s, waker)
+        if not is_ready:
+            self._open_if_ended()
+        return is_ready
 
     def take(self) -> M | None:
         """The next message, once there is one; None for a frame that does not decode."""
         return self._frame_decoder.decode(self._socket.recv())
 
-    def close(self) -> None:
+    def _close_socket(self) -> None:
         self._socket.close()
+
+    def close(self) -> None:
+        self._close_socket()
         self._context.term()
 
 
@@ -313,14 +311,17 @@ class AsyncOutlet(Outlet[M]):
         take: Callable[[M], None],
         silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
-        super().__init__(address, message_type, keys, silence_s=silence_s)
         self._take = take
         self._loop = asyncio.get_running_loop()
+        super().__init__(address, message_type, keys, silence_s=silence_s)
+
+    def _open(self) -> None:
+        super()._open()
         self._fd: int = self._socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._drain)
 
     def send(self, message: Any) -> None:
-        self._socket.send(encode(message), zmq.NOBLOCK)
+        super().send(message)
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
@@ -331,19 +332,22 @@ class AsyncOutlet(Outlet[M]):
         """Of a handshake that is over before the monitor is there it would never learn."""
         self._is_connected = False
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        name = f"inproc://{self.identity.hex()}"
+        name = f"inproc://{secrets.token_hex(8)}"
         self._monitor = self._socket.get_monitor_socket(events, name)
 
     def is_connected(self) -> bool:
         """Whether the peer can be reached now, as far as was noticed."""
+        self._open_if_ended()
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return self._is_connected
 
     def close(self) -> None:
-        if self._socket.closed:
-            return
+        if not self._socket.closed:
+            self._close_socket()
+
+    def _close_socket(self) -> None:
         self._loop.remove_reader(self._fd)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from swell.configs.process import exit_on_error
+from swell.configs.waker import Waker
 from swell.coordinator.channel import (
     DEFAULT_SILENCE_S,
     AsyncOutlet,
@@ -24,7 +25,6 @@ from swell.coordinator.channel import (
     ChannelKeys,
     Inbox,
     Outlet,
-    Waker,
 )
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from swell.coordinator.channel import Waker
+from swell.configs.waker import Waker
 from swell.coordinator.ground import Ground
 
 T = TypeVar("T")

@@ -140,7 +140,8 @@ def knock_with_keys(door: Door, public: bytes, secret: bytes, server: bytes, fra
         stranger.curve_serverkey = server
         stranger.curve_publickey, stranger.curve_secretkey = public, secret
         stranger.connect(where)
-        stranger.send(frame)
+        with contextlib.suppress(zmq.Again):  # refused so soon that there is no connection any more
+            stranger.send(frame, zmq.NOBLOCK)
         return bool(stranger.poll(_ANSWER_S * 1000))
 
 

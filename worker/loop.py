@@ -15,7 +15,8 @@ from collections import deque
 from typing import Any
 
 from swell.configs.process import exit_on_error
-from swell.coordinator.channel import Outlet, Waker
+from swell.configs.waker import Waker
+from swell.coordinator.channel import Outlet
 from swell.worker.groups import GroupError
 from swell.worker.wire import (
     AbortGroups,

@@ -14,13 +14,13 @@ from typing import TypeVar
 
 import msgspec
 
+from swell.configs.waker import Waker
 from swell.coordinator.channel import (
     AsyncOutlet,
     ChannelAddress,
     ChannelKeys,
     Inbox,
     Outlet,
-    Waker,
     make_keys,
 )
 
