@@ -10,7 +10,6 @@ answers nothing, and is killed: the rest is as above.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -50,6 +49,10 @@ class CoordinatorHandle:
         self._ray = ray
         self._actor: Actor | None = None
         self._probe_lock = asyncio.Lock()
+        self._patience_s = config.cluster.stall_timeout_s
+        """How long the next successor may take to start and to answer."""
+        self._starts_until = 0.0
+        """Until when the newest successor may be starting, by the loop's clock."""
         self._restarts = 0
         self._log = StructuredLogger("cluster.coordinator")
         self.contact: CoordinatorContact | None = None
@@ -194,21 +197,25 @@ class CoordinatorHandle:
 
     async def _kill_if_unresponsive(self) -> None:
         """Kill it if it does not answer a second call: the caller that waited may have been stopped
-        itself. Its successor has as long to answer: it may be stopped, too. A manager that does not
-        reach Ray's GCS is perhaps cut off, and kills none: Ray would do it much later, and end a
-        coordinator that serves."""
+        itself. Its successor has `stall_timeout_s` to answer, and each further one twice as long,
+        up to `start_timeout_s`: it may be stopped, too, or its machine is slow. A manager that does
+        not reach Ray's GCS is perhaps cut off, and kills none: Ray would do it much later, and end
+        a coordinator that serves."""
+        loop, limits = asyncio.get_running_loop(), self._config.cluster
         async with self._probe_lock:
             try:
                 await self._checkpoints.read()
             except Exception as error:
                 self._log.warning("coordinator is silent, and so is Ray", error=first_line(error))
                 return
+            wait_s = max(1.0 + 2 * limits.heartbeat_s, self._starts_until - loop.time())
             try:
-                async with asyncio.timeout(1.0 + 2 * self._config.cluster.heartbeat_s):
+                async with asyncio.timeout(wait_s):
                     await self._send("probe")  # `wait_for` may swallow `stop`
+                self._patience_s = limits.stall_timeout_s
             except TimeoutError:
                 self._log.warning("coordinator is silent: killed", pid=self.pid)
                 await self._ray.kill(self._actor, restart=True)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._config.cluster.stall_timeout_s):
-                        await self._send("probe")
+                self._starts_until = loop.time() + self._patience_s
+                longest_s = max(limits.start_timeout_s, limits.stall_timeout_s)
+                self._patience_s = min(2.0 * self._patience_s, longest_s)

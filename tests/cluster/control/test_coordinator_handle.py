@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -46,6 +47,73 @@ def test_a_coordinator_whose_successor_is_stopped_too_is_killed_again() -> None:
         async with asyncio.timeout(1000):
             await handle.view()
         assert actor.kills_left == 0
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
+class SlowActor(FakeRay):
+    """It was stopped, and each successor needs `start_s` before it answers what was asked."""
+
+    def __init__(self, start_s: float) -> None:
+        super().__init__()
+        self._start_s = start_s
+        self.kills = 0
+        self._life = asyncio.Event()
+
+    async def _answer(self, _actor: str, _method: str, _args: tuple[Any, ...]) -> ClusterView:
+        """As Ray does, it repeats a call of which the actor died, by its successor."""
+        if self.kills == 0:
+            await self._life.wait()
+        while not await self._answers():
+            """The next one is asked."""
+        return ClusterView(Roster())
+
+    async def _answers(self) -> bool:
+        """Whether this life lasts until it answers."""
+        life = self._life
+        ready_s = max(0.0, self._ready_at - asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(ready_s):
+                await life.wait()
+            return False
+        except TimeoutError:
+            return True
+
+    async def kill(self, _actor: str, *, restart: bool = False) -> None:
+        assert restart
+        self.kills += 1
+        self._ready_at = asyncio.get_running_loop().time() + self._start_s
+        self._life.set()
+        self._life = asyncio.Event()
+
+
+@pytest.mark.parametrize("callers", [1, 5])
+@pytest.mark.parametrize("start_s", [0.0, 2.0, 11.0, 40.0, 150.0, 290.0])
+def test_a_successor_that_takes_long_to_start_is_not_killed_for_ever(
+    start_s: float, callers: int
+) -> None:
+    """However many wait for it: one that starts within `start_timeout_s` answers all of them."""
+
+    async def scenario() -> None:
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        limits = config.cluster
+        assert start_s < limits.start_timeout_s
+        actor = SlowActor(start_s)
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle._actor = "coordinator"
+
+        async def call(index: int) -> None:
+            await asyncio.sleep(index * limits.stall_timeout_s / 3)
+            await handle.view()
+
+        async with asyncio.timeout(10 * limits.start_timeout_s):
+            await asyncio.gather(*map(call, range(callers)))
+        doublings = max(0.0, math.log2(max(start_s, 1.0) / limits.stall_timeout_s))
+        assert 1 <= actor.kills <= 2 + doublings
 
     loop = VirtualTimeLoop()
     try:
