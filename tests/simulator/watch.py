@@ -54,7 +54,11 @@ class Watch:
         """Of all requests: the time after its bound began until it had ended."""
         self._served_since: dict[tuple[SimIngress, str | None], float] = {}
         """Of each version, and of any one."""
-        self._unended: dict[SimRequest, None] = dict.fromkeys(plane.requests)
+        self._unended: dict[SimRequest, tuple[str | None, float]] = {
+            each: (None, each.request.at) for each in plane.requests
+        }
+        """The version that each one's answer needs (None: any, since it has not begun), and since
+        when."""
         self._unawaited: dict[tuple[Process, bytes, str, int], tuple[float, int]] = {}
         """Requests that an engine has, and nobody awaits: for how long it has computed since, and
         its steps at the last look."""
@@ -169,11 +173,13 @@ class Watch:
         bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s
         for each in unended:
             version = each.state.answer_version.required if each.state is not None else None
+            if version != self._unended[each][0]:
+                self._unended[each] = version, now
             ingress = self._plane.ingresses[each.request.ingress]
             since = self._served_since.get((ingress, version))
             if since is None:
                 continue
-            taken_s = now - max(over, since, each.request.at)
+            taken_s = now - max(over, since, self._unended[each][1])
             if each.end is not None:
                 del self._unended[each]
             elif taken_s > bound_s / faults.slowest_clock + self._compute_s(each):
