@@ -12,27 +12,32 @@ MAX_DRAFTS = 32
 """Most drafts of a row in one step, and most tokens of a match."""
 
 
+OF_MODELS = ("model", "eagle", "eagle3")
+"""Methods by which the workers guess, with weights of their own."""
+
+
 class DraftModelConfig(Section, frozen=True):
-    """A small model of the same vocabulary, beside the one that answers."""
+    """A small model of the same vocabulary, beside the one that answers, or a head of that."""
 
     path: FilledText
     """A local folder with config.json, or a hub id."""
     load_format: Literal["auto", "dummy"] = "auto"
     """As `model.load_format`."""
     backend: Literal["auto", "native", "transformers"] = "auto"
-    """As `model.backend`."""
+    """As `model.backend`; heads have one of their own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of its weights and its KV; `auto`: the checkpoint's own type."""
 
 
 class DraftsConfig(Section, frozen=True):
-    method: Literal["none", "ngram", "model"] = "none"
+    method: Literal["none", "ngram", "model", "eagle", "eagle3"] = "none"
     """`ngram`: a row's next tokens are guessed to be those that followed its last ones where these
     stood before, in its prompt or its answer (prompt lookup). `model`: a small model guesses them.
-    The answers are the same."""
+    `eagle`, `eagle3`: a head does, which reads hidden states of the model. The answers are the
+    same."""
     model: DraftModelConfig | None = None
-    """The small model of `method: model`. The worker that returns the tokens holds it whole, and
-    its KV beside the other model's."""
+    """The small model of `method: model`, or the head of `eagle` and `eagle3`. The worker that
+    returns the tokens holds it whole, and its KV beside the other model's."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 7
     """Most drafts of a row in one step: with the token before them eight, for which the products
     of the CPU's kernels take little more than for one."""
@@ -54,16 +59,16 @@ class DraftsConfig(Section, frozen=True):
 
 def check_drafts(config: DraftsConfig) -> None:
     """Check the rules between keys."""
-    if config.method == "model" and config.model is None:
+    if config.method in OF_MODELS and config.model is None:
         raise ConfigError(
-            "drafts.method=model needs drafts.model, the small model that guesses; write its "
-            "folder there, as drafts.model: {path: models/small}",
+            f"drafts.method={config.method} needs drafts.model, what guesses; write its folder "
+            "there, as drafts.model: {path: models/small}",
             "drafts.model",
         )
-    if config.method != "model" and config.model is not None:
+    if config.method not in OF_MODELS and config.model is not None:
         raise ConfigError(
             f"drafts.model={config.model.path!r} is not used with drafts.method={config.method}; "
-            "set drafts.method=model, or leave drafts.model out",
+            f"set drafts.method to one of {', '.join(OF_MODELS)}, or leave drafts.model out",
             "drafts.model",
         )
     if config.min_match > config.max_match:

@@ -167,9 +167,10 @@ def _before_end(tokens: list[int], core: EngineCoreRequest) -> list[int]:
     return tokens
 
 
+_OF_MODELS = "swell.engine.model_drafter:ModelDrafter"
 DRAFTERS = {
     "ngram": "swell.engine.ngram:NgramDrafter",
-    "model": "swell.engine.model_drafter:ModelDrafter",
+    **dict.fromkeys(("model", "eagle", "eagle3"), _OF_MODELS),
 }
 """By `drafts.method` -> "module:Class"."""
 

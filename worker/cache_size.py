@@ -8,7 +8,7 @@ import torch
 
 from swell.configs.schema import Config
 from swell.worker import kv_cache
-from swell.worker.draft_model import NoDraftModel
+from swell.worker.drafting.draft_model import NoDraftModel
 from swell.worker.experts import max_share_bytes
 from swell.worker.routed_experts import RouteLayout
 

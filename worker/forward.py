@@ -50,6 +50,11 @@ class Forward:
         stage. `head`: the output that the next call of `head` will compute."""
         return self._model(batch, intermediate)
 
+    @property
+    def layer_inputs(self) -> list[Tensor]:
+        """Of the last call of `hidden`: see `LlamaModel.layer_inputs`."""
+        return getattr(self._model, "layer_inputs", [])
+
     def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
         """The result of the last call of `hidden` -> the head's output for the rows that sample"""
         if len(hidden) > batch.num_samples:
@@ -74,21 +79,24 @@ class CapturedForward(Forward):
         self._captured: tuple[_Captured, ...] = ()
         """At most one for each `HeadOutput`, without adapters and with them."""
         self._capturable = True
-        self._result: list[Tensor] = []
-        """The head's output of the last replay; empty: it was not captured."""
+        self._replayed: _Captured | None = None
+        """What has computed the last hidden states, if they were replayed."""
 
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
     ) -> Any:
-        captured = self._find(batch, head) if _fits(batch) else None
-        if captured is None:
-            self._result = []
+        self._replayed = self._find(batch, head) if _fits(batch) else None
+        if self._replayed is None:
             return super().hidden(batch, intermediate, head)
-        hidden, *self._result = captured.run(batch)
-        return hidden
+        return self._replayed.run(batch)
+
+    @property
+    def layer_inputs(self) -> list[Tensor]:
+        return self._replayed.layer_inputs if self._replayed else super().layer_inputs
 
     def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
-        return self._result or super().head(head, hidden, batch)
+        replayed = self._replayed.head_output if self._replayed else []
+        return replayed or super().head(head, hidden, batch)
 
     @property
     def progress(self) -> int:
@@ -131,27 +139,39 @@ class _Captured:
         adapters = None if batch.adapters is None else batch.adapters._replace(num_tokens=tokens)
         largest = replace(batch, sizes=sizes, all_hidden=False, adapters=adapters)
         device = inputs.input_ids.device.type
-        # [samples, hidden], and the head's output, if it was captured
+        # [samples, hidden], [tokens, hidden] of each layer that keeps its input, and the head's
+        # output, if it was captured
         self._results, self.graph = capture(
             lambda: _compute(forward, largest, head), device, tokens, rows, samples
         )
+        self._num_inputs = len(forward.layer_inputs)
         self._views: dict[int, list[Tensor]] = {}
-        """S -> the first S rows of the results."""
+        """S -> the first S rows of the results. Where inputs of layers are read, each token gives a
+        sample (see `_fits`)."""
+        self.layer_inputs: list[Tensor] = []
+        self.head_output: list[Tensor] = []
+        """Both of the last `run`."""
 
-    def run(self, batch: InputBatch) -> list[Tensor]:
-        """Hidden states [S, hidden], and the head's output, if it was captured."""
+    def run(self, batch: InputBatch) -> Tensor:
+        """Hidden states [S, hidden]."""
         tokens, rows, samples, *_ = batch.sizes
         self.graph.replay(tokens, rows, samples)
         if samples not in self._views:
             self._views[samples] = [result[:samples] for result in self._results]
-        return self._views[samples]
+        hidden, *others = self._views[samples]
+        self.layer_inputs, self.head_output = (
+            others[: self._num_inputs],
+            others[self._num_inputs :],
+        )
+        return hidden
 
 
 def _compute(forward: Forward, batch: InputBatch, head: HeadOutput) -> list[Tensor]:
     hidden: Tensor = forward.hidden(batch, None, head)
+    computed = [hidden, *forward.layer_inputs]
     if head is HeadOutput.LOGITS and hidden.dtype != torch.float32:
-        return [hidden]  # logits are converted to float32, which no backend operation does
-    return [hidden, *forward.head(head, hidden, batch)]
+        return computed  # logits are converted to float32, which no backend operation does
+    return computed + forward.head(head, hidden, batch)
 
 
 def make_forward(model: Any, states: RequestStates, mesh: Mesh) -> Forward:

@@ -17,7 +17,8 @@ from torch import Tensor
 from swell.configs.schema import CacheConfig, SchedulerConfig
 from swell.worker.block_tables import BlockTables
 from swell.worker.dp_sync import DPSyncResult, make_dp_sync
-from swell.worker.draft_model import NO_DRAFT_MODEL, NoDraftModel
+from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
+from swell.worker.drafting.draft_runner import StepHidden
 from swell.worker.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
 from swell.worker.feedback import PendingSends, make_feedback
 from swell.worker.forward import HeadOutput, make_forward
@@ -137,6 +138,7 @@ class ModelRunner:
             self.states, self.blocks, scheduler.max_tokens_per_step, draft_tokens
         )
         self._model_step = make_forward(model, self.states, mesh)
+        self._reads_all = routes is not None or draft_model.reads_hidden
         self._draft_runner = draft_model.make_runner(
             self.states, self.blocks, scheduler.max_tokens_per_step
         )
@@ -167,7 +169,7 @@ class ModelRunner:
             return self._output(plan, sync_result, None)
         batch = self.batches.build(plan)
         reading = [reader for reader in self.readers if reader.reads(plan)]
-        if reading or self.mesh.shares_experts or self.routes is not None:
+        if reading or self.mesh.shares_experts or self._reads_all:
             batch = replace(batch, all_hidden=True)  # dp_sync has announced all tokens
         head = HeadOutput.ARGMAX if self.sampler.needs_only_argmax(batch) else HeadOutput.LOGITS
         if (embeds := self.prompt_embeds.override(plan)) is not None:
@@ -180,7 +182,8 @@ class ModelRunner:
             return None
         pending_extras = [extra for reader in reading for extra in reader(hidden, batch, plan)]
         sampled = self._sample(hidden, batch, head, pending_extras)
-        self._draft_runner.after_sampling(plan, sampled)
+        read = StepHidden(hidden, self._model_step.layer_inputs)
+        self._draft_runner.after_sampling(plan, sampled, read)
         return self._output(plan, sync_result, sampled)
 
     def drain(self) -> None:

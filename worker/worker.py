@@ -19,7 +19,8 @@ from swell.kernels import backends
 from swell.worker import kv_cache
 from swell.worker.cache_size import block_bytes, count_cache_blocks, moe_layers
 from swell.worker.device import device_of
-from swell.worker.draft_model import NO_DRAFT_MODEL, NoDraftModel, load_draft_model
+from swell.worker.drafting.draft_loading import load_draft_model
+from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
 from swell.worker.experts import rebalance
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import (
@@ -169,7 +170,7 @@ class Worker:
         for layer in [*self.model.attention_layers(), *moe_layers(self.model)]:
             layer.register_forward_hook(self._count_layer)
         self.draft_model = load_draft_model(
-            self.config, hf_config, pooling, self.mesh, self.device, self._count_progress
+            self.config, hf_config, pooling, self.model, self.mesh, self._count_progress
         )
         self._is_whole = True
         return hf_config, pooling, loaded

@@ -209,8 +209,9 @@ def test_a_match_of_drafts_is_not_longer_than_its_limit() -> None:
 
 
 def test_a_draft_model_is_named_where_it_is_used_and_nowhere_else(tmp_path) -> None:
-    text = refusal({"model": {"path": "m"}, "drafts": {"method": "model"}})
-    assert text.startswith("drafts.method=model needs drafts.model")
+    for method in ("model", "eagle", "eagle3"):
+        text = refusal({"model": {"path": "m"}, "drafts": {"method": method}})
+        assert text.startswith(f"drafts.method={method} needs drafts.model")
     text = refusal({"model": {"path": "m"}, "drafts": {"model": {"path": "small"}}})
     assert text.startswith("drafts.model='small' is not used with drafts.method=none")
     text = refusal({"model": {"path": "m"}, "drafts": {"model": {"path": "s", "size": 1}}})

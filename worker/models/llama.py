@@ -11,7 +11,6 @@ The tokens of all rows are concatenated, [T, hidden]; only attention knows where
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -29,6 +28,7 @@ from swell.worker.layers.rotary import RotaryEmbedding
 from swell.worker.layers.weight_shard import WeightShard, materialize
 from swell.worker.mesh import Group, Mesh
 from swell.worker.models.intermediate import IntermediateTensors, stage_layers
+from swell.worker.models.llama_traits import TRAITS, Traits
 
 if TYPE_CHECKING:
     from swell.kernels.attention import AttentionMetadata
@@ -36,60 +36,6 @@ if TYPE_CHECKING:
 
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
-
-
-@dataclass(frozen=True)
-class Traits:
-    """The differences between the members of the family."""
-
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """Queries and keys are normalized per head, before their rotation."""
-    windows: tuple[int, ...] = ()
-    """Tokens that a token attends to in each layer, itself included; 0: all."""
-    mlp_name: str = "mlp"
-    """The name of the feed-forward block in a checkpoint."""
-
-
-def _llama(config: Any) -> Traits:
-    bias = bool(config.attention_bias)
-    return Traits(qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.mlp_bias))
-
-
-def _mistral(config: Any) -> Traits:
-    return Traits(windows=(config.sliding_window or 0,) * config.num_hidden_layers)
-
-
-def _qwen2(config: Any) -> Traits:
-    return Traits(qkv_bias=True, windows=_windows(config))
-
-
-def _qwen3(config: Any) -> Traits:
-    bias = bool(config.attention_bias)
-    return Traits(qkv_bias=bias, out_bias=bias, qk_norm=True, windows=_windows(config))
-
-
-def _windows(config: Any) -> tuple[int, ...]:
-    """The window of each layer, by its kind of attention in the config."""
-    known = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
-    for kind in config.layer_types:
-        if kind not in known:
-            raise ValueError(
-                f"layer_types has {kind!r}, which is not supported natively "
-                f"(known: {', '.join(known)}); try model.backend=transformers"
-            )
-    return tuple(known[kind] for kind in config.layer_types)
-
-
-TRAITS: dict[str, Callable[[Any], Traits]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _mistral,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
-}
-"""Architecture, as config.json names it -> its traits."""
 
 
 class LlamaAttention(nn.Module):
@@ -155,6 +101,9 @@ class LlamaLayer(nn.Module):
         self.mlp_norm = RMSNorm(hidden, eps)
         self.mlp = mlp
         self.mlp_name = traits.mlp_name
+        self.keeps_input = False
+        self.input: torch.Tensor | None = None
+        """[T, hidden] what it has read in the last step, if it keeps that."""
 
     def forward(
         self,
@@ -171,6 +120,8 @@ class LlamaLayer(nn.Module):
             x, residual = self.attention_norm(x), x
         else:
             x, residual = self.attention_norm.add(x, residual)
+        if self.keeps_input:
+            self.input = residual
         x = self.attention(x, cos, sin, meta, hidden_indices)
         x, residual = self.mlp_norm.add(x, _of(residual, hidden_indices))
         return self.mlp(x), residual
@@ -215,6 +166,7 @@ class LlamaModel(nn.Module):
         self.embedding_width = int(config.hidden_size)
         """Numbers of an embedding of a prompt that is given as such."""
         self.active_adapters = ActiveAdapters()
+        self._keeping: list[LlamaLayer] = []
         self.device, self.dtype = device, dtype
         self.vocab_size = int(config.vocab_size)
         stages = mesh.pipeline.size
@@ -232,7 +184,7 @@ class LlamaModel(nn.Module):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.make_head(config)
         materialize(self, device, dtype)
-        self.rope = RotaryEmbedding(head_dim(config), max_positions, _rope(config))
+        self.rope = RotaryEmbedding(head_dim(config), max_positions, rope_parameters(config))
         self.rope.to(device)
 
     def make_head(self, config: Any) -> None:
@@ -272,6 +224,17 @@ class LlamaModel(nn.Module):
         assert residual is not None, "each stage has a layer"
         x, _ = self.norm.add(x, residual)
         return x
+
+    def keep_inputs(self, layers: Sequence[int]) -> None:
+        """Keep what these layers read, which this stage has."""
+        self._keeping = [self.layers[layer - self.range.start] for layer in layers]
+        for layer in self._keeping:
+            layer.keeps_input = True
+
+    @property
+    def layer_inputs(self) -> list[torch.Tensor]:
+        """[T, hidden] each: of the last step, in the order of `keep_inputs`."""
+        return [layer.input for layer in self._keeping if layer.input is not None]
 
     def attention_layers(self) -> list[Attention]:
         """The attention layers of this stage, in order: each needs a KV cache."""
@@ -356,7 +319,7 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _rope(config: Any) -> dict[str, Any]:
+def rope_parameters(config: Any) -> dict[str, Any]:
     """The rope's parameters; a missing factor of yarn is computed from the lengths."""
     rope = dict(config.rope_parameters)
     if rope.get("rope_type") == "yarn" and rope.get("factor") is None:

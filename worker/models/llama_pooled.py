@@ -10,7 +10,8 @@ from torch import nn
 
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter
-from swell.worker.models.llama import HEAD, TRAITS, LlamaModel
+from swell.worker.models.llama import HEAD, LlamaModel
+from swell.worker.models.llama_traits import TRAITS
 
 _CAUSAL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 

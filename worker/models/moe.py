@@ -16,7 +16,8 @@ from swell.worker.layers.mlp import FeedForward
 from swell.worker.layers.moe import Expert, ExpertTraits, MoE
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.mesh import Mesh
-from swell.worker.models.llama import LlamaForCausalLM, Traits
+from swell.worker.models.llama import LlamaForCausalLM
+from swell.worker.models.llama_traits import Traits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Guesses how the rows of a step go on, by a draft model, behind the step.
+"""Guesses how the rows of a step go on, behind the step; by a small model: `DraftRunner`.
 
-The law: behind each step the draft model has K and V of every position of which the other model
+The law of a draft model: behind each step it has K and V of every position of which the other model
 has them. So a block that is shared, copied, or found again serves both. Hence it computes every
 step's tokens, whether it shall guess or not. For a row with s .. e - 1 in the step, of which the
 last ones may be drafts, and the newest token at position p <= e after sampling:
@@ -19,6 +19,7 @@ Guesses change no answer (see `drafts.py`): a wrong one costs its time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,17 @@ from swell.worker.sample.sampler import SamplerOutput
 from swell.worker.wire import SchedulerOutput
 
 
+@dataclass(frozen=True, slots=True)
+class StepHidden:
+    """What the model has computed in a step, for a draft model that reads it; valid until the next
+    step."""
+
+    last: Tensor
+    """[T, hidden] normed hidden states of all tokens, if `NoDraftModel.reads_hidden`."""
+    layer_inputs: Sequence[Tensor]
+    """[T, hidden] each: what the layers that `keep_inputs` has named have read."""
+
+
 class NoDraftRunner:
     """Of a worker without a draft model."""
 
@@ -43,13 +55,15 @@ class NoDraftRunner:
         """As `ModelRunner.progress`."""
         return 0
 
-    def after_sampling(self, plan: SchedulerOutput, sampled: SamplerOutput | None) -> None:
+    def after_sampling(
+        self, plan: SchedulerOutput, sampled: SamplerOutput | None, hidden: StepHidden
+    ) -> None:
         """A step was computed; `sampled`: its tokens, which get the guesses that the plan asks
         for, or None."""
 
 
 @dataclass(slots=True)
-class _Guess:
+class Guess:
     """What a row is to get."""
 
     row: int
@@ -58,43 +72,45 @@ class _Guess:
     count: int
 
 
-class DraftRunner(NoDraftRunner):
-    def __init__(
-        self, model: Any, states: RequestStates, blocks: BlockTables, max_tokens: int
-    ) -> None:
-        """`model`: whole, its attention layers bound to caches of the blocks in `blocks`;
-        `max_tokens`: of one step."""
+class GuessingRunner(NoDraftRunner):
+    """One pass gives one token of each row that guesses."""
+
+    def __init__(self, states: RequestStates, blocks: BlockTables) -> None:
         self._states, self._blocks = states, blocks
-        # A row that guesses has one more than in the step.
-        self._batches = BatchBuilder(states, blocks, max_tokens + states.max_rows)
-        alone = Mesh.build(ParallelConfig(), 0, device=states.token_ids.device)
-        self._forward = make_forward(model, states, alone)
 
-    @property
-    def progress(self) -> int:
-        return self._forward.progress
-
-    def after_sampling(self, plan: SchedulerOutput, sampled: SamplerOutput | None) -> None:
+    def after_sampling(
+        self, plan: SchedulerOutput, sampled: SamplerOutput | None, hidden: StepHidden
+    ) -> None:
         guesses = self._wanted(plan, sampled)
-        num_tokens, samples = plan.num_tokens.copy(), [0] * len(plan.slots)
-        for guess in guesses:
-            num_tokens[guess.row] = guess.position + 1 - plan.starts[guess.row]
-            samples[guess.row] = 1
         pending = PendingProposals(list(plan.proposals))
-        tokens = self._pass(plan.step, plan.slots, plan.starts, num_tokens, samples)
+        tokens = self._follow(plan, guesses, hidden)
         index = 0
         while guesses and tokens is not None:
             pending.add([guess.row for guess in guesses], tokens)
             index += 1
-            guesses = [guess for guess in guesses if guess.count > index]
-            ones = [1] * len(guesses)
+            staying = [at for at, guess in enumerate(guesses) if guess.count > index]
+            guesses = [guesses[at] for at in staying]
             slots = [plan.slots[guess.row] for guess in guesses]
-            starts = [guess.position + index for guess in guesses]
-            tokens = self._pass(plan.step, slots, starts, ones, ones) if guesses else None
+            if guesses:
+                tokens = self._go_on(plan.step, slots, guesses, index, staying)
         if sampled is not None and plan.proposals:
             sampled.pending_proposals = pending
 
-    def _wanted(self, plan: SchedulerOutput, sampled: SamplerOutput | None) -> list[_Guess]:
+    def _follow(
+        self, plan: SchedulerOutput, guesses: list[Guess], hidden: StepHidden
+    ) -> Tensor | None:
+        """Compute the tokens of the step; the first token of each guess, [guesses] int64, a copy;
+        None: there are none."""
+        raise NotImplementedError
+
+    def _go_on(
+        self, step: int, slots: list[int], guesses: list[Guess], index: int, staying: list[int]
+    ) -> Tensor | None:
+        """The token `index` (from 0) of each of these guesses, as above. `slots`: of their rows;
+        `staying`: which ones of the last pass's guesses they are."""
+        raise NotImplementedError
+
+    def _wanted(self, plan: SchedulerOutput, sampled: SamplerOutput | None) -> list[Guess]:
         """In the order of the rows."""
         if not plan.proposals or sampled is None:
             return []
@@ -110,8 +126,41 @@ class DraftRunner(NoDraftRunner):
             # The last guess has a place in the table of tokens, but none in the cache.
             count = min(count, min(places, self._states.max_model_len) - position)
             if count > 0:
-                found.append(_Guess(row, position, count))
+                found.append(Guess(row, position, count))
         return found
+
+
+class DraftRunner(GuessingRunner):
+    def __init__(
+        self, model: Any, states: RequestStates, blocks: BlockTables, max_tokens: int
+    ) -> None:
+        """`model`: whole, its attention layers bound to caches of the blocks in `blocks`;
+        `max_tokens`: of one step."""
+        super().__init__(states, blocks)
+        # A row that guesses has one more than in the step.
+        self._batches = BatchBuilder(states, blocks, max_tokens + states.max_rows)
+        alone = Mesh.build(ParallelConfig(), 0, device=states.token_ids.device)
+        self._forward = make_forward(model, states, alone)
+
+    @property
+    def progress(self) -> int:
+        return self._forward.progress
+
+    def _follow(
+        self, plan: SchedulerOutput, guesses: list[Guess], hidden: StepHidden
+    ) -> Tensor | None:
+        num_tokens, samples = plan.num_tokens.copy(), [0] * len(plan.slots)
+        for guess in guesses:
+            num_tokens[guess.row] = guess.position + 1 - plan.starts[guess.row]
+            samples[guess.row] = 1
+        return self._pass(plan.step, plan.slots, plan.starts, num_tokens, samples)
+
+    def _go_on(
+        self, step: int, slots: list[int], guesses: list[Guess], index: int, staying: list[int]
+    ) -> Tensor | None:
+        ones = [1] * len(guesses)
+        starts = [guess.position + index for guess in guesses]
+        return self._pass(step, slots, starts, ones, ones)
 
     def _pass(
         self,

@@ -1,0 +1,211 @@
+"""Loads what guesses the tokens of a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from swell.configs.drafts import DraftModelConfig
+from swell.configs.pooling import PoolingSpec
+from swell.configs.schema import Config, ModelConfig, ParallelConfig
+from swell.configs.section import ConfigError
+from swell.configs.sharded_index import is_sharded
+from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, DraftModel, NoDraftModel
+from swell.worker.drafting.draft_runner import DraftRunner
+from swell.worker.drafting.eagle_model import (
+    EMBEDDING,
+    HEAD,
+    Eagle3Model,
+    EagleModel,
+    layers_read,
+)
+from swell.worker.drafting.eagle_runner import EagleRunner
+from swell.worker.layers.packed_weight import pack_weights
+from swell.worker.loader import (
+    checkpoint_names,
+    load_config,
+    load_weight_shards,
+    load_weights,
+    max_positions,
+    resolve_dtype,
+)
+from swell.worker.loader import max_model_len as max_length
+from swell.worker.mesh import Mesh
+from swell.worker.models import build_model
+
+_KEY = re.compile(rf"(?<![.\w])model\.({'|'.join(DraftModelConfig.__struct_fields__)})\b")
+"""A key by which errors about any model name the way out."""
+_HEADS: dict[str, type[EagleModel] | type[Eagle3Model]] = {
+    "eagle": EagleModel,
+    "eagle3": Eagle3Model,
+}
+_MODEL_EMBEDDING, _MODEL_HEAD = "model.embed_tokens", "lm_head"
+
+
+def load_draft_model(
+    config: Config,
+    hf_config: Any,
+    pooling: PoolingSpec | None,
+    model: Any,
+    mesh: Mesh,
+    progress: Callable[[], None],
+) -> NoDraftModel:
+    """What guesses in a worker at this place of the mesh. `hf_config`, `pooling`, `model`: of the
+    model whose tokens it guesses; `progress` is called now and then.
+
+    Raises `ConfigError` for one that cannot guess tokens of that.
+    """
+    small, is_head = config.drafts.model, config.drafts.method in _HEADS
+    if small is None:
+        return NO_DRAFT_MODEL
+    if pooling is not None:
+        raise ConfigError(
+            f"drafts.model={small.path!r}: model.path={config.model.path!r} pools, and samples no "
+            "tokens that could be guessed; set drafts.method=none",
+            "drafts.model",
+        )
+    loading = _Loading(config, hf_config.get_text_config(), model, mesh, progress)
+    try:
+        if is_head:
+            return loading.load_head(config.drafts.method)
+        return loading.load_small_model() if mesh.is_output_rank else NO_DRAFT_MODEL
+    except ValueError as error:
+        text = _KEY.sub(r"drafts.model.\1", str(error))
+        raise ConfigError(f"drafts.model={small.path!r}: {text}", "drafts.model") from error
+
+
+class _Loading:
+    def __init__(
+        self,
+        config: Config,
+        text_config: Any,
+        model: Any,
+        mesh: Mesh,
+        progress: Callable[[], None],
+    ) -> None:
+        assert config.drafts.model is not None
+        self._served, self._text_config, self._model = config.model, text_config, model
+        self._mesh, self._progress, self._device = mesh, progress, mesh.device
+        self._config = _model_config(config.model, config.drafts.model)
+        self._max_len = max_length(config.model, text_config)
+
+    def load_small_model(self) -> NoDraftModel:
+        hf_config = load_config(self._config)
+        self._check_vocabulary(hf_config)
+        positions = max_positions(hf_config)
+        if positions is not None and positions < self._max_len:
+            raise ValueError(
+                f"it has {positions} positions, and sequences have up to {self._max_len} tokens; "
+                f"set model.max_model_len={positions} or less"
+            )
+        dtype = resolve_dtype(self._config, hf_config)
+        alone = Mesh.build(ParallelConfig(), 0, device=self._device)
+        model: Any = build_model(self._config, hf_config, alone, self._device, dtype)
+        loaded = load_weights(model, self._config, self._on_loaded)
+        self._finish(model)
+        return DraftModel(model, dtype, loaded.nbytes, loaded.mapped_bytes, DraftRunner)
+
+    def load_head(self, method: str) -> NoDraftModel:
+        """Every worker of the last stage computes what a head reads; one holds it."""
+        if method == "eagle3":
+            self._keep_inputs()
+        if not self._mesh.is_output_rank:
+            return NoDraftModel(reads_hidden=True)
+        hf_config = load_config(self._config)
+        self._check_vocabulary(hf_config)
+        dtype = resolve_dtype(self._config, hf_config)
+        stored = _stored_names(self._config)
+        head = _HEADS[method](
+            hf_config, self._text_config, stored, self._max_len, self._device, dtype
+        )
+        nbytes = load_weight_shards(head.weight_shards, self._config, self._on_loaded)
+        nbytes += self._borrow(head)
+        if isinstance(head, Eagle3Model):
+            self._check_offsets(head)
+        self._finish(head)
+        return DraftModel(head, dtype, nbytes, 0, EagleRunner, reads_hidden=True)
+
+    def _keep_inputs(self) -> None:
+        layers = layers_read(load_config(self._config), self._text_config.num_hidden_layers)
+        if self._mesh.pipeline.size > 1:
+            raise ValueError(
+                f"it reads what the layers {layers} of the model read, which lie in several "
+                "stages; set parallel.pipeline=1, or take a head for drafts.method=eagle"
+            )
+        if not hasattr(self._model, "keep_inputs"):
+            raise ValueError(
+                "the model runs through transformers, which gives no states of its layers to a "
+                "head; take a head for drafts.method=eagle, or drafts.method=model"
+            )
+        self._model.keep_inputs(layers)
+
+    def _borrow(self, head: EagleModel | Eagle3Model) -> int:
+        """Fill what the head has no weights of from the model's checkpoint; returns the bytes."""
+        borrowed = head.borrowed()
+        if not borrowed:
+            return 0
+        if is_sharded(self._served):
+            raise ValueError(
+                f"it has no {' and no '.join(borrowed)} of its own, and the weights of the model "
+                "are saved as workers hold them; serve the model's original folder, or add these "
+                "tensors to the head's"
+            )
+        stored = checkpoint_names(self._served)
+        is_tied = bool(self._text_config.tie_word_embeddings)
+        if stored and f"{_MODEL_HEAD}.weight" not in stored:
+            is_tied = True
+        embedding = _MODEL_EMBEDDING
+        if stored and f"{embedding}.weight" not in stored:
+            embedding = _MODEL_HEAD  # a tied tensor may be stored under either name
+        names = {EMBEDDING: embedding, HEAD: embedding if is_tied else _MODEL_HEAD}
+        shards = [
+            shard for kind, layer in borrowed.items() for shard in layer.weight_shards(names[kind])
+        ]
+        return load_weight_shards(lambda _stored: shards, self._served, self._on_loaded)
+
+    def _check_vocabulary(self, hf_config: Any) -> None:
+        """Raise `ValueError` unless it knows every token of the model."""
+        own, wanted = hf_config.get_text_config().vocab_size, self._text_config.vocab_size
+        if own != wanted:
+            raise ValueError(
+                f"its vocabulary has {own} tokens, that of the model {wanted}; take one of the "
+                "same vocabulary"
+            )
+
+    def _check_offsets(self, head: Eagle3Model) -> None:
+        tokens = torch.arange(len(head.offsets), device=self._device) + head.offsets
+        if tokens.min() < 0 or tokens.max() >= self._text_config.vocab_size:
+            raise ValueError(
+                f"its tensor 'd2t' names the tokens {int(tokens.min())} to {int(tokens.max())}, "
+                f"and the model has {self._text_config.vocab_size}; copy or download it again"
+            )
+
+    def _finish(self, model: Any) -> None:
+        pack_weights(model)
+        for layer in model.attention_layers():
+            layer.register_forward_hook(lambda *call: self._progress())
+
+    def _on_loaded(self, done_bytes: int, all_bytes: int) -> None:
+        self._progress()
+
+
+def _stored_names(model_config: ModelConfig) -> frozenset[str]:
+    """Of a head's folder; none for random weights, so it borrows what it can."""
+    if is_sharded(model_config):
+        raise ValueError("its weights are saved as workers hold them; take its original folder")
+    return frozenset(checkpoint_names(model_config))
+
+
+def _model_config(model: ModelConfig, small: DraftModelConfig) -> ModelConfig:
+    return ModelConfig(
+        path=small.path,
+        load_format=small.load_format,
+        dtype=small.dtype,
+        device=model.device,
+        backend=small.backend,
+        seed=model.seed,
+        runner="generate",
+    )

@@ -1,0 +1,94 @@
+"""What guesses in a worker how rows go on: a small model, or a head of the model itself
+(`docs/drafts.md`).
+
+The worker that returns the tokens of its engine holds it whole, however the other model is split.
+Its KV lies beside that one's, in blocks of the same numbers: what holds for a block of one (whose
+it is, its name, its copies elsewhere) holds for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swell.worker import kv_cache
+from swell.worker.block_tables import BlockTables
+from swell.worker.drafting.draft_runner import NoDraftRunner
+from swell.worker.request_states import RequestStates
+
+MakeRunner = Callable[[Any, RequestStates, BlockTables, int], NoDraftRunner]
+"""(model, states, blocks, most tokens of a step) -> what computes the model."""
+
+
+class NoDraftModel:
+    """Of a worker without one."""
+
+    nbytes = 0
+    """Of its weights."""
+    mapped_bytes = 0
+    """As in `LoadedWeights`."""
+    modules: tuple[nn.Module, ...] = ()
+
+    def __init__(self, reads_hidden: bool = False) -> None:
+        """`reads_hidden`: the engine's draft model reads the model's hidden states, so every worker
+        of the last stage computes those of all tokens."""
+        self.reads_hidden = reads_hidden
+
+    def block_bytes(self, block_tokens: int) -> int:
+        """Of one block in all its layers."""
+        return 0
+
+    def allocate(self, num_blocks: int, block_tokens: int, device: torch.device) -> list[Tensor]:
+        """Bind a zeroed cache to every layer; all caches, each [blocks, ...]."""
+        return []
+
+    def unbind_cache(self) -> None:
+        """Drop the caches, so that their memory can be freed."""
+
+    def make_runner(
+        self, states: RequestStates, blocks: BlockTables, max_tokens: int
+    ) -> NoDraftRunner:
+        """What computes it; `max_tokens`: of one step."""
+        return NoDraftRunner()
+
+
+NO_DRAFT_MODEL = NoDraftModel()
+
+
+class DraftModel(NoDraftModel):
+    """Its weights are loaded."""
+
+    def __init__(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        nbytes: int,
+        mapped_bytes: int,
+        make_runner: MakeRunner,
+        reads_hidden: bool = False,
+    ) -> None:
+        super().__init__(reads_hidden)
+        self._model, self._dtype, self._make_runner = model, dtype, make_runner
+        self.nbytes, self.mapped_bytes = nbytes, mapped_bytes
+        self.modules = (model,)
+
+    def block_bytes(self, block_tokens: int) -> int:
+        layers = self._model.attention_layers()
+        return kv_cache.bytes_per_block(layers, block_tokens, self._dtype)
+
+    def allocate(self, num_blocks: int, block_tokens: int, device: torch.device) -> list[Tensor]:
+        layers = self._model.attention_layers()
+        kv_cache.allocate(layers, num_blocks, block_tokens, self._dtype, device)
+        return [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
+
+    def unbind_cache(self) -> None:
+        for layer in self._model.attention_layers():
+            layer.unbind_cache()
+
+    def make_runner(
+        self, states: RequestStates, blocks: BlockTables, max_tokens: int
+    ) -> NoDraftRunner:
+        return self._make_runner(self._model, states, blocks, max_tokens)

@@ -1,0 +1,284 @@
+"""Heads that guess the next token from the hidden states of a model of the llama family.
+
+EAGLE (Li et al. 2024, arXiv:2401.15077): f are the model's normed hidden states, x the token
+behind, and the head predicts f of the next position, of which the model's own head makes logits.
+
+    own = layers(fc([embed(x), f]));   logits = head(own)
+
+The first layer has no norm before its attention, and there is none behind the last.
+
+EAGLE-3 (Li et al. 2025, arXiv:2503.01840) fuses what three layers of the model read, and has a norm
+and a head of its own, often over the most frequent tokens alone.
+
+    f = fc([a, b, c]);   y = [norm(embed(x)), norm(f)]
+    own = f + attention(y);   own = own + mlp(norm(own));   logits = head(norm(own))
+
+After the first pass `own` of the position before takes the place of f. Names and shapes of weights
+are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from swell.configs.schema import ParallelConfig
+from swell.kernels.linear import embedding
+from swell.worker.drafting.draft_runner import StepHidden
+from swell.worker.layers.attention import Attention
+from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from swell.worker.layers.linear import QKVParallelLinear, ReplicatedLinear
+from swell.worker.layers.mlp import GatedMLP
+from swell.worker.layers.norm import RMSNorm
+from swell.worker.layers.rotary import RotaryEmbedding
+from swell.worker.layers.weight_shard import WeightShard, materialize, replicated_shard
+from swell.worker.mesh import Mesh
+from swell.worker.models.llama import (
+    LlamaAttention,
+    LlamaLayer,
+    head_dim,
+    rope_parameters,
+)
+from swell.worker.models.llama_traits import Traits
+
+if TYPE_CHECKING:
+    from swell.worker.input_batch import InputBatch
+
+EMBEDDING, HEAD, FUSION = "embed_tokens", "lm_head", "fc"
+OFFSETS = "d2t"
+"""[draft vocabulary] int64: for each token of the head, what is added to its number to get that of
+the model's vocabulary."""
+
+
+def traits_of(stored: Collection[str], layer: str) -> Traits:
+    """As the names of the stored tensors say, whatever family config.json names."""
+
+    def has(name: str) -> bool:
+        return f"{layer}.{name}" in stored
+
+    return Traits(
+        qkv_bias=has("self_attn.q_proj.bias"),
+        out_bias=has("self_attn.o_proj.bias"),
+        mlp_bias=has("mlp.gate_proj.bias"),
+        qk_norm=has("self_attn.q_norm.weight"),
+    )
+
+
+class _Head(nn.Module):
+    """What both kinds have. `borrowed` names what lies in the model's checkpoint."""
+
+    def __init__(self, config: Any, stored: Collection[str], positions: int, device: Any) -> None:
+        super().__init__()
+        self.group = Mesh.build(ParallelConfig(), 0, device=device).tensor
+        self.stored = stored
+        self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, self.group)
+        self.rope = RotaryEmbedding(head_dim(config), positions, rope_parameters(config))
+
+    def finish(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate all parameters."""
+        materialize(self, device, dtype)
+        self.dtype = dtype
+        self.rope.to(device)
+
+    def borrowed(self) -> dict[str, VocabParallelEmbedding | ParallelLMHead]:
+        """`EMBEDDING` or `HEAD` -> the layer that is filled from the model's checkpoint."""
+        return {} if self._has(EMBEDDING) else {EMBEDDING: self.embed}
+
+    def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
+        """What it reads from its own checkpoint."""
+        if self._has(EMBEDDING):
+            yield from self.embed.weight_shards(EMBEDDING)
+
+    def _has(self, name: str) -> bool:
+        return f"{name}.weight" in self.stored
+
+
+class _NoNorm(RMSNorm):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        yield from ()
+
+
+class EagleModel(_Head):
+    """`model`: the config of the model that it guesses for."""
+
+    def __init__(
+        self,
+        config: Any,
+        model: Any,
+        stored: Collection[str],
+        positions: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(config, stored, positions, device)
+        size = config.hidden_size
+        if size != model.hidden_size:
+            raise ValueError(
+                f"its hidden_size={size} is not that of the model, {model.hidden_size}; a head is "
+                "made for one model: take that of this one"
+            )
+        self.fusion = ReplicatedLinear(2 * size, size, bias=f"{FUSION}.bias" in stored)
+        layers = [
+            LlamaLayer(config, traits_of(stored, f"layers.{at}"), at, self.group, _mlp(config))
+            for at in range(config.num_hidden_layers)
+        ]
+        layers[0].attention_norm = _NoNorm()
+        self.layers = cast("Sequence[LlamaLayer]", nn.ModuleList(layers))
+        self.head = ParallelLMHead(config.vocab_size, size, self.group)
+        self.finish(device, dtype)
+
+    def select(self, hidden: StepHidden) -> Sequence[Tensor]:
+        return [hidden.last]
+
+    def features(self, selected: Sequence[Tensor]) -> Tensor:
+        return selected[0].to(self.dtype)
+
+    def forward(self, ids: Tensor, features: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
+        x = self.fusion(torch.cat((self.embed(ids), features), -1))
+        residual: Tensor | None = None
+        cos, sin = self.rope(batch.positions)
+        for layer in self.layers:
+            wanted = batch.hidden_indices if layer is self.layers[-1] else None
+            x, residual = layer(x, residual, cos, sin, batch.attention, wanted)
+        own = x if residual is None else x + residual
+        return own, own
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        return self.head.argmax(hidden)[0]
+
+    def attention_layers(self) -> list[Attention]:
+        return [layer.attention.attention for layer in self.layers]
+
+    def borrowed(self) -> dict[str, VocabParallelEmbedding | ParallelLMHead]:
+        return super().borrowed() | ({} if self._has(HEAD) else {HEAD: self.head})
+
+    def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
+        yield from super().weight_shards(stored)
+        yield from self.fusion.weight_shards(FUSION)
+        for at, layer in enumerate(self.layers):
+            yield from layer.weight_shards(f"layers.{at}")
+        if self._has(HEAD):
+            yield from self.head.weight_shards(HEAD)
+
+
+def _mlp(config: Any, bias: bool = False) -> GatedMLP:
+    group = Mesh.build(ParallelConfig(), 0).tensor
+    return GatedMLP(config.hidden_size, config.intermediate_size, group, bias)
+
+
+class _Eagle3Layer(nn.Module):
+    def __init__(self, config: Any, traits: Traits, group: Any) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.embed_norm, self.feature_norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.attention = LlamaAttention(config, traits, 0, group)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        dim = self.attention.head_dim
+        self.attention.qkv = QKVParallelLinear(
+            2 * size, heads, kv_heads, dim, group, traits.qkv_bias
+        )
+        self.mlp_norm = RMSNorm(size, eps)
+        self.mlp = _mlp(config, traits.mlp_bias)
+
+    def forward(
+        self, embeds: Tensor, features: Tensor, cos: Tensor, sin: Tensor, batch: InputBatch
+    ) -> tuple[Tensor, Tensor]:
+        """embeds, features [T, hidden] -> a pair whose sum is `own`, [S, hidden] each"""
+        x = torch.cat((self.embed_norm(embeds), self.feature_norm(features)), -1)
+        wanted = batch.hidden_indices
+        x = self.attention(x, cos, sin, batch.attention, wanted)
+        residual = features if wanted is None else embedding(wanted, features)
+        x, residual = self.mlp_norm.add(x, residual)
+        return self.mlp(x), residual
+
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        yield from self.embed_norm.weight_shards(f"{name}.input_layernorm")
+        yield from self.feature_norm.weight_shards(f"{name}.hidden_norm")
+        yield from self.attention.weight_shards(f"{name}.self_attn")
+        yield from self.mlp_norm.weight_shards(f"{name}.post_attention_layernorm")
+        yield from self.mlp.weight_shards(f"{name}.mlp")
+
+
+class Eagle3Model(_Head):
+    """`model`: the config of the model that it guesses for."""
+
+    def __init__(
+        self,
+        config: Any,
+        model: Any,
+        stored: Collection[str],
+        positions: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(config, stored, positions, device)
+        size = config.hidden_size
+        if size != model.hidden_size and not self._has(EMBEDDING):
+            raise ValueError(
+                f"it has no {EMBEDDING}, and that of the model is of another size, "
+                f"{model.hidden_size} in place of hidden_size={size}"
+            )
+        self._layer = "midlayer" if "midlayer.mlp.gate_proj.weight" in stored else "layers.0"
+        self.fusion = ReplicatedLinear(3 * model.hidden_size, size, bias=f"{FUSION}.bias" in stored)
+        self.layer = _Eagle3Layer(config, traits_of(stored, self._layer), self.group)
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
+        self.head = ParallelLMHead(vocab, size, self.group)
+        self.finish(device, dtype)
+        offsets = torch.zeros(vocab, dtype=torch.int64, device=device)
+        self.offsets = nn.Parameter(offsets, requires_grad=False)
+
+    def select(self, hidden: StepHidden) -> Sequence[Tensor]:
+        return hidden.layer_inputs
+
+    def features(self, selected: Sequence[Tensor]) -> Tensor:
+        fused: Tensor = self.fusion(torch.cat(list(selected), -1).to(self.dtype))
+        return fused
+
+    def forward(self, ids: Tensor, features: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
+        cos, sin = self.rope(batch.positions)
+        x, residual = self.layer(self.embed(ids), features, cos, sin, batch)
+        last, own = self.norm.add(x, residual)
+        return own, last
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        tokens = self.head.argmax(hidden)[0]
+        return tokens + self.offsets[tokens]
+
+    def attention_layers(self) -> list[Attention]:
+        return [self.layer.attention.attention]
+
+    def borrowed(self) -> dict[str, VocabParallelEmbedding | ParallelLMHead]:
+        return super().borrowed() | ({} if self._has(HEAD) else {HEAD: self.head})
+
+    def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
+        yield from super().weight_shards(stored)
+        yield from self.fusion.weight_shards(FUSION)
+        yield from self.layer.weight_shards(self._layer)
+        yield from self.norm.weight_shards("norm")
+        if self._has(HEAD):
+            yield from self.head.weight_shards(HEAD)
+        if OFFSETS in self.stored:
+            yield replicated_shard(OFFSETS, self.offsets)
+
+
+def layers_read(config: Any, num_layers: int) -> list[int]:
+    """The layers of the model whose input an EAGLE-3 head reads: as its config.json says, else the
+    published ones."""
+    named = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+    layers = [int(layer) for layer in named or (2, num_layers // 2, num_layers - 3)]
+    if len(layers) != 3 or not all(0 <= layer < num_layers for layer in layers):
+        raise ValueError(
+            f"it reads what the layers {layers} of the model read, and that has {num_layers}; it "
+            "was made for another model"
+        )
+    return layers

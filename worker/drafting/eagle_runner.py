@@ -1,0 +1,119 @@
+"""Guesses by a head that reads the model's hidden states (EAGLE, Li et al. 2024, arXiv:2401.15077).
+
+At position i it reads the model's features of position i and the token at i + 1, which is known one
+step earlier, and guesses the token at i + 2. For a row with s .. e - 1 in the step and the newest
+token at position p <= e:
+
+    position       s ......... p - 1          p            p + 1
+    features       of the model               own of p - 1 own of p
+    token behind   t(s+1) .... newest         g1           g2
+    pass 1         computed    computed -> g1
+    pass 2                                    computed -> g2
+
+So the law of `draft_runner.py` holds, with one exception: K and V of a block's last position depend
+on the token behind the block. Where a block is found that was computed before another token, a
+guess may be worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swell.kernels.host import to_device
+from swell.worker.block_tables import BlockTables
+from swell.worker.drafting.draft_runner import Guess, GuessingRunner, StepHidden
+from swell.worker.input_batch import BatchBuilder, InputBatch
+from swell.worker.request_states import RequestStates
+from swell.worker.wire import SchedulerOutput
+
+
+class GuessingHead(Protocol):
+    """A head of another model."""
+
+    def select(self, hidden: StepHidden) -> Sequence[Tensor]:
+        """What it reads of a step, [T, hidden] each."""
+
+    def features(self, selected: Sequence[Tensor]) -> Tensor:
+        """Some rows of that -> [N, hidden of the head]"""
+
+    def __call__(self, ids: Tensor, features: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
+        """ids [T], the token behind each position; features [T, hidden] -> its own features and
+        what `argmax` reads, both of `batch.hidden_indices`, [S, hidden]"""
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> tokens of the other model's vocabulary, [S] int64"""
+
+
+class EagleRunner(GuessingRunner):
+    def __init__(
+        self, model: GuessingHead, states: RequestStates, blocks: BlockTables, max_tokens: int
+    ) -> None:
+        """As a `DraftRunner`."""
+        super().__init__(states, blocks)
+        self._model = model
+        self._batches = BatchBuilder(states, blocks, max_tokens)
+        self._own: Tensor = torch.empty(0)
+        """[guesses, hidden] its features of the last pass."""
+
+    def _follow(
+        self, plan: SchedulerOutput, guesses: list[Guess], hidden: StepHidden
+    ) -> Tensor | None:
+        num_tokens, samples = plan.num_tokens.copy(), [0] * len(plan.slots)
+        for guess in guesses:
+            num_tokens[guess.row] = guess.position - plan.starts[guess.row]
+            samples[guess.row] = 1
+        selected = self._model.select(hidden)
+        if num_tokens != plan.num_tokens:  # without the drafts that were wrong
+            kept = _kept(plan.num_tokens, num_tokens)
+            index = to_device(kept, selected[0].device)
+            selected = [each.index_select(0, index) for each in selected]
+        features = self._model.features(selected)
+        return self._pass(plan.step, plan.slots, plan.starts, num_tokens, samples, features)
+
+    def _go_on(
+        self, step: int, slots: list[int], guesses: list[Guess], index: int, staying: list[int]
+    ) -> Tensor | None:
+        own = self._own
+        if len(staying) < len(own):
+            own = own.index_select(0, to_device(np.array(staying), own.device))
+        ones = [1] * len(guesses)
+        starts = [guess.position - 1 + index for guess in guesses]
+        return self._pass(step, slots, starts, ones, ones, own)
+
+    def _pass(
+        self,
+        step: int,
+        slots: list[int],
+        starts: list[int],
+        num_tokens: list[int],
+        samples: list[int],
+        features: Tensor,
+    ) -> Tensor | None:
+        """Compute these columns (see `SchedulerOutput`) with features [T, hidden], and write what
+        is guessed for each row that samples to the states: tokens [S] int64; None: no row does."""
+        plan = SchedulerOutput(
+            step, slots=slots, starts=starts, num_tokens=num_tokens, samples=samples
+        )
+        batch = self._batches.build(plan)
+        slots_np = np.repeat(np.array(slots, dtype=np.int64), num_tokens)
+        table, behind = self._states.token_ids, batch.positions + 1
+        ids = table[to_device(slots_np, table.device), behind].long()
+        self._own, last = self._model(ids, features, batch)
+        if not batch.num_samples:
+            return None
+        tokens = self._model.argmax(last)
+        self._states.write_sampled(batch.sample_slots, batch.sample_positions + 1, tokens)
+        return tokens
+
+
+def _kept(counts: list[int], fewer: list[int]) -> np.ndarray:
+    """Of the tokens of rows that have so many each, side by side: the indices of the first `fewer`
+    of each row, int64."""
+    firsts = np.cumsum(counts) - counts
+    offsets = np.arange(sum(fewer)) - np.repeat(np.cumsum(fewer) - fewer, fewer)
+    return np.repeat(firsts, fewer) + offsets
