@@ -47,6 +47,7 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
         "max_rows",
         "max_chunk_tokens",
         "steps_in_flight",
+        "steps_per_plan",
     ),
     "drafts": ("method", "model", "max_tokens", "min_match", "max_match", "max_step_tokens"),
 }

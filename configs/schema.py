@@ -21,6 +21,7 @@ from swell.configs.autoscaling import AutoscalingConfig, check_autoscaling
 from swell.configs.drafts import DraftsConfig, check_drafts
 from swell.configs.lora import LoraConfig, check_lora
 from swell.configs.network import check_interface, ingress_ports, parse_ports
+from swell.configs.scheduler import SchedulerConfig, check_scheduler
 from swell.configs.section import ConfigError as ConfigError
 from swell.configs.section import (
     FilledText,
@@ -134,21 +135,6 @@ class CacheConfig(Section, frozen=True):
     offload_folder: Text | None = None
     """Where the file is; None: where the system has temporary files. It has no name, and goes with
     the worker."""
-
-
-class SchedulerConfig(Section, frozen=True):
-    max_tokens_per_step: Positive = 2048
-    """Token budget of one step, over all rows."""
-    max_rows: Positive = 256
-    """Requests that run at once in one engine (slots)."""
-    max_chunk_tokens: NonNegative = 0
-    """Most tokens of one prompt in a step; 0: the whole budget."""
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    """Which waiting request starts next. `fcfs`: the one that arrived first at its ingress;
-    `priority`: by the priority of requests, then as `fcfs`."""
-    steps_in_flight: Annotated[int, Meta(ge=1, le=16)] = 2
-    """1: the host waits for each step; 2: it prepares the next step while one is computed. A
-    pipeline of N stages needs at least N to keep all stages busy."""
 
 
 class ClusterConfig(Section, frozen=True):
@@ -313,6 +299,7 @@ def _check(config: Config) -> None:
         )
     _check_network(config)
     check_drafts(config.drafts)
+    check_scheduler(config.scheduler, config.drafts.method, config.parallel.expert)
     cluster, parallel = config.cluster, config.parallel
     if cluster.min_engines > cluster.max_engines:
         raise ConfigError(

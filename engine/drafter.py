@@ -27,7 +27,6 @@ from swell.engine.proposer import MakeProposer, Proposer
 from swell.engine.request import Request
 from swell.engine.step_builder import StepBuilder
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.wire import BlockGrowth
 
 FIRST_LENGTH = 3
 FIRST_PAUSE = 4
@@ -103,7 +102,7 @@ class ProposingDrafter(Drafter):
         for index, request in enumerate(rows):
             share = max(1, room // (len(rows) - index))
             drafts = self._propose(request, min(share, room))
-            drafts = drafts[: self._room_for(request, len(drafts), builder, running, kv)]
+            drafts = drafts[: builder.room_for(request, len(drafts), running, kv)]
             if drafts:
                 builder.drafts[request.slot] = drafts
                 request.num_drafts = len(drafts)
@@ -143,19 +142,6 @@ class ProposingDrafter(Drafter):
         if request.drafts is None:
             request.drafts = RowDrafts(self._make_proposer(request), self.patience)
         return request.drafts
-
-    def _room_for(
-        self, request: Request, count: int, builder: StepBuilder, running: int, kv: KVCacheManager
-    ) -> int:
-        """How many of `count` tokens behind the request's own have a place in blocks; takes free
-        blocks if there are enough for everybody."""
-        end, spare = request.total_tokens + count, kv.pool.num_free - running
-        if count and end > request.block_capacity_tokens and spare > 0:
-            end = min(end, request.block_capacity_tokens + spare * kv.block_tokens)
-            blocks = kv.grow(request, end)
-            if blocks:
-                builder.growths.append(BlockGrowth(request.slot, blocks))
-        return min(count, request.block_capacity_tokens - request.total_tokens)
 
 
 def _before_end(tokens: list[int], core: EngineCoreRequest) -> list[int]:

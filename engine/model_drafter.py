@@ -68,7 +68,7 @@ class ModelDrafter(ProposingDrafter):
             share = max(1, room // (len(rows) - index))
             drafts, count = request.num_drafts, self._count(request, min(share, room))
             # Behind the drafts of this step comes its new token, then all guesses but the last.
-            places = self._room_for(request, drafts + count, builder, running, kv) - drafts
+            places = builder.room_for(request, drafts + count, running, kv) - drafts
             count = min(count, places)
             if count > 0:
                 builder.proposals[request.slot] = count

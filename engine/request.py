@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swell.engine.block_hash import pack_tokens
@@ -13,7 +14,7 @@ from swell.engine.wire import (
     JourneyEvent,
     JourneyEventType,
 )
-from swell.worker.sample.wire import Extra
+from swell.worker.sample.wire import Extra, TokenLogprobs
 
 if TYPE_CHECKING:
     from swell.engine.drafter import RowDrafts
@@ -132,6 +133,11 @@ class Request:
         return len(self.token_ids) + self.pending
 
     @property
+    def is_sampling(self) -> bool:
+        """Tokens are sampled behind its prompt."""
+        return self.core.max_tokens > 0
+
+    @property
     def tokens_to_schedule(self) -> int:
         """Zero once the last token that it may have is sampled or being sampled, and while it has
         drafts in flight."""
@@ -157,6 +163,15 @@ class Request:
             self.request_id, [], FinishReason.ERROR, message, attempt=self.attempt
         )
 
+    def fail_behind(
+        self, sampled: Sequence[int], extras: list[Extra], message: str
+    ) -> list[EngineCoreOutput]:
+        """Add tokens as `append` does, and fail, unless one of them ends the answer."""
+        answers = [self.append(list(sampled), extras)] if sampled else []
+        if not answers or answers[0].finish_reason is None:
+            answers.append(self.fail(message))
+        return answers
+
     def ends_with_prompt(self, computed: int) -> bool:
         """Whether it ends with the step that computes so many tokens in all: it samples nothing."""
         return not self.core.max_tokens and computed == self.prompt_tokens
@@ -177,11 +192,10 @@ class Request:
         )
 
     def append(self, sampled: list[int], extras: list[Extra]) -> EngineCoreOutput:
-        """Add the tokens that a step sampled, up to one that ends the answer; `extras`: of several
-        tokens, one each or none."""
+        """Add the tokens that a step sampled, up to one that ends the answer; `extras`: among them
+        a `TokenLogprobs` of each token, or none."""
         core, token_ids = self.core, self.token_ids
         before = num_outputs = len(token_ids) - self.prompt_tokens
-        self.pending -= 1
         self.failed_attempts = 0
         reason = stop = None
         for token_id in sampled:
@@ -198,7 +212,7 @@ class Request:
                 self.status = RequestStatus.FINISHED
                 taken = num_outputs - before
                 if taken < len(sampled):
-                    sampled, extras = sampled[:taken], extras[:taken]
+                    sampled, extras = sampled[:taken], _of_first(extras, taken)
                 break
         first = before == len(core.output_token_ids)
         return EngineCoreOutput(
@@ -212,3 +226,14 @@ class Request:
             extras,
             self.attempt,
         )
+
+
+def _of_first(extras: list[Extra], taken: int) -> list[Extra]:
+    """Without those of tokens behind the first ones; others say themselves what they are of."""
+    kept, tokens = [], 0
+    for extra in extras:
+        is_of_token = isinstance(extra, TokenLogprobs)
+        tokens += is_of_token
+        if not is_of_token or tokens <= taken:
+            kept.append(extra)
+    return kept

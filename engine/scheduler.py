@@ -27,11 +27,13 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, zip_longest
 
-from swell.configs.schema import CacheConfig, SchedulerConfig
+from swell.configs.scheduler import SchedulerConfig
+from swell.configs.schema import CacheConfig
 from swell.coordinator.ground import THREADS
 from swell.engine.adapter_admission import shown_to_users
 from swell.engine.drafter import Drafter
 from swell.engine.kv_cache_manager import KVCacheManager, PrefixLeader
+from swell.engine.multi_step import add_passes
 from swell.engine.request import MAX_FAILED_ATTEMPTS, Request, RequestStatus
 from swell.engine.request_validation import invalid_reason
 from swell.engine.step_builder import ScheduledStep, StepBuilder
@@ -165,6 +167,8 @@ class Scheduler:
         if not builder.rows:
             return None
         self.drafter.add_drafts(builder, len(self.running), self.kv)
+        steps, running = self.config.steps_per_plan, len(self.running)
+        add_passes(builder, steps, running, self.kv, self.max_model_len)
         return self._plan(builder)
 
     def schedule_dummy(self) -> ScheduledStep:
@@ -331,17 +335,20 @@ class Scheduler:
         sampled = iter(output.sampled_token_ids)
         failed = self._failed(step, output)
         for row, (request, samples) in enumerate(zip(step.rows, plan.samples, strict=True)):
-            if samples > 1:
+            further = plan.further.get(row, 0) if plan.further else 0
+            if samples > 1 or further:
                 tokens = list(islice(sampled, 1 + output.accepted[row]))
             else:
                 tokens = [next(sampled)] if samples else _NO_TOKENS
+            request.pending -= further + bool(samples)
             if request.status is RequestStatus.FINISHED:
                 continue
+            extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
             if row in failed:
-                outputs.setdefault(request.client, []).append(request.fail(failed[row]))
+                answers = request.fail_behind(tokens if further else (), extras, failed[row])
+                outputs.setdefault(request.client, []).extend(answers)
                 self._finish(request)
                 continue
-            extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
             if samples:
                 answer = request.append(tokens, extras)
                 if samples > 1:

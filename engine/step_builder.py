@@ -55,10 +55,23 @@ class StepBuilder(msgspec.Struct):
     """Slot -> the drafts of its request."""
     proposals: dict[int, int] = {}
     """Slot -> how many tokens are to be guessed behind its new ones."""
+    further: dict[int, int] = {}
+    """Slot -> how many tokens are computed and sampled behind its first one (`multi_step.py`)."""
 
     def add_row(self, request: Request, count: int) -> None:
         self.rows.append((request, count))
         self.budget_tokens -= count
+
+    def room_for(self, request: Request, count: int, running: int, kv: KVCacheManager) -> int:
+        """How many of `count` tokens behind the request's own have a place in blocks; takes free
+        blocks if there are enough for everybody. `running`: requests that have a slot."""
+        end, spare = request.total_tokens + count, kv.pool.num_free - running
+        if count and end > request.block_capacity_tokens and spare > 0:
+            end = min(end, request.block_capacity_tokens + spare * kv.block_tokens)
+            blocks = kv.grow(request, end)
+            if blocks:
+                self.growths.append(BlockGrowth(request.slot, blocks))
+        return min(count, request.block_capacity_tokens - request.total_tokens)
 
     def plan(self, step: int, kv: KVCacheManager) -> ScheduledStep:
         """Write the step down, decode rows first, and advance as if it were done, and no draft
@@ -75,7 +88,7 @@ class StepBuilder(msgspec.Struct):
             starts.append(request.computed)
             num_tokens.append(count)
             computed = request.computed = request.computed + count
-            is_sampled = computed == request.total_tokens and request.core.max_tokens > 0
+            is_sampled = computed == request.total_tokens and request.is_sampling
             samples.append(1 if is_sampled else 0)
             request.pending += is_sampled
             if computed >= request.cacheable_tokens:
@@ -86,7 +99,18 @@ class StepBuilder(msgspec.Struct):
             for row, slot in enumerate(slots):
                 if slot in self.proposals:
                     plan.proposals[row] = self.proposals[slot]
+        if self.further:
+            self._add_passes(scheduled)
         return scheduled
+
+    def _add_passes(self, scheduled: ScheduledStep) -> None:
+        """As if they were computed, too: what they sample is pending like the first token."""
+        for row, request in enumerate(scheduled.rows):
+            further = self.further.get(request.slot, 0)
+            if further:
+                scheduled.plan.further[row] = further
+                request.computed += further
+                request.pending += further
 
     def _add_drafts(self, plan: SchedulerOutput) -> None:
         for row, slot in enumerate(plan.slots):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from swell.configs.schema import CacheConfig, SchedulerConfig
+from swell.configs.scheduler import SchedulerConfig
+from swell.configs.schema import CacheConfig
 from swell.worker.layers.attention import Attention
 
 

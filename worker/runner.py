@@ -14,7 +14,8 @@ import torch
 from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
-from swell.configs.schema import CacheConfig, SchedulerConfig
+from swell.configs.scheduler import SchedulerConfig
+from swell.configs.schema import CacheConfig
 from swell.worker.block_tables import BlockTables
 from swell.worker.dp_sync import DPSyncResult, make_dp_sync
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
@@ -25,6 +26,7 @@ from swell.worker.forward import HeadOutput, make_forward
 from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.lora import NO_ADAPTERS, AdapterNotLoaded, AdapterSlots, NoAdapters
 from swell.worker.mesh import Mesh
+from swell.worker.multi_step import OutputOfPasses, further_passes
 from swell.worker.offload_store import OffloadStore
 from swell.worker.pool.pooler import Pooler
 from swell.worker.pool.reader import PoolingReader
@@ -161,6 +163,14 @@ class ModelRunner:
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         """Compute one step; None on all workers but the output rank."""
+        output = self._execute(plan)
+        if not plan.further:
+            return output
+        passes = [output, *map(self._execute, further_passes(plan))]
+        computed = [each for each in passes if each is not None]
+        return OutputOfPasses(plan, computed) if computed else None
+
+    def _execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         self.feedback.before_step(plan)
         self._apply(plan)
         sync_result = self.dp_sync.before_step(plan)

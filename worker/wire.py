@@ -94,6 +94,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=Fa
     proposals: dict[int, int] = {}
     """Row that samples -> how many tokens the draft model shall guess behind its new ones: as far
     as its blocks hold these, and of a row with a wrong draft at most one more than were right."""
+    further: dict[int, int] = {}
+    """Row that samples, without drafts -> how many more tokens are computed and sampled, one pass
+    after the other (see `multi_step.py`). Its blocks hold all of them but the last."""
 
 
 class WeightsSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -171,7 +174,8 @@ WorkerCommand = SchedulerOutput | Regroup | AbortGroups | LoadAdapter | Shutdown
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
     """The result of a step: the tokens of each row that samples, in row order, and extras. A row
-    with drafts has one more than were accepted, each with an extra of a kind, any other row one."""
+    with drafts has one more than were accepted, each with an extra of a kind, and so has a row with
+    further passes; any other row one."""
 
     step: int
     sampled_token_ids: list[int] = []
@@ -190,7 +194,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=
     """Rows whose logits are no numbers (NaN, +inf, or only -inf); their tokens have no meaning
     either."""
     accepted: dict[int, int] = {}
-    """Row with drafts -> how many of them the sampled tokens confirm, from the first."""
+    """Row with drafts -> how many of them the sampled tokens confirm, from the first. With further
+    passes, of each row that samples: how many tokens it has behind its first; -1: none at all,
+    since it has failed."""
     proposals: dict[int, list[int]] = {}
     """Row of the plan's `proposals` -> what the draft model guesses behind the row's new tokens."""
 

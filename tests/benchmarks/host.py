@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.configs.schema import CacheConfig, SchedulerConfig
+from swell.configs.scheduler import SchedulerConfig
+from swell.configs.schema import CacheConfig
 from swell.coordinator.channel import Inbox, Outlet, make_keys
 from swell.engine.scheduler import Scheduler
 from swell.engine.step_builder import ScheduledStep

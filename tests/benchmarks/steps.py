@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from swell.configs.schema import CacheConfig, SchedulerConfig
+from swell.configs.scheduler import SchedulerConfig
+from swell.configs.schema import CacheConfig
 from swell.engine.scheduler import Scheduler
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams

@@ -115,6 +115,7 @@ def test_an_unknown_section_is_named_with_the_known_ones() -> None:
         ("cache.memory_bytes", [None, 1], [0]),
         ("cache.block_tokens", [1, 16], [0]),
         ("scheduler.steps_in_flight", [1, 16], [0, 17]),
+        ("scheduler.steps_per_plan", [1, 32], [0, 33]),
         ("scheduler.max_chunk_tokens", [0, 64], [-1]),
         ("drafts.model", [None], ["m", 3]),
         ("drafts.max_tokens", [1, 32], [0, 33]),
@@ -206,6 +207,14 @@ def test_overrides_win_over_the_source(tmp_path) -> None:
 def test_a_match_of_drafts_is_not_longer_than_its_limit() -> None:
     text = refusal({"model": {"path": "m"}, "drafts": {"min_match": 9}})
     assert "drafts.min_match=9" in text and "drafts.max_match=8" in text
+
+
+def test_several_steps_per_plan_stand_alone() -> None:
+    source = {"model": {"path": "m"}, "scheduler": {"steps_per_plan": 4}}
+    text = refusal(source, {"drafts.method": "ngram"})
+    assert "scheduler.steps_per_plan=4" in text and "drafts.method=none" in text
+    text = refusal(source, {"parallel.expert": True})
+    assert "scheduler.steps_per_plan=4" in text and "parallel.expert=true" in text
 
 
 def test_a_draft_model_is_named_where_it_is_used_and_nowhere_else(tmp_path) -> None:

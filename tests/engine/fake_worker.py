@@ -16,6 +16,7 @@ from swell.configs.schema import Config, load
 from swell.engine.core import EngineCore
 from swell.engine.executor import Executor, ExecutorLimits, Progress, WorkerInfo
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
+from swell.worker.multi_step import OutputOfPasses, further_passes
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
@@ -60,6 +61,13 @@ class FakeWorker:
         """What a draft model has computed: the same tokens in the same blocks."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        outputs = [self.compute(each) for each in (plan, *further_passes(plan))]
+        if not plan.further:
+            return outputs[0]
+        return OutputOfPasses(plan, [Computed(output) for output in outputs]).get_output()
+
+    def compute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """One pass."""
         for copy in plan.copies:
             for tiers in (self.tiers, self.draft_tiers):
                 content = tiers[copy.source_tier][copy.source_block]
@@ -136,6 +144,14 @@ class FakeWorker:
     def _read(self, slot: int, position: int) -> int:
         block, offset = divmod(position, self.block_tokens)
         return self.cache[self.tables[slot][block]][offset]
+
+
+class Computed(AsyncModelRunnerOutput):
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self._output
 
 
 class LateOutput(AsyncModelRunnerOutput):

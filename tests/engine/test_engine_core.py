@@ -23,8 +23,10 @@ def request(name: str, prompt: list[int], max_tokens: int = 8, **extra: object):
     return EngineCoreRequest(name, prompt, max_tokens=max_tokens, **extra)
 
 
+SEVERAL = "four steps per plan"
 DRAFTS = {
     None: {},
+    SEVERAL: {},
     "model": {"method": "model", "model": {"path": "small"}, "max_tokens": 5},
 }
 """The others are planted."""
@@ -60,7 +62,7 @@ requests = st.builds(
     aborts=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 30)), max_size=3),
     losses=st.sets(st.integers(0, 30), max_size=4),
     offload=st.tuples(st.sampled_from([0, 0, 1, 3, 20]), st.sampled_from([0, 0, 2, 20])),
-    drafts=st.sampled_from([None, "model", *KINDS]),
+    drafts=st.sampled_from([None, "model", SEVERAL, *KINDS]),
 )
 def test_answers_do_not_depend_on_the_schedule_nor_on_lost_steps(
     wanted,
@@ -87,6 +89,7 @@ def test_answers_do_not_depend_on_the_schedule_nor_on_lost_steps(
         prefix_caching=prefix_caching,
         offload_blocks=offload,
         drafts=DRAFTS.get(drafts, {"method": "ngram", "max_tokens": 5}),
+        steps_per_plan=4 if drafts == SEVERAL else 1,
     )
     if drafts in KINDS:
         plant(core, drafts, expected)

@@ -43,8 +43,8 @@ class FailingRowsWorker(FakeWorker):
         super().__init__(len(worker.cache), worker.block_tokens)
         self.fails_at = fails_at
 
-    def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        output = super().execute_model(plan)
+    def compute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        output = super().compute(plan)
         failed = {}
         for row, (slot, start, count) in enumerate(
             zip(plan.slots, plan.starts, plan.num_tokens, strict=True)
@@ -70,9 +70,10 @@ def failing_core(fails_at: dict[int, int], **settings: Any) -> EngineCore:
     num_blocks=st.sampled_from([20, 64]),
     budget=st.sampled_from([7, 100]),
     shared=st.booleans(),
+    steps=st.sampled_from([1, 4]),
 )
 def test_a_failed_row_ends_its_request_alone(
-    prompts, fails_at, depth, num_blocks, budget, shared
+    prompts, fails_at, depth, num_blocks, budget, shared, steps
 ) -> None:
     """With chunks, preemption, prefixes and several steps in flight; no block or slot is leaked."""
     core = failing_core(
@@ -81,6 +82,7 @@ def test_a_failed_row_ends_its_request_alone(
         steps_in_flight=depth,
         max_tokens_per_step=budget,
         max_rows=min(4, budget),
+        steps_per_plan=steps,
     )
     wanted = {}
     for seed, length in enumerate(prompts):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swell.configs.schema import CacheConfig, SchedulerConfig
+from swell.configs.scheduler import SchedulerConfig
+from swell.configs.schema import CacheConfig
 from swell.engine.request_validation import invalid_reason, wrong_kind
 from swell.engine.scheduler import Scheduler
 from swell.engine.step_builder import ScheduledStep

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from swell.configs.schema import CacheConfig, ParallelConfig, SchedulerConfig
+from swell.configs.scheduler import SchedulerConfig
+from swell.configs.schema import CacheConfig, ParallelConfig
 from swell.worker import kv_cache
 from swell.worker.block_tables import BlockTables
 from swell.worker.feedback import MAX_OUTSTANDING, FirstStageFeedback

@@ -1,0 +1,44 @@
+"""What an engine computes in a step: its section of the configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from swell.configs.section import ConfigError, NonNegative, Positive, Section
+
+
+class SchedulerConfig(Section, frozen=True):
+    max_tokens_per_step: Positive = 2048
+    """Token budget of one step, over all rows."""
+    max_rows: Positive = 256
+    """Requests that run at once in one engine (slots)."""
+    max_chunk_tokens: NonNegative = 0
+    """Most tokens of one prompt in a step; 0: the whole budget."""
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    """Which waiting request starts next. `fcfs`: the one that arrived first at its ingress;
+    `priority`: by the priority of requests, then as `fcfs`."""
+    steps_in_flight: Annotated[int, Meta(ge=1, le=16)] = 2
+    """1: the host waits for each step; 2: it prepares the next step while one is computed. A
+    pipeline of N stages needs at least N to keep all stages busy."""
+    steps_per_plan: Annotated[int, Meta(ge=1, le=32)] = 1
+    """Tokens of each row that are computed one after the other before the host is asked again, in
+    steps without prompts. A row that ends among them has computed the rest for nothing, and a new
+    request waits for all of them; it pays where the host takes longer than the device
+    (`docs/performance.md`)."""
+
+
+def check_scheduler(config: SchedulerConfig, drafts_method: str, shares_experts: bool) -> None:
+    """Check the rules between keys; the others are `drafts.method` and `parallel.expert`."""
+    steps = config.steps_per_plan
+    if steps > 1 and drafts_method != "none":
+        raise ConfigError(
+            f"scheduler.steps_per_plan={steps} goes with drafts.method=none alone, and it is "
+            f"{drafts_method}: a step with drafts gives several tokens already; set one of the two"
+        )
+    if steps > 1 and shares_experts:
+        raise ConfigError(
+            f"scheduler.steps_per_plan={steps} does not go with parallel.expert=true: engines that "
+            "share experts agree before each step; set scheduler.steps_per_plan=1"
+        )

@@ -1,0 +1,135 @@
+"""Several steps per plan give what one step per plan gives, with fewer plans, and compute little
+for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from swell.engine.scheduler import NANS_IN_LOGITS
+from swell.engine.wire import EngineCoreRequest, FinishReason
+from swell.worker.sample.wire import SamplerParams, TokenLogprobs
+from tests.engine.fake_worker import expected, make_core, run, token_ids
+from tests.engine.test_nan_logits import NAN, spoil
+from tests.engine.test_token_exact import Engine
+from tests.worker import tiny_models
+
+CLIENT = b"ingress"
+PROMPT = [1, 2, 3]
+
+
+def request(name: str = "r", max_tokens: int = 20, **extra: Any) -> EngineCoreRequest:
+    return EngineCoreRequest(name, PROMPT, SamplerParams(seed=len(name)), max_tokens, **extra)
+
+
+def further(core: Any) -> list[list[int]]:
+    """Of each plan with rows, what it computes behind the first tokens."""
+    return [list(plan.further.values()) for plan in core.executor.plans if plan.slots]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_plan_gives_several_tokens(depth: int) -> None:
+    core = make_core(steps_per_plan=4, steps_in_flight=depth)
+    core.add_request(request(max_tokens=15), CLIENT)
+    outputs = run(core)["r"]
+    assert token_ids(outputs) == expected(request(max_tokens=15))
+    # The prompt's step, three plans of four tokens, and what is left.
+    assert [len(output.new_token_ids) for output in outputs] == [1, 4, 4, 4, 2]
+    assert further(core) == [[], [3], [3], [3], [1]]
+    core.check_idle()
+
+
+def test_at_most_one_token_less_than_a_plan_has_is_computed_for_nothing() -> None:
+    long = expected(request(max_tokens=30))
+    for end in range(1, 30):
+        one = request(max_tokens=30, stop_token_ids=[long[end]])
+        core = make_core(steps_per_plan=4, steps_in_flight=1)
+        core.add_request(one, CLIENT)
+        outputs = run(core)["r"]
+        assert token_ids(outputs) == expected(one)
+        assert outputs[-1].finish_reason is FinishReason.STOP
+        computed = sum(1 + sum(passes) for passes in further(core))
+        assert 0 <= computed - len(expected(one)) <= 3
+        core.check_idle()
+
+
+def test_a_prompt_is_not_held_up_by_further_steps_of_its_own_plan() -> None:
+    core = make_core(steps_per_plan=4, steps_in_flight=1)
+    core.add_request(request("a", 30), CLIENT)
+    core.step()
+    core.step()
+    core.add_request(request("bb", 30), CLIENT)
+    before = len(core.executor.plans)
+    core.step()
+    plan = core.executor.plans[before]
+    assert len(plan.slots) == 2 and plan.new_rows and not plan.further
+    outputs = run(core)
+    assert token_ids(outputs["bb"]) == expected(request("bb", 30))[1:]
+
+
+def test_further_steps_take_no_block_that_another_row_may_need() -> None:
+    """Each running request may soon want one."""
+    core = make_core(num_blocks=10, max_model_len=40, steps_per_plan=8, steps_in_flight=1)
+    names = ["a", "bb", "ccc"]
+    for name in names:
+        core.add_request(request(name, 9), CLIENT)
+    outputs = run(core)
+    assert core.scheduler.num_preemptions == 0
+    assert any(further(core))
+    for name in names:
+        assert token_ids(outputs[name]) == expected(request(name, 9))
+
+
+def test_nothing_is_computed_behind_the_longest_sequence() -> None:
+    core = make_core(max_model_len=16, steps_per_plan=8, steps_in_flight=1)
+    core.add_request(request(max_tokens=13), CLIENT)
+    assert len(token_ids(run(core)["r"])) == 13
+    for plan in core.executor.plans:
+        for row, count in plan.further.items():
+            assert plan.starts[row] + plan.num_tokens[row] + count <= 16
+
+
+def test_a_request_that_is_aborted_between_plans_leaves_nothing() -> None:
+    core = make_core(steps_per_plan=4, steps_in_flight=3)
+    core.add_request(request("a", 30), CLIENT)
+    core.add_request(request("bb", 30), CLIENT)
+    core.step()
+    core.step()
+    core.abort_requests(["a"])
+    run(core)
+    core.check_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_tokens_before_logits_that_are_no_numbers_are_kept(
+    tmp_path: Path, at: int, depth: int
+) -> None:
+    """The token at this place of the answer has an embedding of NaN."""
+    tiny_models.make(tmp_path, "llama")
+    sampler = SamplerParams(temperature=3.0, seed=5, logprobs=0)
+    asked = EngineCoreRequest("x", [5, 6], sampler, 12)
+    with Engine(tmp_path) as plain:
+        [outputs] = plain.answer([asked]).values()
+    good = token_ids(outputs)
+    assert good.index(good[at]) == at
+    spoil(tmp_path, good[at], NAN)
+    settings = {"scheduler__steps_per_plan": 4, "scheduler__steps_in_flight": depth}
+    for stops in ([], [good[at]]):
+        with Engine(tmp_path, **settings) as engine:
+            one = msgspec.structs.replace(asked, stop_token_ids=stops)
+            [outputs] = engine.answer([one]).values()
+            assert token_ids(outputs) == good[: at + 1]
+            extras = [extra for output in outputs for extra in output.extras]
+            assert len(extras) == at + 1
+            assert all(isinstance(extra, TokenLogprobs) for extra in extras)
+            end = outputs[-1]
+            if stops:
+                assert end.finish_reason is FinishReason.STOP
+            else:
+                assert (end.finish_reason, end.stop_reason) == (FinishReason.ERROR, NANS_IN_LOGITS)
+            assert not any(output.finish_reason for output in outputs[:-1])
