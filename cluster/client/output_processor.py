@@ -118,10 +118,10 @@ class OutputProcessor:
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> OutputProcessorOutput:
         """Outputs of requests and attempts that have ended are ignored."""
         result = OutputProcessorOutput()
-        stats, now_s, states = IterationStats(), self._clock(), self.request_states
+        stats, now_s = IterationStats(), self._clock()
         for output in outputs:
-            state = states.get(output.request_id)
-            if state is None or state.attempt != output.attempt:
+            state = self.find(output.request_id, output.attempt)
+            if state is None:
                 continue
             if output.finish_reason is FinishReason.ABORT:
                 result.dropped.append(state)

@@ -79,15 +79,6 @@ class Bug:
 def _nothing(right: Any, *args: Any, **kwargs: Any) -> None: ...
 
 
-def _of_the_newest_attempt(right: Any, self: Any, outputs: Any) -> Any:
-    states = self.request_states
-    known = [(each, states.get(each.request_id)) for each in outputs]
-    renamed = msgspec.structs.replace
-    return right(
-        self, [renamed(each, attempt=state.attempt) for each, state in known if state is not None]
-    )
-
-
 def _no_reply(right: Any, self: Any, message: Any) -> None:
     if not isinstance(message, KeepAliveReply):
         right(self, message)
@@ -266,7 +257,10 @@ BUGS = {
     "ingress: lost engines keep requests": Bug(RequestPlacer, "migrate_all", _nothing, PROCESSES),
     "ingress: a journey has no end": Bug(Journey, "finish", _nothing),
     "ingress: outputs of an earlier attempt count": Bug(
-        OutputProcessor, "process_outputs", _of_the_newest_attempt, shape=_crowd
+        OutputProcessor,
+        "find",
+        lambda right, self, request_id, attempt: self.request_states.get(request_id),
+        shape=_crowd,
     ),
     "ingress: engines that are not reached get requests": Bug(
         Router, "set_unreachable", _nothing, ("cut", "half-cut")
