@@ -21,6 +21,8 @@ from swell.configs.autoscaling import AutoscalingConfig, check_autoscaling
 from swell.configs.drafts import DraftsConfig, check_drafts
 from swell.configs.lora import LoraConfig, check_lora
 from swell.configs.network import check_interface, ingress_ports, parse_ports
+from swell.configs.parallel import ParallelConfig as ParallelConfig
+from swell.configs.parallel import check_parallel
 from swell.configs.scheduler import SchedulerConfig, check_scheduler
 from swell.configs.section import ConfigError as ConfigError
 from swell.configs.section import (
@@ -97,24 +99,6 @@ class ModelConfig(Section, frozen=True):
     @property
     def served_name(self) -> str:
         return self.name or os.path.basename(os.path.normpath(self.path))
-
-
-class ParallelConfig(Section, frozen=True):
-    data: Processes = 1
-    """Engines at start. Deploying the application again with another number sets a new target."""
-    tensor: Processes = 1
-    """Workers that split each layer of one engine."""
-    pipeline: Processes = 1
-    """Stages that split the layers of one engine."""
-    expert: bool = False
-    """Engines share experts and run in waves."""
-    executor: Literal["auto", "inproc", "ray"] = "auto"
-    """Where an engine's workers run; `auto`: in the engine's process if there is only one."""
-
-    @property
-    def world(self) -> int:
-        """Workers of one engine."""
-        return self.tensor * self.pipeline
 
 
 class CacheConfig(Section, frozen=True):
@@ -299,6 +283,7 @@ def _check(config: Config) -> None:
         )
     _check_network(config)
     check_drafts(config.drafts)
+    check_parallel(config.parallel)
     check_scheduler(config.scheduler, config.drafts.method, config.parallel.expert)
     cluster, parallel = config.cluster, config.parallel
     if cluster.min_engines > cluster.max_engines:

@@ -15,11 +15,14 @@ layers with experts.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from swell.configs.schema import ParallelConfig
+from swell.worker.expert_balancer import ExpertBalancer
 from swell.worker.mesh import Mesh
 from swell.worker.wire import SchedulerOutput
 
@@ -49,9 +52,10 @@ class DPSync:
 
 
 class LockstepDPSync(DPSync):
-    def __init__(self, model: Any, mesh: Mesh) -> None:
+    def __init__(self, model: Any, mesh: Mesh, balancer: ExpertBalancer) -> None:
         self._model = model
         self._mesh = mesh
+        self._balancer = balancer
 
     def before_step(self, plan: SchedulerOutput) -> DPSyncResult:
         mesh = self._mesh
@@ -61,6 +65,7 @@ class LockstepDPSync(DPSync):
         started = time.monotonic()
         working, pausing, *tokens = mesh.sync.all_reduce(reduced).tolist()
         mesh.tokens = tokens
+        self._balancer.before_step()
         return DPSyncResult(working, pausing, time.monotonic() - started)
 
     def execute_dummy_batch(self) -> None:
@@ -71,6 +76,11 @@ class LockstepDPSync(DPSync):
             layer(nothing)
 
 
-def make_dp_sync(model: Any, mesh: Mesh) -> DPSync:
-    """The implementation for this worker's mesh."""
-    return LockstepDPSync(model, mesh) if mesh.shares_experts else DPSync()
+def make_dp_sync(
+    model: Any, mesh: Mesh, config: ParallelConfig, on_progress: Callable[[], None]
+) -> DPSync:
+    """The implementation for this worker's mesh. `on_progress` is called for each expert that
+    moves."""
+    if not mesh.shares_experts:
+        return DPSync()
+    return LockstepDPSync(model, mesh, ExpertBalancer(model, mesh, config, on_progress))

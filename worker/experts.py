@@ -1,18 +1,19 @@
 """The placement of experts on workers, and their transfer when the workers change.
 
-All layers of a stage have the same placement. It is balanced to within one expert, and among the
-balanced placements it moves the fewest experts.
+Each layer has a placement of its own. It is balanced to within one expert, and among the balanced
+placements it moves the fewest experts. While engines serve, `expert_balancer.py` may change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from swell.configs.schema import Config, ModelConfig
-from swell.worker.layers.moe import Expert, MoE
+from swell.worker.layers.moe import MoE
 from swell.worker.loader import load_experts
 from swell.worker.mesh import Mesh
 
@@ -94,10 +95,12 @@ class _Placement:
 
 
 def max_share_bytes(layers: Sequence[MoE], config: Config) -> int:
-    """Bytes of the most experts that one worker of a stage can own with at least
+    """Bytes of the most experts that one worker of a stage can hold with at least
     `cluster.min_engines` engines."""
-    ranks = config.cluster.min_engines * config.parallel.tensor
-    return sum(-(-layer.traits.count // ranks) * layer.expert_bytes for layer in layers)
+    parallel = config.parallel
+    ranks = config.cluster.min_engines * parallel.tensor
+    copies = parallel.redundant_experts
+    return sum(-(-(layer.traits.count + copies) // ranks) * layer.expert_bytes for layer in layers)
 
 
 def rebalance(
@@ -109,71 +112,96 @@ def rebalance(
     An expert that a peer has is received from the peer, one that no rank has is loaded from the
     checkpoint, and one that another rank owns is dropped. `on_progress` is called for each expert
     that has moved and each part that was read. Returns how many experts came to this
-    rank (moved, loaded), each with all its layers. Raises `GroupError` if a peer fails,
-    `ValueError` if the checkpoint cannot be read; in both cases each expert of this rank is either
-    complete in all layers or absent from all.
+    rank (moved, loaded), in one layer at least. Raises `GroupError` if a peer fails, `ValueError`
+    if the checkpoint cannot be read; in both cases each expert of this rank is either complete in a
+    layer or absent from it.
     """
     layers = model.moe_layers()
     if not layers:
         return 0, 0
-    group, here = mesh.expert, mesh.expert.rank
-    count = layers[0].traits.count
-    mine = torch.zeros(1, count, dtype=torch.int64, device=mesh.device)
-    mine[0, list(layers[0].local_experts)] = 1
-    have = [set(row.nonzero().flatten().tolist()) for row in group.all_gather(mine, 0).cpu()]
-    moved, missing = 0, []
-    for expert, owner in enumerate(place_experts(have, count)):
-        holders = [rank for rank, held in enumerate(have) if expert in held]
-        if not holders and owner == here:
-            missing.append(expert)
-        if holders and owner not in holders:
-            moved += _move(layers, mesh, expert, holders[0], owner)
-            on_progress()
-        if owner != here:
-            for layer in layers:
-                layer.local_experts.pop(expert, None)
+    here, moved, missing = mesh.expert.rank, set(), defaultdict(list)
+    for at, (layer, have) in enumerate(zip(layers, holdings(layers, mesh), strict=True)):
+        layer.owners = None
+        holders = [(owner,) for owner in place_experts(have, layer.traits.count)]
+        moved.update(move_experts(layer, mesh, have, holders, on_progress))
+        for expert, (owner,) in enumerate(holders):
+            if owner == here and not any(expert in held for held in have):
+                missing[expert].append(at)
     _load(model, mesh, missing, model_config, on_progress)
-    return moved, len(missing)
+    return len(moved), len(missing)
+
+
+def holdings(layers: Sequence[MoE], mesh: Mesh) -> list[list[set[int]]]:
+    """[layers][ranks of `mesh.expert`] the experts that each rank holds; every rank calls it."""
+    held = torch.zeros(1, len(layers), layers[0].traits.count, dtype=torch.int64)
+    for at, layer in enumerate(layers):
+        held[0, at, list(layer.local_experts)] = 1
+    gathered = mesh.expert.all_gather(held.to(mesh.device), 0).cpu()
+    return [
+        [set(of_rank[at].nonzero().flatten().tolist()) for of_rank in gathered]
+        for at in range(len(layers))
+    ]
+
+
+def move_experts(
+    layer: MoE,
+    mesh: Mesh,
+    have: Sequence[set[int]],
+    holders: Sequence[Sequence[int]],
+    on_progress: Callable[[], None],
+) -> list[int]:
+    """Send the experts of one layer to those who shall hold them, [experts][ranks], and drop the
+    others; one that no rank has is left out. Every rank calls it. Returns those that came here."""
+    came = []
+    for expert, ranks in enumerate(holders):
+        sources = [rank for rank, held in enumerate(have) if expert in held]
+        for target in ranks if sources else ():
+            if target not in sources:
+                if _move(layer, mesh, expert, sources[0], target):
+                    came.append(expert)
+                on_progress()
+    for expert, ranks in enumerate(holders):
+        if mesh.expert.rank not in ranks:
+            layer.local_experts.pop(expert, None)
+    return came
+
+
+def _move(layer: MoE, mesh: Mesh, expert: int, source: int, target: int) -> bool:
+    """Send or receive one expert; whether it came here. All ranks do the moves in the same order,
+    so none deadlocks."""
+    if mesh.expert.rank == source:
+        for tensor in layer.local_experts[expert]:
+            mesh.expert.send(tensor, target).wait()
+    if mesh.expert.rank != target:
+        return False
+    arrived = layer.make_expert()
+    for tensor in arrived:
+        mesh.expert.recv(tensor, source)
+    layer.local_experts[expert] = arrived
+    return True
 
 
 def _load(
     model: Any,
     mesh: Mesh,
-    experts: Sequence[int],
+    missing: Mapping[int, Sequence[int]],
     model_config: ModelConfig,
     on_progress: Callable[[], None],
 ) -> None:
-    """Read experts from the checkpoint; after all moves, so that no peer waits for this rank's
-    disk."""
+    """Read experts from the checkpoint, of the layers that lack them; after all moves, so that no
+    peer waits for this rank's disk."""
+    if not missing:
+        return
     layers = model.moe_layers()
-    made = {expert: [layer.make_expert() for layer in layers] for expert in experts}
-
-    if made:
-        shards = {
-            expert: list(model.expert_weight_shards(expert, weights))
-            for expert, weights in made.items()
-        }
-        load_experts(shards, mesh, model_config, lambda _done, _total: on_progress())
+    made = {
+        expert: {at: layers[at].make_expert() for at in lacking}
+        for expert, lacking in missing.items()
+    }
+    shards = {
+        expert: list(model.expert_weight_shards(expert, weights))
+        for expert, weights in made.items()
+    }
+    load_experts(shards, mesh, model_config, lambda _done, _total: on_progress())
     for expert, weights in made.items():
-        _store_expert(layers, expert, weights)
-
-
-def _move(layers: Sequence[MoE], mesh: Mesh, expert: int, source: int, target: int) -> int:
-    """Send or receive one expert. All ranks do the moves in the same order, so none deadlocks."""
-    if mesh.expert.rank == source:
-        for layer in layers:
-            for tensor in layer.local_experts[expert]:
-                mesh.expert.send(tensor, target).wait()
-    if mesh.expert.rank != target:
-        return 0
-    weights = [layer.make_expert() for layer in layers]
-    for arrived in weights:
-        for tensor in arrived:
-            mesh.expert.recv(tensor, source)
-    _store_expert(layers, expert, weights)
-    return 1
-
-
-def _store_expert(layers: Sequence[MoE], expert: int, weights: Sequence[Expert]) -> None:
-    for layer, part in zip(layers, weights, strict=True):
-        layer.local_experts[expert] = part
+        for at, part in weights.items():
+            layers[at].local_experts[expert] = part

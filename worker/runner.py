@@ -17,7 +17,7 @@ from torch import Tensor
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
 from swell.worker.block_tables import BlockTables
-from swell.worker.dp_sync import DPSyncResult, make_dp_sync
+from swell.worker.dp_sync import DPSync, DPSyncResult
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
 from swell.worker.drafting.draft_runner import StepHidden
 from swell.worker.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
@@ -109,12 +109,13 @@ class ModelRunner:
         adapters: NoAdapters = NO_ADAPTERS,
         routes: RouteRecorder | None = None,
         draft_model: NoDraftModel = NO_DRAFT_MODEL,
+        dp_sync: DPSync | None = None,
     ) -> None:
         """`max_model_len`: tokens of the longest sequence; `model_path`: where the tokenizer is;
         `pooler`: of a model that pools; `offload`: of blocks that leave the KV cache;
         `draft_tokens`: of a step in which rows have drafts; `adapters`: those in its layers;
         `routes`: of a model whose choices of experts are recorded; `draft_model`: what guesses how
-        rows go on."""
+        rows go on; `dp_sync`: of an engine that shares experts."""
         self.model = model
         self.mesh = mesh
         self.states = RequestStates(scheduler.max_rows, max_model_len, device)
@@ -135,7 +136,7 @@ class ModelRunner:
         max_tokens = max(scheduler.max_tokens_per_step, scheduler.max_rows)
         self.adapters = AdapterSlots(adapters, max_tokens, device)
         self.feedback = make_feedback(mesh, self.states)
-        self.dp_sync = make_dp_sync(model, mesh)
+        self.dp_sync = dp_sync or DPSync()
         self.batches = BatchBuilder(
             self.states, self.blocks, scheduler.max_tokens_per_step, draft_tokens
         )

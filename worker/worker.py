@@ -19,6 +19,7 @@ from swell.kernels import backends
 from swell.worker import kv_cache
 from swell.worker.cache_size import block_bytes, count_cache_blocks, moe_layers
 from swell.worker.device import device_of
+from swell.worker.dp_sync import make_dp_sync
 from swell.worker.drafting.draft_loading import load_draft_model
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
 from swell.worker.experts import rebalance
@@ -354,6 +355,7 @@ class Worker:
             self.adapters,
             self._routes,
             self.draft_model,
+            make_dp_sync(self.model, self.mesh, self.config.parallel, self._count_progress),
         )
 
     def _on_loaded(self, done_bytes: int, all_bytes: int) -> None:

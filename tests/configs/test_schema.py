@@ -116,6 +116,8 @@ def test_an_unknown_section_is_named_with_the_known_ones() -> None:
         ("cache.block_tokens", [1, 16], [0]),
         ("scheduler.steps_in_flight", [1, 16], [0, 17]),
         ("scheduler.steps_per_plan", [1, 32], [0, 33]),
+        ("parallel.balance_steps", [0], [-1]),
+        ("parallel.redundant_experts", [0], [-1, 4097]),
         ("scheduler.max_chunk_tokens", [0, 64], [-1]),
         ("drafts.model", [None], ["m", 3]),
         ("drafts.max_tokens", [1, 32], [0, 33]),
@@ -207,6 +209,16 @@ def test_overrides_win_over_the_source(tmp_path) -> None:
 def test_a_match_of_drafts_is_not_longer_than_its_limit() -> None:
     text = refusal({"model": {"path": "m"}, "drafts": {"min_match": 9}})
     assert "drafts.min_match=9" in text and "drafts.max_match=8" in text
+
+
+def test_experts_are_balanced_where_engines_share_them() -> None:
+    source = {"model": {"path": "m"}, "parallel": {"balance_steps": 100}}
+    assert "set parallel.expert=true" in refusal(source)
+    assert load(source, {"parallel.expert": True}).parallel.balance_steps == 100
+    copies = {"parallel.expert": True, "parallel.redundant_experts": 2}
+    assert load(source, copies).parallel.redundant_experts == 2
+    text = refusal(source, {**copies, "parallel.balance_steps": 0})
+    assert "needs parallel.balance_steps" in text
 
 
 def test_several_steps_per_plan_stand_alone() -> None:

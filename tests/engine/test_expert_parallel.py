@@ -129,13 +129,20 @@ def answers(run: str, *engines: Engine) -> list[list[int]]:
     return [received[index % len(engines)][index // len(engines)] for index in range(len(PROMPTS))]
 
 
-def test_an_answer_does_not_depend_on_the_number_of_engines(service, start) -> None:
-    first = start(0)
+@pytest.mark.parametrize("balance", [{}, {"balance_steps": 5, "redundant_experts": 2}])
+def test_an_answer_does_not_depend_on_the_number_of_engines(
+    config, service, start, balance
+) -> None:
+    """Nor on where their experts are, and when they move."""
+    config = structs.replace(config, parallel=structs.replace(config.parallel, **balance))
+    first = start(0, config)
     service.join([first.server.member], SOON_S)
     alone = answers("a", first)
-    second = start(1)
+    second = start(1, config)
     service.join([second.server.member], SOON_S)
     assert answers("b", first, second) == alone
+    layers = first.server.core.executor._worker.model.moe_layers()
+    assert any(layer.owners is not None for layer in layers) == bool(balance)
     for index, prompt in enumerate(PROMPTS):
         second.submit(f"c{index}", prompt, index)
     first.stop()

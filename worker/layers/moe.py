@@ -2,8 +2,9 @@
 
 Attention is data parallel: each engine has its own tokens, the same on all its tensor ranks. Each
 expert of a layer is on one of the stage's workers in all engines (`mesh.expert`), in any placement
-(see `worker/experts.py`). With T tokens in this engine, P the largest number of any engine, k
-choices a token and the engines of `mesh.data`:
+(see `worker/experts.py`); or copies of it are on several, each for the tokens of some engines. With
+T tokens in this engine, P the largest number of any engine, k choices a token and the engines of
+`mesh.data`:
 
     route          x [T, hidden] -> weights, choices [T, k]      on every tensor rank alike
     all-gather     [P, hidden | choices] over `data`             [engines * P, ...]
@@ -18,8 +19,9 @@ product never mixes tokens of two engines, because its rounding depends on its n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +61,12 @@ class MoE(FeedForward):
         self.router = empty_parameter(traits.count, hidden)
         self.local_experts: dict[int, Expert] = {}
         """Expert -> its weights, for the experts of this rank."""
+        self.owners: Sequence[Sequence[int]] | None = None
+        """[engines][experts] the rank of `mesh.expert` that computes an expert for the tokens of an
+        engine; None: each expert has one copy."""
+        self.load: torch.Tensor | None = None
+        """[engines, experts] int64: how often tokens of an engine have chosen an expert, if that is
+        counted."""
         self.on_choices: Callable[[torch.Tensor], None] | None = None
         """Called with the choices [T, k] of each step, if they are recorded."""
 
@@ -104,7 +112,7 @@ class MoE(FeedForward):
         token."""
         if self.mesh.data.size == 1:
             outputs = x.new_zeros(*choices.shape, self.hidden)
-            expert_outputs(x, choices, self.local_experts, outputs)
+            self._compute(0, x, choices, outputs)
         else:
             outputs = self._outputs_of_engines(x, choices)[: len(x)]
         return self.mesh.tensor.all_reduce(outputs)
@@ -121,10 +129,21 @@ class MoE(FeedForward):
         packed[: len(x), self.hidden :] = choices.to(integer).view(x.dtype)
         gathered = self.mesh.data.all_gather(packed, 0).unflatten(0, (len(tokens), padded))
         outputs = x.new_zeros(len(tokens), padded, top_k, self.hidden)
-        for part, out, count in zip(gathered, outputs, tokens, strict=True):
+        for engine, (part, count) in enumerate(zip(gathered, tokens, strict=True)):
             theirs = part[:count, self.hidden :].contiguous().view(integer).long()
-            expert_outputs(part[:count, : self.hidden], theirs, self.local_experts, out[:count])
+            self._compute(engine, part[:count, : self.hidden], theirs, outputs[engine, :count])
         return self.mesh.data.reduce_scatter(outputs.flatten(0, 1))
+
+    def _compute(self, engine: int, x: torch.Tensor, choices: torch.Tensor, out: Any) -> None:
+        """What this rank computes for tokens of an engine, into out [T, k, hidden]."""
+        if self.load is not None:
+            chosen = choices.flatten()
+            self.load[engine].scatter_add_(0, chosen, torch.ones_like(chosen))
+        experts = self.local_experts
+        if self.owners is not None:
+            here, owners = self.mesh.expert.rank, self.owners[engine]
+            experts = {e: weights for e, weights in experts.items() if owners[e] == here}
+        expert_outputs(x, choices, experts, out)
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}

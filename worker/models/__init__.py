@@ -22,7 +22,8 @@ and, if engines can share its experts,
 
     moe_layers() -> the layers of the stage that have experts; every worker of the stage must
         compute each of them in every step
-    expert_weight_shards(expert, weights) -> what it reads for one expert; `weights`: one a layer
+    expert_weight_shards(expert, weights) -> what it reads for one expert; `weights`: index of a
+        layer among those -> the expert's there
 """
 
 from __future__ import annotations

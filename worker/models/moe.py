@@ -5,7 +5,7 @@ Some or all layers have a router and many experts in place of the one feed-forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,12 +114,15 @@ class MoeForCausalLM(LlamaForCausalLM):
         """The layers of this stage that have experts, in order."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
 
-    def expert_weight_shards(self, expert: int, weights: Sequence[Expert]) -> Iterator[WeightShard]:
-        """What fills an expert's weights; `weights`: one entry for each of `moe_layers`."""
+    def expert_weight_shards(
+        self, expert: int, weights: Mapping[int, Expert]
+    ) -> Iterator[WeightShard]:
+        """What fills an expert's weights; `weights`: by the index among `moe_layers`."""
         names = [
             (f"model.layers.{i}.{layer.mlp_name}", layer.mlp)
             for i, layer in zip(self.range, self.layers, strict=True)
             if isinstance(layer.mlp, MoE)
         ]
-        for (name, layer), part in zip(names, weights, strict=True):
+        for at, part in weights.items():
+            name, layer = names[at]
             yield from layer.expert_weight_shards(name, expert, part)
