@@ -322,6 +322,9 @@ class AsyncOutlet(Outlet[M]):
 
     def send(self, message: Any) -> None:
         super().send(message)
+        self._look_again()
+
+    def _look_again(self) -> None:
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
@@ -338,6 +341,7 @@ class AsyncOutlet(Outlet[M]):
     def is_connected(self) -> bool:
         """Whether the peer can be reached now, as far as was noticed."""
         self._open_if_ended()
+        self._look_again()
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED

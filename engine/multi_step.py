@@ -25,7 +25,7 @@ def add_passes(
 ) -> None:
     """Let rows have up to `steps` tokens each, if every row of the step computes its newest token
     alone; `running`: requests that have a slot."""
-    if steps <= 1 or builder.new_rows:
+    if builder.new_rows:
         return
     if not all(_decodes(request, count) for request, count in builder.rows):
         return

@@ -167,8 +167,8 @@ class Scheduler:
         if not builder.rows:
             return None
         self.drafter.add_drafts(builder, len(self.running), self.kv)
-        steps, running = self.config.steps_per_plan, len(self.running)
-        add_passes(builder, steps, running, self.kv, self.max_model_len)
+        if (steps := self.config.steps_per_plan) > 1:
+            add_passes(builder, steps, len(self.running), self.kv, self.max_model_len)
         return self._plan(builder)
 
     def schedule_dummy(self) -> ScheduledStep:
@@ -299,8 +299,7 @@ class Scheduler:
         return outputs
 
     def fail_adapter(self, digest: str, reason: str) -> dict[bytes, list[EngineCoreOutput]]:
-        """A worker has no longer the adapter of these requests; the outputs that say so, for each
-        ingress."""
+        """A worker has lost the adapter of these requests; what says so, for each ingress."""
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request in list(self.requests.values()):
             adapter = request.core.adapter
@@ -327,16 +326,15 @@ class Scheduler:
     def update(
         self, step: ScheduledStep, output: ModelRunnerOutput
     ) -> dict[bytes, list[EngineCoreOutput]]:
-        """Process the result of a step; returns outputs for each ingress. A row that failed ends
-        its request, and nothing else."""
+        """Process the result of a step; returns outputs for each ingress."""
         plan = step.plan
         assert output.step == plan.step, f"step {output.step} answers {plan.step}"
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         sampled = iter(output.sampled_token_ids)
-        failed = self._failed(step, output)
+        failed = dict.fromkeys(output.rows_with_nans, NANS_IN_LOGITS) | output.failed
         for row, (request, samples) in enumerate(zip(step.rows, plan.samples, strict=True)):
             further = plan.further.get(row, 0) if plan.further else 0
-            if samples > 1 or further:
+            if samples > 1 or (samples and plan.further):
                 tokens = list(islice(sampled, 1 + output.accepted[row]))
             else:
                 tokens = [next(sampled)] if samples else _NO_TOKENS
@@ -345,14 +343,16 @@ class Scheduler:
                 continue
             extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
             if row in failed:
-                answers = request.fail_behind(tokens if further else (), extras, failed[row])
+                before = tokens if plan.further else _NO_TOKENS
+                answers = self._fail(request, before, extras, failed[row])
                 outputs.setdefault(request.client, []).extend(answers)
-                self._finish(request)
                 continue
             if samples:
                 answer = request.append(tokens, extras)
                 if samples > 1:
                     self._on_drafts(request, len(tokens) - 1)
+                elif further:
+                    self._name_blocks(request)
             elif request.ends_with_prompt(plan.starts[row] + plan.num_tokens[row]):
                 answer = request.finish_prompt(extras)
             elif extras:
@@ -370,25 +370,27 @@ class Scheduler:
         return outputs
 
     def _on_drafts(self, request: Request, accepted: int) -> None:
-        """The step with the request's drafts was read: KV of those that were accepted is valid,
-        unless the request has lost its blocks."""
+        """Its drafts were read: KV of accepted ones is valid, unless it has lost its blocks."""
         if request.slot >= 0:
             request.computed += accepted
-            if request.computed >= request.cacheable_tokens:
-                self.kv.cache_full_blocks(request)
+        self._name_blocks(request)
         self.drafter.on_result(request, accepted)
 
-    def _failed(self, step: ScheduledStep, output: ModelRunnerOutput) -> dict[int, str]:
-        """Rows that failed, and why; no other request finds what such a one has computed."""
-        if not (output.failed or output.rows_with_nans):
-            return {}
-        failed = dict.fromkeys(output.rows_with_nans, NANS_IN_LOGITS) | output.failed
-        for row in failed:
-            request = step.rows[row]
-            if request.status is not RequestStatus.FINISHED:
-                self.kv.evict_computed(request)
-                self.num_nans_in_logits += row in output.rows_with_nans
-        return failed
+    def _name_blocks(self, request: Request) -> None:
+        """Several tokens are known at once, and it may end with them."""
+        if request.slot >= 0 and request.computed >= request.cacheable_tokens:
+            self.kv.cache_full_blocks(request)
+
+    def _fail(
+        self, request: Request, tokens: Sequence[int], extras: list[Extra], reason: str
+    ) -> list[EngineCoreOutput]:
+        """It failed behind these tokens, unless they end it: nobody finds what it has computed."""
+        answers = request.fail_behind(tokens, extras, reason)
+        if answers[-1].finish_reason is FinishReason.ERROR:
+            self.kv.evict_computed(request)
+            self.num_nans_in_logits += reason == NANS_IN_LOGITS
+        self._finish(request)
+        return answers
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free."""

@@ -19,7 +19,7 @@ SCALE = 0.2
 def make(folder: Path, method: str, model: str, **options: Any) -> str:
     """Write a head for the model of a folder. Options: `vocab`, tokens that a head of EAGLE-3 may
     guess; `own`, names of what it does not take from the model; `layers`, of EAGLE; `aux`, layers
-    that EAGLE-3 reads; `bias`; `seed`; others are keys of config.json."""
+    whose outputs EAGLE-3 reads; `bias`; `seed`; others are keys of config.json."""
     served = json.loads(Path(model, "config.json").read_text())
     size, inner, vocab = (served[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     seed, bias, own = options.pop("seed", 0), options.pop("bias", False), options.pop("own", ())
@@ -105,8 +105,10 @@ class PlainHead:
         if not self._is_third:
             return found[-1][0]
         num_layers = self._model.config.num_hidden_layers
-        named = self._config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
-        layers = named or [2, num_layers // 2, num_layers - 3]
+        key = "eagle_aux_hidden_state_layer_ids"
+        outputs = self._config.get("eagle_config", {}).get(key, ())
+        layers = [each + 1 for each in outputs] or self._config.get(key)
+        layers = layers or [2, num_layers // 2, num_layers - 3]
         return self._fuse(torch.cat([found[layer][0] for layer in layers], -1))
 
     def _fuse(self, x: Tensor) -> Tensor:
@@ -126,7 +128,8 @@ class PlainHead:
             self._norm(embeds, "midlayer.input_layernorm"),
             self._norm(features, "midlayer.hidden_norm"),
         )
-        x = features + self._attention(torch.cat(read, -1), "midlayer")
+        added = read[1] if self._config.get("norm_before_residual") else features
+        x = added + self._attention(torch.cat(read, -1), "midlayer")
         x = self._behind_attention(x, "midlayer")
         return x, self._norm(x, "norm")
 

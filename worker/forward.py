@@ -50,10 +50,9 @@ class Forward:
         stage. `head`: the output that the next call of `head` will compute."""
         return self._model(batch, intermediate)
 
-    @property
-    def layer_inputs(self) -> list[Tensor]:
-        """Of the last call of `hidden`: see `LlamaModel.layer_inputs`."""
-        return getattr(self._model, "layer_inputs", [])
+    def take_inputs(self) -> list[Tensor]:
+        """Of the last call of `hidden`: see `LlamaModel.take_inputs`."""
+        return self._model.take_inputs() if hasattr(self._model, "take_inputs") else []
 
     def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
         """The result of the last call of `hidden` -> the head's output for the rows that sample"""
@@ -90,9 +89,8 @@ class CapturedForward(Forward):
             return super().hidden(batch, intermediate, head)
         return self._replayed.run(batch)
 
-    @property
-    def layer_inputs(self) -> list[Tensor]:
-        return self._replayed.layer_inputs if self._replayed else super().layer_inputs
+    def take_inputs(self) -> list[Tensor]:
+        return self._replayed.layer_inputs if self._replayed else super().take_inputs()
 
     def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
         replayed = self._replayed.head_output if self._replayed else []
@@ -142,15 +140,22 @@ class _Captured:
         # [samples, hidden], [tokens, hidden] of each layer that keeps its input, and the head's
         # output, if it was captured
         self._results, self.graph = capture(
-            lambda: _compute(forward, largest, head), device, tokens, rows, samples
+            lambda: self._compute(forward, largest), device, tokens, rows, samples
         )
-        self._num_inputs = len(forward.layer_inputs)
         self._views: dict[int, list[Tensor]] = {}
         """S -> the first S rows of the results. Where inputs of layers are read, each token gives a
         sample (see `_fits`)."""
         self.layer_inputs: list[Tensor] = []
         self.head_output: list[Tensor] = []
         """Both of the last `run`."""
+
+    def _compute(self, forward: Forward, batch: InputBatch) -> list[Tensor]:
+        hidden: Tensor = forward.hidden(batch, None, self.head)
+        inputs = forward.take_inputs()
+        self._num_inputs = len(inputs)
+        if self.head is HeadOutput.LOGITS and hidden.dtype != torch.float32:
+            return [hidden, *inputs]  # logits are made float32, which no backend operation does
+        return [hidden, *inputs, *forward.head(self.head, hidden, batch)]
 
     def run(self, batch: InputBatch) -> Tensor:
         """Hidden states [S, hidden]."""
@@ -164,14 +169,6 @@ class _Captured:
             others[self._num_inputs :],
         )
         return hidden
-
-
-def _compute(forward: Forward, batch: InputBatch, head: HeadOutput) -> list[Tensor]:
-    hidden: Tensor = forward.hidden(batch, None, head)
-    computed = [hidden, *forward.layer_inputs]
-    if head is HeadOutput.LOGITS and hidden.dtype != torch.float32:
-        return computed  # logits are converted to float32, which no backend operation does
-    return computed + forward.head(head, hidden, batch)
 
 
 def make_forward(model: Any, states: RequestStates, mesh: Mesh) -> Forward:

@@ -190,7 +190,9 @@ class CoordinatorHandle:
                 limit_s = call_timeout_s + self._config.cluster.stall_timeout_s
                 done, _ = await asyncio.wait({answer}, timeout=limit_s)
                 if done:
-                    return answer.result()
+                    result = answer.result()
+                    self._on_answer()
+                    return result
                 await self._kill_if_unresponsive()
         finally:
             answer.cancel()
@@ -212,10 +214,14 @@ class CoordinatorHandle:
             try:
                 async with asyncio.timeout(wait_s):
                     await self._send("probe")  # `wait_for` may swallow `stop`
-                self._patience_s = limits.stall_timeout_s
+                self._on_answer()
             except TimeoutError:
                 self._log.warning("coordinator is silent: killed", pid=self.pid)
                 await self._ray.kill(self._actor, restart=True)
                 self._starts_until = loop.time() + self._patience_s
                 longest_s = max(limits.start_timeout_s, limits.stall_timeout_s)
                 self._patience_s = min(2.0 * self._patience_s, longest_s)
+
+    def _on_answer(self) -> None:
+        """It has started: one that is silent later is no successor that starts."""
+        self._patience_s, self._starts_until = self._config.cluster.stall_timeout_s, 0.0

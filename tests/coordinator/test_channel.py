@@ -368,6 +368,26 @@ def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys)
     asyncio.run(talk())
 
 
+def test_looking_at_the_connection_does_not_swallow_the_wake_up(inbox, address, keys) -> None:
+    """As above, by the loop that only asks whether there is a connection."""
+
+    async def talk() -> None:
+        queue: asyncio.Queue[str] = asyncio.Queue()
+        outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, queue.put_nowait)
+        outlet.send("hello")
+        ((peer, _),) = take(inbox, 1)
+        for i in range(5):
+            waiting = asyncio.create_task(queue.get())
+            await asyncio.sleep(0.01)
+            inbox.send(peer, str(i))
+            time.sleep(0.05)  # the message arrives while this loop is busy
+            assert outlet.is_connected()
+            assert await asyncio.wait_for(waiting, SOON_S / 4) == str(i)
+        outlet.close()
+
+    asyncio.run(talk())
+
+
 def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(inbox, address, keys) -> None:
     async def talk() -> tuple[list[str], list[Any]]:
         received: list[str] = []

@@ -35,8 +35,13 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3 that knows some tokens": {"method": "eagle3", "vocab": 150},
     "eagle3 that reads other layers": {
         "method": "eagle3",
-        "aux": [0, 1, 3],
+        "aux": [-1, 0, 2],
         "own": ("embed_tokens",),
+    },
+    "eagle3 that names the layers that read": {
+        "method": "eagle3",
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 2],
+        "norm_before_residual": True,
     },
 }
 # Nothing is found in the cache: a block may have been computed before another token.
@@ -286,7 +291,7 @@ def test_eagle3_is_refused_where_it_finds_no_states_of_layers(head: Any) -> None
         drafting(path, "eagle3", model__backend="transformers")
 
 
-@pytest.mark.parametrize("aux", [[1, 2], [1, 2, 4], [-1, 2, 3]])
+@pytest.mark.parametrize("aux", [[1, 2], [0, 1, 3], [-2, 1, 2]])
 def test_eagle3_of_other_layers_than_there_are_is_refused(aux: list[int], tmp_path: Path) -> None:
     path = make(tmp_path / "head", "eagle3", NANO, aux=aux)
     with pytest.raises(ConfigError, match=r"layers .* and that has 4"):

@@ -87,7 +87,7 @@ def test_a_failed_row_ends_its_request_alone(
     wanted = {}
     for seed, length in enumerate(prompts):
         prompt = [(i if shared else i * (seed + 3)) % VOCAB for i in range(length)]
-        one = EngineCoreRequest(f"r{seed}", prompt, SamplerParams(seed=seed), 10)
+        one = EngineCoreRequest(f"r{seed}", prompt, SamplerParams(seed=seed), 6 + seed % 7)
         wanted[one.request_id] = one
         assert core.add_request(one, CLIENT) is None
     outputs = run(core)
@@ -105,6 +105,30 @@ def test_a_failed_row_ends_its_request_alone(
             assert not any(o.finish_reason for o in outputs[name][:-1])
     core.check_idle()
     check_blocks(core.scheduler.kv.pool)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_that_fails_in_its_last_token_takes_none_of_a_row_with_passes(
+    failing: int, depth: int
+) -> None:
+    """It has no further passes in a plan in which the other one has some."""
+    prompt, lengths = [1, 2, 3], {failing: 6, 1 - failing: 20}
+    fails_at = {failing: len(prompt) + lengths[failing] - 1}
+    core = failing_core(fails_at, steps_per_plan=4, steps_in_flight=depth)
+    asked = {
+        seed: EngineCoreRequest(f"r{seed}", prompt, SamplerParams(seed=seed), lengths[seed])
+        for seed in range(2)
+    }
+    for one in asked.values():
+        core.add_request(one, CLIENT)
+    outputs = run(core)
+    assert token_ids(outputs[f"r{1 - failing}"]) == expected(asked[1 - failing])
+    assert token_ids(outputs[f"r{failing}"]) == expected(asked[failing])[:-1]
+    assert outputs[f"r{failing}"][-1].stop_reason == WHY
+    executor: Any = core.executor
+    assert any(0 < len(plan.further) < len(plan.slots) for plan in executor.plans)
+    core.check_idle()
 
 
 def test_blocks_of_a_failed_request_are_never_found_in_the_prefix_cache() -> None:

@@ -103,6 +103,16 @@ def test_a_request_that_is_aborted_between_plans_leaves_nothing() -> None:
     core.check_idle()
 
 
+@pytest.mark.parametrize("steps", [1, 4, 16, 32])
+def test_the_next_turn_finds_what_the_last_plans_have_computed(steps: int) -> None:
+    core = make_core(steps_per_plan=steps, steps_in_flight=2)
+    core.add_request(request(max_tokens=33), CLIENT)
+    answer = token_ids(run(core)["r"])
+    core.add_request(EngineCoreRequest("next", [*PROMPT, *answer, 7], SamplerParams(), 1), CLIENT)
+    run(core)
+    assert core.scheduler.kv.num_hit_tokens == 32
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
@@ -128,6 +138,7 @@ def test_tokens_before_logits_that_are_no_numbers_are_kept(
             assert len(extras) == at + 1
             assert all(isinstance(extra, TokenLogprobs) for extra in extras)
             end = outputs[-1]
+            assert engine.core.scheduler.num_nans_in_logits == (not stops)
             if stops:
                 assert end.finish_reason is FinishReason.STOP
             else:

@@ -38,8 +38,8 @@ from swell.worker.wire import SchedulerOutput
 
 @dataclass(frozen=True, slots=True)
 class StepHidden:
-    """What the model has computed in a step, for a draft model that reads it; valid until the next
-    step."""
+    """What the model has computed in a step, for a draft model that reads it; valid until the
+    model's next step."""
 
     last: Tensor
     """[T, hidden] normed hidden states of all tokens, if `NoDraftModel.reads_hidden`."""

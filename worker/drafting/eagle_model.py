@@ -13,6 +13,7 @@ and a head of its own, often over the most frequent tokens alone.
     f = fc([a, b, c]);   y = [norm(embed(x)), norm(f)]
     own = f + attention(y);   own = own + mlp(norm(own));   logits = head(norm(own))
 
+With `norm_before_residual` the first sum has norm(f) in place of f.
 After the first pass `own` of the position before takes the place of f. Names and shapes of weights
 are those of the published checkpoints.
 """
@@ -188,13 +189,15 @@ class _Eagle3Layer(nn.Module):
         )
         self.mlp_norm = RMSNorm(size, eps)
         self.mlp = _mlp(config, traits.mlp_bias)
+        self._adds_normed = bool(getattr(config, "norm_before_residual", False))
 
     def forward(
         self, embeds: Tensor, features: Tensor, cos: Tensor, sin: Tensor, batch: InputBatch
     ) -> tuple[Tensor, Tensor]:
         """embeds, features [T, hidden] -> a pair whose sum is `own`, [S, hidden] each"""
-        x = torch.cat((self.embed_norm(embeds), self.feature_norm(features)), -1)
-        wanted = batch.hidden_indices
+        normed, wanted = self.feature_norm(features), batch.hidden_indices
+        x = torch.cat((self.embed_norm(embeds), normed), -1)
+        features = normed if self._adds_normed else features
         x = self.attention(x, cos, sin, batch.attention, wanted)
         residual = features if wanted is None else embedding(wanted, features)
         x, residual = self.mlp_norm.add(x, residual)
@@ -272,10 +275,12 @@ class Eagle3Model(_Head):
 
 
 def layers_read(config: Any, num_layers: int) -> list[int]:
-    """The layers of the model whose input an EAGLE-3 head reads: as its config.json says, else the
-    published ones."""
-    named = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
-    layers = [int(layer) for layer in named or (2, num_layers // 2, num_layers - 3)]
+    """The layers of the model whose input an EAGLE-3 head reads: as its config.json says, in one
+    of two ways, else the published ones."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    outputs = (getattr(config, "eagle_config", None) or {}).get(key)  # of these layers
+    inputs = getattr(config, key, None) or (2, num_layers // 2, num_layers - 3)
+    layers = [int(each) + 1 for each in outputs] if outputs else [int(each) for each in inputs]
     if len(layers) != 3 or not all(0 <= layer < num_layers for layer in layers):
         raise ValueError(
             f"it reads what the layers {layers} of the model read, and that has {num_layers}; it "

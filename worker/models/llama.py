@@ -231,10 +231,13 @@ class LlamaModel(nn.Module):
         for layer in self._keeping:
             layer.keeps_input = True
 
-    @property
-    def layer_inputs(self) -> list[torch.Tensor]:
-        """[T, hidden] each: of the last step, in the order of `keep_inputs`."""
-        return [layer.input for layer in self._keeping if layer.input is not None]
+    def take_inputs(self) -> list[torch.Tensor]:
+        """[T, hidden] each: of the last step, in the order of `keep_inputs`. They are kept no
+        longer."""
+        taken = [layer.input for layer in self._keeping if layer.input is not None]
+        for layer in self._keeping:
+            layer.input = None
+        return taken
 
     def attention_layers(self) -> list[Attention]:
         """The attention layers of this stage, in order: each needs a KV cache."""

@@ -122,6 +122,31 @@ def test_a_successor_that_takes_long_to_start_is_not_killed_for_ever(
         loop.close()
 
 
+def test_one_that_hangs_after_a_recovery_is_killed_as_soon_as_the_first() -> None:
+    """Each hang ends with one kill: what was once a successor that starts is none for ever."""
+
+    async def scenario() -> None:
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        loop, taken = asyncio.get_running_loop(), []
+        actor = SlowActor(2.0)
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle._actor = "coordinator"
+        for pause_s in (3600.0, 3600.0, 3600.0, 10.0, 10.0):
+            await asyncio.sleep(pause_s)
+            actor.kills = 0  # it is stopped again
+            begun = loop.time()
+            await handle.view()
+            taken.append(loop.time() - begun)
+            assert actor.kills == 1
+        assert max(taken) < 1.1 * min(taken)
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
 def test_a_manager_that_does_not_reach_ray_kills_no_coordinator() -> None:
     """It is perhaps cut off, and Ray would do later what it was asked for."""
 
