@@ -1,0 +1,106 @@
+"""`python -m tests.benchmarks.expert_balance`: time of a layer with experts over two engines, whose
+tokens choose a few experts most, before and after the experts are balanced.
+
+The engines are threads of one process, with one core each, and a layer of random weights. Both
+states are measured in turn, step by step, so that other load meets both; the median of the ratios
+is printed, beside the imbalance: the busiest worker's choices over the mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from swell.configs.schema import ParallelConfig
+from swell.worker.expert_balance import balance, imbalance
+from swell.worker.experts import holdings, move_experts
+from swell.worker.layers.moe import ExpertTraits, MoE
+from swell.worker.layers.weight_shard import materialize
+from swell.worker.mesh import Mesh
+from swell.worker.wire import GroupPlan
+from tests.worker.test_mesh import in_threads
+
+ENGINES, EXPERTS, HIDDEN, SIZE = 2, 16, 512, 1024
+TRAITS = ExpertTraits(EXPERTS, SIZE, 2, True, False, ("gate", "up", "down"))
+
+
+def make_layer(mesh: Mesh, skew: float) -> MoE:
+    """`skew`: how much more likely the first experts are: they lie on the first engine."""
+    layer = MoE(HIDDEN, TRAITS, mesh)
+    materialize(layer, torch.device("cpu"), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    layer.router.copy_(torch.randn(EXPERTS, HIDDEN, generator=generator))
+    layer.router[:, 0] = skew / (1.0 + torch.arange(EXPERTS)) ** 0.5
+    weights = [
+        (
+            torch.randn(2 * SIZE, HIDDEN, generator=generator) / HIDDEN**0.5,
+            torch.randn(HIDDEN, SIZE, generator=generator) / SIZE**0.5,
+        )
+        for _ in range(EXPERTS)
+    ]
+    share = EXPERTS // ENGINES
+    first = mesh.data.rank * share
+    layer.local_experts = {e: weights[e] for e in range(first, first + share)}
+    layer.load = torch.zeros(ENGINES, EXPERTS, dtype=torch.int64)
+    return layer
+
+
+def measure(rank: int, store: Any, rows: int, skew: float, redundant: int, steps: int) -> Any:
+    torch.set_num_threads(1)
+    mesh = Mesh.build(ParallelConfig(expert=True), 0)
+    mesh.begin(1)
+    mesh.regroup(GroupPlan(1, None, 1, ENGINES, rank), None, store, timeout_s=60)
+    mesh.tokens = [rows] * ENGINES
+    layers = [make_layer(mesh, skew) for _ in range(2)]
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    x[:, 0] = HIDDEN**0.5
+    same = [layer(x) for layer in layers]
+    assert layers[1].load is not None
+    load, [have] = layers[1].load.tolist(), holdings(layers[1:], mesh)
+    placement = balance(load, have, EXPERTS, redundant)
+    move_experts(layers[1], mesh, have, placement.holders, lambda: None)
+    layers[1].owners = placement.owners
+    assert torch.equal(layers[1](x), same[0]), "a bit has changed"
+    ratios = []
+    for _ in range(steps):
+        seconds = []
+        for layer in layers:
+            mesh.data.all_gather(x[:1], 0)  # begin together
+            begun = time.perf_counter()
+            layer(x)
+            seconds.append(time.perf_counter() - begun)
+        ratios.append(seconds[1] / seconds[0])
+    before = [sum(chosen[e] for chosen in load for e in held) for held in have]
+    found = imbalance(before), imbalance(placement.rank_loads(load, ENGINES))
+    mesh.close()
+    return median(ratios), *found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    print(
+        "| tokens of each engine | copies more | imbalance before | after | time after / before |"
+    )
+    print("|---:|---:|---:|---:|---:|")
+    for rows in (64, 256):
+        for redundant in (0, 2, 4):
+            store = torch.distributed.HashStore()
+            results = in_threads(
+                ENGINES,
+                lambda rank, rows=rows, redundant=redundant, store=store: measure(
+                    rank, store, rows, 3.0, redundant, args.steps
+                ),
+            )
+            ratio, before, after = results[0]
+            line = f"| {rows} | {redundant} | {before:.2f} | {after:.2f} | {ratio:.2f} |"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
