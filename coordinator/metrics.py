@@ -27,6 +27,10 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
         "How deeply the engine sleeps; 0: it is awake.",
         lambda r: r.sleep_level,
     ),
+    "swell_expert_imbalance": (
+        "What the busiest worker computes of shared experts, over the mean.",
+        lambda r: r.expert_imbalance,
+    ),
     "swell_sync_seconds": ("Time that steps waited for other engines.", lambda r: r.sync_s),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[EngineReport], float]]] = {

@@ -106,6 +106,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """See `Sleep`."""
     wakes: int = 0
     """Those of the `repairs` that replaced no worker: it woke up."""
+    expert_imbalance: float = 0.0
+    """Of the experts that engines share, at the last look; 0: none (`docs/experts.md`)."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):

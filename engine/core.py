@@ -58,7 +58,7 @@ class EngineCore:
         """Decides when to step; its messages are collected for `take_messages`."""
         self.num_dummy_steps = 0
         self.num_waves = 0
-        self.sync_s = 0.0
+        self.sync_s = self.expert_imbalance = 0.0
         """Time that steps waited for other engines."""
         self._messages: list[CoordinatorMessage] = []
         self._failed: list[Outputs] = []
@@ -172,6 +172,7 @@ class EngineCore:
             raise
         self.num_steps += 1
         self.sync_s += output.sync_s
+        self.expert_imbalance = output.imbalance or self.expert_imbalance
         if process_inputs is not None:
             await process_inputs()
         outputs = self.scheduler.update(scheduled, output)

@@ -75,4 +75,5 @@ def report_of(
         adapter_load_failures=core.adapters.num_failures,
         sleep_level=core.sleep_level,
         wakes=core.num_wakes,
+        expert_imbalance=core.expert_imbalance,
     )

@@ -37,6 +37,8 @@ class DPSyncResult:
     """Engines that vote for a pause."""
     sync_s: float = 0.0
     """Duration of the all-reduce: the wait for the slowest engine."""
+    imbalance: float = 0.0
+    """The largest imbalance of a layer's experts, in a step before which it was looked for."""
 
 
 class DPSync:
@@ -65,8 +67,8 @@ class LockstepDPSync(DPSync):
         started = time.monotonic()
         working, pausing, *tokens = mesh.sync.all_reduce(reduced).tolist()
         mesh.tokens = tokens
-        self._balancer.before_step()
-        return DPSyncResult(working, pausing, time.monotonic() - started)
+        sync_s = time.monotonic() - started
+        return DPSyncResult(working, pausing, sync_s, self._balancer.before_step())
 
     def execute_dummy_batch(self) -> None:
         if not any(self._mesh.tokens):

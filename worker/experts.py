@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swell.configs.schema import Config, ModelConfig
-from swell.worker.layers.moe import MoE
+from swell.worker.layers.moe import Expert, MoE
 from swell.worker.loader import load_experts
 from swell.worker.mesh import Mesh
 
@@ -96,11 +96,15 @@ class _Placement:
 
 def max_share_bytes(layers: Sequence[MoE], config: Config) -> int:
     """Bytes of the most experts that one worker of a stage can hold with at least
-    `cluster.min_engines` engines."""
-    parallel = config.parallel
-    ranks = config.cluster.min_engines * parallel.tensor
-    copies = parallel.redundant_experts
-    return sum(-(-(layer.traits.count + copies) // ranks) * layer.expert_bytes for layer in layers)
+    `cluster.min_engines` engines; while experts move, what comes to a layer lies beside what it
+    has."""
+    engines, parallel = config.cluster.min_engines, config.parallel
+    most = []
+    for layer in layers:
+        count = layer.traits.count
+        copies = count + min(parallel.redundant_experts, count * (engines - 1))
+        most.append(-(-copies // (engines * parallel.tensor)) * layer.expert_bytes)
+    return sum(most) + (max(most, default=0) if parallel.balance_steps else 0)
 
 
 def rebalance(
@@ -151,34 +155,39 @@ def move_experts(
     on_progress: Callable[[], None],
 ) -> list[int]:
     """Send the experts of one layer to those who shall hold them, [experts][ranks], and drop the
-    others; one that no rank has is left out. Every rank calls it. Returns those that came here."""
-    came = []
+    others; one that no rank has is left out. Every rank calls it. Returns those that came here.
+    Raises `GroupError` if a peer fails: then nothing has come, and nothing was dropped."""
+    came: dict[int, Expert] = {}
     for expert, ranks in enumerate(holders):
         sources = [rank for rank, held in enumerate(have) if expert in held]
         for target in ranks if sources else ():
             if target not in sources:
-                if _move(layer, mesh, expert, sources[0], target):
-                    came.append(expert)
+                arrived = _move(layer, mesh, expert, sources[0], target)
+                if arrived is not None:
+                    came[expert] = arrived
                 on_progress()
+    if mesh.device.type == "cuda":  # transfers are only enqueued
+        torch.cuda.current_stream(mesh.device).synchronize()
+    mesh.check()
+    layer.local_experts.update(came)
     for expert, ranks in enumerate(holders):
         if mesh.expert.rank not in ranks:
             layer.local_experts.pop(expert, None)
-    return came
+    return list(came)
 
 
-def _move(layer: MoE, mesh: Mesh, expert: int, source: int, target: int) -> bool:
-    """Send or receive one expert; whether it came here. All ranks do the moves in the same order,
-    so none deadlocks."""
+def _move(layer: MoE, mesh: Mesh, expert: int, source: int, target: int) -> Expert | None:
+    """Send or receive one expert; what comes here. All ranks do the moves in the same order, so
+    none deadlocks."""
     if mesh.expert.rank == source:
         for tensor in layer.local_experts[expert]:
             mesh.expert.send(tensor, target).wait()
     if mesh.expert.rank != target:
-        return False
-    arrived = layer.make_expert()
-    for tensor in arrived:
+        return None
+    arriving = layer.make_expert()
+    for tensor in arriving:
         mesh.expert.recv(tensor, source)
-    layer.local_experts[expert] = arrived
-    return True
+    return arriving
 
 
 def _load(

@@ -199,6 +199,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=
     since it has failed."""
     proposals: dict[int, list[int]] = {}
     """Row of the plan's `proposals` -> what the draft model guesses behind the row's new tokens."""
+    imbalance: float = 0.0
+    """Engines that share experts, in a step before which these were looked at: what the busiest
+    worker has computed over the mean, in the most uneven layer of the last stage. Else 0."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -45,7 +46,7 @@ def make_layer(mesh: Mesh, skew: float) -> MoE:
     share = EXPERTS // ENGINES
     first = mesh.data.rank * share
     layer.local_experts = {e: weights[e] for e in range(first, first + share)}
-    layer.load = torch.zeros(ENGINES, EXPERTS, dtype=torch.int64)
+    layer.load = torch.zeros(EXPERTS, dtype=torch.int64)
     return layer
 
 
@@ -60,7 +61,8 @@ def measure(rank: int, store: Any, rows: int, skew: float, redundant: int, steps
     x[:, 0] = HIDDEN**0.5
     same = [layer(x) for layer in layers]
     assert layers[1].load is not None
-    load, [have] = layers[1].load.tolist(), holdings(layers[1:], mesh)
+    load = mesh.data.all_gather(layers[1].load.unsqueeze(0), 0).tolist()
+    [have] = holdings(layers[1:], mesh)
     placement = balance(load, have, EXPERTS, redundant)
     move_experts(layers[1], mesh, have, placement.holders, lambda: None)
     layers[1].owners = placement.owners
@@ -88,18 +90,14 @@ def main() -> None:
         "| tokens of each engine | copies more | imbalance before | after | time after / before |"
     )
     print("|---:|---:|---:|---:|---:|")
-    for rows in (64, 256):
-        for redundant in (0, 2, 4):
-            store = torch.distributed.HashStore()
-            results = in_threads(
-                ENGINES,
-                lambda rank, rows=rows, redundant=redundant, store=store: measure(
-                    rank, store, rows, 3.0, redundant, args.steps
-                ),
-            )
-            ratio, before, after = results[0]
-            line = f"| {rows} | {redundant} | {before:.2f} | {after:.2f} | {ratio:.2f} |"
-            print(line, flush=True)
+    for rows, redundant in product((64, 256), (0, 2, 4)):
+        store = torch.distributed.HashStore()
+
+        def work(rank: int, case: Any = (store, rows, 3.0, redundant, args.steps)) -> Any:
+            return measure(rank, *case)
+
+        ratio, before, after = in_threads(ENGINES, work)[0]
+        print(f"| {rows} | {redundant} | {before:.2f} | {after:.2f} | {ratio:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

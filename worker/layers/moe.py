@@ -65,8 +65,7 @@ class MoE(FeedForward):
         """[engines][experts] the rank of `mesh.expert` that computes an expert for the tokens of an
         engine; None: each expert has one copy."""
         self.load: torch.Tensor | None = None
-        """[engines, experts] int64: how often tokens of an engine have chosen an expert, if that is
-        counted."""
+        """[experts] int64: how often tokens of this engine have chosen each, if that is counted."""
         self.on_choices: Callable[[torch.Tensor], None] | None = None
         """Called with the choices [T, k] of each step, if they are recorded."""
 
@@ -77,6 +76,9 @@ class MoE(FeedForward):
         weights, choices = route(logits, traits.top_k, traits.renormalize)
         if self.on_choices is not None:
             self.on_choices(choices)
+        if self.load is not None:
+            chosen = choices.flatten()
+            self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
         if traits.round_weights:
             weights = weights.to(x.dtype)
         return combine_experts(self._outputs(x, choices), weights)
@@ -136,9 +138,6 @@ class MoE(FeedForward):
 
     def _compute(self, engine: int, x: torch.Tensor, choices: torch.Tensor, out: Any) -> None:
         """What this rank computes for tokens of an engine, into out [T, k, hidden]."""
-        if self.load is not None:
-            chosen = choices.flatten()
-            self.load[engine].scatter_add_(0, chosen, torch.ones_like(chosen))
         experts = self.local_experts
         if self.owners is not None:
             here, owners = self.mesh.expert.rank, self.owners[engine]

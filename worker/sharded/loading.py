@@ -80,7 +80,8 @@ def load_sharded(model: Any, folder: Path, report: Report) -> int:
 def load_saved_experts(
     folder: Path, mesh: Mesh, experts: Mapping[int, Sequence[WeightShard]], report: Report
 ) -> None:
-    """Fill the shards of experts that engines share, each from its own file. Raises ValueError."""
+    """Fill the shards of experts that engines share, each from its own file, of which some layers
+    may be wanted alone. Raises ValueError."""
     index, parallel = read_index(folder), _split_of(mesh)
     refuse_other_split(folder, index, parallel)
     report.total = sum(shard.target.nbytes for shards in experts.values() for shard in shards)
@@ -88,7 +89,7 @@ def load_saved_experts(
         name = expert_file_name(expert, index.experts, mesh.stage, parallel)
         file = TensorFile(folder / name, index.files[name])
         state = {shard.name: StateTensor(shard.target) for shard in shards}
-        _check_names(file, state)
+        _check_names(file, state, may_have_more=True)
         for key, target in state.items():
             _check_tensor(file, key, target, index)
             file.check(key, report.add)
@@ -122,8 +123,12 @@ def _stored(file: TensorFile, name: str) -> Weight:
     return PackedTensor(file.tensor(name), *packed) if packed else file.tensor(name)
 
 
-def _check_names(file: TensorFile, state: dict[str, StateTensor]) -> None:
+def _check_names(
+    file: TensorFile, state: dict[str, StateTensor], may_have_more: bool = False
+) -> None:
     missing, extra = sorted(state.keys() - file.names), sorted(file.names - state.keys())
+    if may_have_more:
+        extra = []
     if missing or extra:
         what = f"lacks the tensor {missing[0]!r}" if missing else f"has the tensor {extra[0]!r}"
         raise ValueError(

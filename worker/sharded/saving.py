@@ -172,7 +172,8 @@ class _Saver:
         for stage in range(parallel.pipeline):
             model = self._build(stage * parallel.tensor)
             for expert in range(self.experts):
-                weights = [layer.make_expert() for layer in model.moe_layers()]
+                layers = model.moe_layers()
+                weights = {at: layer.make_expert() for at, layer in enumerate(layers)}
                 shards = list(model.expert_weight_shards(expert, weights))
                 if shards:
                     load_experts({expert: shards}, model.mesh, self.config.model)
