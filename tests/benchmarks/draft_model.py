@@ -36,29 +36,36 @@ def write(folder: Path, weights: Weights, **keys: Any) -> str:
     return str(folder)
 
 
-def enlarged(folder: Path, weights: Weights) -> str:
-    """Norms divide by the mean over all numbers, so their weights and epsilons shrink."""
+def _sizes() -> tuple[dict[str, Any], dict[int, int]]:
+    """nano's config, and what becomes of its sizes."""
     config = json.loads((NANO / "config.json").read_text())
-    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
-    sizes = {hidden: HIDDEN, intermediate: INTERMEDIATE}
-    share = hidden / HIDDEN
+    return config, {config["hidden_size"]: HIDDEN, config["intermediate_size"]: INTERMEDIATE}
 
-    def enlarge(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        shape = [sizes.get(size, size) for size in tensor.shape]
-        if "q_proj" in name:  # its outputs are those of the heads, which are not more
-            shape[0] = len(tensor)
-        if "o_proj" in name:
-            shape[1] = tensor.shape[1]
-        found = torch.zeros(shape, dtype=tensor.dtype)
-        found[tuple(slice(size) for size in tensor.shape)] = tensor
-        return found * share**0.5 if name.endswith("norm.weight") else found
 
+def enlarge_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """With zeros. Norms divide by the mean over all numbers, so their weights shrink."""
+    config, sizes = _sizes()
+    shape = [sizes.get(size, size) for size in tensor.shape]
+    if "q_proj" in name:  # its outputs are those of the heads, which are not more
+        shape[0] = len(tensor)
+    if "o_proj" in name:
+        shape[1] = tensor.shape[1]
+    found = torch.zeros(shape, dtype=tensor.dtype)
+    found[tuple(slice(size) for size in tensor.shape)] = tensor
+    is_norm = name.endswith(("norm.weight", "layernorm.weight"))
+    return found * (config["hidden_size"] / HIDDEN) ** 0.5 if is_norm else found
+
+
+def enlarged(folder: Path, weights: Weights, **keys: Any) -> str:
+    """`keys`: of config.json that differ besides. The epsilons of norms shrink, too."""
+    config, _ = _sizes()
     return write(
         folder,
-        {name: enlarge(name, tensor) for name, tensor in weights.items()},
+        {name: enlarge_tensor(name, tensor) for name, tensor in weights.items()},
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
-        rms_norm_eps=config["rms_norm_eps"] * share,
+        rms_norm_eps=config["rms_norm_eps"] * config["hidden_size"] / HIDDEN,
+        **keys,
     )
 
 
