@@ -384,7 +384,7 @@ class Scheduler:
     def _fail(
         self, request: Request, tokens: Sequence[int], extras: list[Extra], reason: str
     ) -> list[EngineCoreOutput]:
-        """It failed behind these tokens, unless they end it: nobody finds what it has computed."""
+        """It failed behind these tokens, unless they end it. What it computed is not found."""
         answers = request.fail_behind(tokens, extras, reason)
         if answers[-1].finish_reason is FinishReason.ERROR:
             self.kv.evict_computed(request)

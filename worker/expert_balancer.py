@@ -3,8 +3,8 @@
 Engines that share experts compute each step together, so all workers of a stage reach a step at the
 same time. Every so many steps they exchange what their tokens have chosen, and each decides by
 itself whether its layers shall have another placement (`expert_balance.py`): all alike, since all
-have the same numbers. They move the experts of one layer before each of the next steps. Nobody has
-to be asked, and nothing is in flight.
+have the same numbers. They move the experts of one layer before each of the next steps. No command
+is needed, and nothing is in flight.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ExpertBalancer:
         if self._moves:
             layer, have, placement = self._moves.popleft()
             move_experts(layer, self._mesh, have, placement.holders, self._on_progress)
-            layer.owners = placement.owners
+            layer.share(placement.owners)
         elif self._steps >= self._config.balance_steps:
             self._steps = 0
             return self._look()

@@ -125,7 +125,7 @@ def rebalance(
         return 0, 0
     here, moved, missing = mesh.expert.rank, set(), defaultdict(list)
     for at, (layer, have) in enumerate(zip(layers, holdings(layers, mesh), strict=True)):
-        layer.owners = None
+        layer.share(None)
         holders = [(owner,) for owner in place_experts(have, layer.traits.count)]
         moved.update(move_experts(layer, mesh, have, holders, on_progress))
         for expert, (owner,) in enumerate(holders):

@@ -65,7 +65,7 @@ def measure(rank: int, store: Any, rows: int, skew: float, redundant: int, steps
     [have] = holdings(layers[1:], mesh)
     placement = balance(load, have, EXPERTS, redundant)
     move_experts(layers[1], mesh, have, placement.holders, lambda: None)
-    layers[1].owners = placement.owners
+    layers[1].share(placement.owners)
     assert torch.equal(layers[1](x), same[0]), "a bit has changed"
     ratios = []
     for _ in range(steps):

@@ -64,6 +64,9 @@ class MoE(FeedForward):
         self.owners: Sequence[Sequence[int]] | None = None
         """[engines][experts] the rank of `mesh.expert` that computes an expert for the tokens of an
         engine; None: each expert has one copy."""
+        self._shares: list[dict[int, Expert]] = []
+        """[engines] those of `local_experts` that are computed here for tokens of an engine; empty:
+        all of them."""
         self.load: torch.Tensor | None = None
         """[experts] int64: how often tokens of this engine have chosen each, if that is counted."""
         self.on_choices: Callable[[torch.Tensor], None] | None = None
@@ -82,6 +85,15 @@ class MoE(FeedForward):
         if traits.round_weights:
             weights = weights.to(x.dtype)
         return combine_experts(self._outputs(x, choices), weights)
+
+    def share(self, owners: Sequence[Sequence[int]] | None) -> None:
+        """Set `owners`, whose experts this rank holds."""
+        here, held = self.mesh.expert.rank, self.local_experts.items()
+        self.owners = owners
+        self._shares = [
+            {expert: weights for expert, weights in held if of_engine[expert] == here}
+            for of_engine in owners or ()
+        ]
 
     def make_expert(self) -> Expert:
         """Uninitialized weights of one expert."""
@@ -138,10 +150,7 @@ class MoE(FeedForward):
 
     def _compute(self, engine: int, x: torch.Tensor, choices: torch.Tensor, out: Any) -> None:
         """What this rank computes for tokens of an engine, into out [T, k, hidden]."""
-        experts = self.local_experts
-        if self.owners is not None:
-            here, owners = self.mesh.expert.rank, self.owners[engine]
-            experts = {e: weights for e, weights in experts.items() if owners[e] == here}
+        experts = self._shares[engine] if self._shares else self.local_experts
         expert_outputs(x, choices, experts, out)
 
 
