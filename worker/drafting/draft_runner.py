@@ -75,6 +75,9 @@ class Guess:
 class GuessingRunner(NoDraftRunner):
     """One pass gives one token of each row that guesses."""
 
+    newest = 1
+    """1: a row's first guess comes from the position of its newest token; 0: from that before."""
+
     def __init__(self, states: RequestStates, blocks: BlockTables) -> None:
         self._states, self._blocks = states, blocks
 
@@ -83,31 +86,42 @@ class GuessingRunner(NoDraftRunner):
     ) -> None:
         guesses = self._wanted(plan, sampled)
         pending = PendingProposals(list(plan.proposals))
-        tokens = self._follow(plan, guesses, hidden)
+        num_tokens, samples = plan.num_tokens.copy(), [0] * len(plan.slots)
+        for guess in guesses:
+            num_tokens[guess.row] = guess.position + self.newest - plan.starts[guess.row]
+            samples[guess.row] = 1
+        step = SchedulerOutput(
+            plan.step, slots=plan.slots, starts=plan.starts, num_tokens=num_tokens, samples=samples
+        )
+        tokens = self._follow(step, plan, hidden)
         index = 0
         while guesses and tokens is not None:
             pending.add([guess.row for guess in guesses], tokens)
             index += 1
             staying = [at for at, guess in enumerate(guesses) if guess.count > index]
             guesses = [guesses[at] for at in staying]
-            slots = [plan.slots[guess.row] for guess in guesses]
             if guesses:
-                tokens = self._go_on(plan.step, slots, guesses, index, staying)
+                ones = [1] * len(guesses)
+                slots = [plan.slots[guess.row] for guess in guesses]
+                starts = [guess.position - 1 + self.newest + index for guess in guesses]
+                step = SchedulerOutput(
+                    plan.step, slots=slots, starts=starts, num_tokens=ones, samples=ones
+                )
+                tokens = self._go_on(step, staying)
         if sampled is not None and plan.proposals:
             sampled.pending_proposals = pending
 
     def _follow(
-        self, plan: SchedulerOutput, guesses: list[Guess], hidden: StepHidden
+        self, step: SchedulerOutput, plan: SchedulerOutput, hidden: StepHidden
     ) -> Tensor | None:
-        """Compute the tokens of the step; the first token of each guess, [guesses] int64, a copy;
-        None: there are none."""
+        """Compute the tokens of `step`: those of the model's, `plan`, as far as they are the rows'.
+        Returns the first token of each row that samples, [guesses] int64, a copy, which is also
+        written to the states; None: no row does."""
         raise NotImplementedError
 
-    def _go_on(
-        self, step: int, slots: list[int], guesses: list[Guess], index: int, staying: list[int]
-    ) -> Tensor | None:
-        """The token `index` (from 0) of each of these guesses, as above. `slots`: of their rows;
-        `staying`: which ones of the last pass's guesses they are."""
+    def _go_on(self, step: SchedulerOutput, staying: list[int]) -> Tensor | None:
+        """The next token of each row of `step`, as above. `staying`: which rows of the last pass
+        they are."""
         raise NotImplementedError
 
     def _wanted(self, plan: SchedulerOutput, sampled: SamplerOutput | None) -> list[Guess]:
@@ -147,35 +161,15 @@ class DraftRunner(GuessingRunner):
         return self._forward.progress
 
     def _follow(
-        self, plan: SchedulerOutput, guesses: list[Guess], hidden: StepHidden
+        self, step: SchedulerOutput, plan: SchedulerOutput, hidden: StepHidden
     ) -> Tensor | None:
-        num_tokens, samples = plan.num_tokens.copy(), [0] * len(plan.slots)
-        for guess in guesses:
-            num_tokens[guess.row] = guess.position + 1 - plan.starts[guess.row]
-            samples[guess.row] = 1
-        return self._pass(plan.step, plan.slots, plan.starts, num_tokens, samples)
+        return self._pass(step)
 
-    def _go_on(
-        self, step: int, slots: list[int], guesses: list[Guess], index: int, staying: list[int]
-    ) -> Tensor | None:
-        ones = [1] * len(guesses)
-        starts = [guess.position + index for guess in guesses]
-        return self._pass(step, slots, starts, ones, ones)
+    def _go_on(self, step: SchedulerOutput, staying: list[int]) -> Tensor | None:
+        return self._pass(step)
 
-    def _pass(
-        self,
-        step: int,
-        slots: list[int],
-        starts: list[int],
-        num_tokens: list[int],
-        samples: list[int],
-    ) -> Tensor | None:
-        """Compute these columns (see `SchedulerOutput`), and write what follows each row that
-        samples to the states: tokens [S] int64, a copy; None: no row does."""
-        plan = SchedulerOutput(
-            step, slots=slots, starts=starts, num_tokens=num_tokens, samples=samples
-        )
-        batch = self._batches.build(plan)
+    def _pass(self, step: SchedulerOutput) -> Tensor | None:
+        batch = self._batches.build(step)
         hidden = self._forward.hidden(batch, None, HeadOutput.ARGMAX)
         if not batch.num_samples:
             return None

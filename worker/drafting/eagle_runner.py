@@ -26,7 +26,7 @@ from torch import Tensor
 
 from swell.kernels.host import to_device
 from swell.worker.block_tables import BlockTables
-from swell.worker.drafting.draft_runner import Guess, GuessingRunner, StepHidden
+from swell.worker.drafting.draft_runner import GuessingRunner, StepHidden
 from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.request_states import RequestStates
 from swell.worker.wire import SchedulerOutput
@@ -50,6 +50,8 @@ class GuessingHead(Protocol):
 
 
 class EagleRunner(GuessingRunner):
+    newest = 0
+
     def __init__(
         self, model: GuessingHead, states: RequestStates, blocks: BlockTables, max_tokens: int
     ) -> None:
@@ -61,46 +63,25 @@ class EagleRunner(GuessingRunner):
         """[guesses, hidden] its features of the last pass."""
 
     def _follow(
-        self, plan: SchedulerOutput, guesses: list[Guess], hidden: StepHidden
+        self, step: SchedulerOutput, plan: SchedulerOutput, hidden: StepHidden
     ) -> Tensor | None:
-        num_tokens, samples = plan.num_tokens.copy(), [0] * len(plan.slots)
-        for guess in guesses:
-            num_tokens[guess.row] = guess.position - plan.starts[guess.row]
-            samples[guess.row] = 1
         selected = self._model.select(hidden)
-        if num_tokens != plan.num_tokens:  # without the drafts that were wrong
-            kept = _kept(plan.num_tokens, num_tokens)
+        if step.num_tokens != plan.num_tokens:  # without the drafts that were wrong
+            kept = _kept(plan.num_tokens, step.num_tokens)
             index = to_device(kept, selected[0].device)
             selected = [each.index_select(0, index) for each in selected]
-        features = self._model.features(selected)
-        return self._pass(plan.step, plan.slots, plan.starts, num_tokens, samples, features)
+        return self._pass(step, self._model.features(selected))
 
-    def _go_on(
-        self, step: int, slots: list[int], guesses: list[Guess], index: int, staying: list[int]
-    ) -> Tensor | None:
+    def _go_on(self, step: SchedulerOutput, staying: list[int]) -> Tensor | None:
         own = self._own
         if len(staying) < len(own):
             own = own.index_select(0, to_device(np.array(staying), own.device))
-        ones = [1] * len(guesses)
-        starts = [guess.position - 1 + index for guess in guesses]
-        return self._pass(step, slots, starts, ones, ones, own)
+        return self._pass(step, own)
 
-    def _pass(
-        self,
-        step: int,
-        slots: list[int],
-        starts: list[int],
-        num_tokens: list[int],
-        samples: list[int],
-        features: Tensor,
-    ) -> Tensor | None:
-        """Compute these columns (see `SchedulerOutput`) with features [T, hidden], and write what
-        is guessed for each row that samples to the states: tokens [S] int64; None: no row does."""
-        plan = SchedulerOutput(
-            step, slots=slots, starts=starts, num_tokens=num_tokens, samples=samples
-        )
-        batch = self._batches.build(plan)
-        slots_np = np.repeat(np.array(slots, dtype=np.int64), num_tokens)
+    def _pass(self, step: SchedulerOutput, features: Tensor) -> Tensor | None:
+        """With features [T, hidden] of its T tokens."""
+        batch = self._batches.build(step)
+        slots_np = np.repeat(np.array(step.slots, dtype=np.int64), step.num_tokens)
         table, behind = self._states.token_ids, batch.positions + 1
         ids = table[to_device(slots_np, table.device), behind].long()
         self._own, last = self._model(ids, features, batch)
