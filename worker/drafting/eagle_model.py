@@ -69,29 +69,47 @@ def traits_of(stored: Collection[str], layer: str) -> Traits:
 
 
 class _Head(nn.Module):
-    """What both kinds have. `borrowed` names what lies in the model's checkpoint."""
+    """What both kinds have."""
 
-    def __init__(self, config: Any, stored: Collection[str], positions: int, device: Any) -> None:
+    head: ParallelLMHead
+
+    def __init__(
+        self,
+        config: Any,
+        model: Any,
+        stored: Collection[str],
+        positions: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """`config`: its own; `model`: that of the model for which it guesses; `stored`: names of
+        its checkpoint's tensors; `positions`: tokens of the longest sequence. Raises `ValueError`
+        for a head of another model."""
         super().__init__()
         self.group = Mesh.build(ParallelConfig(), 0, device=device).tensor
-        self.stored = stored
+        self.stored, self.device, self.dtype = stored, device, dtype
         self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, self.group)
-        self.rope = RotaryEmbedding(head_dim(config), positions, rope_parameters(config))
-
-    def finish(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate all parameters."""
+        self.make_layers(config, model)
         materialize(self, device, dtype)
-        self.dtype = dtype
+        self.rope = RotaryEmbedding(head_dim(config), positions, rope_parameters(config))
         self.rope.to(device)
+
+    def make_layers(self, config: Any, model: Any) -> None:
+        """Add what follows the embedding, `head` among it."""
+        raise NotImplementedError
 
     def borrowed(self) -> dict[str, VocabParallelEmbedding | ParallelLMHead]:
         """`EMBEDDING` or `HEAD` -> the layer that is filled from the model's checkpoint."""
-        return {} if self._has(EMBEDDING) else {EMBEDDING: self.embed}
+        return {name: layer for name, layer in self._of_tokens().items() if not self._has(name)}
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
         """What it reads from its own checkpoint."""
-        if self._has(EMBEDDING):
-            yield from self.embed.weight_shards(EMBEDDING)
+        for name, layer in self._of_tokens().items():
+            if self._has(name):
+                yield from layer.weight_shards(name)
+
+    def _of_tokens(self) -> dict[str, VocabParallelEmbedding | ParallelLMHead]:
+        return {EMBEDDING: self.embed, HEAD: self.head}
 
     def _has(self, name: str) -> bool:
         return f"{name}.weight" in self.stored
@@ -109,19 +127,8 @@ class _NoNorm(RMSNorm):
 
 
 class EagleModel(_Head):
-    """`model`: the config of the model that it guesses for."""
-
-    def __init__(
-        self,
-        config: Any,
-        model: Any,
-        stored: Collection[str],
-        positions: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(config, stored, positions, device)
-        size = config.hidden_size
+    def make_layers(self, config: Any, model: Any) -> None:
+        size, stored = config.hidden_size, self.stored
         if size != model.hidden_size:
             raise ValueError(
                 f"its hidden_size={size} is not that of the model, {model.hidden_size}; a head is "
@@ -135,7 +142,6 @@ class EagleModel(_Head):
         layers[0].attention_norm = _NoNorm()
         self.layers = cast("Sequence[LlamaLayer]", nn.ModuleList(layers))
         self.head = ParallelLMHead(config.vocab_size, size, self.group)
-        self.finish(device, dtype)
 
     def select(self, hidden: StepHidden) -> Sequence[Tensor]:
         return [hidden.last]
@@ -159,16 +165,11 @@ class EagleModel(_Head):
     def attention_layers(self) -> list[Attention]:
         return [layer.attention.attention for layer in self.layers]
 
-    def borrowed(self) -> dict[str, VocabParallelEmbedding | ParallelLMHead]:
-        return super().borrowed() | ({} if self._has(HEAD) else {HEAD: self.head})
-
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
         yield from super().weight_shards(stored)
         yield from self.fusion.weight_shards(FUSION)
         for at, layer in enumerate(self.layers):
             yield from layer.weight_shards(f"layers.{at}")
-        if self._has(HEAD):
-            yield from self.head.weight_shards(HEAD)
 
 
 def _mlp(config: Any, bias: bool = False) -> GatedMLP:
@@ -212,19 +213,8 @@ class _Eagle3Layer(nn.Module):
 
 
 class Eagle3Model(_Head):
-    """`model`: the config of the model that it guesses for."""
-
-    def __init__(
-        self,
-        config: Any,
-        model: Any,
-        stored: Collection[str],
-        positions: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(config, stored, positions, device)
-        size = config.hidden_size
+    def make_layers(self, config: Any, model: Any) -> None:
+        size, stored = config.hidden_size, self.stored
         if size != model.hidden_size and not self._has(EMBEDDING):
             raise ValueError(
                 f"it has no {EMBEDDING}, and that of the model is of another size, "
@@ -236,8 +226,7 @@ class Eagle3Model(_Head):
         self.norm = RMSNorm(size, config.rms_norm_eps)
         vocab = getattr(config, "draft_vocab_size", None) or config.vocab_size
         self.head = ParallelLMHead(vocab, size, self.group)
-        self.finish(device, dtype)
-        offsets = torch.zeros(vocab, dtype=torch.int64, device=device)
+        offsets = torch.zeros(vocab, dtype=torch.int64, device=self.device)
         self.offsets = nn.Parameter(offsets, requires_grad=False)
 
     def select(self, hidden: StepHidden) -> Sequence[Tensor]:
@@ -260,16 +249,11 @@ class Eagle3Model(_Head):
     def attention_layers(self) -> list[Attention]:
         return [self.layer.attention.attention]
 
-    def borrowed(self) -> dict[str, VocabParallelEmbedding | ParallelLMHead]:
-        return super().borrowed() | ({} if self._has(HEAD) else {HEAD: self.head})
-
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
         yield from super().weight_shards(stored)
         yield from self.fusion.weight_shards(FUSION)
         yield from self.layer.weight_shards(self._layer)
         yield from self.norm.weight_shards("norm")
-        if self._has(HEAD):
-            yield from self.head.weight_shards(HEAD)
         if OFFSETS in self.stored:
             yield replicated_shard(OFFSETS, self.offsets)
 
