@@ -148,19 +148,24 @@ def generated_tokens(cluster: Cluster) -> float:
     return float(re.search(r"^swell_generation_tokens_total (\S+)", text, re.M).group(1))
 
 
+CHOICES = 64
+LONG = {"temperature": 1, "max_tokens": 1900, "ignore_eos": True, "n": CHOICES}
+"""A request that takes many times the second after which a client that has left is noticed
+(`half_close.PROBE_S`), on machines much faster than this one too."""
+
+
 def test_a_client_that_leaves_frees_its_blocks(cluster):
-    body = chat("x", temperature=1, max_tokens=1900, ignore_eos=True, stream=True)
+    body = chat("x", stream=True, **LONG)
     before, url = generated_tokens(cluster), cluster.url + "/v1/chat/completions"
     with httpx.stream("POST", url, json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         for _ in range(6):
             next(lines)
-    cluster.wait_idle()
-    assert generated_tokens(cluster) - before < 1900, "it went on without a reader"
+    assert_cut_short(cluster, before)
 
 
 def test_a_client_that_leaves_without_streaming_frees_its_blocks(cluster):
-    body = chat("x", temperature=1, max_tokens=1900, ignore_eos=True)
+    body = chat("x", **LONG)
     before = generated_tokens(cluster)
 
     async def leave() -> None:
@@ -173,8 +178,13 @@ def test_a_client_that_leaves_without_streaming_frees_its_blocks(cluster):
                 await asked
 
     asyncio.run(leave())
+    assert_cut_short(cluster, before)
+
+
+def assert_cut_short(cluster: Cluster, before: float) -> None:
     cluster.wait_idle()
-    assert generated_tokens(cluster) - before < 1900, "it went on without a reader"
+    after = generated_tokens(cluster)
+    assert after - before < CHOICES * LONG["max_tokens"], "it went on without a reader"
 
 
 def test_health_ready_models_metrics(cluster):
