@@ -38,6 +38,7 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
         "memory_bytes",
         "memory_fraction",
         "prefix_caching",
+        "session_fraction",
         "offload_bytes",
         "offload_disk_bytes",
         "offload_folder",

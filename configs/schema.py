@@ -110,6 +110,9 @@ class CacheConfig(Section, frozen=True):
     """Fraction of the device's free memory for the KV cache, after the weights are loaded. On CPU
     never more than `scheduler.max_rows` requests of `model.max_model_len` tokens can use."""
     prefix_caching: bool = True
+    session_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Fraction of the KV cache in which the prefixes of sessions outlast those of other requests.
+    Requests that run may still take all of it."""
     offload_bytes: NonNegative = 0
     """Host memory of one worker for prefixes that leave the KV cache: they come back by a copy,
     which takes far less than to compute them again."""

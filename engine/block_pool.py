@@ -2,9 +2,13 @@
 
 A block is *held* while its reference count is above zero. A block without references is *free*,
 and it is still *cached* if its name is known: a request with the same prefix takes it back. Free
-blocks wait in one queue; allocation takes from its front and forgets the block's name. Blocks
+blocks wait in a queue; allocation takes from its front and forgets the block's name. Blocks
 without a name enter at the front, named ones at the back, so that the least recently used
 prefix goes first.
+
+Cached blocks of sessions are *kept*: they wait in a queue of their own, from which allocation takes
+only when the other is empty. Where more are kept than there may be, the least recently used go to
+the other queue, as what was used last there.
 """
 
 from __future__ import annotations
@@ -17,19 +21,25 @@ class BlockPool:
     """Invariant: every block is either held or free."""
 
     def __init__(
-        self, num_blocks: int, on_evict: Callable[[int, bytes], None] = lambda block, name: None
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int, bytes], None] = lambda block, name: None,
+        max_kept: int = 0,
     ) -> None:
-        """`on_evict` is called with a block whose content is found no more, and its name."""
+        """`on_evict` is called with a block whose content is found no more, and its name. At most
+        `max_kept` free blocks are kept."""
         self.num_blocks = num_blocks
+        self._max_kept = max_kept
         self._on_evict = on_evict
         self._references = [0] * num_blocks
         self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._kept: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._kept)
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         """How many of these cached blocks leave the free queue when they are held."""
@@ -37,10 +47,10 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Hold `count` blocks of undefined content. The caller has checked `num_free`."""
-        assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free"
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         blocks = []
         for _ in range(count):
-            block, _none = self._free.popitem(last=False)
+            block, _none = (self._free or self._kept).popitem(last=False)
             name = self._block_hashes[block]
             if name is not None:
                 del self._cached[name]
@@ -54,16 +64,21 @@ class BlockPool:
         """Hold blocks that `find` gave."""
         for block in block_ids:
             if self._references[block] == 0:
-                del self._free[block]
+                self._queue_of(block).pop(block)
             self._references[block] += 1
 
-    def free(self, block_ids: Sequence[int]) -> None:
-        """Let go of a request's blocks, the end of the chain first: it is the least shared."""
+    def free(self, block_ids: Sequence[int], *, keep: bool = False) -> None:
+        """Let go of a request's blocks, the end of the chain first: it is the least shared. With
+        `keep`, what is cached of them is kept."""
         for block in reversed(block_ids):
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._free[block] = None
-                self._free.move_to_end(block, last=self._block_hashes[block] is not None)
+                is_cached = self._block_hashes[block] is not None
+                queue = self._kept if keep and is_cached else self._free
+                queue[block] = None
+                queue.move_to_end(block, last=is_cached)
+        while len(self._kept) > self._max_kept:
+            self._free[self._kept.popitem(last=False)[0]] = None
 
     def cache_block(self, block: int, name: bytes) -> None:
         """Make a full block findable. The first block of a name keeps it."""
@@ -78,6 +93,10 @@ class BlockPool:
             block = self._cached.pop(name, None)
             if block is not None:
                 self._block_hashes[block] = None
+                if block in self._kept:
+                    del self._kept[block]
+                    self._free[block] = None
+                    self._free.move_to_end(block, last=False)
 
     def get_cached_block(self, name: bytes) -> int | None:
         """The block of this name; None: there is none."""
@@ -87,8 +106,14 @@ class BlockPool:
         """Remove every hash: no block that was written so far is found again."""
         self._cached.clear()
         self._block_hashes = [None] * self.num_blocks
+        self._free.update(self._kept)
+        self._kept.clear()
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free: the conservation check when idle."""
-        leaked = self.num_blocks - len(self._free)
+        leaked = self.num_blocks - self.num_free
         assert leaked == 0, f"{leaked} blocks leaked"
+
+    def _queue_of(self, block: int) -> OrderedDict[int, None]:
+        """Where a free block waits."""
+        return self._kept if block in self._kept else self._free

@@ -38,7 +38,8 @@ class KVCacheManager:
         self.block_tokens = config.block_tokens
         self.prefix_caching = config.prefix_caching
         self.offload = OffloadTiers(offload_blocks)
-        self.pool = BlockPool(num_blocks, self.offload.save)
+        max_kept = int(config.session_fraction * num_blocks)
+        self.pool = BlockPool(num_blocks, self.offload.save, max_kept)
         self._in_flight_blocks: dict[bytes, Request] = {}
         """Name -> who will give it: of several the first in order."""
         self.num_queried_tokens = 0
@@ -117,7 +118,7 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         for name in request.block_hashes[request.num_cached_blocks :]:
             self._unregister_in_flight(name, request)
-        self.pool.free(request.block_ids)
+        self.pool.free(request.block_ids, keep=request.core.keep_blocks)
         request.block_ids = []
         request.block_capacity_tokens = request.num_cached_blocks = 0
 

@@ -75,6 +75,13 @@ class JourneyEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Seconds since the attempt arrived at the engine: a duration, since clocks of hosts differ."""
 
 
+class PrefixHint(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The engine at this rank has computed the first tokens of a prompt, for any ingress."""
+
+    rank: int
+    num_tokens: int
+
+
 class EngineCoreRequest(
     msgspec.Struct,
     frozen=True,
@@ -128,6 +135,10 @@ class EngineCoreRequest(
     waited_s: float = 0.0
     """Of a later attempt: how long ago the request arrived at its ingress, when this was sent. A
     duration, since clocks of hosts differ; the engine takes it for `Request.arrival_time`."""
+    keep_blocks: bool = False
+    """Its KV is evicted after that of other requests, since it is part of a session."""
+    prefix_hint: PrefixHint | None = None
+    """Read by the ingress alone: where the KV of a part of the prompt probably is."""
 
 
 class AbortRequests(

@@ -106,6 +106,7 @@ class RequestPlacer:
                 rank=None if state.ranks or version is not None else request.data_parallel_rank,
                 version=version,
                 max_tokens=request.max_tokens - len(state.output_token_ids),
+                hint=request.prefix_hint if state.attempt == 1 else None,
             )
         except NoEngine as error:
             self._enqueue(state, str(error))

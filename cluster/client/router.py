@@ -33,6 +33,7 @@ from swell.cluster.client.routable_engines import Candidates, RoutableEngines
 from swell.cluster.client.routed_engine import MAX_TRACKED_BLOCKS, Route, RoutedEngine
 from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineLoad
+from swell.engine.wire import PrefixHint
 
 SLACK_TOKENS = 256
 """A smaller difference is no reason to leave a cached prefix, or the engine that other ingresses
@@ -129,10 +130,12 @@ class Router:
         rank: int | None = None,
         version: str | None = None,
         max_tokens: int = 0,
+        hint: PrefixHint | None = None,
     ) -> Route:
         """Choose an engine, and count the request's load there until the route is released. With
         `rank`, that engine; with `version`, one that may continue an answer of it. `max_tokens`:
-        how many the answer may still get. Raises NoEngine."""
+        how many the answer may still get. `hint`: who has computed the prompt's beginning, for
+        another ingress. Raises NoEngine."""
         active = self.active_ranks
         if rank is not None and rank not in active:
             raise NoEngine(f"engine {rank} takes no requests; active: {active}")
@@ -141,6 +144,9 @@ class Router:
             which = "engine" if version is None else f"engine of version {version}"
             raise NoEngine(f"no {which} takes requests now")
         prompt = PromptBlocks(token_ids, self._block_tokens, salt)
+        if hint is not None and (holder := self._engines.get(hint.rank)) is not None:
+            names = prompt.names[: hint.num_tokens // self._block_tokens]
+            holder.record_prefix(names, holder.cached_blocks(names))
         if rank is None:
             rank = self._pick(request_id, prompt, candidates)
         engine = self._engines[rank]

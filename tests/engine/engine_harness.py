@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import (
@@ -33,8 +34,10 @@ from swell.cluster.text.detokenizer import Detokenizer
 from swell.cluster.text.generation_request import Conversation, GenerationRequest
 from swell.cluster.text.tokenizer import load_tokenizer
 from swell.cluster.text.truncation import TEMPLATE_TEXT
+from swell.engine.wire import EngineCoreRequest
 from swell.kernels.logprobs import LogprobsTensors
 from swell.worker.sample import logprobs, sampler
+from swell.worker.sample.wire import SamplerParams
 from tests.device import on_device
 from tests.engine.depth import keeping_depth
 from tests.engine.features import RequestSpec
@@ -186,6 +189,7 @@ class EngineHarness:
     `patience`: the client reads its collectors every so many steps, and finds what has merged
     there. `recovered_every`: every so many steps each engine loses its cache and its steps in
     flight, as when a worker of its dies; 0: never. With `sleep_level` it sleeps then, and wakes up.
+    `chunks`: so many chunks of a session come before the last one, which is the request.
     """
 
     def __init__(
@@ -196,10 +200,13 @@ class EngineHarness:
         stream_interval: int = 1,
         recovered_every: int = 0,
         sleep_level: int = 0,
+        chunks: int = 0,
     ) -> None:
         self._engines = engines
         self._patience = patience
         self._recovered_every, self._sleep_level = recovered_every, sleep_level
+        self._chunks = chunks
+        self._chunk_ids: set[str] = set()
         self._processor = OutputProcessor(DETOKENIZER, stream_interval=stream_interval)
         self._children: dict[str, _Child] = {}
         self._submitted: list[tuple[ParentRequest, RequestOutputKind, Answer]] = []
@@ -234,7 +241,25 @@ class EngineHarness:
                 request, child.params, kind=kind, queue=collector, index=child.child_index
             )
             self._children[request.request_id] = _Child(number, place, collector, sorted(cuts))
+            for chunk in self._chunks_before(request):
+                assert self._engines[place]._engine.core.add_request(chunk, CLIENT) is None
+            request = replace(request, keep_blocks=bool(self._chunks))
             assert self._engines[place]._engine.core.add_request(request, CLIENT) is None
+
+    def _chunks_before(self, request: EngineCoreRequest) -> Iterator[EngineCoreRequest]:
+        """The beginnings of a prompt, each with an answer of one token that nobody reads."""
+        prompt, ends = request.prompt_token_ids, self._chunks + 1
+        for index in range(1, ends):
+            id = f"{request.request_id}, chunk {index}"
+            self._chunk_ids.add(id)
+            yield EngineCoreRequest(
+                id,
+                prompt[: max(1, index * len(prompt) // ends)],
+                SamplerParams(),
+                max_tokens=1,
+                cache_salt=request.cache_salt,
+                keep_blocks=True,
+            )
 
     def run(self) -> list[Answer]:
         """Step all engines in turn until everything is answered, in the order of submission."""
@@ -263,13 +288,14 @@ class EngineHarness:
     def _clear(self) -> None:
         """Leave the engines empty, also after a failure, for the next test."""
         for llm in self._engines:
-            llm._engine.core.abort_requests(list(self._children))
+            llm._engine.core.abort_requests([*self._children, *self._chunk_ids])
             while llm._engine.core.has_work:  # steps in flight without requests
                 llm._engine.core.step()
             llm.check_idle()
 
     def _receive(self, llm: LLM) -> None:
         for outputs in llm._engine.core.step().values():
+            outputs = [one for one in outputs if one.request_id not in self._chunk_ids]
             for output in outputs:
                 child = self._children[output.request_id]
                 child.num_outputs += 1

@@ -1,4 +1,5 @@
-"""Every block is either held or free; the least recently used hash is evicted first."""
+"""Every block is either held or free; the least recently used hash is evicted first, and those of
+sessions last."""
 
 from __future__ import annotations
 
@@ -11,30 +12,34 @@ from swell.engine.block_hash import extend_block_hashes, pack_tokens
 from swell.engine.block_pool import BlockPool
 from tests.engine.conservation import cached_run
 
-NUM_BLOCKS = 6
+NUM_BLOCKS, MAX_KEPT = 6, 2
 NAMES = [bytes([i]) for i in range(4)]
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """The model: holders of each block, and a plain list of free blocks in the order of use.
+    """The model: holders of each block, a plain list of free blocks in the order of use, and one of
+    those that are kept.
 
     Each of `holders` stands for a request: it holds a list of blocks once.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
+        self.pool = BlockPool(NUM_BLOCKS, max_kept=MAX_KEPT)
+        self.kept: list[int] = []
         self.free = list(range(NUM_BLOCKS))
         self.names: dict[int, bytes] = {}
         self.holders: list[list[int]] = []
 
     @rule(count=st.integers(0, NUM_BLOCKS))
     def allocate(self, count: int) -> None:
-        if count > len(self.free):
+        waiting = self.free + self.kept
+        if count > len(waiting):
             with pytest.raises(AssertionError, match=f"{count} blocks wanted"):
                 self.pool.allocate(count)
             return
-        expected, self.free = self.free[:count], self.free[count:]
+        expected = waiting[:count]
+        self.hold(expected)
         for block in expected:
             self.names.pop(block, None)
         assert self.pool.allocate(count) == expected
@@ -50,10 +55,15 @@ class PoolAgainstModel(RuleBasedStateMachine):
             expected.append(block)
         found = cached_run(self.pool, chain[:length])
         assert found == expected
-        assert self.pool.num_free_among(found) == len([b for b in found if b in self.free])
+        waiting = self.free + self.kept
+        assert self.pool.num_free_among(found) == len([b for b in found if b in waiting])
         self.pool.touch(found)
-        self.free = [block for block in self.free if block not in found]
+        self.hold(found)
         self.holders.append(found)
+
+    def hold(self, blocks: list[int]) -> None:
+        self.free = [block for block in self.free if block not in blocks]
+        self.kept = [block for block in self.kept if block not in blocks]
 
     @rule(data=st.data(), name=st.sampled_from(NAMES))
     def cache_a_held_block(self, data: st.DataObject, name: bytes) -> None:
@@ -64,27 +74,44 @@ class PoolAgainstModel(RuleBasedStateMachine):
             if block not in self.names and name not in self.names.values():
                 self.names[block] = name
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keep=st.booleans())
+    def release(self, data: st.DataObject, keep: bool) -> None:
         if not self.holders:
             return
         blocks = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
-        self.pool.free(blocks)
+        self.pool.free(blocks, keep=keep)
         for block in reversed(blocks):
-            if not any(block in others for others in self.holders):
-                self.free.insert(len(self.free) if block in self.names else 0, block)
+            if any(block in others for others in self.holders):
+                continue
+            if block not in self.names:
+                self.free.insert(0, block)
+            else:
+                (self.kept if keep else self.free).append(block)
+        while len(self.kept) > MAX_KEPT:
+            self.free.append(self.kept.pop(0))
+
+    @rule(name=st.sampled_from(NAMES))
+    def evict(self, name: bytes) -> None:
+        self.pool.evict_hashes([name])
+        block = next((b for b, known in self.names.items() if known == name), None)
+        if block is not None:
+            del self.names[block]
+        if block in self.kept:
+            self.kept.remove(block)
+            self.free.insert(0, block)
 
     @rule()
     def forget(self) -> None:
         self.pool.reset_prefix_cache()
         self.names.clear()
+        self.free, self.kept = self.free + self.kept, []
 
     @invariant()
     def every_block_is_held_or_free(self) -> None:
         held = {block for blocks in self.holders for block in blocks}
-        assert held | set(self.free) == set(range(NUM_BLOCKS))
-        assert not held & set(self.free)
-        assert self.pool.num_free == len(self.free)
+        waiting = self.free + self.kept
+        assert sorted([*held, *waiting]) == list(range(NUM_BLOCKS))
+        assert self.pool.num_free == len(waiting)
 
     @invariant()
     def pool_is_idle_when_no_block_is_held(self) -> None:
@@ -134,6 +161,29 @@ def test_blocks_without_a_hash_are_allocated_before_a_prefix_is_evicted() -> Non
     pool.free(plain)
     assert sorted(pool.allocate(2)) == sorted(plain)
     assert cached_run(pool, [b"a"]) == named
+
+
+def test_what_is_kept_outlasts_all_that_is_not() -> None:
+    pool = BlockPool(4, max_kept=2)
+    session, others = pool.allocate(2), pool.allocate(2)
+    for block, name in zip(session + others, NAMES, strict=True):
+        pool.cache_block(block, name)
+    pool.free(session, keep=True)
+    pool.free(others)
+    assert pool.allocate(2) == others[::-1]
+    assert cached_run(pool, NAMES[:2]) == session
+    assert pool.allocate(2) == session[::-1]
+
+
+def test_more_than_may_be_kept_are_evicted_as_others_are() -> None:
+    pool = BlockPool(4, max_kept=2)
+    old, new = pool.allocate(2), pool.allocate(2)
+    for block, name in zip(old + new, NAMES, strict=True):
+        pool.cache_block(block, name)
+    pool.free(old, keep=True)
+    pool.free(new, keep=True)
+    assert pool.allocate(2) == old[::-1]
+    assert cached_run(pool, NAMES[2:]) == new
 
 
 # -------------------------------------------------------------------------------- hashes

@@ -90,6 +90,26 @@ AXES = {
     "tensor 2": Axis({"parallel__tensor": 2}),
     "pipeline 2, chunks of 9": Axis({"parallel__pipeline": 2, "scheduler__max_chunk_tokens": 9}),
     "two engines": Axis(engines=2),
+    "sessions of three chunks, two steps, scarce blocks that go to the host": Axis(
+        {
+            **SCARCE,
+            "cache__memory_bytes": 7 * SCARCE["cache__memory_bytes"] // 8,
+            "cache__offload_bytes": 8_000_000,
+            "scheduler__steps_in_flight": 2,
+        },
+        harness={"chunks": 2},
+        is_scarce=True,
+    ),
+    "sessions of two chunks, tensor 2, drafts by n-grams, recovered every 4 steps": Axis(
+        {
+            "parallel__tensor": 2,
+            "drafts__method": "ngram",
+            "drafts__min_match": 1,
+            "cache__session_fraction": 1.0,
+        },
+        harness={"chunks": 1, "recovered_every": 4},
+        is_scarce=True,
+    ),
     "drafts by n-grams": Axis({"drafts__method": "ngram", "drafts__min_match": 1}),
     "drafts by a model that is right, two steps": Axis(
         {**BY_THE_SAME, "scheduler__steps_in_flight": 2}
