@@ -1,7 +1,7 @@
 """The cluster as a Ray Serve application: Serve starts and ends it, and no token passes through it.
 
     Ingress (any number of replicas) --handle, rarely--> Manager (one) --places--> engines
-                                     `-handle--> ResponseStore (one)
+                                     `-handle--> Store (one)
 
 Each ingress replica runs its own HTTP server on a shared port (`api/server/http_server.py`);
 Serve's proxy, where one runs, reaches the same routes.
@@ -22,9 +22,9 @@ from ray.serve.handle import DeploymentHandle
 
 from swell.cluster.api.admin.protocol import ChangeResult, RequestStory
 from swell.cluster.api.ingress import build_ingress
-from swell.cluster.api.responses.store_service import ResponseStoreService
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.api.server_info import NotReady
+from swell.cluster.api.store_service import StoreService
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.checkpoint_store import CheckpointStore
 from swell.cluster.control.control_state import ScaleRefused
@@ -285,8 +285,8 @@ def application(config: Config) -> serve.Application:
     """The Serve application of a configuration whose port is known to be usable. With port 0 the
     manager chooses one, and it stays the application's.
 
-    Stored responses have a process of their own: large bodies pass through neither the manager nor
-    the coordinator, and it loads nothing of ours but the store.
+    Stored responses and sessions have a process of their own: large bodies pass through neither the
+    manager nor the coordinator, and it loads nothing of ours but the store.
     """
     hosts = _hosts()
     config = with_collector(_with_ingresses(config, hosts))
@@ -298,10 +298,8 @@ def application(config: Config) -> serve.Application:
     family = family_of(config)
     manager = serve.deployment(name="Manager", **one)(ManagerDeployment).bind(config, family)
     store = None
-    if limits.stored_responses:
-        store = serve.deployment(name="ResponseStore", **one)(ResponseStoreService).bind(
-            limits.stored_responses, limits.stored_response_bytes, limits.stored_response_age_s
-        )
+    if limits.stored_responses or limits.sessions:
+        store = serve.deployment(name="Store", **one)(StoreService).bind(limits)
     return serve.deployment(name="Ingress", **many)(IngressDeployment).bind(
         config, family, manager, store
     )

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from swell.configs.resumable import ResumableLimits
 from swell.configs.section import (
     FilledText,
     KeptSeconds,
@@ -18,6 +17,7 @@ from swell.configs.section import (
     Seconds,
     Text,
 )
+from swell.configs.sessions import SessionLimits
 
 SERVE_FILES = ("api_keys_file", "admin_keys_file", "chat_template")
 """Keys of `serve` that name files, which every host must have."""
@@ -25,7 +25,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 """Half of what a message to an engine may have (`coordinator/handshakes.py`)."""
 
 
-class ServeConfig(ResumableLimits, frozen=True):
+class ServeConfig(SessionLimits, frozen=True):
     host: FilledText = "127.0.0.1"
     """Where ingresses listen; `interface`: at the address of `cluster.interface` of each host."""
     port: Port = 8000

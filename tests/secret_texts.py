@@ -22,7 +22,7 @@ from zmq.utils import z85
 from swell.configs.log import KeyValueFormatter, StructuredLogger
 from tests.test_layers import FILES, ROOT
 
-SECRET_TYPES = frozenset({"SecretBytes", "SecretText", "StoreKey"})
+SECRET_TYPES = frozenset({"SecretBytes", "SecretText", "SessionKey", "StoreKey"})
 _WORD = re.compile(r"\w+")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from swell.cluster.api.sampling_fields import SamplingFields, check_routing
 from swell.cluster.api.timings import IncludeTimings
@@ -19,6 +19,9 @@ from swell.cluster.text.sampling_params import (
 )
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.truncation import FIT_CONTEXT, TokenizeOptions, Truncation
+
+SESSION_PREFIX = "sess_"
+"""How the ids of sessions begin."""
 
 
 class StreamOptions(RequestBody, kw_only=True):
@@ -92,6 +95,10 @@ class GenerationBody(SamplingFields, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     """left (default): the last tokens of the prompt are kept; right: the first."""
     include_timings: IncludeTimings = None
+    session_id: str | None = None
+    """The prompt is the next chunk of this session (`POST /v1/sessions`): it stands behind all
+    chunks and answers before it. One that does not begin with `SESSION_PREFIX` is a hint for the
+    routers of vLLM and SGLang, and has no effect."""
 
     user: Any = None
     """This and the next fields change nothing in the answer."""
@@ -100,6 +107,14 @@ class GenerationBody(SamplingFields, kw_only=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+
+    TAKES_SESSIONS: ClassVar[bool] = False
+
+    @property
+    def session(self) -> str | None:
+        """The session of which it is a chunk."""
+        is_ours = self.session_id is not None and self.session_id.startswith(SESSION_PREFIX)
+        return self.session_id if is_ours else None
 
     @property
     def include_usage(self) -> bool:
@@ -112,6 +127,12 @@ class GenerationBody(SamplingFields, kw_only=True):
 
     def check(self) -> None:
         self.refuse_unsupported()
+        if self.session is not None and not self.TAKES_SESSIONS:
+            problem = (
+                "is a session, whose chunks are sent to /v1/completions; to continue a "
+                "conversation, use previous_response_id of /v1/responses"
+            )
+            raise bad_value("session_id", self.session, problem)
         self._check_stream()
         tokens = self.truncate_prompt_tokens
         if tokens is not None and tokens < 1 and tokens != FIT_CONTEXT:

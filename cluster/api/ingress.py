@@ -41,6 +41,7 @@ from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.cluster.api.server.request_throttle import RequestThrottle
 from swell.cluster.api.server_info import NotReady, ServerRoutes
 from swell.cluster.api.services import Services
+from swell.cluster.api.sessions.session_routes import SessionRoutes
 from swell.cluster.api.tokenize import TokenizeRoutes
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.text.generation_request import GenerationRequest
@@ -74,12 +75,14 @@ class Ingress:
         self.services = services
         self.llm = services.llm
         self._responses = ResponseRoutes(services)
+        self._sessions = SessionRoutes(services)
         self._server = ServerRoutes(services)
         self.app = Starlette(
             routes=[
                 route("/v1/completions", self._completions, "POST"),
                 route("/v1/chat/completions", self._chat, "POST"),
                 *self._responses.routes(),
+                *self._sessions.routes(),
                 route("/v1/messages", self._messages, "POST"),
                 route("/v1/messages/count_tokens", self._count_tokens, "POST"),
                 *PoolingRoutes(services).routes(),
@@ -102,8 +105,10 @@ class Ingress:
         return await self._server.not_ready()
 
     def start_background(self) -> None:
-        """Begin to take over responses that other ingresses left unfinished."""
+        """Begin to take over responses that other ingresses left unfinished, and to report
+        sessions."""
         self._responses.start()
+        self._sessions.start()
 
     def find_requests(self, id: str, asking: int) -> list[RequestStory]:
         """What this ingress knows of a request; empty if it is itself number `asking`."""
@@ -113,6 +118,7 @@ class Ingress:
 
     async def stop(self) -> None:
         await self._responses.close()
+        await self._sessions.close()
         await self.services.close()
 
     async def _completions(self, request: Request) -> Any:
@@ -121,6 +127,8 @@ class Ingress:
     async def _begin_completions(
         self, body: CompletionRequest, request: Request, identity: AnswerIdentity
     ) -> Any:
+        if body.session is not None:
+            return await self._sessions.answer(body, request, identity)
         convert = completion_convert.to_generation_request
         params = await self._process(request, convert, body, identity)
         id, model = f"cmpl-{identity.id}", self.services.model_name(body.model)

@@ -39,12 +39,22 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     reasoning at all where the template's variable `reasoning_effort` is `none`."""
 
 
+class SessionPrefix(msgspec.Struct, frozen=True):
+    """What a session has before its next chunk."""
+
+    token_ids: list[int]
+    rank: int | None = None
+    """The engine that probably has their KV."""
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Answers to prompts, or to one conversation."""
 
     prompt: list[Prompt] | Conversation
     embeds: Sequence[EmbedsPrompt] = ()
     """The prompts, if they are embeddings: then `prompt` is empty."""
+    prefix: SessionPrefix | None = None
+    """The one prompt is a chunk of a session, and stands behind this."""
     params: SamplingParams
     """Not checked yet."""
     prompt_field: str = "prompt"

@@ -11,7 +11,12 @@ import msgspec
 from swell.cluster.text.adapters import salt_of_adapter
 from swell.cluster.text.bad_words import bad_words_token_ids
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
-from swell.cluster.text.generation_request import Conversation, GenerationRequest, Prompt
+from swell.cluster.text.generation_request import (
+    Conversation,
+    GenerationRequest,
+    Prompt,
+    SessionPrefix,
+)
 from swell.cluster.text.model_formats import AnswerFormat, ModelFormats
 from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.parsers.base import ContentParser, Parser
@@ -39,7 +44,7 @@ from swell.cluster.text.validate_params import (
     validate,
 )
 from swell.configs.lora import Adapter
-from swell.engine.wire import EngineCoreRequest
+from swell.engine.wire import EngineCoreRequest, PrefixHint
 from swell.worker.sample.wire import Grammar, PoolingParams
 
 TAIL_TOKENS = 16
@@ -96,6 +101,8 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
     """Every token of a prompt is computed."""
     adapter: Adapter | None = None
     """As in `GenerationRequest`; `cache_salt` is of it too then."""
+    prefix: SessionPrefix | None = None
+    """As in `GenerationRequest`; the prompt has it."""
 
     def with_grammar(self, grammar: Grammar) -> RequestParams:
         return msgspec.structs.replace(self, grammar=grammar)
@@ -110,22 +117,24 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
         """The request of each answer to `prompt`, which is one of `prompts`."""
         return [
             ChildRequest(
-                to_core_request(
-                    params,
-                    external_req_id=external_req_id,
-                    prompt_token_ids=prompt.token_ids,
-                    max_tokens=prompt.max_tokens,
-                    eos_token_ids=self.eos_token_ids,
-                    bad_words=self.bad_words,
-                    grammar=self.grammar,
-                    priority=self.priority,
-                    cache_salt=self._salt(prompt),
-                    data_parallel_rank=self.data_parallel_rank,
-                    trace_headers=trace_headers,
-                    pooling=self._pooling(prompt),
-                    skip_prefix_cache=self.skip_prefix_cache,
-                    prompt_embeds=None if prompt.embeds is None else prompt.embeds.embeds,
-                    adapter=self.adapter,
+                self._of_session(
+                    to_core_request(
+                        params,
+                        external_req_id=external_req_id,
+                        prompt_token_ids=prompt.token_ids,
+                        max_tokens=prompt.max_tokens,
+                        eos_token_ids=self.eos_token_ids,
+                        bad_words=self.bad_words,
+                        grammar=self.grammar,
+                        priority=self.priority,
+                        cache_salt=self._salt(prompt),
+                        data_parallel_rank=self.data_parallel_rank,
+                        trace_headers=trace_headers,
+                        pooling=self._pooling(prompt),
+                        skip_prefix_cache=self.skip_prefix_cache,
+                        prompt_embeds=None if prompt.embeds is None else prompt.embeds.embeds,
+                        adapter=self.adapter,
+                    )
                 ),
                 params,
                 index,
@@ -138,6 +147,13 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
         if prompt.embeds is None:
             return self.cache_salt
         return salt_of(prompt.embeds.digest, self.cache_salt)
+
+    def _of_session(self, core: EngineCoreRequest) -> EngineCoreRequest:
+        """Its KV is kept, and is found where the session was answered last."""
+        if (prefix := self.prefix) is None:
+            return core
+        hint = None if prefix.rank is None else PrefixHint(prefix.rank, len(prefix.token_ids))
+        return msgspec.structs.replace(core, keep_blocks=True, prefix_hint=hint)
 
     def _pooling(self, prompt: ProcessedPrompt) -> PoolingParams | None:
         if self.pooling is None or not prompt.segment_start:
@@ -200,6 +216,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
             cache_salt=_salt(request),
             data_parallel_rank=request.data_parallel_rank,
             adapter=request.adapter,
+            prefix=request.prefix,
         )
         return processed, answer.grammar
 
@@ -235,7 +252,12 @@ class InputProcessor(msgspec.Struct, frozen=True):
             self.formats.check_tools(request.prompt.template.tools)
         if request.embeds:
             return self._placeholders(request)
-        return self.tokenize(request.prompt, request.tokenize_options, request.prompt_field)
+        prompts = self.tokenize(request.prompt, request.tokenize_options, request.prompt_field)
+        if request.prefix is not None:
+            (chunk,) = prompts
+            prompts = [[*request.prefix.token_ids, *chunk]]
+            self.prompts.check_ids(prompts[0], request.prompt_field)
+        return prompts
 
     def _placeholders(self, request: GenerationRequest) -> list[list[int]]:
         """Token ids in the places of embeddings, of each prompt."""

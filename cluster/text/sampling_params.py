@@ -57,6 +57,10 @@ class BadRequest(ValueError):
         parts = [Field(names(part)) if isinstance(part, Field) else part for part in self._parts]
         return BadRequest(parts, None if self.param is None else names(self.param), self.code)
 
+    def with_note(self, note: str) -> BadRequest:
+        """The same error with a sentence more."""
+        return BadRequest([*self._parts, note], self.param, self.code)
+
     def within(self, path: str) -> BadRequest:
         """The same error, of a part of the request that is at `path`."""
         param = path if self.param is None else f"{path}.{self.param}"

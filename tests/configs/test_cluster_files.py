@@ -23,7 +23,7 @@ RAY = ROOT / "configs" / "ray"
 KUBERNETES = ROOT / "configs" / "k8s"
 CLUSTERS = {"local": "app", "aws": "app-gpu", "gcp": "app-gpu"}
 """File of `ray up` -> file of the application that it deploys."""
-DEPLOYMENTS = {"Ingress", "Manager", "ResponseStore"}
+DEPLOYMENTS = {"Ingress", "Manager", "Store"}
 PORT_OPTION = re.compile(r"--([a-z-]*port)=(\d+)")
 # Fields of KubeRay's API reference (v1.5), as far as our file may need them. The whole schema of
 # the resource is in a Kubernetes cluster: `kubectl apply --dry-run=server`.

@@ -26,7 +26,6 @@ from swell.cluster.api.admin.protocol import (
     RescaleState,
 )
 from swell.cluster.api.ingress import build_ingress
-from swell.cluster.api.responses.response_store import ResponseStore, StoreReply, StoreRequest
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import Config, load
@@ -37,6 +36,7 @@ from swell.coordinator.service import CoordinatorService
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.server import EngineServer
+from tests.cluster.store_handle import StoreOfTest
 from tests.e2e.cluster import NANO
 
 MODEL = "nano"
@@ -77,17 +77,6 @@ class Manager:
             coordinator=CoordinatorState(),
             rescale=RescaleState(phase="idle"),
         )
-
-
-class StoreHandle:
-    """Keeps responses as `ResponseStoreService` does, of which it is a handle."""
-
-    def __init__(self) -> None:
-        self.handle = self
-        self._store = ResponseStore(1000, 10**7, 1000.0)
-
-    async def remote(self, request: StoreRequest) -> StoreReply:
-        return self._store.handle(request, 0.0)
 
 
 class InProcessServer:
@@ -162,7 +151,7 @@ async def _serve(
 ) -> None:
     """Report its port, and a function that ends it from any thread."""
     connect = partial(AsyncEngineCoreClient, coordinator.address, coordinator.keys)
-    ingress = await build_ingress(config, connect, Manager(), StoreHandle())
+    ingress = await build_ingress(config, connect, Manager(), StoreOfTest().new_handle())
     edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5, config.serve)
     await edge.start()
     while not ingress.llm.active_ranks:

@@ -9,18 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from swell.cluster.api.generation_body import GenerationBody
 from swell.cluster.api.logprobs import CompletionLogprobs, PromptLogprobs
 from swell.cluster.api.protocol_base import Body, Usage
 from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 from swell.cluster.api.timings import Timings
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.generation_request import split_prompts
+from swell.cluster.text.sampling_params import BadRequest, bad_value
 from swell.cluster.text.schema.chat_messages import missing_field
 from swell.cluster.text.schema.known_fields import COMPLETIONS
 from swell.cluster.text.schema.request_body import neutral
 
+_IN_SESSIONS: Mapping[str, Any] = {
+    "prompt_embeds": None,
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "prompt_logprobs": None,
+    "truncate_prompt_tokens": None,
+}
+"""Fields that a chunk of a session may only have with these values."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; chat answers may fill the model's length."""
 
@@ -32,9 +42,13 @@ class CompletionRequest(GenerationBody, kw_only=True):
     """In place of `prompt`: one or several as embeddings, each the base64 of a safetensors file
     with one tensor [tokens, hidden size]. Only with `model.prompt_embeds: true`."""
     logprobs: int | None = None
+    session_chunk: Annotated[int, Meta(ge=0)] | None = None
+    """So many chunks of the session stay, and this one takes the place of those behind them. None:
+    all stay."""
     suffix: Annotated[str | None, neutral("")] = None
 
     ECOSYSTEM = COMPLETIONS
+    TAKES_SESSIONS = True
 
     def check(self) -> None:
         super().check()
@@ -46,13 +60,28 @@ class CompletionRequest(GenerationBody, kw_only=True):
                 "prompt and prompt_embeds both give a prompt; send one", "prompt_embeds"
             )
 
+        self._check_session()
+
+    def _check_session(self) -> None:
+        if self.session is None:
+            if self.session_chunk is not None:
+                raise missing_field("session_id")
+            return
+        for name, usual in _IN_SESSIONS.items():
+            if (value := getattr(self, name)) is not None and value != usual:
+                problem = "does not go with session_id, whose chunks have one prompt and one answer"
+                raise bad_value(name, value, problem)
+        if not isinstance(self.prompt, str) and len(split_prompts(self.prompt or [])) > 1:
+            problem = "has several prompts; a chunk of a session is one"
+            raise bad_value("prompt", self.prompt, problem)
+
     @property
-    def only_echo(self) -> bool:
-        """`max_tokens` may be 0 with `echo`."""
-        return bool(self.echo) and self.max_tokens == 0
+    def has_no_answer(self) -> bool:
+        """`max_tokens` may be 0 with `echo` or `session_id`."""
+        return self.max_tokens == 0 and (bool(self.echo) or self.session is not None)
 
     def answer_max_tokens(self) -> int | None:
-        if self.only_echo:
+        if self.has_no_answer:
             return 1  # an engine samples one token at least; it is not shown
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 

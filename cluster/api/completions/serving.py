@@ -121,8 +121,8 @@ class CompletionResponseWriter(ResponseWriter):
         )
 
     def _shown(self, part: CompletionOutput) -> CompletionOutput:
-        """With an echo alone, the one token that had to be sampled is left out."""
-        if not self._body.only_echo:
+        """Where no answer is wanted, the one token that had to be sampled is left out."""
+        if not self._body.has_no_answer:
             return part
         none = None if part.logprobs is None else part.logprobs[:0]
         return msgspec.structs.replace(
@@ -130,7 +130,7 @@ class CompletionResponseWriter(ResponseWriter):
         )
 
     def _shown_usage(self, whole: Usage) -> Usage:
-        if not self._body.only_echo:
+        if not self._body.has_no_answer:
             return whole
         return usage(whole.prompt_tokens, 0, whole.prompt_tokens_details.cached_tokens)
 

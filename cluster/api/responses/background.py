@@ -30,12 +30,9 @@ from swell.cluster.api.responses.response_store import (
     StoredResponse,
     StoreKey,
 )
-from swell.cluster.api.responses.store_client import (
-    ResponseStoreClient,
-    StoreUnavailable,
-    response_id_of,
-)
+from swell.cluster.api.responses.store_client import ResponseStoreClient, response_id_of
 from swell.cluster.api.routing import REQUEST_ID, request_id
+from swell.cluster.api.store_calls import StoreUnavailable
 from swell.cluster.api.tracing.trace_context import trace_headers
 from swell.cluster.text.schema.decode import decode
 from swell.configs.log import StructuredLogger

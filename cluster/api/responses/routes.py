@@ -48,9 +48,10 @@ from swell.cluster.api.responses.response_store import (
     StoreKey,
 )
 from swell.cluster.api.responses.serving import ResponsesWriter
-from swell.cluster.api.responses.store_client import ResponseStoreClient, store_key
+from swell.cluster.api.responses.store_client import ResponseStoreClient
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
+from swell.cluster.api.store_calls import store_key
 from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, bad_value
 from swell.configs.secret import HoldsSecrets, SecretText

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -18,47 +17,24 @@ from swell.cluster.api.responses.response_store import (
     StoreReply,
     StoreRequest,
 )
+from swell.cluster.api.store_calls import StoreCalls, StoreUnavailable
 from swell.configs.log import StructuredLogger
-from swell.configs.secret import SecretText
 
-_STORE_TIMEOUT_S = 2.0
-"""How long an answer may wait for the store to keep it."""
 _UNAVAILABLE_S = 10.0
 """A store that did not answer gets nothing to keep for so long."""
-
-
-def store_key(owner: SecretText, id: str) -> StoreKey:
-    """The name under which the store has the response `id` of `owner` (`Access.check_user`): a
-    client with another key finds nothing under it. Where there are no keys, all share one
-    namespace."""
-    return f"{owner}/{id}" if owner else id
 
 
 def response_id_of(key: StoreKey) -> str:
     return key.rpartition("/")[2]
 
 
-class StoreUnavailable(HTTPError):
-    """The store does not answer: perhaps it is being replaced. The log has the reason: it may name
-    hosts, which are nothing for users."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            503,
-            "the stored responses cannot be reached now; try again later",
-            "store_unavailable",
-        )
-
-
 class ResponseStoreClient:
     """Every method is one call of the store; any failure of the call raises `StoreUnavailable`."""
 
     def __init__(self, store: Any) -> None:
-        """`store`: the handle of `ResponseStoreService`; None: nothing is kept."""
-        self._store = store
+        """`store`: the handle of `StoreService`; None: nothing is kept."""
+        self._calls = None if store is None else StoreCalls(store.handle, "stored responses")
         self._unavailable_until_s = 0.0
-        self._failures = 0
-        """Calls in a row that were not answered."""
         self._log = StructuredLogger("cluster.ingress")
 
     async def keep(self, id: str, kept: StoredResponse) -> bool:
@@ -89,16 +65,7 @@ class ResponseStoreClient:
 
     async def call(self, request: StoreRequest) -> StoreReply:
         """None also if nothing is stored."""
-        if self._store is None:
+        if self._calls is None:
             return None
-        try:
-            async with asyncio.timeout(_STORE_TIMEOUT_S):
-                reply: StoreReply = await self._store.handle.remote(request)
-        except Exception as error:  # any error of the call
-            self._failures += 1
-            if self._failures.bit_count() == 1:  # the first, the second, the fourth ...
-                reason = f"{type(error).__name__}: {error}".rstrip(": ")
-                self._log.warning("no answer of the store", failures=self._failures, error=reason)
-            raise StoreUnavailable from None
-        self._failures = 0
+        reply: StoreReply = await self._calls.call(request)
         return reply

@@ -81,7 +81,6 @@ _TAKEN = frozenset(
     {
         "request_id",  # ours is the header x-request-id
         "rid",
-        "session_id",
         "custom_labels",
         "guided_decoding_backend",  # the form is held by whatever holds it
         "return_mm_kwargs",
@@ -136,7 +135,7 @@ RESPONSES = Ecosystem(
         "previous_input_messages": _NONE_LISTED,
         "previous_response": _NULL,
     },
-    _TAKEN,
+    _TAKEN | {"session_id"},
     {name: _MEANS[name] for name in ("routed_dp_rank", "extra_key")},
 )
 

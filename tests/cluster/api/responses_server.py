@@ -39,6 +39,7 @@ class FakeResponseStore:
         self.now_s = 0.0
         self.away = False
         self.handle = SimpleNamespace(remote=self._handle)
+        self.handle_session = None  # no test here has sessions
         self.forget()
 
     def store_handle(self) -> StoreHandle:
@@ -73,6 +74,7 @@ class StoreHandle:
         self.requests: list[StoreRequest] = []
         self._response_store = response_store
         self.handle = SimpleNamespace(remote=self._handle)
+        self.handle_session = None  # no test here has sessions
 
     async def _handle(self, request: StoreRequest) -> Any:
         if self.away:

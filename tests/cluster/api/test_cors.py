@@ -12,11 +12,12 @@ import httpx
 import pytest
 
 from swell.cluster.api.admin import serving as admin
-from swell.cluster.api.openapi.document import OPERATIONS
+from swell.cluster.api.openapi.operations import OPERATIONS
 from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.configs.schema import ConfigError, load
 from tests.cluster.api.test_request_forms import BODIES, GETS
 from tests.cluster.fake_cluster import FakeCluster
+from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,9 @@ def answers(folder: Path, *requests: Any, **settings: Any) -> list[httpx.Respons
     settings.setdefault("serve.stored_responses", 0)
 
     async def scenario() -> list[httpx.Response]:
-        async with FakeCluster(folder, **settings).serving() as cluster:
+        with_store = FakeCluster(folder, **settings)
+        with_store.store = StoreOfTest().new_handle()
+        async with with_store.serving() as cluster:
             await cluster.join(0)
             return [
                 await cluster.client.request(method, path, headers=headers, content=body)

@@ -21,7 +21,7 @@ from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.messages import blocks
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
-from swell.cluster.api.openapi.document import OPERATIONS
+from swell.cluster.api.openapi.operations import OPERATIONS
 from swell.cluster.api.responses.input_items import FORMS, InputPart
 from swell.cluster.api.responses.protocol import (
     AllowedToolsChoice,
@@ -66,7 +66,7 @@ UNSERVED_BLOCK = "source title context citations content"
 """Fields of blocks that are refused by their type."""
 
 EFFECTIVE: dict[str, str] = {
-    "CompletionRequest": ANSWER + "prompt prompt_embeds",
+    "CompletionRequest": ANSWER + "prompt prompt_embeds session_id session_chunk",
     "ChatCompletionRequest": ANSWER
     + "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls "
     "reasoning_effort thinking_token_budget add_generation_prompt continue_final_message "
@@ -93,6 +93,7 @@ EFFECTIVE: dict[str, str] = {
     "UpgradeRequest": "config",
     "WeightsRequest": "path",
     "SwitchRequest": "",
+    "CreateSessionRequest": "",
     "SleepRequest": "level requests",
     "LoadAdapterRequest": "lora_name lora_path load_inplace",
     "UnloadAdapterRequest": "lora_name",
@@ -154,6 +155,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     + " ResponsesRequest EmbeddingRequest ClassifyRequest ScoreRequest RerankRequest",
     "metadata": GENERATION + " ResponsesRequest MessagesRequest",
     "safety_identifier": GENERATION + " ResponsesRequest",
+    "session_id": "ChatCompletionRequest",
     "user_profile_id": "CountTokensRequest MessagesRequest",
     "service_tier": GENERATION + " ResponsesRequest MessagesRequest",
     "prompt_cache_key": GENERATION + " ResponsesRequest",

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from swell.cluster.api.openapi.document import OPERATIONS
+from swell.cluster.api.openapi.operations import OPERATIONS
 from tests.cluster.fake_cluster import FakeCluster
+from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
 
 pytestmark = pytest.mark.slow
@@ -27,6 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "fake", "input": "hi", "max_output_tokens": 16},
     "/v1/messages": {"model": "fake", "messages": [TURN], "max_tokens": 2},
     "/v1/messages/count_tokens": {"model": "fake", "messages": [TURN]},
+    "/v1/sessions": {},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [5, 6]},
     "/admin/scale": {"engines": 2},
@@ -93,7 +95,9 @@ def answers(
     settings.setdefault("serve.stored_responses", 0)
 
     async def scenario() -> list[httpx.Response]:
-        async with FakeCluster(folder, **settings).serving() as cluster:
+        with_store = FakeCluster(folder, **settings)
+        with_store.store = StoreOfTest().new_handle()
+        async with with_store.serving() as cluster:
             await cluster.join(0)
             return [
                 await cluster.client.request(

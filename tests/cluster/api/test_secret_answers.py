@@ -10,11 +10,14 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from starlette.routing import Route
 
 from swell.cluster.api.server.api_keys import ApiKeys
+from swell.cluster.api.sessions import session_client
+from swell.cluster.api.store_calls import StoreCalls
 from swell.cluster.cli.doctor import fact_collector
 from swell.cluster.cli.main import main
 from swell.cluster.control.backoff import Trouble
@@ -107,8 +110,11 @@ def server(tmp_path_factory: pytest.TempPathFactory, log: io.StringIO) -> Iterat
         services, coordinator = running.cluster.ingress.services, running.cluster.coordinator
         contact = CoordinatorContact(coordinator.address, coordinator.keys, 1)
         services.manager = Describing(contact)
-        running.cluster.ingress._responses._store._store = Failing(contact)
-        yield running
+        failing, ingress = Failing(contact), running.cluster.ingress
+        ingress._responses._store._calls = StoreCalls(failing.handle, "responses")
+        ingress._sessions._client._calls = StoreCalls(failing.handle_session, "sessions")
+        with patch.object(session_client, "_PATIENCE_S", 0.0):
+            yield running
 
 
 def secrets_of(server: AdminServer) -> list[bytes]:
@@ -157,7 +163,8 @@ def test_no_answer_shows_a_secret(server: AdminServer, log: io.StringIO) -> None
                         check(server, text, f"{method} {path}")
     assert seen["/admin/cluster"] == {200, 401} and seen["/admin/scale"] == {400, 401, 503}
     assert 200 in seen["/server_info"] and seen["/metrics"] == {200}
-    assert 503 in seen["/v1/responses/resp_1"], "the store has failed"
+    for path in ("/v1/responses/resp_1", "/v1/sessions", "/v1/sessions/resp_1"):
+        assert 503 in seen[path], "the store has failed"
     check(server, log.getvalue() + "-", "the log")
 
 

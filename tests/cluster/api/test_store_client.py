@@ -10,15 +10,16 @@ import pytest
 from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.responses.response_store import Read, StoredResponse
 from swell.cluster.api.responses.store_client import ResponseStoreClient
-from swell.cluster.api.responses.store_service import ResponseStoreService
+from swell.cluster.api.store_service import StoreService
 from swell.cluster.app import application
 from swell.configs.schema import load
+from swell.configs.serve import ServeConfig
 
 KEPT = StoredResponse(b"{}", b"[]")
 
 
 def test_a_stored_response_is_found() -> None:
-    service = ResponseStoreService(10, 1000, 60.0)
+    service = StoreService(ServeConfig(stored_responses=10, stored_response_bytes=1000))
     client = ResponseStoreClient(SimpleNamespace(handle=SimpleNamespace(remote=service.handle)))
     assert asyncio.run(client.keep("r", KEPT))
     assert asyncio.run(client.found(Read("r"))).kept == KEPT
@@ -32,10 +33,13 @@ def test_without_a_store_nothing_is_stored_or_found() -> None:
     assert caught.value.info.status == 404
 
 
-@pytest.mark.parametrize("limit", [0, 5])
-def test_the_store_is_deployed_where_responses_are_stored(limit: int) -> None:
-    config = load({"model": {"path": "m"}, "serve": {"stored_responses": limit}})
+@pytest.mark.parametrize("responses", [0, 5])
+@pytest.mark.parametrize("sessions", [0, 7])
+def test_the_store_is_deployed_where_something_is_stored(responses: int, sessions: int) -> None:
+    serve = {"stored_responses": responses, "sessions": sessions}
+    config = load({"model": {"path": "m"}, "serve": serve})
     *_others, store = application(config)._bound_deployment.init_args
-    assert (store is not None) == (limit > 0)
+    assert (store is not None) == (responses + sessions > 0)
     if store is not None:
-        assert store._bound_deployment.init_args[0] == limit
+        (limits,) = store._bound_deployment.init_args
+        assert (limits.stored_responses, limits.sessions) == (responses, sessions)

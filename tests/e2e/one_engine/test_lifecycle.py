@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SOON_S = 240
 """For processes that start one after the other on a busy machine."""
-_MANAGER, _STORE = "ServeReplica:swell:Manager", "ServeReplica:swell:ResponseStore"
+_MANAGER, _STORE = "ServeReplica:swell:Manager", "ServeReplica:swell:Store"
 
 
 def swell(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

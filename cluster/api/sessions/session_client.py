@@ -1,0 +1,261 @@
+"""An ingress's way to the sessions that the store keeps, and its copies of those that it has made
+or answered last."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from swell.cluster.api.generation_body import SESSION_PREFIX
+from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
+from swell.cluster.api.sessions.session_store import (
+    REPORT_S,
+    TOKEN_BYTES,
+    BeginChunk,
+    CommitChunk,
+    CreateSession,
+    EndSession,
+    PutSession,
+    ReadSession,
+    ReportReply,
+    ReportSessions,
+    Session,
+    SessionKey,
+    SessionReply,
+    SessionRequest,
+)
+from swell.cluster.api.store_calls import StoreCalls, StoreUnavailable, store_key
+from swell.cluster.text.sampling_params import BadRequest
+from swell.configs.log import StructuredLogger
+from swell.configs.secret import SecretText
+from swell.configs.sessions import SessionLimits
+
+_PATIENCE_S = 30.0
+"""How long a request waits for the store: Serve replaces one that has died within seconds."""
+_RETRY_S = 0.25
+_TOKEN_TYPE = next(kind for kind in "IL" if array(kind).itemsize == TOKEN_BYTES)
+
+
+class OpenChunk:
+    """A session as a chunk finds it, until its answer is there."""
+
+    def __init__(
+        self, id: str, key: SessionKey, ticket: str, session: Session, chunks: int
+    ) -> None:
+        """`chunks`: how many stay before this one."""
+        self.id = id
+        self.key = key
+        self.ticket = ticket
+        self.session = session
+        self._chunks = chunks
+        self.num_tokens = session.ends[chunks - 1] if chunks else 0
+
+    @property
+    def is_first(self) -> bool:
+        return self._chunks == 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What is before the chunk."""
+        ids = array(_TOKEN_TYPE)
+        ids.frombytes(self.session.tokens[: self.num_tokens * TOKEN_BYTES])
+        return ids.tolist()
+
+    def with_answer(self, token_ids: Sequence[int], rank: int | None) -> Session:
+        """The session behind the chunk. `token_ids`: all of it, with the answer, which the engine
+        `rank` gave."""
+        return Session(
+            created=self.session.created,
+            tokens=array(_TOKEN_TYPE, token_ids).tobytes(),
+            ends=[*self.session.ends[: self._chunks], len(token_ids)],
+            revision=self.session.revision + 1,
+            rank=rank,
+        )
+
+
+class SessionClient:
+    """Sessions of one ingress. Where the store does not answer, or does not know yet what its
+    predecessor had, a call waits for it."""
+
+    def __init__(
+        self, store: Any, limits: SessionLimits, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`store`: the handle of `StoreService`; None: there are no sessions."""
+        self._limits = limits
+        enabled = store is not None and limits.sessions > 0
+        self._calls = StoreCalls(store.handle_session, "sessions") if enabled else None
+        self._now = now
+        self._copies: OrderedDict[SessionKey, tuple[Session, float]] = OrderedDict()
+        """Those of which this ingress has seen the newest revision, and when."""
+        self._copied_bytes = 0
+        self._open: WeakSet[OpenChunk] = WeakSet()
+        """Chunks that are being answered."""
+        self._reports: asyncio.Task[None] | None = None
+        self._log = StructuredLogger("cluster.ingress")
+
+    def start(self) -> None:
+        if self._calls is not None:
+            self._reports = asyncio.create_task(self._report_loop())
+
+    async def close(self) -> None:
+        if self._reports is not None:
+            self._reports.cancel()
+            await asyncio.gather(self._reports, return_exceptions=True)
+
+    async def create(self, owner: SecretText) -> tuple[str, Session]:
+        id, session = f"{SESSION_PREFIX}{uuid.uuid4().hex}", Session(int(time.time()))
+        key = store_key(owner, id)
+        reply = await self._until_answered(CreateSession(key, session))
+        if reply is SessionReply.FULL:
+            limit = f"serve.sessions={self._limits.sessions}"
+            raise _full(503, f"there are {limit} sessions already")
+        if reply is SessionReply.OWNER_FULL:
+            limit = f"serve.sessions_per_key={self._limits.sessions_per_key}"
+            raise _full(429, f"your key has {limit} sessions already")
+        self._copy(key, session)
+        return id, session
+
+    async def read(self, owner: SecretText, id: str) -> Session:
+        return self._found(id, await self._until_answered(ReadSession(store_key(owner, id))))
+
+    async def end(self, owner: SecretText, id: str) -> None:
+        key = store_key(owner, id)
+        self._drop(key)
+        self._found(id, await self._until_answered(EndSession(key)))
+
+    async def begin(self, owner: SecretText, id: str, chunk: int | None) -> OpenChunk:
+        """The session behind its first `chunk` chunks; None: behind all."""
+        ticket, key = uuid.uuid4().hex, store_key(owner, id)
+        session = self._found(id, await self._until_answered(BeginChunk(key, ticket)))
+        count = len(session.ends)
+        if chunk is not None and chunk > count:
+            raise HTTPError(
+                409,
+                f"session_chunk={chunk}, but the session {id!r} has {count} chunks; send at most "
+                f"{count}, or leave it out",
+                "no_such_chunk",
+            )
+        kept = count if chunk is None else chunk
+        opened = OpenChunk(id, key, ticket, session, kept)
+        self._copy(key, session)
+        self._open.add(opened)
+        return opened
+
+    async def commit(self, chunk: OpenChunk, token_ids: Sequence[int], rank: int | None) -> None:
+        """The chunk and its answer are a part of the session. Raises HTTPError if they are not."""
+        session = chunk.with_answer(token_ids, rank)
+        commit = CommitChunk(chunk.key, chunk.ticket, session)
+        reply = await self._until_answered(commit)
+        if reply is SessionReply.SUPERSEDED:
+            raise HTTPError(
+                409,
+                f"another chunk of the session {chunk.id!r} began while this one was answered, so "
+                "this one is no part of the session",
+                "chunk_superseded",
+            )
+        if reply is not SessionReply.OK:
+            raise _not_found(chunk.id)
+        self._copy(chunk.key, session)
+
+    # ---------------------------------------------------------------- the store
+
+    async def _until_answered(self, request: SessionRequest) -> Any:
+        if self._calls is None:
+            raise BadRequest(
+                "this server has no sessions (serve.sessions=0)", "session_id", "unsupported_value"
+            )
+        give_up_s = self._now() + _PATIENCE_S
+        while True:
+            error = StoreUnavailable("sessions")
+            try:
+                reply = await self._calls.call(request)
+            except StoreUnavailable as caught:
+                reply, error = SessionReply.YOUNG, caught
+            if reply is not SessionReply.YOUNG:
+                return reply
+            if self._now() >= give_up_s:
+                raise error
+            await asyncio.sleep(_RETRY_S)
+
+    def _found(self, id: str, reply: Any) -> Session:
+        if reply is SessionReply.FULL:
+            limit = f"serve.session_bytes={self._limits.session_bytes}"
+            raise _full(503, f"the sessions fill {limit}")
+        if not isinstance(reply, Session):
+            raise _not_found(id)
+        return reply
+
+    # ---------------------------------------------------------------- copies
+
+    def _copy(self, key: SessionKey, session: Session) -> None:
+        self._drop(key)
+        self._copies[key] = session, self._now()
+        self._copied_bytes += session.size_bytes
+        while self._copied_bytes > self._limits.session_bytes and len(self._copies) > 1:
+            self._drop(next(iter(self._copies)))
+
+    def _drop(self, key: SessionKey) -> None:
+        session, _used_s = self._copies.pop(key, (None, 0.0))
+        if session is not None:
+            self._copied_bytes -= session.size_bytes
+
+    def _expire(self) -> None:
+        """The store forgets them, too."""
+        oldest_s = self._now() - self._limits.session_idle_s
+        while self._copies:
+            key, (_session, used_s) = next(iter(self._copies.items()))
+            if used_s >= oldest_s:
+                return
+            self._drop(key)
+
+    async def _report_loop(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            self._expire()
+            if not self._copies and not self._open:
+                continue
+            try:
+                await self._report()
+            except StoreUnavailable:
+                continue
+            except Exception as error:  # the next report may succeed
+                self._log.exception("report of sessions", error)
+
+    async def _report(self) -> None:
+        assert self._calls is not None, "it has sessions"
+        sent = {key: session.revision for key, (session, _used_s) in self._copies.items()}
+        report = ReportSessions(
+            [*sent], [*sent.values()], list({chunk.key for chunk in self._open})
+        )
+        reply = await self._calls.call(report)
+        assert isinstance(reply, ReportReply), reply
+        for key in reply.dropped:
+            if key in self._copies and self._copies[key][0].revision == sent[key]:
+                self._drop(key)
+        for key in reply.wanted:
+            if key in self._copies:
+                await self._calls.call(PutSession(key, self._copies[key][0]))
+
+
+def _not_found(id: str) -> HTTPError:
+    return HTTPError(
+        404,
+        f"there is no session {id!r}: it was ended, or no chunk of it came for "
+        "serve.session_idle_s, or it was lost with the processes that kept it",
+        "session_not_found",
+    )
+
+
+def _full(status: int, problem: str) -> HTTPError:
+    return HTTPError(
+        status,
+        f"{problem}; end some (DELETE /v1/sessions/ID), or try again later",
+        "too_many_sessions",
+        RETRY_AFTER,
+    )

@@ -1,0 +1,146 @@
+"""Sessions over HTTP: their routes, and chunks of them, which come as `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from swell.cluster.api.answer_identity import AnswerIdentity
+from swell.cluster.api.body_reader import body_bytes, read_short_body
+from swell.cluster.api.completions.convert import to_generation_request
+from swell.cluster.api.completions.protocol import CompletionRequest
+from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.api.query import checked_query
+from swell.cluster.api.response_writer import ENGINES
+from swell.cluster.api.routing import json_response, route
+from swell.cluster.api.services import Services
+from swell.cluster.api.sessions.session_bodies import (
+    CreateSessionRequest,
+    SessionBody,
+    SessionDeleted,
+)
+from swell.cluster.api.sessions.session_client import OpenChunk, SessionClient
+from swell.cluster.api.sessions.session_store import Session
+from swell.cluster.api.sessions.session_writer import SessionChunkWriter
+from swell.cluster.text.generation_request import GenerationRequest, SessionPrefix
+from swell.cluster.text.input_processor import RequestParams
+from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.schema.decode import decode
+from swell.configs.secret import SecretText
+
+_MAX_BODY_BYTES = 64 * 1024
+
+
+class SessionRoutes:
+    """A chunk is a part of its session when the end of its answer is sent, and only then: one whose
+    client leaves before, or whose answer fails, leaves the session as it was."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._limits = services.config.serve
+        self._client = SessionClient(services.store, services.config.serve)
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/v1/sessions", self._create, "POST"),
+            route("/v1/sessions/{id}", self._read, "GET"),
+            route("/v1/sessions/{id}", self._end, "DELETE"),
+        ]
+
+    def start(self) -> None:
+        self._client.start()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    # ---------------------------------------------------------------- a chunk
+
+    async def answer(
+        self, body: CompletionRequest, request: Request, identity: AnswerIdentity
+    ) -> Any:
+        """The answer to a chunk: that of one prompt with everything before it in front."""
+        services, id = self._services, str(body.session)
+        if identity.is_repeatable and body.session_chunk is None:
+            raise BadRequest(
+                "session_chunk is needed with an Idempotency-Key: the number of chunks before this "
+                "one, so that the answer may be computed again",
+                "session_chunk",
+                "missing_field",
+            )
+        owner = services.access.check_user(request)
+        chunk = await with_deadline(request, self._client.begin(owner, id, body.session_chunk))
+        size = body_bytes(request) + chunk.session.size_bytes
+        convert = partial(self._convert, body, chunk)
+        processing = services.process(convert, size, identity, body.model)
+        params = await with_deadline(request, _of_session(processing, chunk))
+        (prompt,) = params.prompts
+
+        async def commit(answer_ids: Sequence[int], engines: str) -> None:
+            rank = int(engines.rpartition(",")[2])
+            await self._client.commit(chunk, [*prompt.token_ids, *answer_ids], rank)
+
+        cmpl, model = f"cmpl-{identity.id}", services.model_name(body.model)
+        writer = SessionChunkWriter(cmpl, model, body, identity.created, commit)
+        reply = await services.serving.answer(request, params, writer, identity)
+        if not params.stream:
+            await commit(writer.answer_ids, reply.headers[ENGINES])
+        return reply
+
+    def _convert(self, body: CompletionRequest, chunk: OpenChunk) -> GenerationRequest:
+        """Special tokens of the tokenizer stand at the beginning of the session alone."""
+        converted = to_generation_request(body, self._services.sampling_defaults)
+        options = converted.tokenize_options
+        if body.add_special_tokens is None:
+            options = options._replace(add_special_tokens=chunk.is_first)
+        prefix = SessionPrefix(chunk.token_ids, chunk.session.rank)
+        return msgspec.structs.replace(converted, tokenize_options=options, prefix=prefix)
+
+    # ---------------------------------------------------------------- a session
+
+    async def _create(self, request: Request) -> Response:
+        owner = self._services.access.check_user(request)
+        checked_query(request)
+        decode(await read_short_body(request, _MAX_BODY_BYTES), CreateSessionRequest)
+        return json_response(self._body(*await self._client.create(owner)))
+
+    async def _read(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        return json_response(self._body(id, await self._client.read(self._owner(request), id)))
+
+    async def _end(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        await self._client.end(self._owner(request), id)
+        return json_response(SessionDeleted(id=id))
+
+    def _owner(self, request: Request) -> SecretText:
+        owner = self._services.access.check_user(request)
+        checked_query(request)
+        return owner
+
+    def _body(self, id: str, session: Session) -> SessionBody:
+        return SessionBody(
+            id=id,
+            created_at=session.created,
+            chunks=len(session.ends),
+            tokens=session.num_tokens,
+            idle_limit_s=self._limits.session_idle_s,
+        )
+
+
+async def _of_session(processing: Awaitable[RequestParams], chunk: OpenChunk) -> RequestParams:
+    """As `processing`, whose errors say how much of a prompt that is too long is the session's."""
+    try:
+        return await processing
+    except BadRequest as error:
+        if error.code != "context_length_exceeded" or not chunk.num_tokens:
+            raise
+        raise error.with_note(
+            f" {chunk.num_tokens} of the tokens are the session's: begin another session, or go "
+            "back with session_chunk."
+        ) from None

@@ -1,0 +1,66 @@
+"""The answer to a chunk of a session."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+
+import msgspec
+
+from swell.cluster.api.completions.protocol import CompletionRequest
+from swell.cluster.api.completions.serving import CompletionResponseWriter
+from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.response_writer import Batches
+from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+
+Commit = Callable[[Sequence[int], str], Awaitable[None]]
+"""Of the tokens of an answer, and the engines that served it, as their header names them."""
+
+
+class SessionChunkWriter(CompletionResponseWriter):
+    """Awaits `commit` before the end of a stream is sent: a client that has seen the end may send
+    the next chunk. Of an answer that is not streamed the caller commits `answer_ids`."""
+
+    def __init__(
+        self, id: str, model: str, body: CompletionRequest, created: int, commit: Commit
+    ) -> None:
+        super().__init__(id, model, body, created)
+        self.answer_ids: list[int] = []
+        self._commit = commit
+        self._usage: Usage | None = None
+
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+        for output in outputs:
+            self.answer_ids += self._shown(output.outputs[0]).token_ids
+        return super().full_response(outputs, usage)
+
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
+        self.answer_ids += self._shown(part).token_ids
+        return super().delta(choice, output, part)
+
+    async def stream(
+        self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
+    ) -> AsyncGenerator[bytes]:
+        """As in the base class, but for its end."""
+        answer = super().stream(outputs, choices, sent_engines=sent_engines, engines=engines)
+        async with contextlib.aclosing(answer):
+            async for event in answer:
+                yield event
+        end: list[bytes] = []
+        if self._usage is not None:
+            try:
+                await self._commit(self.answer_ids, engines())
+            except HTTPError as error:
+                self.failed = True
+                end += self.stream_error(error.info)
+            else:
+                end += super().stream_end(self._usage)
+        yield b"".join([*end, *super().stream_done()])
+
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
+        self._usage = usage
+        return ()
+
+    def stream_done(self) -> Iterable[bytes]:
+        return ()

@@ -1,0 +1,33 @@
+"""The process that keeps responses and sessions: `ResponseStore` and `SessionStore` with a clock.
+`cluster/app.py` deploys it."""
+
+from __future__ import annotations
+
+import time
+
+from swell.cluster.api.responses.response_store import ResponseStore, StoreReply, StoreRequest
+from swell.cluster.api.sessions.session_store import SessionRequest, SessionStore, StoreAnswer
+from swell.configs.log import configure_logging
+from swell.configs.serve import ServeConfig
+
+
+class StoreService:
+    """One for all ingresses of an application. What it keeps is lost with its process: ingresses
+    begin their background responses again at its successor, and put their sessions there."""
+
+    def __init__(self, limits: ServeConfig) -> None:
+        configure_logging()
+        self._responses = ResponseStore(
+            limits.stored_responses, limits.stored_response_bytes, limits.stored_response_age_s
+        )
+        self._sessions = SessionStore(limits, time.monotonic())
+
+    async def check_health(self) -> None:
+        """Serve calls it in the event loop of the store: one that hangs does not answer, and is
+        replaced."""
+
+    async def handle(self, request: StoreRequest) -> StoreReply:
+        return self._responses.handle(request, time.monotonic())
+
+    async def handle_session(self, request: SessionRequest) -> StoreAnswer:
+        return self._sessions.handle(request, time.monotonic())

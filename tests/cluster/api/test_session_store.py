@@ -1,0 +1,253 @@
+"""No chunk of a session is lost without a word, whatever ingresses do at once, and however often
+the store is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from swell.cluster.api.sessions.session_store import (
+    REPORT_S,
+    YOUNG_S,
+    BeginChunk,
+    CommitChunk,
+    CreateSession,
+    EndSession,
+    PutSession,
+    ReadSession,
+    ReportReply,
+    ReportSessions,
+    Session,
+    SessionReply,
+    SessionStore,
+)
+from swell.configs.sessions import SessionLimits
+
+OK, UNKNOWN, YOUNG, SUPERSEDED, FULL, OWNER_FULL = SessionReply
+LIMITS = SessionLimits(sessions=4, sessions_per_key=2, session_bytes=10**6, session_idle_s=60.0)
+KEYS = [f"{owner}/{number}" for number in range(6) for owner in ("ann", "bob", "carl")]
+INGRESSES = 3
+keys, ingresses = st.sampled_from(KEYS), st.integers(0, INGRESSES - 1)
+
+
+@dataclass
+class Chunk:
+    """One that was begun."""
+
+    ingress: int
+    key: str
+    ticket: str
+    session: Session
+    superseded_in: SessionStore | None = None
+    """The store in which another has begun since."""
+
+
+class SessionsAgainstModel(RuleBasedStateMachine):
+    """The model: what was committed last, and the copies of each ingress, which reports them every
+    `REPORT_S` and is never lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 1000.0
+        self.store = SessionStore(LIMITS, self.now_s - YOUNG_S)
+        self.young_until_s = self.now_s
+        self.committed: dict[str, Session] = {}
+        self.copies: list[dict[str, Session]] = [{} for _ in range(INGRESSES)]
+        self.open: list[Chunk] = []
+        self.ended: set[str] = set()
+        self.tickets = 0
+
+    @property
+    def is_young(self) -> bool:
+        return self.now_s < self.young_until_s
+
+    @rule(key=keys, ingress=ingresses)
+    def create(self, key: str, ingress: int) -> None:
+        if key in self.committed or key in self.ended:
+            return
+        owner = key.partition("/")[0]
+        reply = self.store.handle(CreateSession(key, Session(1)), self.now_s)
+        if not self.is_young:  # else some are not there yet
+            others = [one for one in self.committed if one.startswith(f"{owner}/")]
+            is_full = len(self.committed) >= LIMITS.sessions
+            assert reply is (FULL if is_full else OWNER_FULL if len(others) >= 2 else OK)
+        if reply is OK:
+            self.committed[key] = self.copies[ingress][key] = Session(1)
+
+    @rule(data=st.data(), ingress=ingresses)
+    def begin(self, data: st.DataObject, ingress: int) -> None:
+        """Mostly of the first session, so that several are begun at once."""
+        key = data.draw(st.sampled_from([*self.committed][:1] * 20 + KEYS))
+        self.tickets += 1
+        found = self.store.handle(BeginChunk(key, str(self.tickets)), self.now_s)
+        if not self._is_right(key, found):
+            return
+        assert isinstance(found, Session)
+        for chunk in self.open:
+            if chunk.key == key:
+                chunk.superseded_in = self.store
+        self.open.append(Chunk(ingress, key, str(self.tickets), found))
+        self.copies[ingress][key] = found
+
+    @rule(key=keys)
+    def read(self, key: str) -> None:
+        self._is_right(key, self.store.handle(ReadSession(key), self.now_s))
+
+    def _is_right(self, key: str, found: object) -> bool:
+        """Whether the session was found: as it was committed last."""
+        known = self.committed.get(key)
+        if found is YOUNG:
+            assert self.is_young
+            return False
+        assert found == (UNKNOWN if known is None else known)
+        return known is not None
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), rank=st.integers(0, 3))
+    def commit(self, data: st.DataObject, rank: int) -> None:
+        chunk = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        before = chunk.session
+        tokens = before.tokens + chunk.ticket.encode().ljust(4)
+        ends = [*before.ends, len(tokens) // 4]
+        session = Session(1, tokens, ends, before.revision + 1, rank)
+        reply = self.store.handle(CommitChunk(chunk.key, chunk.ticket, session), self.now_s)
+        known = self.committed.get(chunk.key)
+        if reply is OK:
+            assert known == before, "it follows what there is"
+            assert chunk.superseded_in is not self.store
+            self.committed[chunk.key] = self.copies[chunk.ingress][chunk.key] = session
+        elif reply is SUPERSEDED:
+            assert chunk.superseded_in is self.store or known != before
+        elif reply is YOUNG:
+            assert self.is_young
+            self.open.append(chunk)  # it is tried again
+        else:
+            assert reply is UNKNOWN and known is None
+
+    @precondition(lambda self: len(self.open) > 2)
+    @rule(data=st.data())
+    def abandon(self, data: st.DataObject) -> None:
+        self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+
+    @precondition(lambda self: not self.is_young and len(self.committed) > 2)
+    @rule(key=keys)
+    def end(self, key: str) -> None:
+        """While the store is young, an ingress may put its copy again; that ends when it is
+        idle."""
+        if self._is_right(key, self.store.handle(EndSession(key), self.now_s)):
+            del self.committed[key]
+            self.ended.add(key)
+            self.open = [chunk for chunk in self.open if chunk.key != key]
+
+    @rule(ingress=ingresses)
+    def report(self, ingress: int) -> None:
+        copies = self.copies[ingress]
+        revisions = [session.revision for session in copies.values()]
+        answering = [chunk.key for chunk in self.open if chunk.ingress == ingress]
+        report = ReportSessions([*copies], revisions, answering)
+        reply = self.store.handle(report, self.now_s)
+        assert isinstance(reply, ReportReply)
+        for key in reply.wanted:
+            assert self.store.handle(PutSession(key, copies[key]), self.now_s) is OK
+        for key in reply.dropped:
+            assert self.committed.get(key) != copies[key], "the only copy"
+            del copies[key]
+
+    @rule(reports=st.integers(1, 4))
+    def wait(self, reports: int) -> None:
+        for _ in range(reports):
+            self.now_s += REPORT_S * 0.9
+            for ingress in range(INGRESSES):
+                self.report(ingress)
+            for key in self.committed:  # their clients go on
+                self.store.handle(ReportSessions([], [], [key]), self.now_s)
+
+    @precondition(lambda self: not self.is_young and self.committed)
+    @rule()
+    def lose_the_store(self) -> None:
+        """Not while it is young: another ingress may not have put its copies yet. Copies of
+        sessions that have ended are gone."""
+        for ingress in range(INGRESSES):
+            self.report(ingress)
+        self.store = SessionStore(LIMITS, self.now_s)
+        self.young_until_s = self.now_s + YOUNG_S
+
+    @precondition(lambda self: len(self.committed) == LIMITS.sessions)
+    @rule()
+    def wait_until_all_have_ended(self) -> None:
+        self.wait(4)
+        self.open.clear()
+        self.now_s += LIMITS.session_idle_s + 1
+        for key in KEYS[:2]:
+            assert self.store.handle(ReadSession(key), self.now_s) is UNKNOWN
+        assert len(self.store) == self.store.size_bytes == 0 and not self.store._per_owner
+        self.ended.update(self.committed)
+        self.committed.clear()
+        for copies in self.copies:
+            copies.clear()
+
+    @invariant()
+    def sizes_are_those_of_what_is_kept(self) -> None:
+        entries = self.store._entries.values()
+        assert self.store.size_bytes == sum(entry.session.size_bytes for entry in entries)
+        assert sum(self.store._per_owner.values()) == len(self.store)
+
+
+SessionsAgainstModel.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=50, deadline=None
+)
+TestSessionsAgainstModel = SessionsAgainstModel.TestCase
+
+
+def test_more_bytes_than_there_may_be_are_refused_before_a_chunk_is_computed() -> None:
+    limits = SessionLimits(session_bytes=8)
+    store = SessionStore(limits, 0.0)
+    assert store.handle(CreateSession("a", Session(1)), 100.0) is OK
+    assert isinstance(store.handle(BeginChunk("a", "t"), 100.0), Session)
+    grown = Session(1, bytes(8), [2], 1, 0)
+    assert store.handle(CommitChunk("a", "t", grown), 100.0) is OK
+    assert store.handle(BeginChunk("a", "t"), 100.0) is FULL
+    assert store.handle(ReadSession("a"), 100.0) == grown
+
+
+@pytest.mark.parametrize("order", ["older first", "newer first"])
+def test_the_newest_of_two_copies_counts(order: str) -> None:
+    older, newer = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(8), [1, 2], 2, 1)
+    store = SessionStore(LIMITS, 0.0)
+    for copy in (older, newer) if order == "older first" else (newer, older):
+        assert store.handle(PutSession("a", copy), 1.0) is OK
+        assert store.handle(BeginChunk("a", "t"), 1.0) is YOUNG
+    assert store.handle(BeginChunk("a", "t"), YOUNG_S) == newer
+
+
+def test_what_began_before_the_last_commit_is_superseded() -> None:
+    store, grown = SessionStore(LIMITS, -YOUNG_S), Session(1, bytes(4), [1], 1, 0)
+    assert store.handle(CreateSession("a", Session(1)), 0.0) is OK
+    for ticket in ("older", "newer"):
+        assert store.handle(BeginChunk("a", ticket), 0.0) == Session(1)
+    assert store.handle(CommitChunk("a", "older", grown), 0.0) is SUPERSEDED
+    assert store.handle(CommitChunk("a", "newer", grown), 0.0) is OK
+    assert store.handle(CommitChunk("a", "older", grown), 0.0) is SUPERSEDED
+
+
+def test_what_was_lost_behind_a_copy_comes_back_with_the_next_chunk() -> None:
+    """The ingress of the second chunk is gone with the store, and the third one has all."""
+    first, third = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(12), [1, 2, 3], 3, 0)
+    store = SessionStore(LIMITS, 0.0)
+    assert store.handle(PutSession("a", first), 1.0) is OK
+    assert store.handle(CommitChunk("a", "t", third), 1.0) is YOUNG
+    assert store.handle(CommitChunk("a", "t", third), YOUNG_S) is OK
+    assert store.handle(BeginChunk("a", "u"), YOUNG_S) == third
+
+
+def test_a_copy_changes_nothing_of_who_began_last() -> None:
+    first, second = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(8), [1, 2], 2, 0)
+    store = SessionStore(LIMITS, 0.0)
+    assert store.handle(PutSession("a", Session(1)), 1.0) is OK
+    assert store.handle(BeginChunk("a", "t"), YOUNG_S) == Session(1)
+    assert store.handle(PutSession("a", first), YOUNG_S) is OK
+    assert store.handle(CommitChunk("a", "u", second), YOUNG_S) is SUPERSEDED

@@ -1,0 +1,43 @@
+"""The store of an application in the test's process, behind handles as Ray Serve has them."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from swell.cluster.api.sessions.session_store import YOUNG_S, SessionStore
+from swell.cluster.api.store_service import StoreService
+from swell.configs.serve import ServeConfig
+
+
+class StoreOfTest:
+    """One that has run for long. While `is_away` it answers nothing."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.limits = ServeConfig(**limits)
+        self.is_away = False
+        self.restart()
+        self.service._sessions = SessionStore(self.limits, time.monotonic() - YOUNG_S)
+
+    def restart(self) -> None:
+        """Everything is lost, and the store is young."""
+        self.service = StoreService(self.limits)
+
+    def new_handle(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            handle=SimpleNamespace(remote=self._handle),
+            handle_session=SimpleNamespace(remote=self._handle_session),
+        )
+
+    async def _handle(self, request: Any) -> Any:
+        self._check()
+        return await self.service.handle(request)
+
+    async def _handle_session(self, request: Any) -> Any:
+        self._check()
+        return await self.service.handle_session(request)
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise ConnectionError("no store")
