@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -149,3 +149,70 @@ def test_requests_of_both_ingresses_are_found_at_each(cluster: Cluster) -> None:
         ingresses.add(found(cluster, answer.json()["id"])[0]["ingress"])
     unknown = cluster.get("/admin/requests/unknown")
     assert unknown.status_code == 404, unknown.text
+
+
+def chunk_of(cluster: Cluster, session: str, number: int, ids: list[int]) -> dict[str, Any]:
+    """The answer to a chunk. An ingress that dies takes its connections with it: then the chunk is
+    sent again, and takes its own place."""
+    payload = {
+        "prompt": ids,
+        "session_id": session,
+        "session_chunk": number,
+        "max_tokens": 40,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            answer = httpx.post(f"{cluster.url}/v1/completions", json=payload, timeout=120)
+        except httpx.TransportError:
+            assert time.monotonic() < deadline
+            continue
+        assert answer.status_code == 200, answer.text
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        return choice
+
+
+def test_a_session_outlives_all_that_serves_it(cluster: Cluster) -> None:
+    """Each chunk has the answer of one request with everything before it in its prompt."""
+    created = cluster.post("/v1/sessions", {})
+    assert created.status_code == 200, created.text
+    session, before = created.json()["id"], list[int]()
+
+    def kill(part: str, count: int) -> None:
+        for pid in cluster.named(part)[:count]:
+            os.kill(pid, signal.SIGKILL)
+
+    def kill_engines(count: int) -> None:
+        engines = cluster.get("/admin/cluster").json()["engines"]
+        for pid in [engine["pid"] for engine in engines if engine["pid"]][:count]:
+            os.kill(pid, signal.SIGKILL)
+
+    faults: list[Callable[[], None]] = [
+        lambda: None,
+        lambda: kill("ServeReplica:swell:Store", 1),
+        lambda: kill_engines(1),
+        lambda: kill("ServeReplica:swell:Ingress", 1),
+        lambda: kill_engines(2),
+        lambda: None,
+    ]
+    for number, fault in enumerate(faults):
+        chunk = [5 + number, 6, 7]
+        fault()
+        found = chunk_of(cluster, session, number, chunk)
+        before += chunk
+        assert found["prompt_token_ids"] == before
+        before += found["token_ids"]
+    cluster.wait_idle()
+    whole, start = before, 0
+    for number in range(len(faults)):  # once more, without sessions and without faults
+        end = start + 3
+        plain = {"prompt": whole[:end], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+        answer = cluster.post("/v1/completions", plain | {"return_token_ids": True}).json()
+        assert answer["choices"][0]["token_ids"] == whole[end : end + 40], number
+        start = end + 40
+    assert cluster.get(f"/v1/sessions/{session}").json()["tokens"] == len(whole)
+    ended = httpx.delete(f"{cluster.url}/v1/sessions/{session}", timeout=60)
+    assert ended.json()["deleted"] is True
