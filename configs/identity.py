@@ -12,7 +12,7 @@ from swell.configs.schema import Config
 _DIGITS = 12
 _NOT_OF_ENGINES: dict[str, tuple[str, ...]] = {
     "model": ("name",),
-    "parallel": ("data",),
+    "parallel": ("data", "prefill_engines", "prefill_min_tokens"),
     "cluster": ("max_engines", "drain_timeout_s"),
 }
 """Keys that may change while engines keep running: no engine, worker or coordinator reads them,
@@ -42,6 +42,8 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
         "offload_bytes",
         "offload_disk_bytes",
         "offload_folder",
+        "handover_folder",
+        "handover_bytes",
     ),
     "scheduler": (
         "max_tokens_per_step",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from swell.configs.section import ConfigError, NonNegative, Processes, Section
+from swell.configs.section import ConfigError, NonNegative, Positive, Processes, Section
 
 
 class ParallelConfig(Section, frozen=True):
@@ -24,6 +24,11 @@ class ParallelConfig(Section, frozen=True):
     balance_steps: NonNegative = 0
     """Steps after which engines that share experts look whether other places would share the load
     better, and move them; 0: never."""
+    prefill_engines: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """The first so many engines compute prompts, and the others continue them; 0: each engine does
+    both. Needs `cache.handover_folder`."""
+    prefill_min_tokens: Positive = 512
+    """A prompt of which an engine that continues lacks fewer tokens is computed there."""
     executor: Literal["auto", "inproc", "ray"] = "auto"
     """Where an engine's workers run; `auto`: in the engine's process if there is only one."""
 

@@ -122,6 +122,23 @@ class CacheConfig(Section, frozen=True):
     offload_folder: Text | None = None
     """Where the file is; None: where the system has temporary files. It has no name, and goes with
     the worker."""
+    handover_folder: Text | None = None
+    """Where engines that compute prompts write KV for those that continue
+    (`parallel.prefill_engines`): a folder that all hosts see. None: nowhere."""
+    handover_bytes: Positive = 4 * 1024**3
+    """Bytes of such files of all workers with the same rank. Where they leave no room, prompts are
+    computed again."""
+
+
+def check_handover(parallel: ParallelConfig, cache: CacheConfig) -> None:
+    """Check the rules of engines that compute prompts for others."""
+    if not parallel.prefill_engines:
+        return
+    needs = f"parallel.prefill_engines={parallel.prefill_engines} needs"
+    if cache.handover_folder is None:
+        raise ConfigError(f"{needs} cache.handover_folder, a folder that all hosts see")
+    if not cache.prefix_caching:
+        raise ConfigError(f"{needs} cache.prefix_caching=true")
 
 
 class ClusterConfig(Section, frozen=True):
@@ -287,6 +304,7 @@ def _check(config: Config) -> None:
     _check_network(config)
     check_drafts(config.drafts)
     check_parallel(config.parallel)
+    check_handover(config.parallel, config.cache)
     check_scheduler(config.scheduler, config.drafts.method, config.parallel.expert)
     cluster, parallel = config.cluster, config.parallel
     if cluster.min_engines > cluster.max_engines:

@@ -17,6 +17,7 @@ from swell.coordinator.wire import CoordinatorMessage
 from swell.engine.adapter_admission import AdapterAdmission, Failed, shown_to_users
 from swell.engine.drafter import make_drafter
 from swell.engine.executor import Executor, ExecutorError, ExecutorLimits, WorkerLost
+from swell.engine.handover_files import make_claim
 from swell.engine.request import Request
 from swell.engine.request_validation import invalid_reason, wrong_kind
 from swell.engine.scheduler import Scheduler
@@ -343,7 +344,7 @@ class EngineCore:
         cache = config.cache
         if not limits.keeps_kv:  # a block holds nothing for a later request
             cache = msgspec.structs.replace(cache, prefix_caching=False)
-        return Scheduler(
+        scheduler = Scheduler(
             config.scheduler,
             cache,
             limits.num_blocks,
@@ -354,6 +355,8 @@ class EngineCore:
             offload_blocks=limits.offload_blocks if cache.prefix_caching else (),
             drafter=make_drafter(config.drafts, limits.max_model_len, self._depth),
         )
+        scheduler.kv.claim = make_claim(config)
+        return scheduler
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block and slot is free and no step is in flight."""

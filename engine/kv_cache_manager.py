@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from swell.configs.schema import CacheConfig
 from swell.engine.block_hash import extend_block_hashes
 from swell.engine.block_pool import BlockPool
 from swell.engine.offload_tiers import OffloadTiers
-from swell.engine.request import Request
+from swell.engine.request import Handover, Request
+from swell.worker.wire import BlockFile
 
 
 class PrefixLeader(NamedTuple):
@@ -40,6 +41,9 @@ class KVCacheManager:
         self.offload = OffloadTiers(offload_blocks)
         max_kept = int(config.session_fraction * num_blocks)
         self.pool = BlockPool(num_blocks, self.offload.save, max_kept)
+        self.claim: Callable[[str], bool] = lambda name: False
+        """Whether a file with blocks of another engine is there, and this engine's now."""
+        self._imports: list[BlockFile] = []
         self._in_flight_blocks: dict[bytes, Request] = {}
         """Name -> who will give it: of several the first in order."""
         self.num_queried_tokens = 0
@@ -58,13 +62,16 @@ class KVCacheManager:
         The last known token is always recomputed: its logits are what the request waits for.
         `spare_blocks` must stay free, for requests that already run.
         """
-        found = self._find(self._reusable_hashes(request))
+        self._claim(request)
+        found = self._find(self._reusable_hashes(request), is_whole=request.is_handed_over)
         cached = [block for block in found.values() if block is not None]
         fresh = self._blocks_for(len(request.token_ids)) - len(cached)
         if fresh + self.pool.num_free_among(cached) + spare_blocks > self.pool.num_free:
             return False
         self.pool.touch(cached)
-        request.block_ids = self._hold(found, fresh)
+        file = request.core.handed_over if request.is_handed_over else ""
+        request.block_ids = self._hold(found, fresh, file)
+        request.handover = Handover.NONE
         request.block_capacity_tokens = len(request.block_ids) * self.block_tokens
         request.computed = len(found) * self.block_tokens
         self._set_num_cached_blocks(request, len(found))
@@ -83,8 +90,9 @@ class KVCacheManager:
         """
         if prefix_leader is not None and self._is_in_flight(prefix_leader.name, request):
             return prefix_leader
+        self._claim(request)
         names = self._reusable_hashes(request)
-        found = shared = len(self._find(names))
+        found = shared = len(self._find(names, is_whole=request.is_handed_over))
         while shared < len(names) and self._is_in_flight(names[shared], request):
             shared += 1
         if shared == found:
@@ -133,6 +141,7 @@ class KVCacheManager:
         self.check_idle()
         self.pool.reset_prefix_cache()
         self.offload.reset()
+        self._imports.clear()
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free and none is in flight."""
@@ -140,39 +149,64 @@ class KVCacheManager:
         num_blocks = len(self._in_flight_blocks)
         assert not num_blocks, f"{num_blocks} blocks are in flight without a request"
 
-    def _find(self, names: list[bytes]) -> dict[bytes, int | None]:
+    def exported(self, request: Request) -> BlockFile:
+        """All blocks of a request whose prompt fills them."""
+        blocks = request.block_ids[: request.prompt_tokens // self.block_tokens]
+        return BlockFile(request.core.hand_over, list(range(len(blocks))), blocks)
+
+    def take_imports(self) -> list[BlockFile]:
+        """Blocks that the next step reads from files."""
+        imports, self._imports = self._imports, []
+        return imports
+
+    def _claim(self, request: Request) -> None:
+        """Look once whether another engine has computed its prompt. What that gave is read once: a
+        request that is preempted starts again without."""
+        if request.handover is Handover.UNKNOWN:
+            is_there = self.prefix_caching and self.claim(request.core.handed_over)
+            request.handover = Handover.CLAIMED if is_there else Handover.NONE
+
+    def _find(self, names: list[bytes], *, is_whole: bool = False) -> dict[bytes, int | None]:
         """The longest run of blocks that exist for a chain of names: the device's block of each;
-        None: it is in a tier below."""
+        None: it is in a tier below, or, if all of them are there in any case, in a file."""
         found: dict[bytes, int | None] = {}
         for name in names:
             block = self.pool.get_cached_block(name)
-            if block is None and not self.offload.has(name):
+            if block is None and not is_whole and not self.offload.has(name):
                 break
             found[name] = block
         return found
 
-    def _hold(self, found: dict[bytes, int | None], fresh: int) -> list[int]:
+    def _hold(self, found: dict[bytes, int | None], fresh: int, file: str) -> list[int]:
         """Blocks of a request: those that were found, copied to the device where they are not
-        there, and behind them what is new. `fresh`: how many have to be allocated for that."""
-        offloaded = [name for name, block in found.items() if block is None]
+        there, and behind them what is new. `fresh`: how many have to be allocated for that; `file`:
+        where those are that are in no tier; empty: there are none."""
+        offloaded = [n for n, block in found.items() if block is None and self.offload.has(n)]
         self.offload.pin(offloaded)  # allocating may push others into their places
         allocated = iter(self.pool.allocate(fresh))
-        blocks = []
-        for name, block in found.items():
+        blocks, read = [], BlockFile(file, [], [])
+        for place, (name, block) in enumerate(found.items()):
             if block is None:
                 block = next(allocated)
-                self.offload.load(name, block)
+                if self.offload.has(name):
+                    self.offload.load(name, block)
+                else:
+                    read.places.append(place)
+                    read.block_ids.append(block)
                 self.pool.cache_block(block, name)
             blocks.append(block)
         self.offload.unpin()
+        if file:  # also if nothing of it is needed: its reader removes it
+            self._imports.append(read)
         return [*blocks, *allocated]
 
     def _count_lookup(self, request: Request) -> None:
-        """A request that starts again, here or from another engine, finds its own blocks or none:
-        that says nothing of how much requests share."""
+        """A request that starts again, here or from another engine, or whose prompt that computed,
+        finds its own blocks or none: that says nothing of how much requests share."""
         core = request.core
         looked_up = self.prefix_caching and not core.skip_prefix_cache
-        if looked_up and not request.num_preemptions and not core.output_token_ids:
+        is_first = not request.num_preemptions and not core.output_token_ids
+        if looked_up and is_first and not core.handed_over:
             self.num_queried_tokens += request.prompt_tokens
             self.num_hit_tokens += request.computed
 

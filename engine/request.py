@@ -32,6 +32,17 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+class Handover(enum.Enum):
+    """What is known of the KV that another engine has written for a request."""
+
+    UNKNOWN = enum.auto()
+    """Nobody has looked yet."""
+    CLAIMED = enum.auto()
+    """It is there, for this engine to read."""
+    NONE = enum.auto()
+    """It was read, or there is none."""
+
+
 class Request:
     """Tokens known and tokens computed; every step lets the second catch up with the first.
 
@@ -57,6 +68,7 @@ class Request:
         "core",
         "drafts",
         "failed_attempts",
+        "handover",
         "num_cached_blocks",
         "num_cached_tokens",
         "num_drafts",
@@ -105,6 +117,7 @@ class Request:
         """What is known of its drafts since it has its slot."""
         self.tokens_at_start = 0
         """Tokens that it had when it took its slot."""
+        self.handover = Handover.UNKNOWN if core.handed_over else Handover.NONE
         self.slot = -1
         self.block_ids: list[int] = []
         self.block_capacity_tokens = 0
@@ -123,6 +136,11 @@ class Request:
         """Seconds from arrival to the last schedule that gave it a slot."""
         self.preempted_s = 0.0
         """Seconds from arrival to its last preemption."""
+
+    @property
+    def is_handed_over(self) -> bool:
+        """All its full blocks are in files, for this engine to read."""
+        return self.handover is Handover.CLAIMED
 
     @property
     def num_outputs(self) -> int:

@@ -7,9 +7,11 @@ one, every list has an end.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from math import isfinite
 
+from swell.configs.shown import shown
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import GRAMMAR_LIMITS, SamplerParams
 
@@ -35,6 +37,7 @@ SMALLEST = 1e-6
 """Bound of divisors."""
 LONGEST_WAIT_S = 1e9
 INT64 = 1 << 63
+HANDOVER_NAME = re.compile("[0-9a-f]{32}")
 
 
 def invalid_reason(request: EngineCoreRequest, vocab_size: int, max_model_len: int) -> str | None:
@@ -64,6 +67,7 @@ def _invalid_reasons(
     """All of them, the cheapest to find first."""
     yield from _counts(request, max_model_len)
     yield from _pooling(request)
+    yield from _handover(request)
     yield from _prompt_embeds(request)
     yield from _adapter(request)
     yield from _texts(request)
@@ -83,7 +87,7 @@ def _counts(request: EngineCoreRequest, max_model_len: int) -> Iterator[str]:
             f"{prompt} prompt tokens and max_tokens={request.max_tokens} "
             f"exceed the maximum context length of {max_model_len} tokens"
         )
-    samples = request.sampler.pooling is None
+    samples = request.sampler.pooling is None and not request.hand_over
     yield from _range("max_tokens", request.max_tokens, int(samples), max_model_len * samples)
     yield from _range("min_tokens", request.min_tokens, 0, INT64 - 1)
     yield from _range("failed_attempts", request.failed_attempts, 0, INT64 - 1)
@@ -102,6 +106,15 @@ def _pooling(request: EngineCoreRequest) -> Iterator[str]:
             yield "output_token_ids: a request that is pooled has no outputs"
         yield from _range("dimensions", params.dimensions, 0, INT64 - 1)
         yield from _range("segment_start", params.segment_start, 0, len(request.prompt_token_ids))
+
+
+def _handover(request: EngineCoreRequest) -> Iterator[str]:
+    """Names become names of files."""
+    for name in ("hand_over", "handed_over"):
+        if (value := getattr(request, name)) and not HANDOVER_NAME.fullmatch(value):
+            yield f"{name}={shown(value)} must have 32 hexadecimal digits"
+    if request.hand_over and (request.output_token_ids or request.handed_over):
+        yield "hand_over: what is handed over has no outputs, and was not handed over before"
 
 
 def _prompt_embeds(request: EngineCoreRequest) -> Iterator[str]:

@@ -79,6 +79,7 @@ class StepBuilder(msgspec.Struct):
         self.rows.sort(key=_count)
         copies = kv.offload.take_copies()
         plan = SchedulerOutput(step, 0, self.new_rows, self.growths, copies=copies)
+        plan.imports.extend(kv.take_imports())
         scheduled = ScheduledStep(plan)
         rows, slots, starts = scheduled.rows, plan.slots, plan.starts
         num_tokens, samples = plan.num_tokens, plan.samples
@@ -93,6 +94,8 @@ class StepBuilder(msgspec.Struct):
             request.pending += is_sampled
             if computed >= request.cacheable_tokens:
                 kv.cache_full_blocks(request)
+            if request.core.hand_over and computed == request.prompt_tokens:
+                plan.exports.append(kv.exported(request))
         if self.drafts:
             self._add_drafts(plan)
         if self.proposals:

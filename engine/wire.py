@@ -139,6 +139,12 @@ class EngineCoreRequest(
     """Its KV is evicted after that of other requests, since it is part of a session."""
     prefix_hint: PrefixHint | None = None
     """Read by the ingress alone: where the KV of a part of the prompt probably is."""
+    hand_over: str = ""
+    """The engine computes the prompt, which fills its blocks, writes their KV under this name, and
+    ends the request, whose `max_tokens` is 0: another engine continues."""
+    handed_over: str = ""
+    """The name under which another engine has written the KV of all full blocks before the prompt's
+    last token; if it is not there, they are computed."""
 
 
 class AbortRequests(

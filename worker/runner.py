@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
+from swell.worker.block_files import BlockFiles
 from swell.worker.block_tables import BlockTables
 from swell.worker.dp_sync import DPSync, DPSyncResult
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
@@ -105,6 +106,7 @@ class ModelRunner:
         model_path: str = "",
         pooler: Pooler | None = None,
         offload: OffloadStore | None = None,
+        block_files: BlockFiles | None = None,
         draft_tokens: int = 0,
         adapters: NoAdapters = NO_ADAPTERS,
         routes: RouteRecorder | None = None,
@@ -113,6 +115,7 @@ class ModelRunner:
     ) -> None:
         """`max_model_len`: tokens of the longest sequence; `model_path`: where the tokenizer is;
         `pooler`: of a model that pools; `offload`: of blocks that leave the KV cache;
+        `block_files`: of blocks that other engines compute;
         `draft_tokens`: of a step in which rows have drafts; `adapters`: those in its layers;
         `routes`: of a model whose choices of experts are recorded; `draft_model`: what guesses how
         rows go on; `dp_sync`: of an engine that shares experts."""
@@ -121,6 +124,8 @@ class ModelRunner:
         self.states = RequestStates(scheduler.max_rows, max_model_len, device)
         self.blocks = BlockTables(scheduler.max_rows, max_model_len, cache.block_tokens, device)
         self._offload = offload
+        self._block_files = block_files
+        self._device = device
         self.failed = FailedRows()
         self.sampler = Sampler(self.states, model.vocab_size, model_path, self.failed, mesh.tensor)
         self.readers: list[HiddenStatesReader] = (
@@ -187,7 +192,7 @@ class ModelRunner:
             batch = replace(batch, prompt_embeds=embeds)
         if (tokens := self.adapters.tokens(plan)) is not None:
             batch = replace(batch, adapters=tokens)
-        hidden = self._forward(batch, head)
+        hidden = self._forward(batch, head, plan)
         self.feedback.after_forward(batch)
         if hidden is None:
             return None
@@ -195,6 +200,7 @@ class ModelRunner:
         sampled = self._sample(hidden, batch, head, pending_extras)
         read = StepHidden(hidden, self._model_step.take_inputs())
         self._draft_runner.after_sampling(plan, sampled, read)
+        self._export(plan)
         return self._output(plan, sync_result, sampled)
 
     def drain(self) -> None:
@@ -208,6 +214,9 @@ class ModelRunner:
         if plan.copies:
             assert self._offload is not None, "the engine knows the worker's limits"
             self._offload.apply(plan.copies)
+        for file in plan.imports:
+            assert self._block_files is not None, "the engine has looked for the file"
+            self._block_files.read(file)
         for row in plan.new_rows:
             self.failed.forget(row.slot)
             try:
@@ -245,7 +254,18 @@ class ModelRunner:
         self.adapters.add_request(row)
         self.states.stage(row)
 
-    def _forward(self, batch: InputBatch, head: HeadOutput) -> Tensor | None:
+    def _export(self, plan: SchedulerOutput) -> None:
+        """Write blocks for other engines. A stage has written its part before the next one gets
+        what it sends, and its tensor ranks wait for each other: the result of the step says that
+        all parts are there."""
+        if not plan.exports or self._block_files is None:
+            return
+        for file in plan.exports:
+            self._block_files.write(file)
+        if self.mesh.tensor.size > 1:
+            self.mesh.tensor.all_reduce(torch.zeros(1, device=self._device)).item()
+
+    def _forward(self, batch: InputBatch, head: HeadOutput, plan: SchedulerOutput) -> Tensor | None:
         """On the last stage, hidden states for this head (see `InputBatch.hidden_indices`). The
         other stages send theirs to the next one and return None."""
         stage, group, routes = self.mesh.stage, self.mesh.pipeline, self.routes
@@ -262,6 +282,7 @@ class ModelRunner:
             if routes is not None:
                 routes.keep(batch)
             return result
+        self._export(plan)
         leaving = result.tensors()
         if routes is not None:
             leaving += routes.leaving(batch.num_tokens)

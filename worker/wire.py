@@ -57,8 +57,23 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     target_block: int
 
 
+CLAIMED = ".claimed"
+"""The end of the name of a file of blocks that an engine is about to read."""
+
+
+class BlockFile(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Blocks in a file that one engine writes for another one (`block_files.py`)."""
+
+    name: str
+    places: list[int]
+    """Which blocks of the file."""
+    block_ids: list[int]
+    """Their blocks in the KV cache."""
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """One step. Applied in order: `copies`, `new_rows`, `growths`, then the rows are computed.
+    """One step. Applied in order: `copies`, `imports`, `new_rows`, `growths`, then the rows are
+    computed, then `exports` are written.
 
     The rows are columns of equal length, decode rows first:
 
@@ -97,6 +112,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=Fa
     further: dict[int, int] = {}
     """Row that samples, without drafts -> how many more tokens are computed and sampled, one pass
     after the other (see `multi_step.py`). Its blocks hold all of them but the last."""
+    imports: list[BlockFile] = []
+    exports: list[BlockFile] = []
+    """They are there before the result of the step is."""
 
 
 class WeightsSource(msgspec.Struct, frozen=True, array_like=True, gc=False):

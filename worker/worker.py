@@ -17,6 +17,7 @@ from swell.configs.process import available_cores
 from swell.configs.schema import Config
 from swell.kernels import backends
 from swell.worker import kv_cache
+from swell.worker.block_files import BlockFiles
 from swell.worker.cache_size import block_bytes, count_cache_blocks, moe_layers
 from swell.worker.device import device_of
 from swell.worker.dp_sync import make_dp_sync
@@ -95,6 +96,7 @@ class Worker:
         self.adapters: NoAdapters = NO_ADAPTERS
         self.runner: ModelRunner | None = None
         self._offload: OffloadStore | None = None
+        self._block_files: BlockFiles | None = None
         self._routes: RouteRecorder | None = None
         self._progress_counter = 0
         self._cache_size: tuple[int, int, tuple[int, int]] | None = None
@@ -202,6 +204,10 @@ class Worker:
                 caches.append(self._routes.blocks.view(self._dtype))
         if any(offload_blocks):
             self._offload = OffloadStore(caches, offload_blocks, cache.offload_folder)
+        if cache.handover_folder is not None:
+            self._block_files = BlockFiles(
+                caches, cache.handover_folder, self.rank, cache.handover_bytes
+            )
         self._start_runner()
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
@@ -273,7 +279,8 @@ class Worker:
         self.draft_model.unbind_cache()
         self.draft_model = NO_DRAFT_MODEL
         self._stores.close()
-        self.mesh = self.model = self.pooler = self.runner = self._offload = None
+        self.mesh = self.model = self.pooler = self.runner = None
+        self._offload = self._block_files = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -319,7 +326,7 @@ class Worker:
     def _sleep(self, level: int) -> None:
         """See `GroupPlan.sleep_level`. On CPU the weights are in the memory of the host already."""
         self._progress_counter, self.runner = self.progress_counter, None
-        self._offload = self._routes = None
+        self._offload = self._block_files = self._routes = None
         if self.model is None:
             return
         for layer in self.model.attention_layers():
@@ -351,6 +358,7 @@ class Worker:
             self._text_path,
             self.pooler,
             self._offload,
+            self._block_files,
             self.config.drafts.step_tokens,
             self.adapters,
             self._routes,

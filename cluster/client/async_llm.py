@@ -274,6 +274,7 @@ class AsyncLLM:
             raise
         self._placer.abort_in_engines(result.reqs_to_abort)
         self._placer.migrate(result.dropped, MigrationReason.DROPPED)
+        self._placer.continue_elsewhere(result.prefilled)
 
     def _on_messages_lost(self, engine: EngineId) -> None:
         self._placer.migrate_all(engine, MigrationReason.MESSAGES_LOST)

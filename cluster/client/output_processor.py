@@ -37,6 +37,8 @@ class OutputProcessorOutput(msgspec.Struct):
     """Requests that ended by a stop string: their engines do not know it yet."""
     dropped: list[RequestState] = []
     """Requests that their engine has dropped, though they were not aborted here."""
+    prefilled: list[RequestState] = []
+    """Requests whose prompt was computed for another engine."""
 
 
 class OutputProcessor:
@@ -125,6 +127,10 @@ class OutputProcessor:
                 continue
             if output.finish_reason is FinishReason.ABORT:
                 result.dropped.append(state)
+                continue
+            if state.handover.is_prefilling and output.finish_reason is FinishReason.STOP:
+                state.num_cached_tokens = output.num_cached_tokens
+                result.prefilled.append(state)
                 continue
             # 1) statistics, 2) text and stops, 3) the client's output, 4) the end.
             state.times.record_tokens(output, now_s, stats)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from swell.cluster.client.admission import Backlog
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.engine_core_client import EngineCoreClient
+from swell.cluster.client.handover import HANDED_OVER
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.placement_queue import PlacementQueue
@@ -47,7 +48,11 @@ class RequestPlacer:
         self._clock = clock
         self._roster = Roster()
         self._unreachable: frozenset[EngineId] = frozenset()
-        self._router = Router(config.cache.block_tokens)
+        parallel = config.parallel
+        self._splits_prompts = parallel.prefill_engines > 0
+        self._router = Router(
+            config.cache.block_tokens, parallel.prefill_engines, parallel.prefill_min_tokens
+        )
         self._queue = PlacementQueue()
 
     @property
@@ -98,15 +103,21 @@ class RequestPlacer:
         """Begin the request's next attempt, or keep the request until there is an engine. Attempts
         after the first may run on any engine of the answer's version."""
         request, version = state.request, state.answer_version.required
+        max_tokens = request.max_tokens - len(state.output_token_ids)
+        rank = None if state.ranks or version is not None else request.data_parallel_rank
+        if self._splits_prompts and rank is None and not state.output_token_ids:
+            self._split(state, version, max_tokens)
         try:
             route = self._router.choose(
                 request.request_id,
                 request.prompt_token_ids + state.output_token_ids,
                 salt=request.cache_salt,
-                rank=None if state.ranks or version is not None else request.data_parallel_rank,
+                rank=rank,
                 version=version,
-                max_tokens=request.max_tokens - len(state.output_token_ids),
+                max_tokens=max_tokens,
                 hint=request.prefix_hint if state.attempt == 1 else None,
+                role=state.handover.role,
+                is_handed_over=state.handover.is_ready,
             )
         except NoEngine as error:
             self._enqueue(state, str(error))
@@ -117,8 +128,28 @@ class RequestPlacer:
         state.assign(engine, member.version, route, now_s)
         state.journey.add(JourneyEventType.ROUTED, now_s, *state.placement)
         self._client.send(engine, state.engine_request())
-        if state.attempt > 1:
+        if state.attempt > 1 + state.handover.completed:
             self._metrics.resubmitted()
+
+    def _split(self, state: RequestState, version: str | None, max_tokens: int) -> None:
+        """Decide whether one engine computes the prompt and another one continues."""
+        request = state.request
+        if state.handover.may_begin and self._router.splits(
+            request.prompt_token_ids,
+            salt=request.cache_salt,
+            version=version,
+            max_tokens=max_tokens,
+        ):
+            state.handover.begin(self._config.cache.block_tokens)
+
+    def continue_elsewhere(self, states: Iterable[RequestState]) -> None:
+        """The prompts of these requests were computed; another engine continues."""
+        now_s = self._clock()
+        for state in states:
+            placement = state.placement
+            state.end_prefill()
+            state.journey.add(JourneyEventType.RESUBMITTED, now_s, *placement, HANDED_OVER)
+            self.place(state)
 
     def migrate_all(self, engine: EngineId, reason: MigrationReason) -> None:
         """Continue the requests of an engine elsewhere."""

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from swell.cluster.client.answer_version import AnswerVersion
 from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.handover import Handover
 from swell.cluster.client.journey import Journey
 from swell.cluster.client.logprobs_processor import LogprobsProcessor
 from swell.cluster.client.output_text import OutputText
@@ -108,6 +109,7 @@ class RequestState:
         self.unread_attempts = 0
         """Such attempts in a row that ended without a token."""
         self.output_token_ids: list[int] = []
+        self.handover = Handover(request)
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -147,6 +149,7 @@ class RequestState:
         """The attempt begins: the engine, of this version, gets `engine_request()`."""
         self.release()
         self.answer_version.begin(version)
+        self.handover.assign(version)
         self._placement = route
         self.engine, self.started, self.unread = engine, False, False
         self.ranks.append(engine.rank)
@@ -158,9 +161,8 @@ class RequestState:
         that the request itself may have ended: an engine was lost while the request was in a step
         there, or its outputs could not be handled. A link that loses messages, however often, ends
         no request."""
-        self.release()
-        self.engine = None
-        self.attempt += 1
+        self._end_attempt()
+        self.handover.fail()
         if len(self.output_token_ids) > self._tokens_before_attempt:
             self.failed_attempts = self.unread_attempts = 0
         elif reason in (MigrationReason.DIED, MigrationReason.REPAIRING):
@@ -178,6 +180,17 @@ class RequestState:
                 f"be handled (engines {self.ranks}): {reason}"
             )
 
+    def end_prefill(self) -> None:
+        """The attempt has computed the prompt, and the next one continues."""
+        self._end_attempt()
+        self.handover.end()
+        self.failed_attempts = self.unread_attempts = 0
+
+    def _end_attempt(self) -> None:
+        self.release()
+        self.engine = None
+        self.attempt += 1
+
     def release(self) -> None:
         """Leave the engine's load count, or the queue."""
         if self._placement is not None:
@@ -189,7 +202,7 @@ class RequestState:
     def engine_request(self) -> EngineCoreRequest:
         """The first attempt gets the request itself. A later one, on any engine, continues after
         the outputs that arrived, and does not compute prompt log probabilities that are known."""
-        request = self.request
+        request = self.handover.engine_request(self.request)
         if self.attempt == 1:
             return request
         sampler, skip_prefix_cache = request.sampler, request.skip_prefix_cache
@@ -308,7 +321,7 @@ class RequestState:
     def _on_first_token(self, num_cached_tokens: int) -> None:
         """Of an attempt. Cached tokens are those of the first one that gave a token."""
         self.answer_version.on_token()
-        if not self.output_token_ids:
+        if not self.output_token_ids and not self.handover.is_ready:
             self.num_cached_tokens = num_cached_tokens
         came_s = self.times.last_token_s
         self.journey.add(JourneyEventType.FIRST_TOKEN, came_s, *self.placement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -10,12 +11,31 @@ from swell.cluster.client.hash_ring import HashRing
 from swell.coordinator.roster import Member, MemberState, Roster
 
 
+class Role(enum.Enum):
+    """What an engine does for a request, where engines compute prompts for others."""
+
+    PREFILL = enum.auto()
+    """It computes the prompt, and hands its KV over."""
+    DECODE = enum.auto()
+    """It continues, or does both."""
+
+
 class Candidates:
     """Ranks among which one is chosen."""
 
     def __init__(self, ranks: Iterable[int] = ()) -> None:
         self.ranks = list(ranks)
         self.as_set = frozenset(self.ranks)
+        self._of_role: dict[Role, Candidates] = {}
+
+    def of_role(self, role: Role, prefill_engines: int) -> Candidates:
+        """Those that may have this role, where the first so many engines compute prompts; perhaps
+        none."""
+        if role not in self._of_role:
+            prefills = role is Role.PREFILL
+            ranks = (rank for rank in self.ranks if (rank < prefill_engines) is prefills)
+            self._of_role[role] = Candidates(ranks)
+        return self._of_role[role]
 
     @cached_property
     def ring(self) -> HashRing:

@@ -29,7 +29,7 @@ from swell.cluster.client.admission import Backlog
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.prefix_index import PrefixIndex
 from swell.cluster.client.prompt_blocks import PromptBlocks
-from swell.cluster.client.routable_engines import Candidates, RoutableEngines
+from swell.cluster.client.routable_engines import Candidates, Role, RoutableEngines
 from swell.cluster.client.routed_engine import MAX_TRACKED_BLOCKS, Route, RoutedEngine
 from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineLoad
@@ -61,8 +61,13 @@ class NoEngine(RuntimeError):
 class Router:
     """Chooses an engine for each request and counts the load that it adds there."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(
+        self, block_tokens: int, prefill_engines: int = 0, prefill_min_tokens: int = 1
+    ) -> None:
+        """The last two are those of `ParallelConfig`."""
         self._block_tokens = block_tokens
+        self._prefill_engines = prefill_engines
+        self._prefill_min_tokens = prefill_min_tokens
         self._roster = Roster()
         self._engines: dict[int, RoutedEngine] = {}
         self._index = PrefixIndex()
@@ -131,15 +136,20 @@ class Router:
         version: str | None = None,
         max_tokens: int = 0,
         hint: PrefixHint | None = None,
+        role: Role = Role.DECODE,
+        is_handed_over: bool = False,
     ) -> Route:
         """Choose an engine, and count the request's load there until the route is released. With
         `rank`, that engine; with `version`, one that may continue an answer of it. `max_tokens`:
         how many the answer may still get. `hint`: who has computed the prompt's beginning, for
-        another ingress. Raises NoEngine."""
+        another ingress; `is_handed_over`: any engine can read the KV of the prompt. Raises
+        NoEngine."""
         active = self.active_ranks
         if rank is not None and rank not in active:
             raise NoEngine(f"engine {rank} takes no requests; active: {active}")
         candidates = self._candidates(version, len(token_ids) + max_tokens)
+        of_role = self._of_role(candidates, role)
+        candidates = of_role if of_role.ranks else candidates
         if not candidates.ranks:
             which = "engine" if version is None else f"engine of version {version}"
             raise NoEngine(f"no {which} takes requests now")
@@ -151,11 +161,32 @@ class Router:
             rank = self._pick(request_id, prompt, candidates)
         engine = self._engines[rank]
         known = engine.cached_blocks(prompt.names)
-        cached = known * self._block_tokens
+        cached = (len(prompt.names) if is_handed_over else known) * self._block_tokens
         tokens, blocks = max(1, prompt.num_tokens - cached), len(prompt.names)
         engine.add_load(engine.num_reports, tokens, 1, blocks, 1)
         engine.record_prefix(prompt.names, known)
         return Route(rank, tokens, engine, blocks, engine.num_reports)
+
+    def splits(
+        self, token_ids: Sequence[int], *, salt: str | None, version: str | None, max_tokens: int
+    ) -> bool:
+        """Whether one engine should compute this prompt, and another one continue: both are there,
+        and the one that continues lacks much of it."""
+        least = max(self._prefill_min_tokens, self._block_tokens + 1)
+        if not self._prefill_engines or len(token_ids) < least:
+            return False
+        candidates = self._candidates(version, len(token_ids) + max_tokens)
+        prefill, decode = (self._of_role(candidates, role) for role in Role)
+        if not prefill.ranks or not decode.ranks:
+            return False
+        names = PromptBlocks(token_ids, self._block_tokens, salt).names
+        known = self._index.longest(names, decode.as_set) * self._block_tokens
+        return len(token_ids) - known >= self._prefill_min_tokens
+
+    def _of_role(self, candidates: Candidates, role: Role) -> Candidates:
+        if not self._prefill_engines:
+            return candidates
+        return candidates.of_role(role, self._prefill_engines)
 
     def backlog(self, max_rows: int) -> Backlog:
         """What waits at all engines, each of which runs `max_rows` requests at once."""

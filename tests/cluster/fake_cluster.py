@@ -275,6 +275,9 @@ class FakeEngine(_Threaded):
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request_id, (peer, request, tokens) in list(self.requests.items()):
             reason, found, new = None, [], 0
+            if request.hand_over:
+                assert request.max_tokens == 0 and not tokens
+                reason = FinishReason.STOP
             while reason is None and new < self.tokens_at_once:
                 tokens.append(self._draw(request, tokens))
                 new += 1
@@ -283,7 +286,11 @@ class FakeEngine(_Threaded):
             if reason is not None:
                 del self.requests[request_id]
             answer = EngineCoreOutput(
-                request_id, tokens[-new:], reason, extras=found, attempt=request.attempt
+                request_id,
+                tokens[len(tokens) - new :],
+                reason,
+                extras=found,
+                attempt=request.attempt,
             )
             outputs.setdefault(peer, []).append(answer)
         for peer, answers in outputs.items():

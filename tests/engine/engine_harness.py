@@ -18,6 +18,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from swell.cluster.client.handover import Handover
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.outputs import (
     CompletionOutput,
@@ -190,6 +191,7 @@ class EngineHarness:
     there. `recovered_every`: every so many steps each engine loses its cache and its steps in
     flight, as when a worker of its dies; 0: never. With `sleep_level` it sleeps then, and wakes up.
     `chunks`: so many chunks of a session come before the last one, which is the request.
+    `prefill`: an engine that computes the prompts before the others get them.
     """
 
     def __init__(
@@ -201,11 +203,12 @@ class EngineHarness:
         recovered_every: int = 0,
         sleep_level: int = 0,
         chunks: int = 0,
+        prefill: LLM | None = None,
     ) -> None:
         self._engines = engines
         self._patience = patience
         self._recovered_every, self._sleep_level = recovered_every, sleep_level
-        self._chunks = chunks
+        self._chunks, self._prefill = chunks, prefill
         self._chunk_ids: set[str] = set()
         self._processor = OutputProcessor(DETOKENIZER, stream_interval=stream_interval)
         self._children: dict[str, _Child] = {}
@@ -244,7 +247,22 @@ class EngineHarness:
             for chunk in self._chunks_before(request):
                 assert self._engines[place]._engine.core.add_request(chunk, CLIENT) is None
             request = replace(request, keep_blocks=bool(self._chunks))
+            request = self._with_prompt_computed(request)
             assert self._engines[place]._engine.core.add_request(request, CLIENT) is None
+
+    def _with_prompt_computed(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        handover, llm = Handover(request), self._prefill
+        block_tokens = self._engines[0]._engine.core.config.cache.block_tokens
+        if llm is None or not handover.may_begin or len(request.prompt_token_ids) <= block_tokens:
+            return request
+        handover.begin(block_tokens)
+        handover.assign("")
+        core = llm._engine.core
+        assert core.add_request(handover.engine_request(request), CLIENT) is None
+        while core.has_work:
+            core.step()
+        handover.end()
+        return handover.engine_request(request)
 
     def _chunks_before(self, request: EngineCoreRequest) -> Iterator[EngineCoreRequest]:
         """The beginnings of a prompt, each with an answer of one token that nobody reads."""

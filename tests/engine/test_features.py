@@ -10,9 +10,11 @@ does not.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -50,6 +52,8 @@ class Axis:
     """Requests evict each other from the cache."""
     is_warm: bool = False
     """Every request was answered once before."""
+    is_handed_over: bool = False
+    """Another engine has computed the prompts."""
     drafts: str = ""
     """Which drafts rows have (see `planted_drafts.py`)."""
 
@@ -90,6 +94,27 @@ AXES = {
     "tensor 2": Axis({"parallel__tensor": 2}),
     "pipeline 2, chunks of 9": Axis({"parallel__pipeline": 2, "scheduler__max_chunk_tokens": 9}),
     "two engines": Axis(engines=2),
+    "prompts of another engine, tensor 2, two steps": Axis(
+        {"parallel__tensor": 2, "scheduler__steps_in_flight": 2}, is_handed_over=True
+    ),
+    "prompts of another engine, pipeline 2, drafts by a model, scarce blocks": Axis(
+        {
+            **BY_THE_SAME,
+            **SCARCE,
+            "cache__memory_bytes": 3 * SCARCE["cache__memory_bytes"] // 2,
+            "cache__offload_bytes": 8_000_000,
+            "parallel__pipeline": 2,
+        },
+        is_handed_over=True,
+        is_scarce=True,
+    ),
+    "prompts of another engine, drafts by EAGLE, recovered every 15 steps, two engines": Axis(
+        {**BY_EAGLE, "scheduler__steps_in_flight": 2},
+        engines=2,
+        harness={"recovered_every": 15},
+        is_handed_over=True,
+        is_scarce=True,
+    ),
     "sessions of two chunks, two steps, scarce blocks that go to the host": Axis(
         {**SCARCE, "cache__offload_bytes": 8_000_000, "scheduler__steps_in_flight": 2},
         harness={"chunks": 1},
@@ -202,7 +227,16 @@ class Site:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         overrides = {"drafts__method": "ngram"} if axis.drafts else {}
-        self.engines = [engine(**axis.overrides, **overrides) for _ in range(axis.engines)]
+        self.engines: list[LLM] = []
+        if not axis.is_handed_over:
+            self.engines = [engine(**axis.overrides, **overrides) for _ in range(axis.engines)]
+        self._folder = TemporaryDirectory(prefix="swell-handover-", dir="/dev/shm")
+        self.prefill: LLM | None = None
+        if axis.is_handed_over:
+            folder = {"cache__handover_folder": self._folder.name}
+            self.prefill, *self.engines = [
+                engine(**axis.overrides, **folder) for _ in range(1 + axis.engines)
+            ]
         self.depths = [record_depth(llm._engine.core) for llm in self.engines]
         self.teacher = Teacher()
         for llm in self.engines if axis.drafts else ():
@@ -217,7 +251,7 @@ class Site:
         return self._answer(requested)
 
     def _answer(self, requested: Sequence[tuple[RequestSpec, RequestOutputKind]]) -> list[Answer]:
-        harness = EngineHarness(self.engines, **self.axis.harness)
+        harness = EngineHarness(self.engines, prefill=self.prefill, **self.axis.harness)
         for at, (request_spec, kind) in enumerate(requested):
             harness.ask(request_spec, kind, at=at)
         return harness.run()
@@ -248,8 +282,10 @@ class Site:
         return sum(llm._engine.core.scheduler.kv.num_hit_tokens for llm in self.engines)
 
     def close(self) -> None:
-        for llm in self.engines:
+        for llm in (*self.engines, *([self.prefill] if self.prefill else ())):
             llm.close()
+        assert not os.listdir(self._folder.name), "each file was read"
+        self._folder.cleanup()
 
 
 @pytest.fixture(scope="module")

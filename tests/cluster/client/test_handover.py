@@ -1,0 +1,223 @@
+"""Engines that compute prompts for others: where a request goes, and that no loss costs an answer.
+The engine's token is a hash of the whole context."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swell.cluster.client.handover import MAX_PREFILLS, Handover
+from swell.cluster.client.routable_engines import Role
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.sample.wire import PoolingParams, SamplerParams
+from tests.cluster.fake_cluster import FakeCluster, body, truth, until
+from tests.cluster.text import tokenizers_for_tests
+
+LONG = [*range(1, 40)]
+"""Tokens of a prompt; blocks have 4, and 36 of these fill blocks before the last token."""
+SHORT = [5, 6, 7]
+COMPLETIONS = "/v1/completions"
+
+
+def cluster(folder: Path, prefill_engines: int = 1, **settings: Any) -> FakeCluster:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(folder)
+    split = {
+        "parallel.prefill_engines": prefill_engines,
+        "parallel.prefill_min_tokens": 16,
+        "cache.handover_folder": str(folder),
+    }
+    return FakeCluster(folder, **{**split, **settings})
+
+
+async def ids_of(found: FakeCluster, asked: dict[str, Any]) -> list[int]:
+    answer = await found.client.post(COMPLETIONS, json={**asked, "return_token_ids": True})
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["choices"][0]["token_ids"])
+
+
+def test_one_engine_computes_the_prompt_and_another_one_continues(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path).serving() as found:
+            prefill, decode = [await found.join(rank) for rank in (0, 1)]
+            answer = await found.client.post(COMPLETIONS, json=body(LONG, 6, return_token_ids=True))
+            assert answer.json()["choices"][0]["token_ids"] == truth(LONG, 6)
+            assert answer.headers["x-swell-engine"] == "0,1"
+            (first,), (second,) = prefill.arrived, decode.arrived
+            assert first.prompt_token_ids == LONG[:36] and first.max_tokens == 0
+            assert second.prompt_token_ids == LONG and second.attempt == 2
+            assert first.hand_over == second.handed_over != ""
+            assert not first.handed_over and not second.hand_over
+            assert await found.metric("swell_resubmitted_requests_total") == 0
+
+    asyncio.run(test())
+
+
+def test_what_is_short_or_known_there_is_computed_where_it_continues(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path).serving() as found:
+            prefill, decode = [await found.join(rank) for rank in (0, 1)]
+            assert await ids_of(found, body(SHORT, 4)) == truth(SHORT, 4)
+            assert not prefill.arrived and len(decode.arrived) == 1
+            first = await ids_of(found, body(LONG, 4))
+            assert len(prefill.arrived) == 1
+            longer = [*LONG, *first, *SHORT]
+            assert await ids_of(found, body(longer, 4)) == truth(longer, 4)
+            assert len(prefill.arrived) == 1, "the second turn lacks little"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("ranks", [[0], [1, 2]], ids=["none continues", "none computes prompts"])
+def test_engines_do_both_where_those_of_the_other_kind_are_gone(
+    tmp_path: Path, ranks: list[int]
+) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path).serving() as found:
+            engines = [await found.join(rank) for rank in ranks]
+            assert await ids_of(found, body(LONG, 5)) == truth(LONG, 5)
+            assert sum(len(engine.arrived) for engine in engines) == 1
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_engine_that_computes_the_prompt_is_lost(tmp_path: Path, others: int) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, 1 + others).serving() as found:
+            lost = await found.join(0, 0)
+            running = asyncio.create_task(ids_of(found, body(LONG, 5)))
+            await found.join(2)
+            await until(lambda: lost.requests)
+            for rank in range(1, 1 + others):
+                await found.join(rank)
+            await found.kill(lost)
+            assert await running == truth(LONG, 5)
+
+    asyncio.run(test())
+
+
+def test_the_engine_that_continues_is_lost(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path).serving() as found:
+            await found.join(0)
+            lost = await found.join(1, 0)
+            running = asyncio.create_task(ids_of(found, body(LONG, 9)))
+            await until(lambda: lost.requests)
+            lost.allow(3)
+            await until(lambda: any(len(tokens) == 3 for *_, tokens in lost.requests.values()))
+            heir = await found.join(2)
+            await found.kill(lost)
+            assert await running == truth(LONG, 9)
+            (core,) = heir.arrived
+            assert core.output_token_ids == truth(LONG, 3)
+            assert not core.handed_over, "it was read, and is there no more"
+            assert await found.metric("swell_resubmitted_requests_total") == 1
+
+    asyncio.run(test())
+
+
+def test_a_client_leaves_while_its_prompt_is_computed(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path).serving() as found:
+            prefill, decode = await found.join(0, 0), await found.join(1)
+            asked = body(LONG, 5, stream=True)
+            running = asyncio.create_task(found.client.post(COMPLETIONS, json=asked))
+            await until(lambda: prefill.requests)
+            running.cancel()
+            await until(lambda: prefill.aborted)
+            assert not decode.arrived
+
+    asyncio.run(test())
+
+
+def test_an_error_of_the_prompt_is_one_of_the_request(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path).serving() as found:
+            prefill, _decode = await found.join(0, 0), await found.join(1)
+            running = asyncio.create_task(found.client.post(COMPLETIONS, json=body(LONG, 5)))
+            await until(lambda: prefill.requests)
+            prefill.fail("it cannot be computed")
+            answer = await running
+            assert answer.status_code == 500 and "it cannot be computed" in answer.text
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt_logprobs": 1}, {"data_parallel_rank": 1}], ids=["prompt_logprobs", "pinned"]
+)
+def test_what_needs_its_own_engine_is_not_split(tmp_path: Path, fields: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path).serving() as found:
+            prefill, _decode = [await found.join(rank) for rank in (0, 1)]
+            assert await ids_of(found, body(LONG, 5, **fields)) == truth(LONG, 5)
+            assert all(not core.hand_over for core in prefill.arrived)
+
+    asyncio.run(test())
+
+
+def test_many_at_once_with_several_answers(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, 2).serving() as found:
+            for rank in range(4):
+                await found.join(rank)
+            prompts = [[first, *LONG] for first in range(50, 70)]
+            asked = [body(prompt, 5, n=2, return_token_ids=True) for prompt in prompts]
+            answers = await asyncio.gather(
+                *(found.client.post(COMPLETIONS, json=each) for each in asked)
+            )
+            for prompt, answer in zip(prompts, answers, strict=True):
+                choices = answer.json()["choices"]
+                assert [choice["token_ids"] for choice in choices] == [
+                    truth(prompt, 5, seed) for seed in (3, 4)
+                ]
+            for engine in found.engines[:2]:
+                assert engine.arrived and all(core.hand_over for core in engine.arrived)
+            for engine in found.engines[2:]:
+                assert all(core.handed_over for core in engine.arrived)
+
+    asyncio.run(test())
+
+
+# -------------------------------------------------------------------------------- the pure part
+
+
+def request(**fields: Any) -> EngineCoreRequest:
+    sampler = fields.pop("sampler", SamplerParams())
+    return EngineCoreRequest("a", LONG, sampler, 4, **fields)
+
+
+def test_an_engine_of_another_version_reads_nothing() -> None:
+    for version in ("one", "two"):
+        handover = Handover(request())
+        handover.begin(4)
+        handover.assign("one")
+        handover.end()
+        handover.assign(version)
+        assert bool(handover.engine_request(request()).handed_over) == (version == "one")
+
+
+def test_a_prompt_is_computed_for_others_a_few_times_only() -> None:
+    handover, names = Handover(request()), set()
+    while handover.may_begin:
+        handover.begin(4)
+        assert handover.role is Role.PREFILL and not handover.may_begin
+        names.add(handover.engine_request(request()).hand_over)
+        handover.fail()
+        assert handover.role is Role.DECODE
+    assert len(names) == MAX_PREFILLS, "no attempt finds the files of another"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"skip_prefix_cache": True},
+        {"sampler": SamplerParams(pooling=PoolingParams())},
+        {"sampler": SamplerParams(routed_experts=True)},
+    ],
+)
+def test_answers_that_have_something_of_the_prompt_are_not_split(fields: dict[str, Any]) -> None:
+    assert not Handover(request(**fields)).may_begin

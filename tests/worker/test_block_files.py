@@ -1,0 +1,102 @@
+"""Files of blocks: whole or not there, for their reader alone, and never more than there may be."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from swell.worker.block_files import MAX_AGE_S, BlockFiles
+from swell.worker.wire import CLAIMED, BlockFile
+
+NAME, BLOCKS = "ab" * 16, 10
+
+
+def caches(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Of layers whose blocks have several shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(BLOCKS, 4, 2, 8), (BLOCKS, 4, 2, 8), (BLOCKS, 3)]
+    return [torch.rand(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def files(cache: list[torch.Tensor], folder: Path, rank: int = 0, limit: int = 10**6) -> BlockFiles:
+    return BlockFiles(cache, str(folder / "files"), rank, limit)
+
+
+def claim(folder: Path, rank: int = 0) -> None:
+    path = folder / "files" / f"{NAME}.{rank}"
+    path.rename(path.with_name(path.name + CLAIMED))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype) -> None:
+    source, target = caches(1, dtype), caches(2, dtype)
+    before = [each.clone() for each in target]
+    files(source, tmp_path).write(BlockFile(NAME, [0, 1, 2, 3], [7, 2, 9, 0]))
+    claim(tmp_path)
+    files(target, tmp_path).read(BlockFile(NAME, [3, 1], [4, 8]))
+    for of, to, old in zip(source, target, before, strict=True):
+        assert torch.equal(to[4], of[0]) and torch.equal(to[8], of[2])
+        others = [0, 1, 2, 3, 5, 6, 7, 9]
+        assert torch.equal(to[others], old[others])
+    assert not os.listdir(tmp_path / "files")
+
+
+def test_nothing_is_needed_of_it(tmp_path: Path) -> None:
+    files(caches(1), tmp_path).write(BlockFile(NAME, [0], [7]))
+    claim(tmp_path)
+    files(caches(2), tmp_path).read(BlockFile(NAME, [], []))
+    assert not os.listdir(tmp_path / "files")
+
+
+def test_a_stage_without_a_cache_has_an_empty_file(tmp_path: Path) -> None:
+    files([], tmp_path).write(BlockFile(NAME, [0], [7]))
+    claim(tmp_path)
+    files([], tmp_path).read(BlockFile(NAME, [0], [3]))
+    assert not os.listdir(tmp_path / "files")
+
+
+def test_what_was_cut_off_is_an_error(tmp_path: Path) -> None:
+    files(caches(1), tmp_path).write(BlockFile(NAME, [0, 1], [7, 8]))
+    claim(tmp_path)
+    path = tmp_path / "files" / f"{NAME}.0{CLAIMED}"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(OSError, match="no 2 blocks"):
+        files(caches(2), tmp_path).read(BlockFile(NAME, [0, 1], [1, 2]))
+
+
+def test_others_may_not_look(tmp_path: Path) -> None:
+    files(caches(1), tmp_path).write(BlockFile(NAME, [0], [7]))
+    folder = tmp_path / "files"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / f"{NAME}.0").stat().st_mode & 0o777 == 0o600
+
+
+def test_there_are_never_more_bytes_than_there_may_be(tmp_path: Path) -> None:
+    """Each file has 524 bytes: 2 x 64 numbers and 3."""
+    writer = files(caches(1), tmp_path, limit=2 * 524)
+    for number in range(4):
+        writer.write(BlockFile(f"{number:032x}", [0], [7]))
+    files(caches(1), tmp_path, rank=1, limit=2 * 524).write(BlockFile(NAME, [0], [7]))
+    found = sorted(os.listdir(tmp_path / "files"))
+    assert found == [f"{0:032x}.0", f"{1:032x}.0", f"{NAME}.1"]
+
+
+def test_what_nobody_reads_is_removed(tmp_path: Path) -> None:
+    writer = files(caches(1), tmp_path)
+    writer.write(BlockFile(NAME, [0], [7]))
+    claim(tmp_path)
+    old_s = time.time() - MAX_AGE_S - 1
+    (tmp_path / "files" / ".left.0.123").write_bytes(b"half")
+    for name in os.listdir(tmp_path / "files"):
+        os.utime(tmp_path / "files" / name, (old_s, old_s))
+    writer.write(BlockFile("cd" * 16, [0], [7]))
+    assert os.listdir(tmp_path / "files") == ["cd" * 16 + ".0"]
+
+
+def test_a_disk_that_fails_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "files").write_text("no folder")
+    files(caches(1), tmp_path).write(BlockFile(NAME, [0], [7]))

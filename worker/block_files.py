@@ -1,0 +1,110 @@
+"""KV blocks that one engine writes for another one: a file for each request and worker.
+
+    folder / NAME.RANK          written by the worker RANK of the engine that computed the prompt
+    folder / NAME.RANK.claimed  the engine that continues has seen that all parts are there
+                                (`engine/handover_files.py`); its worker RANK reads the part
+
+A file has, for each cache of the worker, its part of all blocks, one behind the other. It appears
+whole under its name, and is removed by its reader. What nobody reads is removed by the next writer,
+once it is old. The folder is one that the hosts of both engines see; it is for its owner alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swell.configs.log import StructuredLogger
+from swell.worker.wire import CLAIMED, BlockFile
+
+MAX_AGE_S = 300.0
+"""A file that is older was written for a request that has ended."""
+
+
+class BlockFiles:
+    """Those of one worker."""
+
+    def __init__(self, caches: Sequence[Tensor], folder: str, rank: int, limit_bytes: int) -> None:
+        """`caches`: all that a block has on the device, each [blocks, ...]; `limit_bytes`: of the
+        files of workers with this rank, in the folder."""
+        self._caches = caches
+        self._folder = Path(folder)
+        self._rank = rank
+        self._limit_bytes = limit_bytes
+        self._block_bytes = [cache[:1].numel() * cache.element_size() for cache in caches]
+        self._log = StructuredLogger("worker.block_files", rank=rank)
+
+    def write(self, file: BlockFile) -> None:
+        """Write the blocks; without room, or where the disk fails, nothing: then they are computed
+        again."""
+        size = len(file.block_ids) * sum(self._block_bytes)
+        path = self._path(file.name)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._remove_old() + size > self._limit_bytes:
+                self._log.warning("no room", name=file.name, bytes=size, limit=self._limit_bytes)
+                return
+            own = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                self._write(own, file.block_ids)
+                own.rename(path)
+            finally:
+                own.unlink(missing_ok=True)
+        except OSError as error:
+            self._log.warning("not written", name=file.name, error=str(error))
+
+    def read(self, file: BlockFile) -> None:
+        """Copy what `file.places` are in the file to the blocks, and remove it. Raises OSError: the
+        engine has seen the file."""
+        path = self._path(file.name, CLAIMED)
+        if file.places and self._caches:
+            self._read(path, file)
+        path.unlink(missing_ok=True)
+
+    def _read(self, path: Path, file: BlockFile) -> None:
+        size, per_block = path.stat().st_size, sum(self._block_bytes)
+        count, offset = size // per_block, 0
+        if size % per_block or max(file.places) >= count:
+            raise OSError(
+                f"{path} has {size} bytes: no {max(file.places) + 1} blocks of {per_block}"
+            )
+        for cache, block_bytes in zip(self._caches, self._block_bytes, strict=True):
+            part = torch.from_file(
+                str(path), shared=False, size=offset + count * block_bytes, dtype=torch.uint8
+            )[offset:]
+            offset += count * block_bytes
+            blocks = part.view(count, block_bytes)[file.places]
+            places = torch.tensor(file.block_ids, device=cache.device)
+            cache.index_copy_(
+                0, places, blocks.view(cache.dtype).view(-1, *cache.shape[1:]).to(cache.device)
+            )
+
+    def _write(self, path: Path, block_ids: Sequence[int]) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as out:
+            for cache in self._caches:
+                places = torch.tensor(block_ids, device=cache.device)
+                blocks = cache.index_select(0, places).cpu().contiguous()
+                blocks.flatten().view(torch.uint8).numpy().tofile(out)
+
+    def _remove_old(self) -> int:
+        """Remove what nobody has read; bytes of what stays of workers with this rank."""
+        oldest_s, size = time.time() - MAX_AGE_S, 0
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    found = entry.stat()
+                    if found.st_mtime < oldest_s:
+                        os.unlink(entry.path)
+                    elif entry.name.removesuffix(CLAIMED).endswith(f".{self._rank}"):
+                        size += found.st_size
+        return size
+
+    def _path(self, name: str, end: str = "") -> Path:
+        return self._folder / f"{name}.{self._rank}{end}"
