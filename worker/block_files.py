@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,23 +76,25 @@ class BlockFiles:
                 f"{path} has {size} bytes: no {max(file.places) + 1} blocks of {per_block}"
             )
         for cache, block_bytes in zip(self._caches, self._block_bytes, strict=True):
-            part = torch.from_file(
-                str(path), shared=False, size=offset + count * block_bytes, dtype=torch.uint8
-            )[offset:]
+            shape = (count, block_bytes)
+            blocks = np.memmap(path, np.uint8, "r", offset, shape)[file.places]
             offset += count * block_bytes
-            blocks = part.view(count, block_bytes)[file.places]
-            places = torch.tensor(file.block_ids, device=cache.device)
-            cache.index_copy_(
-                0, places, blocks.view(cache.dtype).view(-1, *cache.shape[1:]).to(cache.device)
-            )
+            if cache.is_cuda:
+                places = torch.tensor(file.block_ids, device=cache.device)
+                _rows(cache).index_copy_(0, places, torch.from_numpy(blocks).to(cache.device))
+            else:  # by one thread: torch's would wait for each other longer than this takes
+                _rows(cache).numpy()[file.block_ids] = blocks
 
     def _write(self, path: Path, block_ids: Sequence[int]) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as out:
             for cache in self._caches:
-                places = torch.tensor(block_ids, device=cache.device)
-                blocks = cache.index_select(0, places).cpu().contiguous()
-                blocks.flatten().view(torch.uint8).numpy().tofile(out)
+                rows = _rows(cache)
+                if cache.is_cuda:
+                    places = torch.tensor(block_ids, device=cache.device)
+                    rows.index_select(0, places).cpu().numpy().tofile(out)
+                else:
+                    rows.numpy()[block_ids].tofile(out)
 
     def _remove_old(self) -> int:
         """Remove what nobody has read; bytes of what stays of workers with this rank."""
@@ -108,3 +111,8 @@ class BlockFiles:
 
     def _path(self, name: str, end: str = "") -> Path:
         return self._folder / f"{name}.{self._rank}{end}"
+
+
+def _rows(cache: Tensor) -> Tensor:
+    """[blocks, bytes]: what each block has, as it lies in memory."""
+    return cache.view(torch.uint8).view(len(cache), -1)

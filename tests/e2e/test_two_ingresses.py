@@ -1,6 +1,6 @@
-"""Two engines of two workers each, and two ingresses: answers are those of transformers, any
-ingress counts all, and when an engine dies below a stream, what happened to the request is found at
-any ingress, in the answer, and at a collector."""
+"""Two engines of two workers each, of which the first computes the prompts, and two ingresses:
+answers are those of transformers, any ingress counts all, and when an engine dies below a stream,
+what happened to the request is found at any ingress, in the answer, and at a collector."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 400
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+SPLIT_TOKENS = 24
+"""Prompts of so many tokens are computed by the first engine, and continued by the second."""
 ASKS = 16
 """The kernel chooses the ingress of each connection: that one is never asked is 1 in 32768."""
 DEADLINE_S = 240.0
@@ -36,21 +39,45 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def cluster(collector: Collector) -> Iterator[Cluster]:
+def folder() -> Iterator[str]:
+    """Where KV is handed over."""
+    with tempfile.TemporaryDirectory(prefix="swell-handover-", dir="/dev/shm") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def cluster(collector: Collector, folder: str) -> Iterator[Cluster]:
     settings = (
         "model.dtype=float32",
         "parallel.data=2",
         "parallel.tensor=2",
         "serve.ingress_replicas=2",
         "cluster.stall_timeout_s=30",
+        "parallel.prefill_engines=1",
+        f"parallel.prefill_min_tokens={SPLIT_TOKENS}",
+        f"cache.handover_folder={folder}",
         f"serve.otlp_endpoint={collector.endpoint}",
     )
     with Cluster(NANO, *settings) as running:
         yield running
 
 
-def test_answers_equal_transformers(cluster, heldout, truth):
+def test_answers_equal_transformers(cluster, heldout, truth, folder):
     assert_equal_to_transformers(cluster, heldout, truth)
+    assert not os.listdir(folder), "each file was read"
+
+
+def test_the_second_engine_continues_what_the_first_one_has_computed(cluster, folder):
+    """And has not computed itself: its cache knows nothing of these prompts."""
+    for number in range(4):
+        prompt = [3 + (number * 31 + index * 7) % 200 for index in range(100)]
+        fields = {"prompt": prompt, "max_tokens": 8, "include_timings": True}
+        answer = cluster.post("/v1/completions", fields)
+        assert answer.headers["x-swell-engine"] == "0,1", answer.text
+        events = answer.json()["timings"]["choices"][0]["events"]
+        (moved,) = [event for event in events if event["event"] == "resubmitted"]
+        assert moved["reason"] == "its prompt was computed, and another engine continues"
+    assert not os.listdir(folder)
 
 
 def ended(cluster: Cluster) -> set[float]:
