@@ -181,10 +181,10 @@ class RequestState:
             )
 
     def end_prefill(self) -> None:
-        """The attempt has computed the prompt, and the next one continues."""
+        """The attempt has computed the prompt, and the next one continues. This absolves nothing:
+        the request may still be what ends the engines that continue it."""
         self._end_attempt()
         self.handover.end()
-        self.failed_attempts = self.unread_attempts = 0
 
     def _end_attempt(self) -> None:
         self.release()

@@ -77,7 +77,8 @@ class Placement:
         off from Ray knows of no other engine, and what it would end serves elsewhere."""
         self.on_waiting: Callable[[], None] = _ignore
         """Called when an engine begins or ends to wait for room."""
-        self.strays = StrayCollector(ray, namespace, lambda: {*self._known, coordinator.name})
+        known, look_s = lambda: {*self._known, coordinator.name}, config.cluster.stall_timeout_s
+        self.strays = StrayCollector(ray, namespace, known, lambda: self.may_end(), look_s)
         self._log = StructuredLogger("cluster.placement")
 
     async def refusal(self, version: Version, engines: int) -> str | None:

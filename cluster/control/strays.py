@@ -2,13 +2,15 @@
 
 An engine that was ended may still be there: Ray's GCS was away, or the manager was cancelled while
 Ray made it. Whatever is in doubt is left to the collector. What cannot be ended now is tried again,
-ever more slowly.
+ever more slowly. A call of an earlier manager may reach Ray long after that one has died, when a
+network that was cut is whole again: so the collector looks from time to time without a reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 
 from swell.cluster.control import actor_names
 from swell.cluster.control.backoff import delay_s
@@ -25,7 +27,18 @@ class StrayCollector:
     """Ends everything with a name of one cluster that its manager does not know: engines of an
     earlier manager, or of another configuration, and placement groups whose engines are dead."""
 
-    def __init__(self, ray: RayPort, namespace: str, known: Callable[[], Collection[str]]) -> None:
+    def __init__(
+        self,
+        ray: RayPort,
+        namespace: str,
+        known: Callable[[], Collection[str]],
+        may_end: Callable[[], Awaitable[bool]],
+        period_s: float,
+    ) -> None:
+        """`may_end`: whether no other manager has taken over; `period_s`: between two looks without
+        a reason."""
+        self._may_end = may_end
+        self._period_s = period_s
         self._ray = ray
         self._namespace = namespace
         self._known = known
@@ -61,7 +74,8 @@ class StrayCollector:
     async def collect_forever(self) -> None:
         """End what may be left, and try again until nothing is."""
         while True:
-            await self._due.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._due.wait(), self._period_s)
             await self.collect()
             if self._due.is_set():
                 wait_s = delay_s(self._failures)
@@ -94,6 +108,9 @@ class StrayCollector:
         groups = await self._ray.groups()
         # What is known is read after them: an engine may have been planned meanwhile.
         self._left = actor_names.find_strays(actors, groups, self._namespace, self._known())
+        # And of a manager that has taken over since, they have nothing.
+        if self._left and not await self._may_end():
+            return False
         for name in self._left:
             if name not in ended:
                 self._log.warning(

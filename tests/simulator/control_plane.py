@@ -50,12 +50,20 @@ AUTOSCALING = {"queue_s": 0.05, "kv_usage": 0.05, "grow_after_s": 0.5, "shrink_a
 
 
 @functools.cache
-def make_config(engines: int, expert: bool, autoscaled: bool = False) -> Config:
+def make_config(
+    engines: int, expert: bool, autoscaled: bool = False, prefill_engines: int = 0
+) -> Config:
+    """With `prefill_engines` nothing is ever found in the folder: prompts are computed twice."""
     return load(
         {
             "model": {"path": "none", "device": "cpu"},
-            "parallel": {"data": engines, "expert": expert},
-            "cache": {"block_tokens": 4},
+            "parallel": {
+                "data": engines,
+                "expert": expert,
+                "prefill_engines": prefill_engines,
+                "prefill_min_tokens": 8,
+            },
+            "cache": {"block_tokens": 4, "handover_folder": "/nowhere"},
             "scheduler": {"max_rows": 8},
             "cluster": {
                 "stall_timeout_s": STALL_TIMEOUT_S,
@@ -205,7 +213,9 @@ class ControlPlane:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.kernel = Kernel(scenario.seed)
-        self.config = make_config(scenario.engines, scenario.expert, scenario.autoscaled)
+        self.config = make_config(
+            scenario.engines, scenario.expert, scenario.autoscaled, scenario.prefill_engines
+        )
         self.net = Network(self.kernel, NetworkOptions.with_silence(STALL_TIMEOUT_S))
         self.groups = SimGroups(self.kernel, self.net)
         self.load_times = self.kernel.random("load")

@@ -109,6 +109,8 @@ class Run:
         fleet = plane.manager.manager._fleet
         if fleet.starting or fleet.ending or not fleet._placement.strays.is_done:
             return False  # as the state says
+        if len(plane.ray.groups) > plane.manager.manager.target:
+            return False  # made by a call that came late, and found at the next look
         views = [ingress.llm.active_ranks for ingress in plane.ingresses if ingress.llm]
         return len(views) == len(plane.ingresses) and all(
             len(view) == plane.manager.manager.target == len(plane.living_engines) for view in views

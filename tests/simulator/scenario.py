@@ -89,6 +89,8 @@ class Scenario:
     """The number of engines follows the load, and hosts have resources when engines need them."""
     rooms: tuple[int, int, int] = (1, 2, 3)
     """Engines for which each host has room, unless it is autoscaled."""
+    prefill_engines: int = 0
+    """So many engines compute prompts for the others."""
 
 
 TRIGGERS = (
@@ -164,6 +166,7 @@ def draw(
         Random(f"control:{seed}").choice(HOSTS),
         Random(f"step:{seed}").choice((FAST_STEP_S, FAST_STEP_S, SLOW_STEP_S)),
         Random(f"autoscaled:{seed}").random() < 0.25,
+        prefill_engines=Random(f"prefill:{seed}").choice((0, 0, 0, 1)),
     )
     tight = Random(f"tight:{seed}")
     if {"kill", "lose-host-for-good"} <= {*kinds} and not expert and tight.random() < 0.15:

@@ -132,7 +132,7 @@ def test_a_start_that_is_cancelled_forgets_no_stray() -> None:
     async def scenario() -> None:
         ray = AwayRay()
         ray.actors["an engine of nobody"], ray.away = says(3, 1), True
-        strays = StrayCollector(ray, "swell", list)
+        strays = StrayCollector(ray, "swell", list, _always, 1000.0)
         strays.suspect("one is left")
         for _ in range(4):
             await strays.collect()
@@ -221,5 +221,33 @@ def test_the_store_is_asked_ever_more_slowly() -> None:
         await asyncio.sleep(15)
         assert confirming.done()
         assert writer.trouble is None
+
+    in_virtual_time(scenario)
+
+
+async def _always() -> bool:
+    return True
+
+
+def test_what_comes_late_is_found_without_a_reason() -> None:
+    """A call of a manager that has died arrives after its successor has looked for strays."""
+
+    async def scenario() -> None:
+        ray, leads = AwayRay(), [True]
+
+        async def may_end() -> bool:
+            return leads[0]
+
+        strays = StrayCollector(ray, "swell", list, may_end, 30.0)
+        forever = asyncio.create_task(strays.collect_forever())
+        await asyncio.sleep(1.0)
+        ray.actors["late"] = says(3, 1)
+        leads[0] = False
+        await asyncio.sleep(60.0)
+        assert "late" in ray.actors, "another manager leads, and it may be that one's"
+        leads[0] = True
+        await asyncio.sleep(31.0)
+        assert "late" not in ray.actors and strays.is_done
+        forever.cancel()
 
     in_virtual_time(scenario)
