@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from swell.configs.resumable import ResumableLimits
-from swell.configs.section import KeptSeconds, NonNegative, Positive
+from swell.configs.section import MAX_KEPT_S, NonNegative, Positive
 
 
 class SessionLimits(ResumableLimits, frozen=True):
@@ -16,5 +20,5 @@ class SessionLimits(ResumableLimits, frozen=True):
     session_bytes: Positive = 256 * 1024 * 1024
     """Bytes of the tokens of all sessions, four a token: 64 Mi tokens. While there are more, no
     chunk is taken (503). An ingress keeps a second copy of as many."""
-    session_idle_s: KeptSeconds = 600.0
+    session_idle_s: Annotated[float, Meta(ge=10, le=MAX_KEPT_S)] = 600.0
     """A session ends when no chunk of it has been requested or answered for this long."""

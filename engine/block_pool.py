@@ -6,9 +6,9 @@ blocks wait in a queue; allocation takes from its front and forgets the block's 
 without a name enter at the front, named ones at the back, so that the least recently used
 prefix goes first.
 
-Cached blocks of sessions are *kept*: they wait in a queue of their own, from which allocation takes
-only when the other is empty. Where more are kept than there may be, the least recently used go to
-the other queue, as what was used last there.
+Cached blocks of sessions are *kept*, whoever uses them beside: they wait in a queue of their own,
+from which allocation takes only when the other is empty. Where more wait there than may, the least
+recently used are kept no longer, and go to the other queue, as what was used last there.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
+        self._is_kept = [False] * num_blocks
+        """Where a block goes when it is free, as long as it is cached."""
 
     @property
     def num_free(self) -> int:
@@ -54,7 +56,7 @@ class BlockPool:
             name = self._block_hashes[block]
             if name is not None:
                 del self._cached[name]
-                self._block_hashes[block] = None
+                self._forget(block)
                 self._on_evict(block, name)
             self._references[block] = 1
             blocks.append(block)
@@ -72,13 +74,16 @@ class BlockPool:
         `keep`, what is cached of them is kept."""
         for block in reversed(block_ids):
             self._references[block] -= 1
+            self._is_kept[block] |= keep and self._block_hashes[block] is not None
             if self._references[block] == 0:
                 is_cached = self._block_hashes[block] is not None
-                queue = self._kept if keep and is_cached else self._free
+                queue = self._kept if self._is_kept[block] else self._free
                 queue[block] = None
                 queue.move_to_end(block, last=is_cached)
         while len(self._kept) > self._max_kept:
-            self._free[self._kept.popitem(last=False)[0]] = None
+            block, _none = self._kept.popitem(last=False)
+            self._is_kept[block] = False
+            self._free[block] = None
 
     def cache_block(self, block: int, name: bytes) -> None:
         """Make a full block findable. The first block of a name keeps it."""
@@ -92,7 +97,7 @@ class BlockPool:
         for name in block_hashes:
             block = self._cached.pop(name, None)
             if block is not None:
-                self._block_hashes[block] = None
+                self._forget(block)
                 if block in self._kept:
                     del self._kept[block]
                     self._free[block] = None
@@ -106,6 +111,7 @@ class BlockPool:
         """Remove every hash: no block that was written so far is found again."""
         self._cached.clear()
         self._block_hashes = [None] * self.num_blocks
+        self._is_kept = [False] * self.num_blocks
         self._free.update(self._kept)
         self._kept.clear()
 
@@ -113,6 +119,11 @@ class BlockPool:
         """Raise AssertionError unless every block is free: the conservation check when idle."""
         leaked = self.num_blocks - self.num_free
         assert leaked == 0, f"{leaked} blocks leaked"
+
+    def _forget(self, block: int) -> None:
+        """It is cached no more."""
+        self._block_hashes[block] = None
+        self._is_kept[block] = False
 
     def _queue_of(self, block: int) -> OrderedDict[int, None]:
         """Where a free block waits."""

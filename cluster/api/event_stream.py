@@ -38,6 +38,16 @@ class EventStreamResponse:
             }
         )
 
+    def add_end(self, callback: Callable[[], None]) -> None:
+        """Call this, too, when the stream ends, after what is called then already."""
+        before = self._on_end
+
+        def on_end() -> None:
+            before()
+            callback()
+
+        self._on_end = on_end
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope.setdefault("state", {})[IS_EVENT_STREAM] = True
         try:

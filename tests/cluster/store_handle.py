@@ -17,6 +17,8 @@ class StoreOfTest:
     def __init__(self, **limits: Any) -> None:
         self.limits = ServeConfig(**limits)
         self.is_away = False
+        self.loses: type[Any] | None = None
+        """The answer to the next request of this type is lost."""
         self.restart()
         self.service._sessions = SessionStore(self.limits, time.monotonic() - YOUNG_S)
 
@@ -36,7 +38,11 @@ class StoreOfTest:
 
     async def _handle_session(self, request: Any) -> Any:
         self._check()
-        return await self.service.handle_session(request)
+        reply = await self.service.handle_session(request)
+        if self.loses is not None and isinstance(request, self.loses):
+            self.loses = None
+            raise ConnectionError("the answer was lost")
+        return reply
 
     def _check(self) -> None:
         if self.is_away:

@@ -27,6 +27,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS, max_kept=MAX_KEPT)
         self.kept: list[int] = []
+        self.of_sessions: set[int] = set()
         self.free = list(range(NUM_BLOCKS))
         self.names: dict[int, bytes] = {}
         self.holders: list[list[int]] = []
@@ -42,6 +43,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.hold(expected)
         for block in expected:
             self.names.pop(block, None)
+        self.of_sessions -= {*expected}
         assert self.pool.allocate(count) == expected
         self.holders.append(expected)
 
@@ -81,13 +83,16 @@ class PoolAgainstModel(RuleBasedStateMachine):
         blocks = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         self.pool.free(blocks, keep=keep)
         for block in reversed(blocks):
+            if keep and block in self.names:
+                self.of_sessions.add(block)
             if any(block in others for others in self.holders):
                 continue
             if block not in self.names:
                 self.free.insert(0, block)
             else:
-                (self.kept if keep else self.free).append(block)
+                (self.kept if block in self.of_sessions else self.free).append(block)
         while len(self.kept) > MAX_KEPT:
+            self.of_sessions.remove(self.kept[0])
             self.free.append(self.kept.pop(0))
 
     @rule(name=st.sampled_from(NAMES))
@@ -96,6 +101,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         block = next((b for b, known in self.names.items() if known == name), None)
         if block is not None:
             del self.names[block]
+            self.of_sessions.discard(block)
         if block in self.kept:
             self.kept.remove(block)
             self.free.insert(0, block)
@@ -105,6 +111,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.reset_prefix_cache()
         self.names.clear()
         self.free, self.kept = self.free + self.kept, []
+        self.of_sessions.clear()
 
     @invariant()
     def every_block_is_held_or_free(self) -> None:
@@ -173,6 +180,20 @@ def test_what_is_kept_outlasts_all_that_is_not() -> None:
     assert pool.allocate(2) == others[::-1]
     assert cached_run(pool, NAMES[:2]) == session
     assert pool.allocate(2) == session[::-1]
+
+
+def test_others_who_use_what_is_kept_do_not_end_that() -> None:
+    """A beginning that a session shares with plain requests: without it the rest is of no use."""
+    pool = BlockPool(4, max_kept=2)
+    session, others = pool.allocate(2), pool.allocate(2)
+    for block, name in zip(session + others, NAMES, strict=True):
+        pool.cache_block(block, name)
+    pool.free(session, keep=True)
+    pool.touch(session[:1])
+    pool.free(session[:1])
+    pool.free(others)
+    assert sorted(pool.allocate(2)) == sorted(others)
+    assert cached_run(pool, NAMES[:2]) == session
 
 
 def test_more_than_may_be_kept_are_evicted_as_others_are() -> None:

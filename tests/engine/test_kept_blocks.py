@@ -49,7 +49,7 @@ class Conversation:
 
     def chunks(self, *, keep: bool) -> list[int]:
         """How many tokens of a session were found at each chunk, with others in between."""
-        ids, found = prompt(1, 90), []
+        ids, found = prompt(1 + keep, 90), []
         for chunk in range(3):
             answer, cached = self.ask(ids, keep=keep)
             found.append(cached)

@@ -4,13 +4,13 @@ or answered last."""
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
 
 from swell.cluster.api.generation_body import SESSION_PREFIX
 from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
@@ -21,7 +21,7 @@ from swell.cluster.api.sessions.session_store import (
     CommitChunk,
     CreateSession,
     EndSession,
-    PutSession,
+    PutSessions,
     ReadSession,
     ReportReply,
     ReportSessions,
@@ -31,7 +31,7 @@ from swell.cluster.api.sessions.session_store import (
     SessionRequest,
 )
 from swell.cluster.api.store_calls import StoreCalls, StoreUnavailable, store_key
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.configs.log import StructuredLogger
 from swell.configs.secret import SecretText
 from swell.configs.sessions import SessionLimits
@@ -39,26 +39,35 @@ from swell.configs.sessions import SessionLimits
 _PATIENCE_S = 30.0
 """How long a request waits for the store: Serve replaces one that has died within seconds."""
 _RETRY_S = 0.25
+_ENDED = Session(0)
+_ID = re.compile(f"{SESSION_PREFIX}[0-9a-f]{{32}}")
+_MAX_PUT_BYTES = 8 * 1024 * 1024
+"""Of the sessions in one message, but for the first."""
 _TOKEN_TYPE = next(kind for kind in "IL" if array(kind).itemsize == TOKEN_BYTES)
 
 
 class OpenChunk:
     """A session as a chunk finds it, until its answer is there."""
 
-    def __init__(
-        self, id: str, key: SessionKey, ticket: str, session: Session, chunks: int
-    ) -> None:
+    def __init__(self, id: str, key: SessionKey, session: Session, chunks: int) -> None:
         """`chunks`: how many stay before this one."""
         self.id = id
         self.key = key
-        self.ticket = ticket
+        self.ticket = uuid.uuid4().hex
         self.session = session
-        self._chunks = chunks
+        self.chunks = chunks
         self.num_tokens = session.ends[chunks - 1] if chunks else 0
+        self.until_s = float("inf")
+        """When its client gives up, by the clock of the event loop."""
 
     @property
     def is_first(self) -> bool:
-        return self._chunks == 0
+        return self.chunks == 0
+
+    @property
+    def is_last(self) -> bool:
+        """None stands in its place, or behind it."""
+        return self.chunks == len(self.session.ends)
 
     @property
     def token_ids(self) -> list[int]:
@@ -67,15 +76,22 @@ class OpenChunk:
         ids.frombytes(self.session.tokens[: self.num_tokens * TOKEN_BYTES])
         return ids.tolist()
 
+    def has(self, token_ids: Sequence[int]) -> bool:
+        """Whether the session has the chunk and its answer already."""
+        packed = array(_TOKEN_TYPE, token_ids).tobytes()
+        is_end = not self.is_last and self.session.ends[self.chunks] == len(token_ids)
+        return is_end and self.session.tokens.startswith(packed)
+
     def with_answer(self, token_ids: Sequence[int], rank: int | None) -> Session:
         """The session behind the chunk. `token_ids`: all of it, with the answer, which the engine
         `rank` gave."""
         return Session(
             created=self.session.created,
             tokens=array(_TOKEN_TYPE, token_ids).tobytes(),
-            ends=[*self.session.ends[: self._chunks], len(token_ids)],
+            ends=[*self.session.ends[: self.chunks], len(token_ids)],
             revision=self.session.revision + 1,
             rank=rank,
+            ticket=self.ticket,
         )
 
 
@@ -94,7 +110,7 @@ class SessionClient:
         self._copies: OrderedDict[SessionKey, tuple[Session, float]] = OrderedDict()
         """Those of which this ingress has seen the newest revision, and when."""
         self._copied_bytes = 0
-        self._open: WeakSet[OpenChunk] = WeakSet()
+        self._open: set[OpenChunk] = set()
         """Chunks that are being answered."""
         self._reports: asyncio.Task[None] | None = None
         self._log = StructuredLogger("cluster.ingress")
@@ -122,41 +138,53 @@ class SessionClient:
         return id, session
 
     async def read(self, owner: SecretText, id: str) -> Session:
-        return self._found(id, await self._until_answered(ReadSession(store_key(owner, id))))
+        return self._found(id, await self._until_answered(ReadSession(self._key(owner, id))))
 
     async def end(self, owner: SecretText, id: str) -> None:
-        key = store_key(owner, id)
+        key = self._key(owner, id)
         self._drop(key)
         self._found(id, await self._until_answered(EndSession(key)))
 
-    async def begin(self, owner: SecretText, id: str, chunk: int | None) -> OpenChunk:
-        """The session behind its first `chunk` chunks; None: behind all."""
-        ticket, key = uuid.uuid4().hex, store_key(owner, id)
-        session = self._found(id, await self._until_answered(BeginChunk(key, ticket)))
+    async def find(self, owner: SecretText, id: str, chunk: int | None) -> OpenChunk:
+        """The session behind its first `chunk` chunks; None: behind all. Nothing has begun."""
+        session = await self.read(owner, id)
         count = len(session.ends)
         if chunk is not None and chunk > count:
             raise HTTPError(
                 409,
-                f"session_chunk={chunk}, but the session {id!r} has {count} chunks; send at most "
-                f"{count}, or leave it out",
+                f"session_chunk={chunk}, but the session {shown(id)} has {count} chunks; send at "
+                f"most {count}, or leave it out",
                 "no_such_chunk",
             )
-        kept = count if chunk is None else chunk
-        opened = OpenChunk(id, key, ticket, session, kept)
-        self._copy(key, session)
-        self._open.add(opened)
-        return opened
+        return OpenChunk(id, self._key(owner, id), session, count if chunk is None else chunk)
+
+    async def begin(self, chunk: OpenChunk) -> bool:
+        """The chunk takes the place of any other that is being answered, until `close_chunk`.
+        False: the session is another one since it was found."""
+        begin = BeginChunk(chunk.key, chunk.ticket, chunk.session.revision)
+        reply = await self._until_answered(begin, chunk.until_s)
+        if isinstance(reply, Session):
+            return False
+        if reply is not SessionReply.OK:
+            self._found(chunk.id, reply)
+        self._copy(chunk.key, chunk.session)
+        self._open.add(chunk)
+        return True
+
+    def close_chunk(self, chunk: OpenChunk) -> None:
+        """It is answered no more."""
+        self._open.discard(chunk)
 
     async def commit(self, chunk: OpenChunk, token_ids: Sequence[int], rank: int | None) -> None:
         """The chunk and its answer are a part of the session. Raises HTTPError if they are not."""
         session = chunk.with_answer(token_ids, rank)
         commit = CommitChunk(chunk.key, chunk.ticket, session)
-        reply = await self._until_answered(commit)
+        reply = await self._until_answered(commit, chunk.until_s)
         if reply is SessionReply.SUPERSEDED:
             raise HTTPError(
                 409,
-                f"another chunk of the session {chunk.id!r} began while this one was answered, so "
-                "this one is no part of the session",
+                f"another chunk of the session {shown(chunk.id)} began while this one was "
+                "answered, so this one is no part of the session",
                 "chunk_superseded",
             )
         if reply is not SessionReply.OK:
@@ -165,18 +193,26 @@ class SessionClient:
 
     # ---------------------------------------------------------------- the store
 
-    async def _until_answered(self, request: SessionRequest) -> Any:
+    def _key(self, owner: SecretText, id: str) -> SessionKey:
+        """Raises HTTPError 404 for what was never an id, however long it is."""
+        if self._calls is not None and not _ID.fullmatch(id):
+            raise _not_found(id)
+        return store_key(owner, id)
+
+    async def _until_answered(self, request: SessionRequest, until_s: float = float("inf")) -> Any:
         if self._calls is None:
             raise BadRequest(
                 "this server has no sessions (serve.sessions=0)", "session_id", "unsupported_value"
             )
-        give_up_s = self._now() + _PATIENCE_S
+        give_up_s, is_repeated = min(self._now() + _PATIENCE_S, until_s), False
         while True:
             error = StoreUnavailable("sessions")
             try:
                 reply = await self._calls.call(request)
             except StoreUnavailable as caught:
-                reply, error = SessionReply.YOUNG, caught
+                reply, error, is_repeated = SessionReply.YOUNG, caught, True
+            if reply is SessionReply.UNKNOWN and is_repeated and isinstance(request, EndSession):
+                return _ENDED  # by the call whose answer was lost
             if reply is not SessionReply.YOUNG:
                 return reply
             if self._now() >= give_up_s:
@@ -209,10 +245,12 @@ class SessionClient:
         """The store forgets them, too."""
         oldest_s = self._now() - self._limits.session_idle_s
         while self._copies:
-            key, (_session, used_s) = next(iter(self._copies.items()))
+            key, (session, used_s) = next(iter(self._copies.items()))
             if used_s >= oldest_s:
                 return
             self._drop(key)
+            if any(chunk.key == key for chunk in self._open):
+                self._copy(key, session)
 
     async def _report_loop(self) -> None:
         while True:
@@ -238,15 +276,25 @@ class SessionClient:
         for key in reply.dropped:
             if key in self._copies and self._copies[key][0].revision == sent[key]:
                 self._drop(key)
-        for key in reply.wanted:
-            if key in self._copies:
-                await self._calls.call(PutSession(key, self._copies[key][0]))
+        put, size_bytes = PutSessions([], []), 0
+        for key in reversed(reply.wanted):  # those first that were used last
+            if key not in self._copies:
+                continue
+            session = self._copies[key][0]
+            size_bytes += session.size_bytes
+            if put.keys and size_bytes > _MAX_PUT_BYTES:
+                await self._calls.call(put)
+                put, size_bytes = PutSessions([], []), session.size_bytes
+            put.keys.append(key)
+            put.sessions.append(session)
+        if put.keys:
+            await self._calls.call(put)
 
 
 def _not_found(id: str) -> HTTPError:
     return HTTPError(
         404,
-        f"there is no session {id!r}: it was ended, or no chunk of it came for "
+        f"there is no session {shown(id)}: it was ended, or no chunk of it came for "
         "serve.session_idle_s, or it was lost with the processes that kept it",
         "session_not_found",
     )

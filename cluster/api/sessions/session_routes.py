@@ -16,6 +16,7 @@ from swell.cluster.api.body_reader import body_bytes, read_short_body
 from swell.cluster.api.completions.convert import to_generation_request
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.query import checked_query
 from swell.cluster.api.response_writer import ENGINES
 from swell.cluster.api.routing import json_response, route
@@ -28,6 +29,7 @@ from swell.cluster.api.sessions.session_bodies import (
 from swell.cluster.api.sessions.session_client import OpenChunk, SessionClient
 from swell.cluster.api.sessions.session_store import Session
 from swell.cluster.api.sessions.session_writer import SessionChunkWriter
+from swell.cluster.client.deadline import Deadline
 from swell.cluster.text.generation_request import GenerationRequest, SessionPrefix
 from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.sampling_params import BadRequest
@@ -73,23 +75,64 @@ class SessionRoutes:
                 "session_chunk",
                 "missing_field",
             )
-        owner = services.access.check_user(request)
-        chunk = await with_deadline(request, self._client.begin(owner, id, body.session_chunk))
+        owner, again = services.access.check_user(request), identity.is_repeatable
+        while True:
+            found = self._client.find(owner, id, body.session_chunk)
+            chunk = await with_deadline(request, found)
+            deadline: Deadline | None = getattr(request.state, "deadline", None)
+            if deadline is not None:
+                chunk.until_s = deadline.at_s
+            params = await self._process(body, request, identity, chunk)
+            services.llm.check_admission()
+            # What may be there already, by an earlier answer to the same request, takes no place.
+            if (again and not chunk.is_last) or await with_deadline(
+                request, self._client.begin(chunk)
+            ):
+                break
+        try:
+            return await self._answer(body, request, identity, chunk, params)
+        except BaseException:
+            self._client.close_chunk(chunk)
+            raise
+
+    async def _process(
+        self,
+        body: CompletionRequest,
+        request: Request,
+        identity: AnswerIdentity,
+        chunk: OpenChunk,
+    ) -> RequestParams:
         size = body_bytes(request) + chunk.session.size_bytes
         convert = partial(self._convert, body, chunk)
-        processing = services.process(convert, size, identity, body.model)
-        params = await with_deadline(request, _of_session(processing, chunk))
+        processing = self._services.process(convert, size, identity, body.model)
+        return await with_deadline(request, _of_session(processing, chunk))
+
+    async def _answer(
+        self,
+        body: CompletionRequest,
+        request: Request,
+        identity: AnswerIdentity,
+        chunk: OpenChunk,
+        params: RequestParams,
+    ) -> Any:
         (prompt,) = params.prompts
 
         async def commit(answer_ids: Sequence[int], engines: str) -> None:
-            rank = int(engines.rpartition(",")[2])
-            await self._client.commit(chunk, [*prompt.token_ids, *answer_ids], rank)
+            ids, rank = [*prompt.token_ids, *answer_ids], int(engines.rpartition(",")[2])
+            if identity.is_repeatable and not chunk.is_last:
+                if chunk.has(ids):
+                    return
+                await self._client.begin(chunk)
+            await self._client.commit(chunk, ids, rank)
 
-        cmpl, model = f"cmpl-{identity.id}", services.model_name(body.model)
+        cmpl, model = f"cmpl-{identity.id}", self._services.model_name(body.model)
         writer = SessionChunkWriter(cmpl, model, body, identity.created, commit)
-        reply = await services.serving.answer(request, params, writer, identity)
-        if not params.stream:
-            await commit(writer.answer_ids, reply.headers[ENGINES])
+        reply = await self._services.serving.answer(request, params, writer, identity)
+        if isinstance(reply, EventStreamResponse):
+            reply.add_end(partial(self._client.close_chunk, chunk))
+            return reply
+        await with_deadline(request, commit(writer.answer_ids, reply.headers[ENGINES]))
+        self._client.close_chunk(chunk)
         return reply
 
     def _convert(self, body: CompletionRequest, chunk: OpenChunk) -> GenerationRequest:

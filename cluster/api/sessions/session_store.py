@@ -1,10 +1,11 @@
 """What is kept of sessions, in one process for all ingresses. Pure: time is an argument.
 
 A session is a list of tokens, and where each chunk with its answer ends. An ingress that answers a
-chunk takes the session with `BeginChunk`, under a ticket of its own, and brings it back with
-`CommitChunk`, longer by the chunk and its answer:
+chunk reads the session, takes it with `BeginChunk` under a ticket of its own once the chunk may be
+computed, and brings it back with `CommitChunk`, longer by the chunk and its answer:
 
-    BeginChunk(ticket) ─► Session, revision r ... answer ... CommitChunk(ticket, revision r + 1)
+    ReadSession ─► Session, revision r;  BeginChunk(ticket, r) ─► OK ... answer ...
+    CommitChunk(ticket, revision r + 1)
 
 The chunk that began last is the one that counts: what was begun before it, and at an earlier
 revision, is SUPERSEDED. So nothing has to be given back, and an ingress that dies holds nothing up.
@@ -47,6 +48,8 @@ class Session(msgspec.Struct, frozen=True):
     """How many chunks were committed, those included that were replaced since."""
     rank: int | None = None
     """The engine that has answered last, and has the KV."""
+    ticket: str = ""
+    """Of the chunk that was committed last: a commit may come twice."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,17 +61,19 @@ class Session(msgspec.Struct, frozen=True):
 
 
 class CreateSession(HoldsSecrets, frozen=True, tag=True):
-    """Answered by `SessionReply`: OK, FULL or OWNER_FULL."""
+    """Answered by `SessionReply`: OK, also the second time, FULL or OWNER_FULL."""
 
     key: SessionKey
     session: Session
 
 
 class BeginChunk(HoldsSecrets, frozen=True, tag=True):
-    """Answered by the session, or by UNKNOWN, YOUNG or FULL."""
+    """Answered by OK, UNKNOWN, YOUNG or FULL, and by the session if it has another revision: then
+    nothing has begun."""
 
     key: SessionKey
     ticket: str
+    revision: int
 
 
 class CommitChunk(HoldsSecrets, frozen=True, tag=True):
@@ -102,11 +107,11 @@ class ReportSessions(HoldsSecrets, frozen=True, tag=True):
     """Sessions of which it answers a chunk."""
 
 
-class PutSession(HoldsSecrets, frozen=True, tag=True):
-    """The copy that the store has asked for. Answered by OK."""
+class PutSessions(HoldsSecrets, frozen=True, tag=True):
+    """Copies that the store has asked for. Answered by OK."""
 
-    key: SessionKey
-    session: Session
+    keys: list[SessionKey]
+    sessions: list[Session]
 
 
 SessionRequest = (
@@ -116,7 +121,7 @@ SessionRequest = (
     | ReadSession
     | EndSession
     | ReportSessions
-    | PutSession
+    | PutSessions
 )
 
 
@@ -171,8 +176,8 @@ class SessionStore:
         match request:
             case CreateSession(key, session):
                 return self._create(key, session, now_s)
-            case BeginChunk(key, ticket):
-                return self._begin(key, ticket, now_s)
+            case BeginChunk():
+                return self._begin(request, now_s)
             case CommitChunk():
                 return self._commit(request, now_s)
             case ReadSession(key):
@@ -186,11 +191,15 @@ class SessionStore:
                 for key in request.answering:
                     self._use(key, now_s)
                 return self._reply_to_report(request, now_s)
-            case PutSession(key, session):
-                return self._put(key, session, now_s)
+            case PutSessions(keys, sessions):
+                for key, session in zip(keys, sessions, strict=True):
+                    self._put(key, session, now_s)
+                return SessionReply.OK
 
     def _create(self, key: SessionKey, session: Session, now_s: float) -> SessionReply:
         owner = _owner(key)
+        if key in self._entries:
+            return SessionReply.OK
         if len(self._entries) >= self._limits.sessions:
             return SessionReply.FULL
         if owner and self._per_owner[owner] >= self._limits.sessions_per_key:
@@ -198,15 +207,15 @@ class SessionStore:
         self._set(key, _Entry(session, now_s))
         return SessionReply.OK
 
-    def _begin(self, key: SessionKey, ticket: str, now_s: float) -> Session | SessionReply:
-        found = self._find(key, now_s)
-        if not isinstance(found, Session):
+    def _begin(self, begin: BeginChunk, now_s: float) -> Session | SessionReply:
+        found = self._find(begin.key, now_s)
+        if not isinstance(found, Session) or found.revision != begin.revision:
             return found
         if self.size_bytes >= self._limits.session_bytes:
             return SessionReply.FULL
-        self._use(key, now_s)
-        self._entries[key].ticket = ticket
-        return found
+        self._use(begin.key, now_s)
+        self._entries[begin.key].ticket = begin.ticket
+        return SessionReply.OK
 
     def _commit(self, commit: CommitChunk, now_s: float) -> SessionReply:
         entry, session = self._entries.get(commit.key), commit.session
@@ -214,6 +223,8 @@ class SessionStore:
             return SessionReply.YOUNG
         if entry is None:
             return SessionReply.UNKNOWN
+        if entry.session.ticket == commit.ticket:
+            return SessionReply.OK
         if entry.ticket not in ("", commit.ticket) or not _follows(session, entry):
             return SessionReply.SUPERSEDED
         self._set(commit.key, _Entry(session, now_s))
@@ -230,18 +241,19 @@ class SessionStore:
         for key, revision in zip(report.keys, report.revisions, strict=True):
             entry = self._entries.get(key)
             known = -1 if entry is None else entry.session.revision
-            if known < revision and (is_young or entry is not None):
+            if known < revision and (entry.is_copy if entry is not None else is_young):
                 reply.wanted.append(key)
             elif known != revision:
                 reply.dropped.append(key)
         return reply
 
-    def _put(self, key: SessionKey, session: Session, now_s: float) -> SessionReply:
+    def _put(self, key: SessionKey, session: Session, now_s: float) -> None:
+        """What was committed here is no copy, and stays."""
         entry = self._entries.get(key)
-        if entry is None or entry.session.revision < session.revision:
-            ticket = "" if entry is None else entry.ticket
-            self._set(key, _Entry(session, now_s, ticket, is_copy=True))
-        return SessionReply.OK
+        if entry is None:
+            self._set(key, _Entry(session, now_s, is_copy=True))
+        elif entry.is_copy and entry.session.revision < session.revision:
+            self._set(key, _Entry(session, now_s, entry.ticket, is_copy=True))
 
     # ---------------------------------------------------------------- what is kept
 

@@ -29,6 +29,8 @@ class SessionChunkWriter(CompletionResponseWriter):
         self.answer_ids: list[int] = []
         self._commit = commit
         self._usage: Usage | None = None
+        self._last: list[bytes] = []
+        """The event with the finish reason: for many clients it is the end."""
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         for output in outputs:
@@ -37,7 +39,11 @@ class SessionChunkWriter(CompletionResponseWriter):
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         self.answer_ids += self._shown(part).token_ids
-        return super().delta(choice, output, part)
+        events = super().delta(choice, output, part)
+        if part.finish_reason is None:
+            return events
+        self._last = [*events]
+        return ()
 
     async def stream(
         self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
@@ -55,7 +61,7 @@ class SessionChunkWriter(CompletionResponseWriter):
                 self.failed = True
                 end += self.stream_error(error.info)
             else:
-                end += super().stream_end(self._usage)
+                end += [*self._last, *super().stream_end(self._usage)]
         yield b"".join([*end, *super().stream_done()])
 
     def stream_end(self, usage: Usage) -> Iterable[bytes]:

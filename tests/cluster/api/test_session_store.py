@@ -17,7 +17,7 @@ from swell.cluster.api.sessions.session_store import (
     CommitChunk,
     CreateSession,
     EndSession,
-    PutSession,
+    PutSessions,
     ReadSession,
     ReportReply,
     ReportSessions,
@@ -83,10 +83,14 @@ class SessionsAgainstModel(RuleBasedStateMachine):
         """Mostly of the first session, so that several are begun at once."""
         key = data.draw(st.sampled_from([*self.committed][:1] * 20 + KEYS))
         self.tickets += 1
-        found = self.store.handle(BeginChunk(key, str(self.tickets)), self.now_s)
+        found = self.store.handle(ReadSession(key), self.now_s)
         if not self._is_right(key, found):
             return
         assert isinstance(found, Session)
+        older = BeginChunk(key, "older", found.revision - 1)
+        assert self.store.handle(older, self.now_s) == found, "and nothing has begun"
+        begin = BeginChunk(key, str(self.tickets), found.revision)
+        assert self.store.handle(begin, self.now_s) is OK
         for chunk in self.open:
             if chunk.key == key:
                 chunk.superseded_in = self.store
@@ -113,10 +117,12 @@ class SessionsAgainstModel(RuleBasedStateMachine):
         before = chunk.session
         tokens = before.tokens + chunk.ticket.encode().ljust(4)
         ends = [*before.ends, len(tokens) // 4]
-        session = Session(1, tokens, ends, before.revision + 1, rank)
+        session = Session(1, tokens, ends, before.revision + 1, rank, chunk.ticket)
         reply = self.store.handle(CommitChunk(chunk.key, chunk.ticket, session), self.now_s)
         known = self.committed.get(chunk.key)
         if reply is OK:
+            again = CommitChunk(chunk.key, chunk.ticket, session)
+            assert self.store.handle(again, self.now_s) is OK, "its answer was lost"
             assert known == before, "it follows what there is"
             assert chunk.superseded_in is not self.store
             self.committed[chunk.key] = self.copies[chunk.ingress][chunk.key] = session
@@ -151,8 +157,8 @@ class SessionsAgainstModel(RuleBasedStateMachine):
         report = ReportSessions([*copies], revisions, answering)
         reply = self.store.handle(report, self.now_s)
         assert isinstance(reply, ReportReply)
-        for key in reply.wanted:
-            assert self.store.handle(PutSession(key, copies[key]), self.now_s) is OK
+        put = PutSessions(reply.wanted, [copies[key] for key in reply.wanted])
+        assert self.store.handle(put, self.now_s) is OK
         for key in reply.dropped:
             assert self.committed.get(key) != copies[key], "the only copy"
             del copies[key]
@@ -207,10 +213,10 @@ def test_more_bytes_than_there_may_be_are_refused_before_a_chunk_is_computed() -
     limits = SessionLimits(session_bytes=8)
     store = SessionStore(limits, 0.0)
     assert store.handle(CreateSession("a", Session(1)), 100.0) is OK
-    assert isinstance(store.handle(BeginChunk("a", "t"), 100.0), Session)
+    assert store.handle(BeginChunk("a", "t", 0), 100.0) is OK
     grown = Session(1, bytes(8), [2], 1, 0)
     assert store.handle(CommitChunk("a", "t", grown), 100.0) is OK
-    assert store.handle(BeginChunk("a", "t"), 100.0) is FULL
+    assert store.handle(BeginChunk("a", "t", 1), 100.0) is FULL
     assert store.handle(ReadSession("a"), 100.0) == grown
 
 
@@ -219,16 +225,16 @@ def test_the_newest_of_two_copies_counts(order: str) -> None:
     older, newer = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(8), [1, 2], 2, 1)
     store = SessionStore(LIMITS, 0.0)
     for copy in (older, newer) if order == "older first" else (newer, older):
-        assert store.handle(PutSession("a", copy), 1.0) is OK
-        assert store.handle(BeginChunk("a", "t"), 1.0) is YOUNG
-    assert store.handle(BeginChunk("a", "t"), YOUNG_S) == newer
+        assert store.handle(PutSessions(["a"], [copy]), 1.0) is OK
+        assert store.handle(BeginChunk("a", "t", 2), 1.0) is YOUNG
+    assert store.handle(ReadSession("a"), YOUNG_S) == newer
 
 
 def test_what_began_before_the_last_commit_is_superseded() -> None:
     store, grown = SessionStore(LIMITS, -YOUNG_S), Session(1, bytes(4), [1], 1, 0)
     assert store.handle(CreateSession("a", Session(1)), 0.0) is OK
     for ticket in ("older", "newer"):
-        assert store.handle(BeginChunk("a", ticket), 0.0) == Session(1)
+        assert store.handle(BeginChunk("a", ticket, 0), 0.0) is OK
     assert store.handle(CommitChunk("a", "older", grown), 0.0) is SUPERSEDED
     assert store.handle(CommitChunk("a", "newer", grown), 0.0) is OK
     assert store.handle(CommitChunk("a", "older", grown), 0.0) is SUPERSEDED
@@ -238,16 +244,29 @@ def test_what_was_lost_behind_a_copy_comes_back_with_the_next_chunk() -> None:
     """The ingress of the second chunk is gone with the store, and the third one has all."""
     first, third = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(12), [1, 2, 3], 3, 0)
     store = SessionStore(LIMITS, 0.0)
-    assert store.handle(PutSession("a", first), 1.0) is OK
+    assert store.handle(PutSessions(["a"], [first]), 1.0) is OK
     assert store.handle(CommitChunk("a", "t", third), 1.0) is YOUNG
     assert store.handle(CommitChunk("a", "t", third), YOUNG_S) is OK
-    assert store.handle(BeginChunk("a", "u"), YOUNG_S) == third
+    assert store.handle(ReadSession("a"), YOUNG_S) == third
 
 
 def test_a_copy_changes_nothing_of_who_began_last() -> None:
     first, second = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(8), [1, 2], 2, 0)
     store = SessionStore(LIMITS, 0.0)
-    assert store.handle(PutSession("a", Session(1)), 1.0) is OK
-    assert store.handle(BeginChunk("a", "t"), YOUNG_S) == Session(1)
-    assert store.handle(PutSession("a", first), YOUNG_S) is OK
+    assert store.handle(PutSessions(["a"], [Session(1)]), 1.0) is OK
+    assert store.handle(BeginChunk("a", "t", 0), YOUNG_S) is OK
+    assert store.handle(PutSessions(["a"], [first]), YOUNG_S) is OK
     assert store.handle(CommitChunk("a", "u", second), YOUNG_S) is SUPERSEDED
+
+
+def test_a_copy_takes_the_place_of_nothing_that_was_committed_here() -> None:
+    """An ingress was cut off for longer than the store was young."""
+    store = SessionStore(LIMITS, 0.0)
+    assert store.handle(PutSessions(["a"], [Session(1)]), 1.0) is OK
+    committed = Session(1, bytes(4), [1], 1, 0, "t")
+    assert store.handle(CommitChunk("a", "t", committed), YOUNG_S) is OK
+    newer = Session(1, bytes(12), [1, 2, 3], 3, 0, "u")
+    reply = store.handle(ReportSessions(["a"], [newer.revision]), YOUNG_S)
+    assert reply == ReportReply([], ["a"])
+    assert store.handle(PutSessions(["a"], [newer]), YOUNG_S) is OK
+    assert store.handle(ReadSession("a"), YOUNG_S) == committed

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from swell.cluster.api.sessions import session_client, session_store
+from swell.cluster.api.sessions.session_store import CommitChunk, CreateSession, EndSession
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
 from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
@@ -396,5 +397,148 @@ def test_an_answer_that_is_continued_names_its_chunk(tmp_path: Path) -> None:
                 again = await client.post(COMPLETIONS, json=asked, headers=key)
             assert first.json()["choices"] == again.json()["choices"]
             assert (await server.client.get(f"/v1/sessions/{id}")).json()["tokens"] == 7
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.usefixtures("fast_store")
+def test_the_answer_to_a_commit_is_lost(tmp_path: Path, stream: bool) -> None:
+    async def test() -> None:
+        async with SessionServer(tmp_path).open() as server:
+            id = await server.create()
+            server.store.loses = CommitChunk
+            first = await server.chunk(id, [1, 2], stream=stream)
+            assert server.store.loses is None
+            assert await server.chunk(id, [3], stream=stream) == truth([1, 2, *first, 3], 4)
+
+    run(test())
+
+
+@pytest.mark.usefixtures("fast_store")
+def test_the_answer_to_an_end_is_lost(tmp_path: Path) -> None:
+    async def test() -> None:
+        limits = {"serve.sessions": 1}
+        async with SessionServer(tmp_path, **limits).open() as server:
+            server.store.loses = CreateSession
+            id = await server.create()
+            server.store.loses = EndSession
+            ended = await server.client.delete(f"/v1/sessions/{id}")
+            assert ended.status_code == 200, ended.text
+            await server.create()
+
+    run(test())
+
+
+def test_a_chunk_that_is_refused_ends_no_other(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with SessionServer(tmp_path).open(engines=0) as server:
+            id, engine = await server.create(), await server.cluster.join(0, 0)
+            running = asyncio.create_task(server.chunk(id, [1, 2], 5))
+            await until(lambda: engine.requests)
+            for fields in (
+                {"temperature": -1},
+                {"session_chunk": 3},
+                {"max_tokens": 5000},
+                {"prompt": [10**6]},
+            ):
+                asked = body([3], 1, session_id=id) | fields
+                refused = await server.client.post(COMPLETIONS, json=asked)
+                assert refused.status_code in (400, 409), refused.text
+            engine.allow()
+            assert await running == truth([1, 2], 5)
+            found = (await server.client.get(f"/v1/sessions/{id}")).json()
+            assert (found["chunks"], found["tokens"]) == (1, 7)
+
+    run(test())
+
+
+def test_an_answer_that_is_computed_again_takes_nothing_away(tmp_path: Path) -> None:
+    """Another ingress is asked once more for what was answered long ago."""
+
+    async def test() -> None:
+        async with SessionServer(tmp_path).open() as server:
+            id, key = await server.create(), {"idempotency-key": "k"}
+            asked = body([1, 2], 5, session_id=id, session_chunk=0, return_token_ids=True)
+            first = await server.client.post(COMPLETIONS, json=asked, headers=key)
+            await server.chunk(id, [3])
+            await server.chunk(id, [4])
+            other = server.cluster.another_ingress(server.store.new_handle())
+            async with other as (_ingress, url), httpx.AsyncClient(base_url=url) as client:
+                again = await client.post(COMPLETIONS, json=asked, headers=key)
+            assert first.json()["choices"] == again.json()["choices"]
+            assert (await server.client.get(f"/v1/sessions/{id}")).json()["chunks"] == 3
+
+    run(test())
+
+
+def test_whoever_has_seen_the_finish_reason_may_send_the_next_chunk(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with SessionServer(tmp_path).open() as server:
+            id, before = await server.create(), list[int]()
+            for number in range(5):
+                asked = body([number + 1], 3, session_id=id, stream=True)
+                async with server.client.stream("POST", COMPLETIONS, json=asked) as answer:
+                    async for line in answer.aiter_lines():
+                        if '"finish_reason":"length"' in line:
+                            break
+                before += [number + 1]
+                before += truth(before, 3)
+                found = (await server.client.get(f"/v1/sessions/{id}")).json()
+                assert (found["chunks"], found["tokens"]) == (number + 1, len(before))
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_open_behind_an_answer(tmp_path: Path, stream: bool) -> None:
+    """Whether it ended, failed, was refused or was left."""
+
+    async def test() -> None:
+        async with SessionServer(tmp_path).open(engines=0) as server:
+            id, engine = await server.create(), await server.cluster.join(0, 0)
+            sessions = server.cluster.ingress._sessions._client
+            asked = body([1], 3, session_id=id, stream=stream)
+            for end in (
+                lambda _: engine.fail("no"),
+                lambda asking: asking.cancel(),
+                lambda _: engine.allow(),
+            ):
+                asking = asyncio.create_task(server.client.post(COMPLETIONS, json=asked))
+                await until(lambda: engine.requests and sessions._open)
+                end(asking)
+                await until(lambda: not sessions._open)
+                await asyncio.wait([asking])
+            await server.client.post(COMPLETIONS, json=asked | {"temperature": -1})
+            assert not sessions._open
+
+    run(test())
+
+
+def test_what_is_answered_keeps_its_copy(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with SessionServer(tmp_path).open(engines=0) as server:
+            id, engine = await server.create(), await server.cluster.join(0, 0)
+            other = await server.create()
+            running = asyncio.create_task(server.chunk(id, [1], 3))
+            await until(lambda: engine.requests)
+            sessions = server.cluster.ingress._sessions._client
+            now_s = sessions._now() + 700.0
+            sessions._now = lambda: now_s
+            sessions._expire()
+            assert [*sessions._copies] == [id], "the other one has ended"
+            assert other not in sessions._copies
+            engine.allow()
+            await running
+
+    run(test())
+
+
+@pytest.mark.parametrize("id", ["sess_", "sess_" + "0" * 33, "sess_" + "x" * 10**5, "sess_\u00e9"])
+def test_what_was_never_an_id(tmp_path: Path, id: str) -> None:
+    async def test() -> None:
+        async with SessionServer(tmp_path).open() as server:
+            refused = await server.client.post(COMPLETIONS, json=body([1], 1, session_id=id))
+            assert refused.status_code == 404 and len(refused.content) < 1000
 
     run(test())
