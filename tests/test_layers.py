@@ -116,6 +116,7 @@ ON_A_GROUND: dict[str, tuple[str, ...]] = {
         "engine/executor/process_killer.py",
         "engine/executor/ray.py",
         "engine/executor/ray_worker.py",
+        "engine/handover_files.py",
     ),
 }
 OF_A_GROUND = ("ray", "time", "secrets", "random", "threading", "multiprocessing", "os", "signal")

@@ -51,7 +51,8 @@ def test_keys_that_an_engine_is_built_from_need_a_new_engine(key: str) -> None:
 
 def test_all_keys_count_except_named_ones() -> None:
     """A new key counts until it is excluded by name."""
-    free = {"model.name", "parallel.data"}
+    free = {"model.name"}
+    free |= {f"parallel.{key}" for key in ("data", "prefill_engines", "prefill_min_tokens")}
     free |= {f"cluster.{key}" for key in ("max_engines", "drain_timeout_s")}
     config = base()
     for section in ("model", "parallel", "cache", "scheduler", "drafts", "cluster"):
