@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from swell.configs.log import StructuredLogger
+from swell.worker.kv_cache import block_rows
 from swell.worker.wire import CLAIMED, BlockFile
 
 MAX_AGE_S = 300.0
@@ -81,15 +82,15 @@ class BlockFiles:
             offset += count * block_bytes
             if cache.is_cuda:
                 places = torch.tensor(file.block_ids, device=cache.device)
-                _rows(cache).index_copy_(0, places, torch.from_numpy(blocks).to(cache.device))
+                block_rows(cache).index_copy_(0, places, torch.from_numpy(blocks).to(cache.device))
             else:  # by one thread: torch's would wait for each other longer than this takes
-                _rows(cache).numpy()[file.block_ids] = blocks
+                block_rows(cache).numpy()[file.block_ids] = blocks
 
     def _write(self, path: Path, block_ids: Sequence[int]) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as out:
             for cache in self._caches:
-                rows = _rows(cache)
+                rows = block_rows(cache)
                 if cache.is_cuda:
                     places = torch.tensor(block_ids, device=cache.device)
                     rows.index_select(0, places).cpu().numpy().tofile(out)
@@ -111,8 +112,3 @@ class BlockFiles:
 
     def _path(self, name: str, end: str = "") -> Path:
         return self._folder / f"{name}.{self._rank}{end}"
-
-
-def _rows(cache: Tensor) -> Tensor:
-    """[blocks, bytes]: what each block has, as it lies in memory."""
-    return cache.view(torch.uint8).view(len(cache), -1)

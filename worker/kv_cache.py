@@ -94,3 +94,8 @@ def allocate(
                 torch.zeros(shape, dtype=dtype, device=device),
             )
         layer.bind_cache(*caches)
+
+
+def block_rows(cache: torch.Tensor) -> torch.Tensor:
+    """[blocks, ...] -> [blocks, bytes]: what each block has, as it lies in memory."""
+    return cache.view(torch.uint8).view(len(cache), -1)

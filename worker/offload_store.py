@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swell.configs.schema import CacheConfig
 from swell.kernels.host import to_device
+from swell.worker.kv_cache import block_rows
 from swell.worker.wire import DEVICE, BlockCopy
 
 _Tier = list[Tensor]
@@ -111,10 +112,11 @@ def batches_of(copies: Sequence[BlockCopy]) -> list[Batch]:
 
 
 def _copy_on_host(of: _Tier, to: _Tier, places: dict[int, int]) -> None:
-    """to[target] = of[source] for each target -> source; all in the memory of the host."""
-    targets, sources = torch.tensor(list(places)), torch.tensor(list(places.values()))
+    """to[target] = of[source] for each target -> source; all in the memory of the host. By one
+    thread: torch's would wait for each other longer than this takes."""
+    targets, sources = np.array(list(places)), np.array(list(places.values()))
     for source, target in zip(of, to, strict=True):
-        target.index_copy_(0, targets, source.index_select(0, sources))
+        block_rows(target).numpy()[targets] = block_rows(source).numpy()[sources]
 
 
 def _save(of: _Tier, to: _Tier, pairs: list[tuple[int, int]]) -> None:
