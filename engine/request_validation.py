@@ -113,8 +113,10 @@ def _handover(request: EngineCoreRequest) -> Iterator[str]:
     for name in ("hand_over", "handed_over"):
         if (value := getattr(request, name)) and not HANDOVER_NAME.fullmatch(value):
             yield f"{name}={shown(value)} must have 32 hexadecimal digits"
-    if request.hand_over and (request.output_token_ids or request.handed_over):
-        yield "hand_over: what is handed over has no outputs, and was not handed over before"
+    if (request.hand_over or request.handed_over) and request.output_token_ids:
+        yield "output_token_ids: what is handed over is a prompt alone"
+    if request.hand_over and request.handed_over:
+        yield "hand_over: it was handed over before"
 
 
 def _prompt_embeds(request: EngineCoreRequest) -> Iterator[str]:

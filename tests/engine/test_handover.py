@@ -204,7 +204,9 @@ def test_a_writer_without_room_costs_nothing(tmp_path: Path, truth: list[int]) -
         ({"hand_over": "../x", "max_tokens": 0}, "hand_over"),
         ({"handed_over": NAME + "0"}, "handed_over"),
         ({"hand_over": NAME, "max_tokens": 4}, "max_tokens"),
-        ({"hand_over": NAME, "max_tokens": 0, "output_token_ids": [1]}, "hand_over"),
+        ({"hand_over": NAME, "max_tokens": 0, "output_token_ids": [1]}, "output_token_ids"),
+        ({"handed_over": NAME, "output_token_ids": [1]}, "output_token_ids"),
+        ({"hand_over": NAME, "max_tokens": 0, "handed_over": NAME}, "hand_over"),
     ],
 )
 def test_what_engines_refuse(fields: dict[str, Any], field: str) -> None:
