@@ -87,6 +87,8 @@ def family(config: Config, text_digest: str) -> str:
     for section, keys in _OF_VERSIONS.items():
         for key in keys:
             del data[section][key]
-    del data["parallel"]["data"], data["cluster"]["max_engines"], data["cluster"]["drain_timeout_s"]
+    for section in ("parallel", "cluster"):
+        for key in _NOT_OF_ENGINES[section]:
+            del data[section][key]
     encoded = msgspec.json.encode([data, text_digest], order="sorted")
     return hashlib.sha256(encoded).hexdigest()[:_DIGITS]

@@ -18,6 +18,7 @@ from swell.engine.adapter_admission import AdapterAdmission, Failed, shown_to_us
 from swell.engine.drafter import make_drafter
 from swell.engine.executor import Executor, ExecutorError, ExecutorLimits, WorkerLost
 from swell.engine.handover_files import make_claim
+from swell.engine.handover_reads import ReadsOfFiles
 from swell.engine.request import Request
 from swell.engine.request_validation import invalid_reason, wrong_kind
 from swell.engine.scheduler import Scheduler
@@ -67,6 +68,7 @@ class EngineCore:
         self.executor = executor
         self.limits = limits
         self._clock = clock
+        self._reads = ReadsOfFiles(clock)
         self.scheduler = self._new_scheduler()
         self.adapters = AdapterAdmission(config.lora)
         """Requests whose adapters are not loaded; the scheduler has all others."""
@@ -172,6 +174,7 @@ class EngineCore:
                 self.discard_steps_in_flight()
             raise
         self.num_steps += 1
+        self._reads.on_result(scheduled.plan)
         self.sync_s += output.sync_s
         self.expert_imbalance = output.imbalance or self.expert_imbalance
         if process_inputs is not None:
@@ -241,6 +244,7 @@ class EngineCore:
             if scheduled.plan.new_rows:
                 self.on_start(scheduled.started())
             self.wave_member.submitted()
+            self._reads.on_plan(scheduled.plan)
             self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
 
     def _in_lockstep(self, scheduled: ScheduledStep) -> ScheduledStep:
@@ -258,6 +262,7 @@ class EngineCore:
         """Steps in flight and the KV cache are lost: every request starts again from the tokens
         that were read."""
         self._in_flight.clear()
+        self._reads.on_loss()
         self.wave_member.in_flight = 0
         self.scheduler.preempt_all()
 
@@ -355,7 +360,7 @@ class EngineCore:
             offload_blocks=limits.offload_blocks if cache.prefix_caching else (),
             drafter=make_drafter(config.drafts, limits.max_model_len, self._depth),
         )
-        scheduler.kv.claim = make_claim(config)
+        scheduler.kv.claim = self._reads.limit(make_claim(config))
         return scheduler
 
     def check_idle(self) -> None:

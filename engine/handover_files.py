@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from swell.configs.schema import Config
-from swell.worker.wire import CLAIMED
+from swell.worker.wire import CLAIMED, HANDOVER_FOLDER
 
 Claim = Callable[[str], bool]
 """Whether all parts of a file are there, and are this engine's now."""
@@ -22,8 +22,9 @@ def make_claim(config: Config) -> Claim:
             return False
         try:
             for rank in range(world):
-                path = os.path.join(folder, f"{name}.{rank}")
+                path = os.path.join(folder, HANDOVER_FOLDER, f"{name}.{rank}")
                 os.rename(path, path + CLAIMED)
+                os.utime(path + CLAIMED)  # it counts as new
         except OSError:
             return False
         return True

@@ -62,14 +62,16 @@ class KVCacheManager:
         The last known token is always recomputed: its logits are what the request waits for.
         `spare_blocks` must stay free, for requests that already run.
         """
-        self._claim(request)
-        found = self._find(self._reusable_hashes(request), is_whole=request.is_handed_over)
+        names = self._reusable_hashes(request)
+        found = self._find(names)
+        if not self._has_room(request, found, spare_blocks):
+            return False
+        if self._claim(request):
+            found = self._find(names, is_whole=True)
         cached = [block for block in found.values() if block is not None]
         fresh = self._blocks_for(len(request.token_ids)) - len(cached)
-        if fresh + self.pool.num_free_among(cached) + spare_blocks > self.pool.num_free:
-            return False
         self.pool.touch(cached)
-        file = request.core.handed_over if request.is_handed_over else ""
+        file = request.core.handed_over if request.handover is Handover.READ else ""
         request.block_ids = self._hold(found, fresh, file)
         request.handover = Handover.NONE
         request.block_capacity_tokens = len(request.block_ids) * self.block_tokens
@@ -90,9 +92,10 @@ class KVCacheManager:
         """
         if prefix_leader is not None and self._is_in_flight(prefix_leader.name, request):
             return prefix_leader
-        self._claim(request)
+        if request.handover is Handover.EXPECTED:
+            return None
         names = self._reusable_hashes(request)
-        found = shared = len(self._find(names, is_whole=request.is_handed_over))
+        found = shared = len(self._find(names))
         while shared < len(names) and self._is_in_flight(names[shared], request):
             shared += 1
         if shared == found:
@@ -159,12 +162,21 @@ class KVCacheManager:
         imports, self._imports = self._imports, []
         return imports
 
-    def _claim(self, request: Request) -> None:
-        """Look once whether another engine has computed its prompt. What that gave is read once: a
-        request that is preempted starts again without."""
-        if request.handover is Handover.UNKNOWN:
-            is_there = self.prefix_caching and self.claim(request.core.handed_over)
-            request.handover = Handover.CLAIMED if is_there else Handover.NONE
+    def _has_room(
+        self, request: Request, found: dict[bytes, int | None], spare_blocks: int
+    ) -> bool:
+        cached = [block for block in found.values() if block is not None]
+        fresh = self._blocks_for(len(request.token_ids)) - len(cached)
+        return fresh + self.pool.num_free_among(cached) + spare_blocks <= self.pool.num_free
+
+    def _claim(self, request: Request) -> bool:
+        """Look once whether another engine has computed its prompt, when it begins. What that gave
+        is read once: a request that is preempted starts again without."""
+        if request.handover is Handover.EXPECTED and self.prefix_caching:
+            is_there = self.claim(request.core.handed_over)
+            request.handover = Handover.READ if is_there else Handover.NONE
+            return is_there
+        return False
 
     def _find(self, names: list[bytes], *, is_whole: bool = False) -> dict[bytes, int | None]:
         """The longest run of blocks that exist for a chain of names: the device's block of each;

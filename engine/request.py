@@ -35,10 +35,10 @@ class RequestStatus(enum.Enum):
 class Handover(enum.Enum):
     """What is known of the KV that another engine has written for a request."""
 
-    UNKNOWN = enum.auto()
-    """Nobody has looked yet."""
-    CLAIMED = enum.auto()
-    """It is there, for this engine to read."""
+    EXPECTED = enum.auto()
+    """It is looked for when the request begins."""
+    READ = enum.auto()
+    """It is there, and is read by the next step."""
     NONE = enum.auto()
     """It was read, or there is none."""
 
@@ -117,7 +117,7 @@ class Request:
         """What is known of its drafts since it has its slot."""
         self.tokens_at_start = 0
         """Tokens that it had when it took its slot."""
-        self.handover = Handover.UNKNOWN if core.handed_over else Handover.NONE
+        self.handover = Handover.EXPECTED if core.handed_over else Handover.NONE
         self.slot = -1
         self.block_ids: list[int] = []
         self.block_capacity_tokens = 0
@@ -138,9 +138,12 @@ class Request:
         """Seconds from arrival to its last preemption."""
 
     @property
-    def is_handed_over(self) -> bool:
-        """All its full blocks are in files, for this engine to read."""
-        return self.handover is Handover.CLAIMED
+    def tokens_to_compute(self) -> int:
+        """That are known, and neither computed nor expected from another engine, but for the part
+        of a block."""
+        if self.handover is Handover.EXPECTED:
+            return 1
+        return self.total_tokens - self.computed
 
     @property
     def num_outputs(self) -> int:

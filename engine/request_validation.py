@@ -87,7 +87,7 @@ def _counts(request: EngineCoreRequest, max_model_len: int) -> Iterator[str]:
             f"{prompt} prompt tokens and max_tokens={request.max_tokens} "
             f"exceed the maximum context length of {max_model_len} tokens"
         )
-    samples = request.sampler.pooling is None and not request.hand_over
+    samples = request.sampler.pooling is None
     yield from _range("max_tokens", request.max_tokens, int(samples), max_model_len * samples)
     yield from _range("min_tokens", request.min_tokens, 0, INT64 - 1)
     yield from _range("failed_attempts", request.failed_attempts, 0, INT64 - 1)
@@ -115,6 +115,8 @@ def _handover(request: EngineCoreRequest) -> Iterator[str]:
             yield f"{name}={shown(value)} must have 32 hexadecimal digits"
     if (request.hand_over or request.handed_over) and request.output_token_ids:
         yield "output_token_ids: what is handed over is a prompt alone"
+    if request.hand_over and request.max_tokens != 1:
+        yield f"max_tokens={request.max_tokens} must be 1 for a prompt that is handed over"
     if request.hand_over and request.handed_over:
         yield "hand_over: it was handed over before"
 

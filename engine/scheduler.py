@@ -105,7 +105,7 @@ class Scheduler:
 
     def waiting_tokens(self) -> int:
         """Tokens known but not computed, over all requests."""
-        return sum(r.total_tokens - r.computed for r in self.requests.values())
+        return sum(r.tokens_to_compute for r in self.requests.values())
 
     # ---------------------------------------------------------------- requests come and go
 

@@ -141,7 +141,7 @@ class EngineCoreRequest(
     """Read by the ingress alone: where the KV of a part of the prompt probably is."""
     hand_over: str = ""
     """The engine computes the prompt, which fills its blocks, writes their KV under this name, and
-    ends the request, whose `max_tokens` is 0: another engine continues."""
+    ends the request with the one token that it may have: another engine continues."""
     handed_over: str = ""
     """The name under which another engine has written the KV of all full blocks before the prompt's
     last token; if it is not there, they are computed."""

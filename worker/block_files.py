@@ -1,20 +1,22 @@
 """KV blocks that one engine writes for another one: a file for each request and worker.
 
-    folder / NAME.RANK          written by the worker RANK of the engine that computed the prompt
-    folder / NAME.RANK.claimed  the engine that continues has seen that all parts are there
-                                (`engine/handover_files.py`); its worker RANK reads the part
+    swell-kv / NAME.RANK          written by the worker RANK of the engine that computed the prompt
+    swell-kv / NAME.RANK.claimed  the engine that continues has seen that all parts are there
+                                  (`engine/handover_files.py`); its worker RANK reads the part
 
 A file has, for each cache of the worker, its part of all blocks, one behind the other. It appears
 whole under its name, and is removed by its reader. What nobody reads is removed by the next writer,
-once it is old. The folder is one that the hosts of both engines see; it is for its owner alone.
+once it is old. `swell-kv`, for its owner alone, is in a folder that the hosts of both engines see.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from io import RawIOBase
 from pathlib import Path
 
 import numpy as np
@@ -23,20 +25,31 @@ from torch import Tensor
 
 from swell.configs.log import StructuredLogger
 from swell.worker.kv_cache import block_rows
-from swell.worker.wire import CLAIMED, BlockFile
+from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, BlockFile
 
-MAX_AGE_S = 300.0
-"""A file that is older was written for a request that has ended."""
+MAX_AGE_S = 120.0
+"""A file that is older was written for a request that has ended, or that waits for too long."""
+_OURS = re.compile(r"\.?[0-9a-f]{32}\.[0-9]+(\.claimed|\.[0-9]+)?")
+_STAGED_BLOCKS = 512
+"""As many at once are on a GPU twice, of one layer."""
 
 
 class BlockFiles:
     """Those of one worker."""
 
-    def __init__(self, caches: Sequence[Tensor], folder: str, rank: int, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        caches: Sequence[Tensor],
+        folder: str,
+        rank: int,
+        limit_bytes: int,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
         """`caches`: all that a block has on the device, each [blocks, ...]; `limit_bytes`: of the
-        files of workers with this rank, in the folder."""
+        files of workers with this rank, in the folder; `progress` is called now and then."""
         self._caches = caches
-        self._folder = Path(folder)
+        self._folder = Path(folder, HANDOVER_FOLDER)
+        self._progress = progress
         self._rank = rank
         self._limit_bytes = limit_bytes
         self._block_bytes = [cache[:1].numel() * cache.element_size() for cache in caches]
@@ -77,32 +90,40 @@ class BlockFiles:
                 f"{path} has {size} bytes: no {max(file.places) + 1} blocks of {per_block}"
             )
         for cache, block_bytes in zip(self._caches, self._block_bytes, strict=True):
-            shape = (count, block_bytes)
-            blocks = np.memmap(path, np.uint8, "r", offset, shape)[file.places]
+            stored = np.memmap(path, np.uint8, "r", offset, (count, block_bytes))
             offset += count * block_bytes
-            if cache.is_cuda:
-                places = torch.tensor(file.block_ids, device=cache.device)
-                block_rows(cache).index_copy_(0, places, torch.from_numpy(blocks).to(cache.device))
-            else:  # by one thread: torch's would wait for each other longer than this takes
-                block_rows(cache).numpy()[file.block_ids] = blocks
+            for places, blocks in _parts(file.places, file.block_ids):
+                if cache.is_cuda:
+                    staged = torch.from_numpy(stored[places]).to(cache.device)
+                    targets = torch.tensor(blocks, device=cache.device)
+                    block_rows(cache).index_copy_(0, targets, staged)
+                else:  # by one thread: torch's would wait for each other longer than this takes
+                    block_rows(cache).numpy()[blocks] = stored[places]
+                self._progress()
 
     def _write(self, path: Path, block_ids: Sequence[int]) -> None:
+        """Raises OSError unless all of it is there."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as out:
+        with os.fdopen(descriptor, "wb", buffering=0) as out:
             for cache in self._caches:
                 rows = block_rows(cache)
-                if cache.is_cuda:
-                    places = torch.tensor(block_ids, device=cache.device)
-                    rows.index_select(0, places).cpu().numpy().tofile(out)
-                else:
-                    rows.numpy()[block_ids].tofile(out)
+                for blocks, _ in _parts(block_ids, block_ids):
+                    if cache.is_cuda:
+                        places = torch.tensor(blocks, device=cache.device)
+                        staged = rows.index_select(0, places).cpu().numpy()
+                    else:
+                        staged = rows.numpy()[blocks]
+                    _write_all(out, staged.data.cast("B"))
+                    self._progress()
 
     def _remove_old(self) -> int:
         """Remove what nobody has read; bytes of what stays of workers with this rank."""
         oldest_s, size = time.time() - MAX_AGE_S, 0
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):
+                if not _OURS.fullmatch(entry.name):
+                    continue
+                with suppress(OSError):
                     found = entry.stat()
                     if found.st_mtime < oldest_s:
                         os.unlink(entry.path)
@@ -112,3 +133,14 @@ class BlockFiles:
 
     def _path(self, name: str, end: str = "") -> Path:
         return self._folder / f"{name}.{self._rank}{end}"
+
+
+def _parts(places: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    for start in range(0, len(places), _STAGED_BLOCKS):
+        end = start + _STAGED_BLOCKS
+        yield list(places[start:end]), list(blocks[start:end])
+
+
+def _write_all(out: RawIOBase, data: memoryview) -> None:
+    while data:
+        data = data[out.write(data) :]

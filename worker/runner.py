@@ -24,6 +24,7 @@ from swell.worker.drafting.draft_runner import StepHidden
 from swell.worker.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
 from swell.worker.feedback import PendingSends, make_feedback
 from swell.worker.forward import HeadOutput, make_forward
+from swell.worker.groups import GroupError
 from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.lora import NO_ADAPTERS, AdapterNotLoaded, AdapterSlots, NoAdapters
 from swell.worker.mesh import Mesh
@@ -216,7 +217,10 @@ class ModelRunner:
             self._offload.apply(plan.copies)
         for file in plan.imports:
             assert self._block_files is not None, "the engine has looked for the file"
-            self._block_files.read(file)
+            try:
+                self._block_files.read(file)
+            except OSError as error:  # the engine begins anew: it is no fault of this worker
+                raise GroupError(f"blocks of another engine cannot be read: {error}") from error
         for row in plan.new_rows:
             self.failed.forget(row.slot)
             try:

@@ -57,6 +57,8 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     target_block: int
 
 
+HANDOVER_FOLDER = "swell-kv"
+"""Where files of blocks are, in `cache.handover_folder`."""
 CLAIMED = ".claimed"
 """The end of the name of a file of blocks that an engine is about to read."""
 

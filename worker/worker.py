@@ -206,7 +206,11 @@ class Worker:
             self._offload = OffloadStore(caches, offload_blocks, cache.offload_folder)
         if cache.handover_folder is not None:
             self._block_files = BlockFiles(
-                caches, cache.handover_folder, self.rank, cache.handover_bytes
+                caches,
+                cache.handover_folder,
+                self.rank,
+                cache.handover_bytes,
+                self._count_progress,
             )
         self._start_runner()
 

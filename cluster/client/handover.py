@@ -5,7 +5,8 @@
                         └── fail: the next attempt computes everything, or begins anew
 
 The engine that computes gets the tokens of the prompt's full blocks, without the last token, whose
-logits the other one needs; it writes their KV under a name that no other attempt has. An engine of
+logits the other one needs; it writes their KV under a name that no other attempt has. It samples a
+token that nobody gets, so that a prompt whose logits are no numbers fails there. An engine of
 another version does not read it. Where it is not there, the prompt is computed again.
 """
 
@@ -41,11 +42,11 @@ class Handover:
         self._request_id = request.request_id
         self._name = ""
         self._block_tokens = 1
-        self._written_by = self._version = ""
-        """The versions of the engine that wrote, and of the present one."""
+        self.version: str | None = None
+        """Of both engines, until it ends or fails."""
+        self._present_version = ""
+        """Of the engine of the present attempt."""
         self._attempts = 0
-        self.completed = 0
-        """How often the prompt was computed for another engine."""
         self.is_prefilling = False
         self.is_ready = False
 
@@ -59,8 +60,10 @@ class Handover:
         """Of the engine that the next attempt needs."""
         return Role.PREFILL if self.is_prefilling else Role.DECODE
 
-    def begin(self, block_tokens: int) -> None:
-        """The next attempt computes the prompt of the request for another engine."""
+    def begin(self, block_tokens: int, version: str) -> None:
+        """The next attempt computes the prompt of the request for another engine of this
+        version."""
+        self.version = version
         self._attempts += 1
         name = f"{self._request_id} {self._attempts}".encode()
         self._name = hashlib.blake2b(name, digest_size=_DIGEST_BYTES).hexdigest()
@@ -69,17 +72,16 @@ class Handover:
 
     def assign(self, version: str) -> None:
         """An attempt begins on an engine of this version."""
-        self._version = version
+        self._present_version = version
 
     def end(self) -> None:
         """The attempt has written what it computed."""
-        self._written_by = self._version
-        self.completed += 1
         self.is_prefilling, self.is_ready = False, True
 
     def fail(self) -> None:
         """The attempt has ended otherwise; what was written is read at most once."""
         self.is_prefilling = self.is_ready = False
+        self.version = None
 
     def engine_request(self, request: EngineCoreRequest) -> EngineCoreRequest:
         """What the engine of the present attempt gets."""
@@ -89,13 +91,13 @@ class Handover:
                 request.request_id,
                 request.prompt_token_ids[: (len(request.prompt_token_ids) - 1) // size * size],
                 SamplerParams(),
-                max_tokens=0,
+                max_tokens=1,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 adapter=request.adapter,
                 keep_blocks=request.keep_blocks,
                 hand_over=self._name,
             )
-        if self.is_ready and self._written_by == self._version:
+        if self.is_ready and self.version == self._present_version:
             return replace(request, handed_over=self._name)
         return request

@@ -128,7 +128,7 @@ class OutputProcessor:
             if output.finish_reason is FinishReason.ABORT:
                 result.dropped.append(state)
                 continue
-            if state.handover.is_prefilling and output.finish_reason is FinishReason.STOP:
+            if state.handover.is_prefilling and output.finish_reason is FinishReason.LENGTH:
                 state.num_cached_tokens = output.num_cached_tokens
                 result.prefilled.append(state)
                 continue

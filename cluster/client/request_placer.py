@@ -103,10 +103,13 @@ class RequestPlacer:
         """Begin the request's next attempt, or keep the request until there is an engine. Attempts
         after the first may run on any engine of the answer's version."""
         request, version = state.request, state.answer_version.required
+        if request.prefix_hint is not None and state.attempt == 1:
+            self._router.learn(request.prompt_token_ids, request.cache_salt, request.prefix_hint)
         max_tokens = request.max_tokens - len(state.output_token_ids)
         rank = None if state.ranks or version is not None else request.data_parallel_rank
         if self._splits_prompts and rank is None and not state.output_token_ids:
             self._split(state, version, max_tokens)
+            version = state.handover.version or version
         try:
             route = self._router.choose(
                 request.request_id,
@@ -115,7 +118,6 @@ class RequestPlacer:
                 rank=rank,
                 version=version,
                 max_tokens=max_tokens,
-                hint=request.prefix_hint if state.attempt == 1 else None,
                 role=state.handover.role,
                 is_handed_over=state.handover.is_ready,
             )
@@ -128,19 +130,24 @@ class RequestPlacer:
         state.assign(engine, member.version, route, now_s)
         state.journey.add(JourneyEventType.ROUTED, now_s, *state.placement)
         self._client.send(engine, state.engine_request())
-        if state.attempt > 1 + state.handover.completed:
+        if state.is_moved:
+            state.is_moved = False
             self._metrics.resubmitted()
 
     def _split(self, state: RequestState, version: str | None, max_tokens: int) -> None:
         """Decide whether one engine computes the prompt and another one continues."""
-        request = state.request
-        if state.handover.may_begin and self._router.splits(
-            request.prompt_token_ids,
-            salt=request.cache_salt,
-            version=version,
-            max_tokens=max_tokens,
-        ):
-            state.handover.begin(self._config.cache.block_tokens)
+        request, handover = state.request, state.handover
+        if handover.version is not None and not self._router.can_place(handover.version):
+            handover.fail()
+        if handover.may_begin:
+            found = self._router.version_to_split(
+                request.prompt_token_ids,
+                salt=request.cache_salt,
+                version=version,
+                max_tokens=max_tokens,
+            )
+            if found is not None:
+                handover.begin(self._config.cache.block_tokens, found)
 
     def continue_elsewhere(self, states: Iterable[RequestState]) -> None:
         """The prompts of these requests were computed; another engine continues."""

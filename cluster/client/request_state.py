@@ -110,6 +110,8 @@ class RequestState:
         """Such attempts in a row that ended without a token."""
         self.output_token_ids: list[int] = []
         self.handover = Handover(request)
+        self.is_moved = False
+        """Its last attempt was ended, and the next one has not begun."""
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -162,6 +164,7 @@ class RequestState:
         there, or its outputs could not be handled. A link that loses messages, however often, ends
         no request."""
         self._end_attempt()
+        self.is_moved = True
         self.handover.fail()
         if len(self.output_token_ids) > self._tokens_before_attempt:
             self.failed_attempts = self.unread_attempts = 0

@@ -135,15 +135,13 @@ class Router:
         rank: int | None = None,
         version: str | None = None,
         max_tokens: int = 0,
-        hint: PrefixHint | None = None,
         role: Role = Role.DECODE,
         is_handed_over: bool = False,
     ) -> Route:
         """Choose an engine, and count the request's load there until the route is released. With
         `rank`, that engine; with `version`, one that may continue an answer of it. `max_tokens`:
-        how many the answer may still get. `hint`: who has computed the prompt's beginning, for
-        another ingress; `is_handed_over`: any engine can read the KV of the prompt. Raises
-        NoEngine."""
+        how many the answer may still get. `is_handed_over`: any engine can read the KV of the
+        prompt. Raises NoEngine."""
         active = self.active_ranks
         if rank is not None and rank not in active:
             raise NoEngine(f"engine {rank} takes no requests; active: {active}")
@@ -154,9 +152,6 @@ class Router:
             which = "engine" if version is None else f"engine of version {version}"
             raise NoEngine(f"no {which} takes requests now")
         prompt = PromptBlocks(token_ids, self._block_tokens, salt)
-        if hint is not None and (holder := self._engines.get(hint.rank)) is not None:
-            names = prompt.names[: hint.num_tokens // self._block_tokens]
-            holder.record_prefix(names, holder.cached_blocks(names))
         if rank is None:
             rank = self._pick(request_id, prompt, candidates)
         engine = self._engines[rank]
@@ -167,21 +162,38 @@ class Router:
         engine.record_prefix(prompt.names, known)
         return Route(rank, tokens, engine, blocks, engine.num_reports)
 
-    def splits(
+    def learn(self, token_ids: Sequence[int], salt: str | None, hint: PrefixHint) -> None:
+        """An engine has computed the beginning of a prompt, for another ingress."""
+        holder = self._engines.get(hint.rank)
+        if holder is not None:
+            known = token_ids[: hint.num_tokens]
+            names = PromptBlocks(known, self._block_tokens, salt).names
+            holder.record_prefix(names, holder.cached_blocks(names))
+
+    def version_to_split(
         self, token_ids: Sequence[int], *, salt: str | None, version: str | None, max_tokens: int
-    ) -> bool:
-        """Whether one engine should compute this prompt, and another one continue: both are there,
-        and the one that continues lacks much of it."""
+    ) -> str | None:
+        """The version of two engines of which one should compute this prompt, and another one
+        continue: both are there, and the one that continues lacks much of it. None: one engine
+        should do both."""
         least = max(self._prefill_min_tokens, self._block_tokens + 1)
         if not self._prefill_engines or len(token_ids) < least:
-            return False
+            return None
         candidates = self._candidates(version, len(token_ids) + max_tokens)
         prefill, decode = (self._of_role(candidates, role) for role in Role)
-        if not prefill.ranks or not decode.ranks:
-            return False
+        found = self._common_version(prefill, decode)
+        if found is None:
+            return None
         names = PromptBlocks(token_ids, self._block_tokens, salt).names
         known = self._index.longest(names, decode.as_set) * self._block_tokens
-        return len(token_ids) - known >= self._prefill_min_tokens
+        return found if len(token_ids) - known >= self._prefill_min_tokens else None
+
+    def _common_version(self, prefill: Candidates, decode: Candidates) -> str | None:
+        """Of an engine of each kind."""
+        members = self._roster.members
+        of_prefill = {m.version for m in members if m.rank in prefill.as_set}
+        of_decode = {m.version for m in members if m.rank in decode.as_set}
+        return next(iter(sorted(of_prefill & of_decode)), None)
 
     def _of_role(self, candidates: Candidates, role: Role) -> Candidates:
         if not self._prefill_engines:

@@ -59,7 +59,7 @@ def main() -> None:
             for pair in range(args.pairs + 1):
                 one, two, name = prompt(2 * pair), prompt(2 * pair + 1), f"{pair:032x}"
                 whole = one[:PROMPT_TOKENS]
-                write_s = seconds(first, whole, 0, hand_over=name)
+                write_s = seconds(first, whole, 1, hand_over=name)
                 read_s = seconds(second, one, 1, handed_over=name)
                 plain_s = seconds(first, two[:PROMPT_TOKENS], 1)
                 compute_s = seconds(second, two, 1)

@@ -275,9 +275,6 @@ class FakeEngine(_Threaded):
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request_id, (peer, request, tokens) in list(self.requests.items()):
             reason, found, new = None, [], 0
-            if request.hand_over:
-                assert request.max_tokens == 0 and not tokens
-                reason = FinishReason.STOP
             while reason is None and new < self.tokens_at_once:
                 tokens.append(self._draw(request, tokens))
                 new += 1

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from swell.worker.wire import HANDOVER_FOLDER
 from tests.cluster.api.otlp_collector import Collector, start_collector
 from tests.e2e.cluster import NANO, Cluster
 from tests.e2e.test_splits import assert_equal_to_transformers
@@ -64,7 +65,7 @@ def cluster(collector: Collector, folder: str) -> Iterator[Cluster]:
 
 def test_answers_equal_transformers(cluster, heldout, truth, folder):
     assert_equal_to_transformers(cluster, heldout, truth)
-    assert not os.listdir(folder), "each file was read"
+    assert not os.listdir(f"{folder}/{HANDOVER_FOLDER}"), "each file was read"
 
 
 def test_the_second_engine_continues_what_the_first_one_has_computed(cluster, folder):
@@ -77,7 +78,7 @@ def test_the_second_engine_continues_what_the_first_one_has_computed(cluster, fo
         events = answer.json()["timings"]["choices"][0]["events"]
         (moved,) = [event for event in events if event["event"] == "resubmitted"]
         assert moved["reason"] == "its prompt was computed, and another engine continues"
-    assert not os.listdir(folder)
+    assert not os.listdir(f"{folder}/{HANDOVER_FOLDER}")
 
 
 def ended(cluster: Cluster) -> set[float]:

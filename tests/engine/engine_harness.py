@@ -255,7 +255,7 @@ class EngineHarness:
         block_tokens = self._engines[0]._engine.core.config.cache.block_tokens
         if llm is None or not handover.may_begin or len(request.prompt_token_ids) <= block_tokens:
             return request
-        handover.begin(block_tokens)
+        handover.begin(block_tokens, "")
         handover.assign("")
         core = llm._engine.core
         assert core.add_request(handover.engine_request(request), CLIENT) is None

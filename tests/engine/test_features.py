@@ -284,7 +284,8 @@ class Site:
     def close(self) -> None:
         for llm in (*self.engines, *([self.prefill] if self.prefill else ())):
             llm.close()
-        assert not os.listdir(self._folder.name), "each file was read"
+        files = [name for _, _, names in os.walk(self._folder.name) for name in names]
+        assert not files, "each file was read"
         self._folder.cleanup()
 
 

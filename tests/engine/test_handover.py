@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from swell.engine.executor import GroupBroken
 from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import SamplerParams
-from swell.worker.wire import CLAIMED
+from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, GroupPlan
 from tests.engine.engine_harness import CLIENT, LLM, engine
 
 PROMPT = [3 + (index * 37) % 200 for index in range(70)]
@@ -57,15 +58,15 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 class Pair:
     def __init__(self, folder: Path, **overrides: Any) -> None:
-        self.folder = folder / "handover"
-        options = {"cache__handover_folder": str(self.folder), **overrides}
+        self.folder = folder / "handover" / HANDOVER_FOLDER
+        options = {"cache__handover_folder": str(self.folder.parent), **overrides}
         self.prefill, self.decode = engine(**options), engine(**options)
 
     def hand_over(self, name: str = NAME, prompt: list[int] = PROMPT) -> list[str]:
         """The files that are there then."""
         whole = prompt[: (len(prompt) - 1) // 16 * 16]
-        out = run(self.prefill, request("p", whole, 0, hand_over=name, sampler=SamplerParams()))
-        assert out["p"][0] == []
+        out = run(self.prefill, request("p", whole, 1, hand_over=name, sampler=SamplerParams()))
+        assert len(out["p"][0]) == 1
         return self.files
 
     def go_on(self, id: str = "a", name: str = NAME, **fields: Any) -> tuple[list[int], int]:
@@ -201,12 +202,12 @@ def test_a_writer_without_room_costs_nothing(tmp_path: Path, truth: list[int]) -
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"hand_over": "../x", "max_tokens": 0}, "hand_over"),
+        ({"hand_over": "../x", "max_tokens": 1}, "hand_over"),
         ({"handed_over": NAME + "0"}, "handed_over"),
         ({"hand_over": NAME, "max_tokens": 4}, "max_tokens"),
-        ({"hand_over": NAME, "max_tokens": 0, "output_token_ids": [1]}, "output_token_ids"),
+        ({"hand_over": NAME, "max_tokens": 2, "output_token_ids": [1]}, "output_token_ids"),
         ({"handed_over": NAME, "output_token_ids": [1]}, "output_token_ids"),
-        ({"hand_over": NAME, "max_tokens": 0, "handed_over": NAME}, "hand_over"),
+        ({"hand_over": NAME, "max_tokens": 1, "handed_over": NAME}, "hand_over"),
     ],
 )
 def test_what_engines_refuse(fields: dict[str, Any], field: str) -> None:
@@ -214,3 +215,64 @@ def test_what_engines_refuse(fields: dict[str, Any], field: str) -> None:
         answer = llm._engine.core.add_request(request("a", PROMPT, **fields), CLIENT)
         assert answer is not None and answer.finish_reason is FinishReason.ERROR
         assert str(answer.stop_reason).startswith(field)
+
+
+def test_what_cannot_be_read_costs_a_recompute(tmp_path: Path, truth: list[int]) -> None:
+    """And for a while nothing is read: each time costs the engine its cache."""
+    for split in SPLITS.values():
+        pair = Pair(tmp_path / str(len(split)) / "-".join(split), **split)
+        core = pair.decode._engine.core
+        now_s = 0.0
+        core._reads._clock = lambda: now_s  # noqa: B023
+        for wait_s, is_read in ((0.0, True), (59.0, False), (2.0, True), (119.0, False)):
+            now_s += wait_s
+            before = core._reads._not_before
+            pair.hand_over()
+            for name in pair.files[-1:]:
+                path = pair.folder / name
+                path.write_bytes(path.read_bytes()[:-4])
+            assert go_on_after_failures(pair) == truth
+            assert (core._reads._not_before > before) == is_read
+            for name in pair.files:
+                (pair.folder / name).unlink()
+            core.reset()
+        pair.close()
+
+
+def go_on_after_failures(pair: Pair) -> list[int]:
+    """What the server does when groups break: it forms them again."""
+    core = pair.decode._engine.core
+    assert core.add_request(request("a", PROMPT, handed_over=NAME), CLIENT) is None
+    tokens: list[int] = []
+    while core.has_work:
+        try:
+            outputs = core.step()
+        except GroupBroken:
+            core.regroup(GroupPlan(generation=0))
+            continue
+        for output in outputs.get(CLIENT, []):
+            assert output.finish_reason is not FinishReason.ERROR, output.stop_reason
+            tokens += output.new_token_ids
+    return tokens
+
+
+def test_a_request_that_waits_for_blocks_has_claimed_nothing(
+    tmp_path: Path, truth: list[int]
+) -> None:
+    pair = Pair(tmp_path, cache__memory_bytes=400_000)
+    core = pair.decode._engine.core
+    num_blocks = core.scheduler.kv.pool.num_blocks
+    long = [7] * ((num_blocks - 2) * 16)
+    assert core.add_request(request("long", long, 16), CLIENT) is None
+    core.step()
+    files = pair.hand_over()
+    assert core.add_request(request("a", PROMPT, handed_over=NAME), CLIENT) is None
+    core.step()
+    assert pair.files == files
+    assert core.scheduler.waiting_tokens() < 40, "what is read is not computed"
+    tokens: list[int] = []
+    while core.has_work:
+        for output in core.step().get(CLIENT, []):
+            tokens += output.new_token_ids if output.request_id == "a" else []
+    assert tokens == truth and pair.files == []
+    pair.close()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from swell.worker import block_files
 from swell.worker.block_files import MAX_AGE_S, BlockFiles
-from swell.worker.wire import CLAIMED, BlockFile
+from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, BlockFile
 
 NAME, BLOCKS = "ab" * 16, 10
 
@@ -23,11 +26,11 @@ def caches(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def files(cache: list[torch.Tensor], folder: Path, rank: int = 0, limit: int = 10**6) -> BlockFiles:
-    return BlockFiles(cache, str(folder / "files"), rank, limit)
+    return BlockFiles(cache, str(folder), rank, limit)
 
 
 def claim(folder: Path, rank: int = 0) -> None:
-    path = folder / "files" / f"{NAME}.{rank}"
+    path = folder / HANDOVER_FOLDER / f"{NAME}.{rank}"
     path.rename(path.with_name(path.name + CLAIMED))
 
 
@@ -42,27 +45,27 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype) ->
         assert torch.equal(to[4], of[0]) and torch.equal(to[8], of[2])
         others = [0, 1, 2, 3, 5, 6, 7, 9]
         assert torch.equal(to[others], old[others])
-    assert not os.listdir(tmp_path / "files")
+    assert not os.listdir(tmp_path / HANDOVER_FOLDER)
 
 
 def test_nothing_is_needed_of_it(tmp_path: Path) -> None:
     files(caches(1), tmp_path).write(BlockFile(NAME, [0], [7]))
     claim(tmp_path)
     files(caches(2), tmp_path).read(BlockFile(NAME, [], []))
-    assert not os.listdir(tmp_path / "files")
+    assert not os.listdir(tmp_path / HANDOVER_FOLDER)
 
 
 def test_a_stage_without_a_cache_has_an_empty_file(tmp_path: Path) -> None:
     files([], tmp_path).write(BlockFile(NAME, [0], [7]))
     claim(tmp_path)
     files([], tmp_path).read(BlockFile(NAME, [0], [3]))
-    assert not os.listdir(tmp_path / "files")
+    assert not os.listdir(tmp_path / HANDOVER_FOLDER)
 
 
 def test_what_was_cut_off_is_an_error(tmp_path: Path) -> None:
     files(caches(1), tmp_path).write(BlockFile(NAME, [0, 1], [7, 8]))
     claim(tmp_path)
-    path = tmp_path / "files" / f"{NAME}.0{CLAIMED}"
+    path = tmp_path / HANDOVER_FOLDER / f"{NAME}.0{CLAIMED}"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(OSError, match="no 2 blocks"):
         files(caches(2), tmp_path).read(BlockFile(NAME, [0, 1], [1, 2]))
@@ -70,7 +73,7 @@ def test_what_was_cut_off_is_an_error(tmp_path: Path) -> None:
 
 def test_others_may_not_look(tmp_path: Path) -> None:
     files(caches(1), tmp_path).write(BlockFile(NAME, [0], [7]))
-    folder = tmp_path / "files"
+    folder = tmp_path / HANDOVER_FOLDER
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / f"{NAME}.0").stat().st_mode & 0o777 == 0o600
 
@@ -81,7 +84,7 @@ def test_there_are_never_more_bytes_than_there_may_be(tmp_path: Path) -> None:
     for number in range(4):
         writer.write(BlockFile(f"{number:032x}", [0], [7]))
     files(caches(1), tmp_path, rank=1, limit=2 * 524).write(BlockFile(NAME, [0], [7]))
-    found = sorted(os.listdir(tmp_path / "files"))
+    found = sorted(os.listdir(tmp_path / HANDOVER_FOLDER))
     assert found == [f"{0:032x}.0", f"{1:032x}.0", f"{NAME}.1"]
 
 
@@ -90,13 +93,65 @@ def test_what_nobody_reads_is_removed(tmp_path: Path) -> None:
     writer.write(BlockFile(NAME, [0], [7]))
     claim(tmp_path)
     old_s = time.time() - MAX_AGE_S - 1
-    (tmp_path / "files" / ".left.0.123").write_bytes(b"half")
-    for name in os.listdir(tmp_path / "files"):
-        os.utime(tmp_path / "files" / name, (old_s, old_s))
+    (tmp_path / HANDOVER_FOLDER / f".{NAME}.0.123").write_bytes(b"half")
+    for name in os.listdir(tmp_path / HANDOVER_FOLDER):
+        os.utime(tmp_path / HANDOVER_FOLDER / name, (old_s, old_s))
     writer.write(BlockFile("cd" * 16, [0], [7]))
-    assert os.listdir(tmp_path / "files") == ["cd" * 16 + ".0"]
+    assert os.listdir(tmp_path / HANDOVER_FOLDER) == ["cd" * 16 + ".0"]
 
 
 def test_a_disk_that_fails_costs_nothing(tmp_path: Path) -> None:
-    (tmp_path / "files").write_text("no folder")
+    (tmp_path / HANDOVER_FOLDER).write_text("no folder")
     files(caches(1), tmp_path).write(BlockFile(NAME, [0], [7]))
+
+
+def test_nothing_else_is_removed(tmp_path: Path) -> None:
+    """Whatever stands there, and however old it is."""
+    others = [
+        tmp_path / "model.safetensors",
+        tmp_path / f"{NAME}.0",
+        tmp_path / HANDOVER_FOLDER / "notes.txt",
+        tmp_path / HANDOVER_FOLDER / "lost+found",
+    ]
+    (tmp_path / HANDOVER_FOLDER / "lost+found").mkdir(parents=True)
+    for other in others[:3]:
+        other.write_text("a")
+    for other in others:
+        os.utime(other, (0, 0))
+    files(caches(1), tmp_path).write(BlockFile(NAME, [0], [7]))
+    assert all(other.exists() for other in others)
+    assert (tmp_path / HANDOVER_FOLDER / f"{NAME}.0").exists()
+
+
+@pytest.mark.parametrize("room", [0, 3 * 4, 500, 524 * 3 - 4])
+def test_a_full_disk_leaves_no_file(tmp_path: Path, room: int) -> None:
+    """Also one that is full for a moment: the next cache would be written behind a hole."""
+    writer = files(caches(1), tmp_path)
+    left = [room]
+
+    def write(out: Any, data: memoryview) -> None:
+        if len(data) > left[0]:
+            out.write(data[: left[0]])
+            left[0] = 10**6  # there is room again
+            raise OSError(28, "No space left on device")
+        left[0] -= len(data)
+        out.write(data)
+
+    with patch.object(block_files, "_write_all", write):
+        writer.write(BlockFile(NAME, [0, 1, 2], [7, 8, 9]))
+    assert not os.listdir(tmp_path / HANDOVER_FOLDER)
+
+
+def test_a_real_full_disk_is_an_error() -> None:
+    with open("/dev/full", "wb", buffering=0) as out, pytest.raises(OSError, match="No space"):
+        block_files._write_all(out, memoryview(b"abc"))
+
+
+def test_more_blocks_than_are_staged_at_once(tmp_path: Path) -> None:
+    with patch.object(block_files, "_STAGED_BLOCKS", 3):
+        source, target = caches(1), caches(2)
+        files(source, tmp_path).write(BlockFile(NAME, [*range(8)], [*range(8)]))
+        claim(tmp_path)
+        files(target, tmp_path).read(BlockFile(NAME, [7, 6, 5, 4, 3, 2, 1, 0], [*range(1, 9)]))
+        for of, to in zip(source, target, strict=True):
+            assert torch.equal(to[1:9], of[:8].flip(0))

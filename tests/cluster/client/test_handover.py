@@ -7,13 +7,17 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from msgspec.structs import replace
 
 from swell.cluster.client.handover import MAX_PREFILLS, Handover
 from swell.cluster.client.routable_engines import Role
+from swell.coordinator import roster as rosters
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import PoolingParams, SamplerParams
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
+from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
 
 LONG = [*range(1, 40)]
@@ -46,7 +50,7 @@ def test_one_engine_computes_the_prompt_and_another_one_continues(tmp_path: Path
             assert answer.json()["choices"][0]["token_ids"] == truth(LONG, 6)
             assert answer.headers["x-swell-engine"] == "0,1"
             (first,), (second,) = prefill.arrived, decode.arrived
-            assert first.prompt_token_ids == LONG[:36] and first.max_tokens == 0
+            assert first.prompt_token_ids == LONG[:36] and first.max_tokens == 1
             assert second.prompt_token_ids == LONG and second.attempt == 2
             assert first.hand_over == second.handed_over != ""
             assert not first.handed_over and not second.hand_over
@@ -193,7 +197,7 @@ def request(**fields: Any) -> EngineCoreRequest:
 def test_an_engine_of_another_version_reads_nothing() -> None:
     for version in ("one", "two"):
         handover = Handover(request())
-        handover.begin(4)
+        handover.begin(4, "one")
         handover.assign("one")
         handover.end()
         handover.assign(version)
@@ -203,7 +207,7 @@ def test_an_engine_of_another_version_reads_nothing() -> None:
 def test_a_prompt_is_computed_for_others_a_few_times_only() -> None:
     handover, names = Handover(request()), set()
     while handover.may_begin:
-        handover.begin(4)
+        handover.begin(4, "one")
         assert handover.role is Role.PREFILL and not handover.may_begin
         names.add(handover.engine_request(request()).hand_over)
         handover.fail()
@@ -221,3 +225,62 @@ def test_a_prompt_is_computed_for_others_a_few_times_only() -> None:
 )
 def test_answers_that_have_something_of_the_prompt_are_not_split(fields: dict[str, Any]) -> None:
     assert not Handover(request(**fields)).may_begin
+
+
+def test_engines_of_one_version_hand_over(tmp_path: Path) -> None:
+    """While an upgrade replaces one after the other."""
+
+    async def test() -> None:
+        async with cluster(tmp_path).serving() as found:
+            engines = [found.start(rank) for rank in range(3)]
+            versions = ("new", "old", "new")
+            members = [
+                replace(engine.member, version=version)
+                for engine, version in zip(engines, versions, strict=True)
+            ]
+            await found.change(lambda now: rosters.join(now, members))
+            for first in range(50, 56):
+                prompt = [first, *LONG]
+                assert await ids_of(found, body(prompt, 4)) == truth(prompt, 4)
+            assert len(engines[0].arrived) == len(engines[2].arrived) == 6
+            assert not engines[1].arrived
+            assert all(core.handed_over for core in engines[2].arrived)
+
+    asyncio.run(test())
+
+
+def test_no_two_engines_of_one_version(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path).serving() as found:
+            engines = [found.start(rank) for rank in range(2)]
+            members = [
+                replace(engine.member, version=f"v{rank}") for rank, engine in enumerate(engines)
+            ]
+            await found.change(lambda now: rosters.join(now, members))
+            assert await ids_of(found, body(LONG, 4)) == truth(LONG, 4)
+            assert not any(core.hand_over for engine in engines for core in engine.arrived)
+
+    asyncio.run(test())
+
+
+def test_a_session_is_not_computed_for_an_engine_that_has_it(tmp_path: Path) -> None:
+    """Which another ingress knows only by the session."""
+    store = StoreOfTest()
+
+    async def test() -> None:
+        split = cluster(tmp_path)
+        split.store = store.new_handle()
+        async with split.serving() as found:
+            prefill, _decode = [await found.join(rank) for rank in (0, 1)]
+            id = (await found.client.post("/v1/sessions", json={})).json()["id"]
+            first = await ids_of(found, body(LONG, 4, session_id=id))
+            assert len(prefill.arrived) == 1
+            other = found.another_ingress(store.new_handle())
+            async with other as (_ingress, url), httpx.AsyncClient(base_url=url) as client:
+                asked = body(SHORT, 4, session_id=id, return_token_ids=True)
+                answer = (await client.post(COMPLETIONS, json=asked)).json()
+                whole = [*LONG, *first, *SHORT]
+                assert answer["choices"][0]["token_ids"] == truth(whole, 4)
+            assert len(prefill.arrived) == 1
+
+    asyncio.run(test())

@@ -1,0 +1,42 @@
+"""Whether an engine reads KV that others have written: not for a while after steps that read some
+were lost. A file that cannot be read costs the engine its cache, and more such may come. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swell.worker.wire import SchedulerOutput
+
+_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
+
+
+class ReadsOfFiles:
+    """Of one engine."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._in_flight: set[int] = set()
+        """Steps that read some."""
+        self._pause_s = _PAUSE_S
+        self._not_before = float("-inf")
+
+    def limit(self, claim: Callable[[str], bool]) -> Callable[[str], bool]:
+        """Claims no file while none is read."""
+        return lambda name: self._clock() >= self._not_before and claim(name)
+
+    def on_plan(self, plan: SchedulerOutput) -> None:
+        """The step is executed now."""
+        if plan.imports:
+            self._in_flight.add(plan.step)
+
+    def on_result(self, plan: SchedulerOutput) -> None:
+        if plan.imports:
+            self._in_flight.discard(plan.step)
+            self._pause_s = _PAUSE_S
+
+    def on_loss(self) -> None:
+        """The steps in flight are lost, perhaps by what one of them read."""
+        if self._in_flight:
+            self._in_flight.clear()
+            self._not_before = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
