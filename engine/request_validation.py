@@ -116,7 +116,7 @@ def _handover(request: EngineCoreRequest) -> Iterator[str]:
     if (request.hand_over or request.handed_over) and request.output_token_ids:
         yield "output_token_ids: what is handed over is a prompt alone"
     if request.hand_over and request.max_tokens != 1:
-        yield f"max_tokens={request.max_tokens} must be 1 for a prompt that is handed over"
+        yield f"max_tokens={request.max_tokens} must be 1 with hand_over"
     if request.hand_over and request.handed_over:
         yield "hand_over: it was handed over before"
 

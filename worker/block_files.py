@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from swell.configs.log import StructuredLogger
+from swell.configs.schema import CacheConfig
 from swell.worker.kv_cache import block_rows
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, BlockFile
 
@@ -40,18 +41,18 @@ class BlockFiles:
     def __init__(
         self,
         caches: Sequence[Tensor],
-        folder: str,
+        config: CacheConfig,
         rank: int,
-        limit_bytes: int,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`caches`: all that a block has on the device, each [blocks, ...]; `limit_bytes`: of the
-        files of workers with this rank, in the folder; `progress` is called now and then."""
+        """`caches`: all that a block has on the device, each [blocks, ...]; `progress` is called
+        now and then."""
+        assert config.handover_folder is not None, "it says where they are"
         self._caches = caches
-        self._folder = Path(folder, HANDOVER_FOLDER)
+        self._folder = Path(config.handover_folder, HANDOVER_FOLDER)
         self._progress = progress
         self._rank = rank
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = config.handover_bytes
         self._block_bytes = [cache[:1].numel() * cache.element_size() for cache in caches]
         self._log = StructuredLogger("worker.block_files", rank=rank)
 

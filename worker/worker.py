@@ -205,13 +205,7 @@ class Worker:
         if any(offload_blocks):
             self._offload = OffloadStore(caches, offload_blocks, cache.offload_folder)
         if cache.handover_folder is not None:
-            self._block_files = BlockFiles(
-                caches,
-                cache.handover_folder,
-                self.rank,
-                cache.handover_bytes,
-                self._count_progress,
-            )
+            self._block_files = BlockFiles(caches, cache, self.rank, self._count_progress)
         self._start_runner()
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:

@@ -69,6 +69,9 @@ class RequestState:
     dropped.
     """
 
+    is_moved = False
+    """Its last attempt was lost, and the next one has not begun."""
+
     def __init__(
         self,
         request: EngineCoreRequest,
@@ -110,8 +113,6 @@ class RequestState:
         """Such attempts in a row that ended without a token."""
         self.output_token_ids: list[int] = []
         self.handover = Handover(request)
-        self.is_moved = False
-        """Its last attempt was ended, and the next one has not begun."""
         self.num_cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

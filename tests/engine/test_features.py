@@ -285,7 +285,8 @@ class Site:
         for llm in (*self.engines, *([self.prefill] if self.prefill else ())):
             llm.close()
         files = [name for _, _, names in os.walk(self._folder.name) for name in names]
-        assert not files, "each file was read"
+        losses = "recovered_every" in self.axis.harness  # then nothing is read for a while
+        assert not files or losses, "each file was read"
         self._folder.cleanup()
 
 

@@ -58,6 +58,8 @@ OF_REQUEST: list[tuple[str, Any]] = [
     ("prompt_embeds", PromptEmbeds("F32", 4, b"123")),
     ("prompt_embeds", PromptEmbeds("F32", 0, b"")),
     ("prompt_embeds", PromptEmbeds("BF16", -4, bytes(48))),
+    *(("hand_over", value) for value in ("../x", "0" * 31, "0" * 32)),  # max_tokens is not 1
+    *(("handed_over", value) for value in ("../x", "0" * 33)),
 ]
 OF_SAMPLER: list[tuple[str, Any]] = [
     *((name, value) for name in ("temperature", "top_p", "min_p") for value in (NAN, INF, -0.1)),
@@ -111,7 +113,7 @@ def test_requests_that_no_worker_could_run_are_refused_at_once(name, value, of_s
 
 def test_every_field_has_a_case() -> None:
     """A new field needs a case that says which values are valid."""
-    free = {"sampler", "data_parallel_rank", "skip_prefix_cache"}
+    free = {"sampler", "data_parallel_rank", "skip_prefix_cache", "keep_blocks", "prefix_hint"}
     assert {name for name, _ in OF_REQUEST} | free == set(EngineCoreRequest.__struct_fields__)
     assert {name for name, _ in OF_SAMPLER} == set(SamplerParams.__struct_fields__)
 

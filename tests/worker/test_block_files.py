@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from swell.configs.schema import CacheConfig
 from swell.worker import block_files
 from swell.worker.block_files import MAX_AGE_S, BlockFiles
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, BlockFile
@@ -26,7 +27,8 @@ def caches(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def files(cache: list[torch.Tensor], folder: Path, rank: int = 0, limit: int = 10**6) -> BlockFiles:
-    return BlockFiles(cache, str(folder), rank, limit)
+    config = CacheConfig(handover_folder=str(folder), handover_bytes=limit)
+    return BlockFiles(cache, config, rank)
 
 
 def claim(folder: Path, rank: int = 0) -> None:
