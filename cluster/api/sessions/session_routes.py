@@ -75,7 +75,7 @@ class SessionRoutes:
                 "session_chunk",
                 "missing_field",
             )
-        owner, again = services.access.check_user(request), identity.is_repeatable
+        owner = services.access.check_user(request)
         while True:
             found = self._client.find(owner, id, body.session_chunk)
             chunk = await with_deadline(request, found)
@@ -84,16 +84,14 @@ class SessionRoutes:
                 chunk.until_s = deadline.at_s
             params = await self._process(body, request, identity, chunk)
             services.llm.check_admission()
-            # What may be there already, by an earlier answer to the same request, takes no place.
-            if (again and not chunk.is_last) or await with_deadline(
-                request, self._client.begin(chunk)
-            ):
-                break
-        try:
-            return await self._answer(body, request, identity, chunk, params)
-        except BaseException:
-            self._client.close_chunk(chunk)
-            raise
+            try:
+                # What may be there already, by an earlier answer to this request, takes no place.
+                may_be_there = identity.is_repeatable and not chunk.is_last
+                if may_be_there or await with_deadline(request, self._client.begin(chunk)):
+                    return await self._answer(body, request, identity, chunk, params)
+            except BaseException:
+                self._client.close_chunk(chunk)
+                raise
 
     async def _process(
         self,
