@@ -41,6 +41,7 @@ ENVIRONMENT = {
     "RAY_AUTH_TOKEN": "Ra6Yt9Kn3WqZ5bVd1MsH",
     "SWELL_ADMIN_KEY": ADMIN,
 }
+SESSION = "sess_" + "0" * 32
 TOKEN = "Rf4Jk7Lp2QwE9rTy6UiO"
 """In Ray's file of the token."""
 
@@ -146,7 +147,8 @@ def test_no_answer_shows_a_secret(server: AdminServer, log: io.StringIO) -> None
     seen: dict[str, set[int]] = {}
     for route in server.cluster.ingress.app.routes:
         assert isinstance(route, Route)
-        path = route.path.replace(":path}", "}").replace("{id}", "resp_1").replace("{model}", "x")
+        id = SESSION if "/sessions/" in route.path else "resp_1"
+        path = route.path.replace(":path}", "}").replace("{id}", id).replace("{model}", "x")
         for method in sorted((route.methods or set()) - {"HEAD"}):
             for headers in credentials():
                 for body in ({}, BODIES.get(path, {}), {"unknown": USER}):
@@ -163,7 +165,7 @@ def test_no_answer_shows_a_secret(server: AdminServer, log: io.StringIO) -> None
                         check(server, text, f"{method} {path}")
     assert seen["/admin/cluster"] == {200, 401} and seen["/admin/scale"] == {400, 401, 503}
     assert 200 in seen["/server_info"] and seen["/metrics"] == {200}
-    for path in ("/v1/responses/resp_1", "/v1/sessions", "/v1/sessions/resp_1"):
+    for path in ("/v1/responses/resp_1", "/v1/sessions", f"/v1/sessions/{SESSION}"):
         assert 503 in seen[path], "the store has failed"
     check(server, log.getvalue() + "-", "the log")
 
