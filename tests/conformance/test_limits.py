@@ -23,8 +23,8 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 TAKEN_TOGETHER = {"top_logprobs": {"logprobs": True}}
-ELSEWHERE = {"data_parallel_rank", "routed_dp_rank"}
-"""Fields with another limit: the number of engines that serve."""
+ELSEWHERE = {"data_parallel_rank", "routed_dp_rank", "session_chunk"}
+"""Fields with another limit: the number of engines that serve, or of chunks of a session."""
 
 
 def edges() -> list[tuple[str, str, float, float]]:
