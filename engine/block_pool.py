@@ -6,9 +6,9 @@ blocks wait in a queue; allocation takes from its front and forgets the block's 
 without a name enter at the front, named ones at the back, so that the least recently used
 prefix goes first.
 
-Cached blocks of sessions are *kept*, whoever uses them beside: they wait in a queue of their own,
-from which allocation takes only when the other is empty. Where more wait there than may, the least
-recently used are kept no longer, and go to the other queue, as what was used last there.
+Cached blocks of sessions are *kept*, also where other requests share them: they wait in a queue of
+their own, from which allocation takes only when the other is empty. Where more wait there than may,
+the least recently used are kept no longer, and go to the other queue, as what was used last there.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from swell.configs.schema import CacheConfig
 from swell.engine.block_hash import extend_block_hashes
 from swell.engine.block_pool import BlockPool
 from swell.engine.offload_tiers import OffloadTiers
-from swell.engine.request import Handover, Request
+from swell.engine.request import HandoverState, Request
 from swell.worker.wire import BlockFile
 
 
@@ -71,9 +71,9 @@ class KVCacheManager:
         cached = [block for block in found.values() if block is not None]
         fresh = self._blocks_for(len(request.token_ids)) - len(cached)
         self.pool.touch(cached)
-        file = request.core.handed_over if request.handover is Handover.READ else ""
+        file = request.core.handed_over if request.handover is HandoverState.READ else ""
         request.block_ids = self._hold(found, fresh, file)
-        request.handover = Handover.NONE
+        request.handover = HandoverState.NONE
         request.block_capacity_tokens = len(request.block_ids) * self.block_tokens
         request.computed = len(found) * self.block_tokens
         self._set_num_cached_blocks(request, len(found))
@@ -92,7 +92,7 @@ class KVCacheManager:
         """
         if prefix_leader is not None and self._is_in_flight(prefix_leader.name, request):
             return prefix_leader
-        if request.handover is Handover.EXPECTED:
+        if request.handover is HandoverState.EXPECTED:
             return None
         names = self._reusable_hashes(request)
         found = shared = len(self._find(names))
@@ -172,9 +172,9 @@ class KVCacheManager:
     def _claim(self, request: Request) -> bool:
         """Look once whether another engine has computed its prompt, when it begins. What that gave
         is read once: a request that is preempted starts again without."""
-        if request.handover is Handover.EXPECTED and self.prefix_caching:
+        if request.handover is HandoverState.EXPECTED and self.prefix_caching:
             is_there = self.claim(request.core.handed_over)
-            request.handover = Handover.READ if is_there else Handover.NONE
+            request.handover = HandoverState.READ if is_there else HandoverState.NONE
             return is_there
         return False
 

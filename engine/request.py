@@ -32,7 +32,7 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
-class Handover(enum.Enum):
+class HandoverState(enum.Enum):
     """What is known of the KV that another engine has written for a request."""
 
     EXPECTED = enum.auto()
@@ -117,7 +117,7 @@ class Request:
         """What is known of its drafts since it has its slot."""
         self.tokens_at_start = 0
         """Tokens that it had when it took its slot."""
-        self.handover = Handover.EXPECTED if core.handed_over else Handover.NONE
+        self.handover = HandoverState.EXPECTED if core.handed_over else HandoverState.NONE
         self.slot = -1
         self.block_ids: list[int] = []
         self.block_capacity_tokens = 0
@@ -141,7 +141,7 @@ class Request:
     def tokens_to_compute(self) -> int:
         """That are known, and neither computed nor expected from another engine, but for the part
         of a block."""
-        if self.handover is Handover.EXPECTED:
+        if self.handover is HandoverState.EXPECTED:
             return 1
         return self.total_tokens - self.computed
 

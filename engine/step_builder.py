@@ -78,8 +78,9 @@ class StepBuilder(msgspec.Struct):
         right: what the drafts give is added when the result is read."""
         self.rows.sort(key=_count)
         copies = kv.offload.take_copies()
-        plan = SchedulerOutput(step, 0, self.new_rows, self.growths, copies=copies)
-        plan.imports.extend(kv.take_imports())
+        plan = SchedulerOutput(
+            step, 0, self.new_rows, self.growths, copies=copies, imports=kv.take_imports()
+        )
         scheduled = ScheduledStep(plan)
         rows, slots, starts = scheduled.rows, plan.slots, plan.starts
         num_tokens, samples = plan.num_tokens, plan.samples

@@ -5,8 +5,9 @@
                                   (`engine/handover_files.py`); its worker RANK reads the part
 
 A file has, for each cache of the worker, its part of all blocks, one behind the other. It appears
-whole under its name, and is removed by its reader. What nobody reads is removed by the next writer,
-once it is old. `swell-kv`, for its owner alone, is in a folder that the hosts of both engines see.
+whole under its name, and is removed by its reader. One that is not read is removed by the next
+writer, once it is old. `swell-kv`, for its owner alone, is in a folder that the hosts of both
+engines see.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class BlockFiles:
                     self._progress()
 
     def _remove_old(self) -> int:
-        """Remove what nobody has read; bytes of what stays of workers with this rank."""
+        """Remove files that are old; returns the bytes of the others, of workers with this rank."""
         oldest_s, size = time.time() - MAX_AGE_S, 0
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -137,11 +138,13 @@ class BlockFiles:
 
 
 def _parts(places: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Both lists in pieces of `_STAGED_BLOCKS`."""
     for start in range(0, len(places), _STAGED_BLOCKS):
         end = start + _STAGED_BLOCKS
         yield list(places[start:end]), list(blocks[start:end])
 
 
 def _write_all(out: RawIOBase, data: memoryview) -> None:
+    """Raises OSError unless all of it is written: numpy's `tofile` does not."""
     while data:
         data = data[out.write(data) :]

@@ -6,7 +6,7 @@
 
 The engine that computes gets the tokens of the prompt's full blocks, without the last token, whose
 logits the other one needs; it writes their KV under a name that no other attempt has. It samples a
-token that nobody gets, so that a prompt whose logits are no numbers fails there. An engine of
+token that is dropped, so that a prompt whose logits are no numbers fails there. An engine of
 another version does not read it. Where it is not there, the prompt is computed again.
 """
 
@@ -38,7 +38,7 @@ class Handover:
             or sampler.routed_experts
             or request.prompt_embeds is not None
         )
-        """Nothing of its answer is of the computation of its prompt."""
+        """Its answer needs no values that only the computation of its prompt gives."""
         self._request_id = request.request_id
         self._name = ""
         self._block_tokens = 1
