@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import suppress
 
 from swell.cluster.control import actor_names
 from swell.cluster.control.backoff import delay_s
@@ -74,13 +73,26 @@ class StrayCollector:
     async def collect_forever(self) -> None:
         """End what may be left, and try again until nothing is."""
         while True:
-            with suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(self._due.wait(), self._period_s)
+            except TimeoutError:
+                if not await self._has_some():
+                    continue
             await self.collect()
             if self._due.is_set():
                 wait_s = delay_s(self._failures)
                 self._next_try = asyncio.get_running_loop().time() + wait_s
                 await asyncio.sleep(wait_s)
+
+    async def _has_some(self) -> bool:
+        """Whether there are any, as far as Ray answers: where it does not, none is suspected."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                actors = await self._ray.actor_names(self._namespace)
+                groups = await self._ray.groups()
+        except Exception:  # whatever Ray says, the next look may succeed
+            return False
+        return bool(actor_names.find_strays(actors, groups, self._namespace, self._known()))
 
     async def collect(self) -> bool:
         """End all, and wait for some seconds until they are gone. Returns whether there were any.

@@ -248,6 +248,13 @@ def test_what_comes_late_is_found_without_a_reason() -> None:
         leads[0] = True
         await asyncio.sleep(31.0)
         assert "late" not in ray.actors and strays.is_done
+
+        async def silent(namespace: str) -> list[str]:
+            raise GcsUnavailable("the GCS does not answer")
+
+        ray.actor_names = silent  # type: ignore[method-assign, assignment]
+        await asyncio.sleep(100.0)
+        assert strays.leftovers() is None, "nothing is suspected"
         forever.cancel()
 
     in_virtual_time(scenario)
