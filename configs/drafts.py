@@ -13,6 +13,8 @@ MAX_DRAFTS = 32
 
 
 OF_MODELS = ("model", "eagle", "eagle3")
+"""Methods that need `drafts.model`."""
+BY_WORKERS = (*OF_MODELS, "mtp")
 """Methods by which the workers guess, with weights of their own."""
 
 
@@ -30,14 +32,15 @@ class DraftModelConfig(Section, frozen=True):
 
 
 class DraftsConfig(Section, frozen=True):
-    method: Literal["none", "ngram", "model", "eagle", "eagle3"] = "none"
+    method: Literal["none", "ngram", "model", "eagle", "eagle3", "mtp"] = "none"
     """`ngram`: a row's next tokens are guessed to be those that followed its last ones where these
     stood before, in its prompt or its answer (prompt lookup). `model`: a small model guesses them.
-    `eagle`, `eagle3`: a head does, which reads hidden states of the model. The answers are the
-    same."""
+    `eagle`, `eagle3`: a head does, which reads hidden states of the model. `mtp`: the layer for
+    multi-token prediction that comes with the model. The answers are the same."""
     model: DraftModelConfig | None = None
-    """The small model of `method: model`, or the head of `eagle` and `eagle3`. The worker that
-    returns the tokens holds it whole, and its KV beside the other model's."""
+    """The small model of `method: model`, or the head of `eagle` and `eagle3`; for `mtp` a folder
+    that has the layer, if the model's own has not. The worker that returns the tokens holds it
+    whole, and its KV beside the other model's."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 7
     """Most drafts of a row in one step: with the token before them eight, for which the products
     of the CPU's kernels take little more than for one."""
@@ -65,10 +68,10 @@ def check_drafts(config: DraftsConfig) -> None:
             "there, as drafts.model: {path: models/small}",
             "drafts.model",
         )
-    if config.method not in OF_MODELS and config.model is not None:
+    if config.method not in BY_WORKERS and config.model is not None:
         raise ConfigError(
             f"drafts.model={config.model.path!r} is not used with drafts.method={config.method}; "
-            f"set drafts.method to one of {', '.join(OF_MODELS)}, or leave drafts.model out",
+            f"set drafts.method to one of {', '.join(BY_WORKERS)}, or leave drafts.model out",
             "drafts.model",
         )
     if config.min_match > config.max_match:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 
-from swell.configs.drafts import DraftsConfig
+from swell.configs.drafts import BY_WORKERS, DraftsConfig
 from swell.engine.kv_cache_manager import KVCacheManager
 from swell.engine.proposer import MakeProposer, Proposer
 from swell.engine.request import Request
@@ -153,10 +153,9 @@ def _before_end(tokens: list[int], core: EngineCoreRequest) -> list[int]:
     return tokens
 
 
-_OF_MODELS = "swell.engine.model_drafter:ModelDrafter"
 DRAFTERS = {
     "ngram": "swell.engine.ngram:NgramDrafter",
-    **dict.fromkeys(("model", "eagle", "eagle3"), _OF_MODELS),
+    **dict.fromkeys(BY_WORKERS, "swell.engine.model_drafter:ModelDrafter"),
 }
 """By `drafts.method` -> "module:Class"."""
 

@@ -233,6 +233,7 @@ def test_a_draft_model_is_named_where_it_is_used_and_nowhere_else(tmp_path) -> N
     for method in ("model", "eagle", "eagle3"):
         text = refusal({"model": {"path": "m"}, "drafts": {"method": method}})
         assert text.startswith(f"drafts.method={method} needs drafts.model")
+    assert load({"model": {"path": "m"}, "drafts": {"method": "mtp"}}).drafts.model is None
     text = refusal({"model": {"path": "m"}, "drafts": {"model": {"path": "small"}}})
     assert text.startswith("drafts.model='small' is not used with drafts.method=none")
     text = refusal({"model": {"path": "m"}, "drafts": {"model": {"path": "s", "size": 1}}})

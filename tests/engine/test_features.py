@@ -64,6 +64,7 @@ BY_CHANCE = {"drafts__method": "model", "drafts__model": {"path": NANO, "load_fo
 """Random weights: hardly ever right. Heads have them, too."""
 BY_EAGLE = {**BY_CHANCE, "drafts__method": "eagle"}
 BY_EAGLE3 = {**BY_CHANCE, "drafts__method": "eagle3"}
+BY_MTP = {**BY_CHANCE, "drafts__method": "mtp"}
 AXES = {
     "one step in flight": Axis({"scheduler__steps_in_flight": 1}),
     "two steps in flight": Axis({"scheduler__steps_in_flight": 2}),
@@ -203,6 +204,11 @@ AXES = {
     ),
     "drafts by EAGLE-3, a warm cache, two engines": Axis(
         {**BY_EAGLE3, "cache__block_tokens": 1}, is_warm=True, engines=2
+    ),
+    "drafts by MTP, two steps, chunks of 5, recovered every 10 steps, two engines": Axis(
+        {**BY_MTP, "scheduler__steps_in_flight": 2, "scheduler__max_chunk_tokens": 5},
+        harness={"recovered_every": 10},
+        engines=2,
     ),
     "right drafts, recovered every 4 steps": Axis(
         harness={"recovered_every": 4}, is_scarce=True, drafts="right"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swell.configs.drafts import DraftModelConfig
+from swell.configs.drafts import BY_WORKERS, DraftModelConfig
 from swell.configs.pooling import PoolingSpec
 from swell.configs.schema import Config, ModelConfig, ParallelConfig
 from swell.configs.section import ConfigError
@@ -23,6 +23,7 @@ from swell.worker.drafting.eagle_model import (
     layers_read,
 )
 from swell.worker.drafting.eagle_runner import EagleRunner
+from swell.worker.drafting.mtp_model import MtpModel
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import (
     checkpoint_names,
@@ -58,39 +59,44 @@ def load_draft_model(
 
     Raises `ConfigError` for one that cannot guess tokens of that.
     """
-    small, is_head = config.drafts.model, config.drafts.method in _HEADS
-    if small is None:
+    small, method = config.drafts.model, config.drafts.method
+    if method not in BY_WORKERS:
         return NO_DRAFT_MODEL
+    key, what = "drafts.method", f"drafts.method={method}"
+    if small is not None:
+        key, what = "drafts.model", f"drafts.model={small.path!r}"
     if pooling is not None:
         raise ConfigError(
-            f"drafts.model={small.path!r}: model.path={config.model.path!r} pools, and samples no "
-            "tokens that could be guessed; set drafts.method=none",
-            "drafts.model",
+            f"{what}: model.path={config.model.path!r} pools, and samples no tokens that could be "
+            "guessed; set drafts.method=none",
+            key,
         )
-    loading = _Loading(config, hf_config.get_text_config(), model, mesh, progress)
+    loading = _Loading(config, hf_config, model, mesh, progress)
     try:
-        if is_head:
-            return loading.load_head(config.drafts.method)
+        if method in _HEADS:
+            return loading.load_head(method)
+        if method == "mtp":
+            return loading.load_mtp_layer()
         return loading.load_small_model() if mesh.is_output_rank else NO_DRAFT_MODEL
     except ValueError as error:
-        text = _KEY.sub(r"drafts.model.\1", str(error))
-        raise ConfigError(f"drafts.model={small.path!r}: {text}", "drafts.model") from error
+        text = str(error) if small is None else _KEY.sub(r"drafts.model.\1", str(error))
+        raise ConfigError(f"{what}: {text}", key) from error
 
 
 class _Loading:
     def __init__(
         self,
         config: Config,
-        text_config: Any,
+        hf_config: Any,
         model: Any,
         mesh: Mesh,
         progress: Callable[[], None],
     ) -> None:
-        assert config.drafts.model is not None
-        self._served, self._text_config, self._model = config.model, text_config, model
+        self._served, self._hf_config, self._model = config.model, hf_config, model
+        self._text_config = hf_config.get_text_config()
         self._mesh, self._progress, self._device = mesh, progress, mesh.device
         self._config = _model_config(config.model, config.drafts.model)
-        self._max_len = max_length(config.model, text_config)
+        self._max_len = max_length(config.model, self._text_config)
 
     def load_small_model(self) -> NoDraftModel:
         hf_config = load_config(self._config)
@@ -128,6 +134,18 @@ class _Loading:
         self._finish(head)
         return DraftModel(head, dtype, nbytes, 0, EagleRunner, reads_hidden=True)
 
+    def load_mtp_layer(self) -> NoDraftModel:
+        """As `load_head`; the layer may lie among the model's own weights."""
+        if not self._mesh.is_output_rank:
+            return NoDraftModel(reads_hidden=True)
+        stored = _stored_names(self._config)
+        dtype = resolve_dtype(self._config, self._hf_config)
+        layer = MtpModel(self._hf_config, self._served, stored, self._device, dtype)
+        nbytes = load_weight_shards(layer.weight_shards, self._config, self._on_loaded)
+        nbytes += self._borrow(layer)
+        self._finish(layer)
+        return DraftModel(layer, dtype, nbytes, 0, EagleRunner, reads_hidden=True)
+
     def _keep_inputs(self) -> None:
         layers = layers_read(load_config(self._config), self._text_config.num_hidden_layers)
         if self._mesh.pipeline.size > 1:
@@ -142,7 +160,7 @@ class _Loading:
             )
         self._model.keep_inputs(layers)
 
-    def _borrow(self, head: EagleModel | Eagle3Model) -> int:
+    def _borrow(self, head: EagleModel | Eagle3Model | MtpModel) -> int:
         """Fill what the head has no weights of from the model's checkpoint; returns the bytes."""
         borrowed = head.borrowed()
         if not borrowed:
@@ -161,9 +179,7 @@ class _Loading:
         if stored and f"{embedding}.weight" not in stored:
             embedding = _MODEL_HEAD  # a tied tensor may be stored under either name
         names = {EMBEDDING: embedding, HEAD: embedding if is_tied else _MODEL_HEAD}
-        shards = [
-            shard for kind, layer in borrowed.items() for shard in layer.weight_shards(names[kind])
-        ]
+        shards = [shard for kind, fill in borrowed.items() for shard in fill(names[kind])]
         return load_weight_shards(lambda _stored: shards, self._served, self._on_loaded)
 
     def _check_vocabulary(self, hf_config: Any) -> None:
@@ -199,7 +215,9 @@ def _stored_names(model_config: ModelConfig) -> frozenset[str]:
     return frozenset(checkpoint_names(model_config))
 
 
-def _model_config(model: ModelConfig, small: DraftModelConfig) -> ModelConfig:
+def _model_config(model: ModelConfig, small: DraftModelConfig | None) -> ModelConfig:
+    if small is None:
+        return model
     return ModelConfig(
         path=small.path,
         load_format=small.load_format,

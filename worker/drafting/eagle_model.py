@@ -20,7 +20,7 @@ are those of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -98,9 +98,10 @@ class _Head(nn.Module):
         """Add what follows the embedding, `head` among it."""
         raise NotImplementedError
 
-    def borrowed(self) -> dict[str, VocabParallelEmbedding | ParallelLMHead]:
-        """`EMBEDDING` or `HEAD` -> the layer that is filled from the model's checkpoint."""
-        return {name: layer for name, layer in self._of_tokens().items() if not self._has(name)}
+    def borrowed(self) -> dict[str, Callable[[str], Iterable[WeightShard]]]:
+        """`EMBEDDING` or `HEAD` -> what fills it from a tensor of the model's checkpoint."""
+        layers = self._of_tokens().items()
+        return {name: layer.weight_shards for name, layer in layers if not self._has(name)}
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
         """What it reads from its own checkpoint."""

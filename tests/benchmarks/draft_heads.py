@@ -1,5 +1,5 @@
-"""`python -m tests.benchmarks.eagle`: output tokens a second with drafts by an EAGLE head and by an
-EAGLE-3 head, over those without.
+"""`python -m tests.benchmarks.draft_heads`: output tokens a second with drafts by an EAGLE head, by
+an EAGLE-3 head and by a layer for multi-token prediction, over those without.
 
 The model is nano in the weights of a larger and deeper one, as in `draft_model.py`: all that is
 added is zero, so it answers as nano does, and its steps read as much memory as they would. The
@@ -253,7 +253,31 @@ class Eagle3Head(Head):
         return own, self.lm_head(self.norm(own))
 
 
-HEADS: dict[str, type[EagleHead] | type[Eagle3Head]] = {"eagle": EagleHead, "eagle3": Eagle3Head}
+class MtpHead(Head):
+    learns_features = True
+
+    def __init__(self, nano: Any) -> None:
+        super().__init__(nano, 2)
+        size, eps = nano.config.hidden_size, nano.config.rms_norm_eps
+        self.enorm, self.hnorm = nn.RMSNorm(size, eps), nn.RMSNorm(size, eps)
+        self.layer = Layer(nano.config, size)
+        self.layer.add_module("input_layernorm", nn.RMSNorm(size, eps))
+        self.norm = nn.RMSNorm(size, eps)
+        self.norm.load_state_dict(nano.model.norm.state_dict())
+
+    def features(self, chats: Chats) -> Tensor:
+        return chats.last
+
+    def forward(self, ids: Tensor, features: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+        layer: Any = self.layer
+        x = self.fc(torch.cat((self.enorm(self.embed[ids]), self.hnorm(features)), -1))
+        own = self.norm(layer(layer.input_layernorm(x), x, seen))
+        return own, functional.linear(own, self.model_head)
+
+
+HEADS: dict[str, type[Head]] = {"eagle": EagleHead, "eagle3": Eagle3Head, "mtp": MtpHead}
+MTP_NAMES = {"fc.": "eh_proj.", "norm.": "shared_head.norm.", "layer.": ""}
+"""How names begin -> how they begin in a checkpoint."""
 
 
 def unrolled_loss(head: Head, chats: Chats) -> tuple[Tensor, Tensor]:
@@ -301,20 +325,32 @@ def save(head: Head, folder: Path, served: str) -> str:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     weights = enlarged_head(head.state_dict(), len(head.fc.weight))
+    if isinstance(head, MtpHead):
+        weights = {_mtp_name(name): tensor for name, tensor in weights.items()}
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return str(folder)
+
+
+def _mtp_name(name: str) -> str:
+    for own, stored in MTP_NAMES.items():
+        if name.startswith(own):
+            name = stored + name.removeprefix(own)
+            break
+    return f"model.layers.{LAYERS}.{name}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=4, help="of training of each head (4)")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as top:
         weights = deepened(load_file(str(NANO / "model.safetensors")))
         model = enlarged(Path(top, "model"), weights, num_hidden_layers=LAYERS)
         folders = {}
-        for method, make in HEADS.items():
+        for method in args.heads:
+            make: Any = HEADS[method]
             torch.manual_seed(0)
             nano = Nano()
             head = make(nano.model)

@@ -1,0 +1,205 @@
+"""The layer for multi-token prediction (MTP) that comes with a model (DeepSeek-V3,
+arXiv:2412.19437, section 2.2).
+
+It is one more layer of the model: f are the model's normed hidden states, x the token behind.
+
+    y = eh_proj([enorm(embed(x)), hnorm(f)]);   own = norm(layer(y));   logits = head(own)
+
+After the first pass `own` of the position before takes the place of f. The layer is built as the
+second stage of a model of two layers whose first one is left out, so each model that can be served,
+natively or through transformers, has its own. Where a checkpoint has several such layers, as many
+as tokens that they guess, the first one makes all guesses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from swell.configs.schema import ModelConfig, ParallelConfig
+from swell.worker.drafting.draft_runner import StepHidden
+from swell.worker.drafting.eagle_model import EMBEDDING, HEAD
+from swell.worker.groups import make_group
+from swell.worker.layers.attention import Attention
+from swell.worker.layers.embedding import VocabParallelEmbedding
+from swell.worker.layers.linear import ReplicatedLinear
+from swell.worker.layers.norm import RMSNorm
+from swell.worker.layers.weight_shard import WeightShard, materialize
+from swell.worker.mesh import Mesh
+from swell.worker.models import build_model
+from swell.worker.models.intermediate import IntermediateTensors
+
+if TYPE_CHECKING:
+    from swell.worker.input_batch import InputBatch
+
+_LAYER, _NORM = "model.layers.1", "model.norm"
+_OF_TOKENS = ("lm_head.weight", "model.embed_tokens.weight")
+"""What a head's weights may be called in a model of two layers."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of a checkpoint, without `.weight`; {n}: the number of the model's own layers."""
+
+    layer: str
+    embed_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    embedding: str
+    """Of its own, if it is stored; else it has that of the model. So has the head."""
+    head: str
+
+    def of(self, num_layers: int) -> Layout:
+        names = dataclasses.asdict(self).items()
+        return Layout(**{key: name.format(n=num_layers) for key, name in names})
+
+
+LAYOUTS = (
+    Layout(  # DeepSeek-V3, GLM-4.5 and later
+        layer="model.layers.{n}",
+        embed_norm="model.layers.{n}.enorm",
+        hidden_norm="model.layers.{n}.hnorm",
+        projection="model.layers.{n}.eh_proj",
+        norm="model.layers.{n}.shared_head.norm",
+        embedding="model.layers.{n}.embed_tokens",
+        head="model.layers.{n}.shared_head.head",
+    ),
+    Layout(  # EXAONE-MoE, Mellum
+        layer="mtp.layers.0",
+        embed_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        projection="mtp.fc",
+        norm="mtp.norm",
+        embedding="mtp.embed_tokens",
+        head="mtp.lm_head",
+    ),
+)
+
+
+def find_layout(stored: Collection[str], num_layers: int) -> Layout:
+    """That of a checkpoint with tensors of these names; the first one for random weights, which
+    has none. Raises `ValueError` where there is no such layer."""
+    layouts = [layout.of(num_layers) for layout in LAYOUTS]
+    for layout in layouts:
+        if not stored or f"{layout.projection}.weight" in stored:
+            return layout
+    names = " or ".join(repr(f"{layout.projection}.weight") for layout in layouts)
+    raise ValueError(
+        f"the weights have no layer for multi-token prediction, there is no {names}; take "
+        "drafts.method=ngram, or set drafts.model.path to a folder that has the layer"
+    )
+
+
+class MtpModel(nn.Module):
+    def __init__(
+        self,
+        config: Any,
+        served: ModelConfig,
+        stored: Collection[str],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """`config`, `served`: of the model; `stored`: names of the tensors of the checkpoint that
+        has the layer. Raises `ValueError` where that has none, or one that cannot be served."""
+        super().__init__()
+        text = config.get_text_config()
+        self.layout = find_layout(stored, text.num_hidden_layers)
+        self.dtype, self._stored = dtype, stored
+        mesh = Mesh.build(ParallelConfig(), 0, device=device)
+        size = text.hidden_size
+        self.embed = VocabParallelEmbedding(text.vocab_size, size, mesh.tensor)
+        self.embed_norm = RMSNorm(size, text.rms_norm_eps)
+        self.hidden_norm = RMSNorm(size, text.rms_norm_eps)
+        self.projection = ReplicatedLinear(2 * size, size, bias=False)
+        materialize(self, device, dtype)
+        mesh.pipeline = make_group("mtp", 1, 2)  # nothing is sent in it
+        self.block: Any = build_model(served, _two_layers(config), mesh, device, dtype)
+
+    def select(self, hidden: StepHidden) -> Sequence[Tensor]:
+        return [hidden.last]
+
+    def features(self, selected: Sequence[Tensor]) -> Tensor:
+        return selected[0].to(self.dtype)
+
+    def forward(self, ids: Tensor, features: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
+        read = torch.cat((self.embed_norm(self.embed(ids)), self.hidden_norm(features)), -1)
+        own = self.block(batch, IntermediateTensors(self.projection(read)))
+        return own, own
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        tokens: Tensor = self.block.argmax(hidden)[0]
+        return tokens
+
+    def attention_layers(self) -> list[Attention]:
+        layers: list[Attention] = self.block.attention_layers()
+        return layers
+
+    def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
+        """What it reads from the checkpoint that has the layer."""
+        layout = self.layout
+        yield from self.embed_norm.weight_shards(layout.embed_norm)
+        yield from self.hidden_norm.weight_shards(layout.hidden_norm)
+        yield from self.projection.weight_shards(layout.projection)
+        for name, fill in self._of_tokens().items():
+            if self._has(name):
+                yield from fill(name)
+        for shard in self._block_shards():
+            if shard.name not in _OF_TOKENS:
+                yield dataclasses.replace(shard, name=_stored_name(layout, shard.name))
+
+    def borrowed(self) -> dict[str, Callable[[str], Iterable[WeightShard]]]:
+        """`EMBEDDING` or `HEAD` -> what fills it from a tensor of the model's checkpoint."""
+        kinds = zip((EMBEDDING, HEAD), self._of_tokens().items(), strict=True)
+        return {kind: fill for kind, (name, fill) in kinds if not self._has(name)}
+
+    def _of_tokens(self) -> dict[str, Callable[[str], Iterable[WeightShard]]]:
+        """The layout's name of the embedding and of the head -> what fills it from a tensor."""
+        return {
+            self.layout.embedding: self.embed.weight_shards,
+            self.layout.head: self._head_shards,
+        }
+
+    def _has(self, name: str) -> bool:
+        return f"{name}.weight" in self._stored
+
+    def _head_shards(self, name: str) -> Iterator[WeightShard]:
+        for shard in self._block_shards():
+            if shard.name in _OF_TOKENS:
+                yield dataclasses.replace(shard, name=f"{name}.weight")
+
+    def _block_shards(self) -> Iterable[WeightShard]:
+        """With the names of a model of two layers."""
+        prefix = f"{self.layout.layer}."
+        layer = (name.removeprefix(prefix) for name in self._stored if name.startswith(prefix))
+        shards: Iterable[WeightShard] = self.block.weight_shards([f"{_LAYER}.{n}" for n in layer])
+        return shards
+
+
+def _stored_name(layout: Layout, name: str) -> str:
+    """What a tensor of a model of two layers is called in the checkpoint."""
+    for prefix, own in ((_LAYER, layout.layer), (_NORM, layout.norm)):
+        if name.startswith(f"{prefix}."):
+            return own + name.removeprefix(prefix)
+    return name
+
+
+def _two_layers(config: Any) -> Any:
+    """The config of a model whose second layer is that layer: it has experts where the model's last
+    one has, and its kind of attention, unless the config says more."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
+    for key, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == layers:
+            setattr(text, key, [(getattr(text, f"mtp_{key}", None) or value[-1:])[0]] * 2)
+    if getattr(text, "first_k_dense_replace", None):
+        text.first_k_dense_replace = 0
+    text.num_hidden_layers = 2
+    return config
