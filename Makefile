@@ -51,7 +51,8 @@ scale: setup
 # Needs torch, transformers, msgspec, pyzmq, llguidance, prometheus-client, pyyaml, rich and aiohttp, and for the tests
 # pytest, pytest-xdist, pytest-timeout and hypothesis. No Ray, no network.
 ENGINES = tests/engine/test_token_exact.py tests/engine/test_features.py tests/engine/test_logprobs.py \
-  tests/engine/test_failed_rows.py tests/engine/test_draft_model.py tests/engine/test_routed_experts.py \
+  tests/engine/test_failed_rows.py tests/engine/test_draft_model.py tests/engine/test_eagle.py tests/engine/test_mtp.py \
+  tests/engine/test_handover.py tests/engine/test_kept_blocks.py tests/engine/test_routed_experts.py \
   tests/worker/test_lora.py tests/worker/test_lora_runtime.py tests/worker/test_pooling.py \
   tests/worker/test_prompt_embeds.py tests/worker/test_offload_store.py tests/cluster/test_local_weights.py
 test-gpu:

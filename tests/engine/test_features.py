@@ -205,10 +205,8 @@ AXES = {
     "drafts by EAGLE-3, a warm cache, two engines": Axis(
         {**BY_EAGLE3, "cache__block_tokens": 1}, is_warm=True, engines=2
     ),
-    "drafts by MTP, two steps, chunks of 5, recovered every 10 steps, two engines": Axis(
-        {**BY_MTP, "scheduler__steps_in_flight": 2, "scheduler__max_chunk_tokens": 5},
-        harness={"recovered_every": 10},
-        engines=2,
+    "drafts by MTP, two steps, chunks of 5, two engines": Axis(
+        {**BY_MTP, "scheduler__steps_in_flight": 2, "scheduler__max_chunk_tokens": 5}, engines=2
     ),
     "right drafts, recovered every 4 steps": Axis(
         harness={"recovered_every": 4}, is_scarce=True, drafts="right"
