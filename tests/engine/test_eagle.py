@@ -52,6 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "scheduler__max_chunk_tokens": 5,
     },
     "tensor 2": {"parallel__tensor": 2},
+    "pipeline 2, two steps": {"parallel__pipeline": 2, "scheduler__steps_in_flight": 2},
     "scarce blocks": {"cache__block_tokens": 2, "cache__memory_bytes": 5120 * 45},
     "blocks of one token": {"cache__block_tokens": 1},
 }
@@ -135,13 +136,19 @@ def test_guesses_are_the_same_on_every_way(
     guesses.assert_those_of(PlainHead(path, NANO), 25)
 
 
-@pytest.mark.parametrize(
-    "overrides", [{"parallel__pipeline": 2}, {"model__backend": "transformers"}]
-)
-def test_eagle_needs_only_the_last_states(
-    overrides: dict[str, Any], head: Any, wanted: dict[str, list[Any]]
+@pytest.mark.parametrize("name", ["eagle3 that reads other layers", "eagle3"])
+def test_each_stage_hands_on_what_its_layers_have_read(
+    name: str, head: Any, wanted: dict[str, list[Any]]
 ) -> None:
-    with drafting(head("eagle"), "eagle", **overrides) as llm:
+    split = {"parallel__pipeline": 4, "scheduler__steps_in_flight": 3}
+    with drafting(head(name), "eagle3", **split) as llm:
+        guesses = Guesses(llm)
+        assert answers(llm) == wanted["greedy"]
+    guesses.assert_those_of(PlainHead(head(name), NANO), 20)
+
+
+def test_eagle_needs_only_the_last_states(head: Any, wanted: dict[str, list[Any]]) -> None:
+    with drafting(head("eagle"), "eagle", model__backend="transformers") as llm:
         guesses = Guesses(llm)
         assert answers(llm) == wanted["greedy"]
     guesses.assert_those_of(PlainHead(head("eagle"), NANO), 20)
@@ -285,8 +292,6 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
 
 def test_eagle3_is_refused_where_it_finds_no_states_of_layers(head: Any) -> None:
     path = head("eagle3")
-    with pytest.raises(ConfigError, match=r"in several stages; set parallel\.pipeline=1"):
-        drafting(path, "eagle3", parallel__pipeline=2)
     with pytest.raises(ConfigError, match="runs through transformers"):
         drafting(path, "eagle3", model__backend="transformers")
 

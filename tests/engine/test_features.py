@@ -179,9 +179,9 @@ AXES = {
         },
         engines=2,
     ),
-    "drafts by EAGLE, pipeline 2, three steps, chunks of 5": Axis(
+    "drafts by EAGLE-3, pipeline 2, three steps, chunks of 5": Axis(
         {
-            **BY_EAGLE,
+            **BY_EAGLE3,
             "parallel__pipeline": 2,
             "scheduler__steps_in_flight": 3,
             "scheduler__max_chunk_tokens": 5,

@@ -67,7 +67,6 @@ def test_guesses_are_those_of_transformers(name: str, served: Any, wanted: Any) 
 WAYS_OF = {
     "llama": {
         **WAYS,
-        "pipeline 2": {"parallel__pipeline": 2, "scheduler__steps_in_flight": 2},
         "the model of transformers": {"model__backend": "transformers"},
     },
     "qwen3_moe": {"tensor 2": WAYS["tensor 2"]},

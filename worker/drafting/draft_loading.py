@@ -148,11 +148,6 @@ class _Loading:
 
     def _keep_inputs(self) -> None:
         layers = layers_read(load_config(self._config), self._text_config.num_hidden_layers)
-        if self._mesh.pipeline.size > 1:
-            raise ValueError(
-                f"it reads what the layers {layers} of the model read, which lie in several "
-                "stages; set parallel.pipeline=1, or take a head for drafts.method=eagle"
-            )
         if not hasattr(self._model, "keep_inputs"):
             raise ValueError(
                 "the model runs through transformers, which gives no states of its layers to a "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,11 @@ class IntermediateTensors:
     """[T, hidden]"""
     residual: torch.Tensor | None = None
     """[T, hidden], a sum to which `hidden_states` must still be added; None: the model has none."""
+    kept: Sequence[torch.Tensor] = ()
+    """[T, hidden] each: what layers before have read, in their order, for a head that reads it."""
 
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in (self.hidden_states, self.residual) if t is not None]
+        return [t for t in (self.hidden_states, self.residual, *self.kept) if t is not None]
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:

@@ -166,7 +166,9 @@ class LlamaModel(nn.Module):
         self.embedding_width = int(config.hidden_size)
         """Numbers of an embedding of a prompt that is given as such."""
         self.active_adapters = ActiveAdapters()
-        self._keeping: list[LlamaLayer] = []
+        self._keeping: Sequence[int] = ()
+        self._received: Sequence[torch.Tensor] = ()
+        """What kept layers of the stages before have read in the last step."""
         self.device, self.dtype = device, dtype
         self.vocab_size = int(config.vocab_size)
         stages = mesh.pipeline.size
@@ -214,28 +216,35 @@ class LlamaModel(nn.Module):
         else:
             assert intermediate is not None, "a later stage needs what the one before it computed"
             x, residual = intermediate.hidden_states, intermediate.residual
+            self._received = intermediate.kept
         cos, sin = self.rope(batch.positions)
         last = self.layers[-1] if self.mesh.is_last_stage else None
         for layer in self.layers:
             hidden_indices = batch.hidden_indices if layer is last else None
             x, residual = layer(x, residual, cos, sin, batch.attention, hidden_indices)
         if not self.mesh.is_last_stage:
-            return IntermediateTensors(x, residual)
+            return IntermediateTensors(x, residual, self._take_kept())
         assert residual is not None, "each stage has a layer"
         x, _ = self.norm.add(x, residual)
         return x
 
     def keep_inputs(self, layers: Sequence[int]) -> None:
-        """Keep what these layers read, which this stage has."""
-        self._keeping = [self.layers[layer - self.range.start] for layer in layers]
-        for layer in self._keeping:
-            layer.keeps_input = True
+        """Keep what these layers of all stages read; each stage hands it on to the next one."""
+        self._keeping = layers
+        for i, layer in zip(self.range, self.layers, strict=True):
+            layer.keeps_input = i in layers
 
     def take_inputs(self) -> list[torch.Tensor]:
-        """[T, hidden] each: of the last step, in the order of `keep_inputs`. They are kept no
-        longer."""
-        taken = [layer.input for layer in self._keeping if layer.input is not None]
-        for layer in self._keeping:
+        """[T, hidden] each, on the last stage: of the last step, in the order of `keep_inputs`.
+        They are kept no longer."""
+        kept = dict(zip(sorted({*self._keeping}), self._take_kept(), strict=True))
+        return [kept[layer] for layer in self._keeping]
+
+    def _take_kept(self) -> list[torch.Tensor]:
+        """Those of this stage and the stages before, in the order of the layers."""
+        own = [layer.input for layer in self.layers if layer.input is not None]
+        taken, self._received = [*self._received, *own], ()
+        for layer in self.layers:
             layer.input = None
         return taken
 
@@ -259,8 +268,11 @@ class LlamaModel(nn.Module):
 
     def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
         """Buffers for the activations of the stage before, for `tokens` tokens."""
-        x, residual = torch.empty(2, tokens, self.hidden, dtype=self.dtype, device=self.device)
-        return IntermediateTensors(x, residual)
+        kept = {layer for layer in self._keeping if layer < self.range.start}
+        x, residual, *others = torch.empty(
+            2 + len(kept), tokens, self.hidden, dtype=self.dtype, device=self.device
+        )
+        return IntermediateTensors(x, residual, others)
 
     def backbone_shards(
         self, prefix: str = "model.", embedding: str = EMBEDDING
