@@ -92,7 +92,6 @@ AXES = {
     ),
     # Blocks of one token: whole prompts are found, and their last token is computed all the same.
     "a warm cache": Axis({"cache__block_tokens": 1}, is_warm=True),
-    "tensor 2": Axis({"parallel__tensor": 2}),
     "pipeline 2, chunks of 9": Axis({"parallel__pipeline": 2, "scheduler__max_chunk_tokens": 9}),
     "two engines": Axis(engines=2),
     "prompts of another engine, tensor 2, two steps": Axis(
@@ -149,11 +148,6 @@ AXES = {
     ),
     "drafts by a model, a warm cache": Axis(
         {**BY_THE_SAME, "cache__block_tokens": 1}, is_warm=True
-    ),
-    "drafts by a model, tensor 2, asleep without weights every 20 steps": Axis(
-        {**BY_THE_SAME, "parallel__tensor": 2},
-        harness={"recovered_every": 20, "sleep_level": 2},
-        is_scarce=True,
     ),
     "drafts by a model, pipeline 2, three steps": Axis(
         {**BY_THE_SAME, "parallel__pipeline": 2, "scheduler__steps_in_flight": 3}
