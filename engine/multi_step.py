@@ -5,10 +5,11 @@ before its results are read: the host is asked once for all of them.
 
     plan            n                 n + 1
     row a           t0 t1 t2 t3       t4 t5 t6 t7
-    row b           t0 t1 t2 end      (t3 was computed for nothing)
+    row b           t0 t1 end
 
-The tokens are those of one step at a time, since each pass is such a step. A row that ends before
-its last pass has computed up to `steps_per_plan` - 1 tokens for nothing. Like drafts, further
+The tokens are those of one step at a time, since each pass is such a step. A row that has ended is
+left out of the passes behind (`swell.worker.multi_step.RowEnds`); where the worker does not know,
+they compute up to `steps_per_plan` - 1 tokens for nothing. Like drafts, further
 passes take nothing from others: neither the budget of rows with prompts, nor blocks that another
 request may need.
 """

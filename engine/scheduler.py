@@ -39,7 +39,7 @@ from swell.engine.request_validation import invalid_reason
 from swell.engine.step_builder import ScheduledStep, StepBuilder
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sample.wire import Extra
-from swell.worker.wire import BlockGrowth, ModelRunnerOutput, NewRow
+from swell.worker.wire import BlockGrowth, ModelRunnerOutput
 
 NANS_IN_LOGITS = (
     "the model's logits for this request are no numbers (NaN or infinity), so no token can be drawn"
@@ -238,21 +238,7 @@ class Scheduler:
             request.num_cached_tokens = min(request.computed, request.prompt_tokens)
             self.num_started_requests += 1
             self.num_started_tokens += request.total_tokens
-        core = request.core
-        ends = core.eos_token_ids + core.stop_token_ids if core.min_tokens else []
-        builder.new_rows.append(
-            NewRow(
-                slot=request.slot,
-                token_ids=request.token_ids.tolist(),
-                prompt_tokens=request.prompt_tokens,
-                block_ids=request.block_ids.copy(),
-                sampler=core.sampler,
-                min_tokens=core.min_tokens,
-                end_token_ids=[token for token in ends if 0 <= token < self.vocab_size],
-                prompt_embeds=core.prompt_embeds and core.prompt_embeds.behind(request.computed),
-                adapter=core.adapter.digest if core.adapter else "",
-            )
-        )
+        builder.add_new(request, self.vocab_size, self.config.steps_per_plan > 1)
 
     def _chunk(self, request: Request, builder: StepBuilder) -> int:
         """Tokens of `request` that fit into this step, which has room for one."""
@@ -352,7 +338,7 @@ class Scheduler:
                 if samples > 1:
                     self._on_drafts(request, len(tokens) - 1)
                 elif further:
-                    self._name_blocks(request)
+                    self._on_passes(request, are_all=len(tokens) == 1 + further)
             elif request.ends_with_prompt(plan.starts[row] + plan.num_tokens[row]):
                 answer = request.finish_prompt(extras)
             elif extras:
@@ -375,6 +361,12 @@ class Scheduler:
             request.computed += accepted
         self._name_blocks(request)
         self.drafter.on_result(request, accepted)
+
+    def _on_passes(self, request: Request, are_all: bool) -> None:
+        """If not all were computed, it has ended, and nothing has computed its last token."""
+        if not are_all and request.slot >= 0:
+            request.computed = len(request.token_ids) - 1
+        self._name_blocks(request)
 
     def _name_blocks(self, request: Request) -> None:
         """Several tokens are known at once, and it may end with them."""

@@ -58,6 +58,24 @@ class StepBuilder(msgspec.Struct):
     further: dict[int, int] = {}
     """Slot -> how many tokens are computed and sampled behind its first one (`multi_step.py`)."""
 
+    def add_new(self, request: Request, vocab_size: int, finds_ends: bool) -> None:
+        """A request has taken a slot. `finds_ends`: the workers find where it ends, too."""
+        core = request.core
+        ends = core.eos_token_ids + core.stop_token_ids if core.min_tokens or finds_ends else []
+        self.new_rows.append(
+            NewRow(
+                slot=request.slot,
+                token_ids=request.token_ids.tolist(),
+                prompt_tokens=request.prompt_tokens,
+                block_ids=request.block_ids.copy(),
+                sampler=core.sampler,
+                min_tokens=core.min_tokens,
+                end_token_ids=[token for token in ends if 0 <= token < vocab_size],
+                prompt_embeds=core.prompt_embeds and core.prompt_embeds.behind(request.computed),
+                adapter=core.adapter.digest if core.adapter else "",
+            )
+        )
+
     def add_row(self, request: Request, count: int) -> None:
         self.rows.append((request, count))
         self.budget_tokens -= count

@@ -5,37 +5,88 @@ Each pass is a step like any other: whatever a step holds, a pass does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec.structs import replace
+from torch import Tensor
 
 from swell.worker.sample.wire import Extra
-from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRow, SchedulerOutput
 
 
-def further_passes(plan: SchedulerOutput) -> Iterator[SchedulerOutput]:
-    """The passes behind the first one."""
-    for index in range(1, 1 + max(plan.further.values(), default=0)):
-        rows = _rows(plan, index)
-        yield SchedulerOutput(
-            plan.step,
-            plan.epoch,
-            slots=[plan.slots[row] for row in rows],
-            starts=[plan.starts[row] + plan.num_tokens[row] - 1 + index for row in rows],
-            num_tokens=[1] * len(rows),
-            samples=[1] * len(rows),
-        )
+class RowEnds:
+    """Finds the rows that end within a plan, where a worker reads what a pass has sampled without
+    waiting for it: on a CPU, and with one stage."""
+
+    def __init__(self, token_ids: Tensor, num_stages: int) -> None:
+        """`token_ids` [rows, tokens]: of each slot, written by every pass."""
+        is_known = token_ids.device.type == "cpu" and num_stages == 1
+        self._tokens = token_ids.numpy() if is_known else None
+        self._ends: dict[int, tuple[int, frozenset[int]]] = {}
+        """Slot -> its prompt's tokens, and the outputs that end it."""
+        self._ended: set[int] = set()
+        """Slots; a plan that was made before may have their rows, too."""
+
+    def add_request(self, row: NewRow) -> None:
+        self._ends[row.slot] = row.prompt_tokens, frozenset(row.end_token_ids)
+        self._ended.discard(row.slot)
+
+    def has_ended(self, slot: int, position: int) -> bool:
+        """Whether an output up to this position ends the row, as far as it is known; asked of each
+        position that a plan of several passes computes."""
+        if self._tokens is None:
+            return False
+        prompt_tokens, ends = self._ends[slot]
+        if position >= prompt_tokens and int(self._tokens[slot, position]) in ends:
+            self._ended.add(slot)
+        return slot in self._ended
 
 
-def _rows(plan: SchedulerOutput, index: int) -> list[int]:
-    """The rows of the plan that a pass computes, in order."""
-    return [row for row in range(len(plan.slots)) if plan.further.get(row, 0) >= index]
+class FurtherPasses:
+    """The passes of a plan behind the first one. Each begins when those before are computed, and
+    leaves out rows that have ended."""
+
+    def __init__(self, plan: SchedulerOutput, has_ended: Callable[[int, int], bool]) -> None:
+        self._plan, self._has_ended = plan, has_ended
+        self.rows: list[list[int]] = []
+        """The rows of the plan that each pass has computed, in order."""
+
+    def __iter__(self) -> Iterator[SchedulerOutput]:
+        plan = self._plan
+        rows = [row for row in range(len(plan.slots)) if not self._ends_at(row, 0)]
+        for index in range(1, 1 + max(plan.further.values(), default=0)):
+            rows = [row for row in rows if plan.further.get(row, 0) >= index]
+            rows = [row for row in rows if not self._ends_at(row, index)]
+            if not rows:
+                return
+            self.rows.append(rows)
+            yield SchedulerOutput(
+                plan.step,
+                plan.epoch,
+                slots=[plan.slots[row] for row in rows],
+                starts=[self._at(row, index) for row in rows],
+                num_tokens=[1] * len(rows),
+                samples=[1] * len(rows),
+            )
+
+    def _ends_at(self, row: int, index: int) -> bool:
+        """Whether the token that a pass would compute is the row's last one."""
+        return self._has_ended(self._plan.slots[row], self._at(row, index))
+
+    def _at(self, row: int, index: int) -> int:
+        """The position that a pass computes."""
+        return self._plan.starts[row] + self._plan.num_tokens[row] - 1 + index
 
 
 class OutputOfPasses(AsyncModelRunnerOutput):
-    def __init__(self, plan: SchedulerOutput, passes: Sequence[AsyncModelRunnerOutput]) -> None:
-        """`passes`: of the plan itself, then of `further_passes`."""
-        self._plan, self._passes = plan, passes
+    def __init__(
+        self,
+        plan: SchedulerOutput,
+        passes: Sequence[AsyncModelRunnerOutput],
+        rows: Sequence[Sequence[int]],
+    ) -> None:
+        """`passes`: of the plan itself, then of its `FurtherPasses`, which had these rows."""
+        self._plan, self._passes, self._rows = plan, passes, rows
 
     def get_output(self) -> ModelRunnerOutput:
         """What failed behind the first pass ends a row there: it has the tokens before that."""
@@ -49,9 +100,9 @@ class OutputOfPasses(AsyncModelRunnerOutput):
             if samples:
                 token = next(sampled)
                 tokens[row] = [] if row in failed or row in with_nans else [token]
-        for index, output in enumerate(others, 1):
+        for rows, output in zip(self._rows, others, strict=True):
             sampled = iter(output.sampled_token_ids)
-            for at, row in enumerate(_rows(plan, index)):
+            for at, row in enumerate(rows):
                 token = next(sampled)
                 if row in failed or row in with_nans:
                     continue

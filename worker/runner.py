@@ -28,7 +28,7 @@ from swell.worker.groups import GroupError
 from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.lora import NO_ADAPTERS, AdapterNotLoaded, AdapterSlots, NoAdapters
 from swell.worker.mesh import Mesh
-from swell.worker.multi_step import OutputOfPasses, further_passes
+from swell.worker.multi_step import FurtherPasses, OutputOfPasses, RowEnds
 from swell.worker.offload_store import OffloadStore
 from swell.worker.pool.pooler import Pooler
 from swell.worker.pool.reader import PoolingReader
@@ -124,6 +124,7 @@ class ModelRunner:
         self.mesh = mesh
         self.states = RequestStates(scheduler.max_rows, max_model_len, device)
         self.blocks = BlockTables(scheduler.max_rows, max_model_len, cache.block_tokens, device)
+        self._row_ends = RowEnds(self.states.token_ids, mesh.pipeline.size)
         self._offload = offload
         self._block_files = block_files
         self._device = device
@@ -173,9 +174,10 @@ class ModelRunner:
         output = self._execute(plan)
         if not plan.further:
             return output
-        passes = [output, *map(self._execute, further_passes(plan))]
+        further = FurtherPasses(plan, self._row_ends.has_ended)
+        passes = [output, *map(self._execute, further)]
         computed = [each for each in passes if each is not None]
-        return OutputOfPasses(plan, computed) if computed else None
+        return OutputOfPasses(plan, computed, further.rows) if computed else None
 
     def _execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         self.feedback.before_step(plan)
@@ -254,6 +256,7 @@ class ModelRunner:
             self.sampler.add_request(row)
         for reader in self.readers:
             reader.add_request(row)
+        self._row_ends.add_request(row)
         self.prompt_embeds.add_request(row)
         self.adapters.add_request(row)
         self.states.stage(row)

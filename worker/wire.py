@@ -31,6 +31,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     min_tokens: int = 0
     """No token of `end_token_ids` is sampled before this many outputs exist."""
     end_token_ids: list[int] = []
+    """Each ends the request; known with `min_tokens`, or if plans may have several passes."""
     prompt_embeds: PromptEmbeds | None = None
     """They take the place of the embeddings of the prompt's tokens."""
     adapter: str = ""
@@ -215,8 +216,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=
     either."""
     accepted: dict[int, int] = {}
     """Row with drafts -> how many of them the sampled tokens confirm, from the first. With further
-    passes, of each row that samples: how many tokens it has behind its first; -1: none at all,
-    since it has failed."""
+    passes, of each row that samples: how many tokens it has behind its first, less than planned if
+    it has ended; -1: none at all, since it has failed."""
     proposals: dict[int, list[int]] = {}
     """Row of the plan's `proposals` -> what the draft model guesses behind the row's new tokens."""
     imbalance: float = 0.0

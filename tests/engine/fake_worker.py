@@ -16,11 +16,12 @@ from swell.configs.schema import Config, load
 from swell.engine.core import EngineCore
 from swell.engine.executor import Executor, ExecutorLimits, Progress, WorkerInfo
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.multi_step import OutputOfPasses, further_passes
+from swell.worker.multi_step import FurtherPasses, OutputOfPasses
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
     ModelRunnerOutput,
+    NewRow,
     Regrouped,
     SchedulerOutput,
 )
@@ -57,14 +58,27 @@ class FakeWorker:
         self.tokens: dict[int, dict[int, int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
+        self.newest: dict[int, NewRow] = {}
+        self.num_sampled = 0
+        self.knows_ends = lambda slot: slot % 2 == 0
+        """Whether it finds the end of the row in a slot within a plan."""
         self.draft_tiers = [[list(block) for block in tier] for tier in self.tiers]
         """What a draft model has computed: the same tokens in the same blocks."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        outputs = [self.compute(each) for each in (plan, *further_passes(plan))]
+        first, further = self.compute(plan), FurtherPasses(plan, self._has_ended)
+        outputs = [first, *map(self.compute, further)]
         if not plan.further:
-            return outputs[0]
-        return OutputOfPasses(plan, [Computed(output) for output in outputs]).get_output()
+            return first
+        passes = [Computed(output) for output in outputs]
+        return OutputOfPasses(plan, passes, further.rows).get_output()
+
+    def _has_ended(self, slot: int, position: int) -> bool:
+        """As the real one knows it, or does not: its sampler draws no end before `min_tokens`."""
+        row = self.newest[slot]
+        is_due = position + 1 - row.prompt_tokens >= max(1, row.min_tokens)
+        token = self.tokens[slot].get(position)
+        return self.knows_ends(slot) and is_due and token in row.end_token_ids
 
     def compute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """One pass."""
@@ -76,6 +90,7 @@ class FakeWorker:
             self.tokens[row.slot] = dict(enumerate(row.token_ids))
             self.tables[row.slot] = list(row.block_ids)
             self.seeds[row.slot] = row.sampler.seed
+            self.newest[row.slot] = row
         for growth in plan.growths:
             self.tables[growth.slot] += growth.block_ids
         rows = list(zip(plan.slots, plan.starts, plan.num_tokens, plan.samples, strict=True))
@@ -87,11 +102,13 @@ class FakeWorker:
                 self.tokens[slot][position] = token
         for slot, start, count, _ in rows:
             for position in range(start, start + count):
-                self._write(slot, position, self.tokens[slot][position])
+                # Behind an end that was found, the next plan computes anything.
+                self._write(slot, position, self.tokens[slot].get(position, -2))
         drawn: list[int] = []
         accepted = {}
         for row, (slot, start, count, samples) in enumerate(rows):
             kept = self._draw(slot, start + count, samples)
+            self.num_sampled += len(kept)
             drawn += kept
             if row in plan.drafts:
                 accepted[row] = len(kept) - 1
@@ -107,7 +124,7 @@ class FakeWorker:
             tokens, table = self.tokens[slot], self.tables[slot]
             for position in range(plan.starts[row], plan.starts[row] + plan.num_tokens[row]):
                 block, offset = divmod(position, self.block_tokens)
-                cache[table[block]][offset] = tokens[position]
+                cache[table[block]][offset] = tokens.get(position, -2)
             if row not in plan.proposals:
                 continue
             found[row], count = [], plan.proposals[row]
@@ -132,7 +149,7 @@ class FakeWorker:
         for position in range(end + 1 - samples, end + 1):
             token = next_token([self._read(slot, p) for p in range(position)], self.seeds[slot])
             drawn.append(token)
-            if position == end or self.tokens[slot][position] != token:
+            if position == end or self.tokens[slot].get(position) != token:
                 self.tokens[slot][position] = token
                 break
         return drawn

@@ -3,14 +3,19 @@ for nothing."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
 from swell.engine.scheduler import NANS_IN_LOGITS
 from swell.engine.wire import EngineCoreRequest, FinishReason
+from swell.worker.runner import ModelRunner
 from swell.worker.sample.wire import SamplerParams, TokenLogprobs
 from tests.engine.fake_worker import expected, make_core, run, token_ids
 from tests.engine.test_nan_logits import NAN, spoil
@@ -42,18 +47,44 @@ def test_a_plan_gives_several_tokens(depth: int) -> None:
     core.check_idle()
 
 
-def test_at_most_one_token_less_than_a_plan_has_is_computed_for_nothing() -> None:
+@pytest.mark.parametrize("knows_ends", [True, False])
+def test_little_is_computed_for_nothing(knows_ends: bool) -> None:
+    """At most one token less than a plan has; none where the worker finds the end."""
     long = expected(request(max_tokens=30))
     for end in range(1, 30):
         one = request(max_tokens=30, stop_token_ids=[long[end]])
         core = make_core(steps_per_plan=4, steps_in_flight=1)
+        worker = core.executor.worker
+        worker.knows_ends = lambda slot: knows_ends
         core.add_request(one, CLIENT)
         outputs = run(core)["r"]
         assert token_ids(outputs) == expected(one)
         assert outputs[-1].finish_reason is FinishReason.STOP
-        computed = sum(1 + sum(passes) for passes in further(core))
-        assert 0 <= computed - len(expected(one)) <= 3
+        assert 0 <= worker.num_sampled - len(expected(one)) <= (0 if knows_ends else 3)
         core.check_idle()
+
+
+@pytest.mark.parametrize("knows_ends", [True, False])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_block_that_an_end_fills_is_found_only_if_it_was_computed(
+    knows_ends: bool, depth: int
+) -> None:
+    """Nothing computes the last token of a row whose end was found, and it is at any place of its
+    plan and of its block."""
+    long = expected(request(max_tokens=40))
+    for end in range(1, 40):
+        one = request(max_tokens=40, stop_token_ids=[long[end]])
+        core = make_core(steps_per_plan=5, steps_in_flight=depth)
+        core.executor.worker.knows_ends = lambda slot: knows_ends
+        core.add_request(one, CLIENT)
+        answer = token_ids(run(core)["r"])
+        prompt = [*PROMPT, *answer, 7]
+        after = EngineCoreRequest("next", prompt, SamplerParams(seed=3), 5)
+        assert core.add_request(after, CLIENT) is None
+        assert token_ids(run(core)["next"]) == expected(after)
+        found, known = core.scheduler.kv.num_hit_tokens, len(PROMPT) + len(answer)
+        least, most = ((known - left_out) // 4 * 4 for left_out in (1, 0))
+        assert found == least if knows_ends and depth == 1 else found in (least, most)
 
 
 def test_a_prompt_is_not_held_up_by_further_steps_of_its_own_plan() -> None:
@@ -111,6 +142,56 @@ def test_the_next_turn_finds_what_the_last_plans_have_computed(steps: int) -> No
     core.add_request(EngineCoreRequest("next", [*PROMPT, *answer, 7], SamplerParams(), 1), CLIENT)
     run(core)
     assert core.scheduler.kv.num_hit_tokens == 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [{}, {"parallel__tensor": 2}, {"parallel__pipeline": 2}])
+def test_the_workers_find_an_end(tmp_path: Path, split: dict[str, Any]) -> None:
+    """And leave the row out of the passes behind: the same tokens, and no pass for nothing. A stage
+    that learns the tokens later does not know it."""
+    tiny_models.make(tmp_path, "llama")
+    sampler = SamplerParams(temperature=3.0, seed=5)
+    with Engine(tmp_path) as plain:
+        [outputs] = plain.answer([EngineCoreRequest("x", [5, 6], sampler, 30)]).values()
+    good = token_ids(outputs)
+    settings = {"scheduler__steps_per_plan": 8, "scheduler__steps_in_flight": 1, **split}
+    with Engine(tmp_path, **settings) as engine:
+        for end in range(1, 30):
+            if good.index(good[end]) < end:
+                continue
+            one = EngineCoreRequest("x", [5, 6], sampler, 30, stop_token_ids=[good[end]])
+            with counted_passes() as passes:
+                [outputs] = engine.answer([one]).values()
+            assert token_ids(outputs) == good[: end + 1]
+            wasted = max(passes.values()) - (end + 1)
+            assert wasted == 0 if split.get("parallel__pipeline", 1) == 1 else 0 <= wasted <= 7
+
+
+@pytest.mark.slow
+def test_a_prompt_that_ends_with_such_a_token_has_not_ended(tmp_path: Path) -> None:
+    tiny_models.make(tmp_path, "llama")
+    one = EngineCoreRequest("x", [5, 6], SamplerParams(), 9, stop_token_ids=[6])
+    with Engine(tmp_path) as plain:
+        [outputs] = plain.answer([one]).values()
+    wanted = token_ids(outputs)
+    settings = {"scheduler__steps_per_plan": 4, "scheduler__max_chunk_tokens": 1}
+    with Engine(tmp_path, **settings, scheduler__steps_in_flight=1) as engine:
+        [outputs] = engine.answer([one]).values()
+    assert token_ids(outputs) == wanted and len(wanted) > 5
+    assert len(outputs[0].new_token_ids) == 4  # with the last chunk, which is that token
+
+
+@contextmanager
+def counted_passes() -> Iterator[Counter[int]]:
+    """Runner -> how many passes it computes with a row."""
+    found, execute = Counter[int](), ModelRunner._execute
+
+    def counted(runner: ModelRunner, plan: Any) -> Any:
+        found[id(runner)] += bool(plan.slots)
+        return execute(runner, plan)
+
+    with patch.object(ModelRunner, "_execute", counted):
+        yield found
 
 
 @pytest.mark.slow
