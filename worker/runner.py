@@ -154,9 +154,7 @@ class ModelRunner:
         )
         # The engine does not plan further ahead than this, so an older send has been received.
         self._pending_sends = PendingSends(scheduler.steps_in_flight)
-        self._copy_stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._copy_stream = torch.cuda.Stream(device)
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def is_output_rank(self) -> bool:

@@ -1,15 +1,19 @@
 """lm-eval's `local-completions` on a task of our own: log likelihoods are those of transformers,
-and generated texts those that nano knows."""
+and generated texts those that nano knows, however the tokens are computed."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import lm_eval
 import pytest
+from conftest import serve
 from lm_eval.api.task import ConfigurableTask
 
 pytestmark = pytest.mark.slow
@@ -40,10 +44,51 @@ WRITE = {
 }
 
 
-@pytest.fixture(scope="module")
-def report(url: str, nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+SMALL = ("model.max_model_len=96", "cache.memory_bytes=200000")
+WAYS: dict[str, tuple[tuple[str, ...], str]] = {
+    # how tokens are computed -> settings, and the metric that says so
+    "one step each": ((), "swell_generation_tokens_total"),
+    "drafts by n-grams": (
+        ("drafts.method=ngram", "drafts.min_match=1"),
+        "swell_draft_tokens_total",
+    ),
+    "drafts by a model": (
+        ("drafts.method=model", "drafts.model.path={nano}"),
+        "swell_accepted_draft_tokens_total",
+    ),
+    "four steps a plan": (("scheduler.steps_per_plan=4",), "swell_generation_tokens_total"),
+    "blocks that leave and return": (
+        (*SMALL, "cache.offload_bytes=32000000"),
+        "swell_kv_offload_loaded_blocks_total",
+    ),
+    "prompts of another engine": (
+        (
+            "parallel.data=2",
+            "parallel.prefill_engines=1",
+            "parallel.prefill_min_tokens=1",
+            "cache.handover_folder={folder}",
+        ),
+        "swell_generation_tokens_total",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def report(
+    request: pytest.FixtureRequest, nano: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    settings, metric = WAYS[request.param]
+    folder = tmp_path_factory.mktemp("files")
+    with serve(nano, *(each.format(nano=nano, folder=folder) for each in settings)) as url:
+        yield evaluate(url, nano, str(tmp_path_factory.mktemp("datasets")))
+        metrics = httpx.get(f"{url}/metrics").text
+    values = re.findall(rf"^{metric}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
+    assert sum(map(float, values)) > 0, metric
+    assert any(folder.iterdir()) == (request.param == "prompts of another engine")
+
+
+def evaluate(url: str, nano: Path, cache: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        cache = str(tmp_path_factory.mktemp("datasets"))
         patch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
         return lm_eval.simple_evaluate(
             model="local-completions",
@@ -52,7 +97,7 @@ def report(url: str, nano: Path, tmp_path_factory: pytest.TempPathFactory) -> An
                 "base_url": f"{url}/v1/completions",
                 "tokenizer_backend": "huggingface",
                 "tokenizer": str(nano),
-                "max_length": 512,
+                "max_length": 256,
             },
             tasks=[ConfigurableTask(config=CHOICE), ConfigurableTask(config=WRITE)],
             apply_chat_template=True,
