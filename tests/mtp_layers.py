@@ -38,6 +38,20 @@ TYPES: dict[str, tuple[str, dict[str, Any]]] = {
         {key: value for key, value in (ROUTED | LATENT).items() if key != "head_dim"}
         | {"first_k_dense_replace": 1},
     ),
+    "exaone_moe": (
+        "exaone_moe",
+        {
+            **MOE,
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+            "mlp_layer_types": ["dense", *["sparse"] * 3, "dense"],
+            "mtp_mlp_layer_types": ["dense"],
+        },
+    ),
     "glm4_moe": ("glm4_moe", {**ROUTED, "first_k_dense_replace": 1, "use_qk_norm": True}),
     "mellum": (
         "mellum",
@@ -59,11 +73,12 @@ AT_THE_TOP = {
 """Where the layer is called `mtp`: names of what is not in it."""
 
 
-def make(folder: Path, kind: str, *, own: bool = False, seed: int = 0) -> str:
+def make(folder: Path, kind: str, *, own: bool = False, seed: int = 0, **changes: Any) -> str:
     """Write a random model with four layers and one for multi-token prediction. `own`: it stores
-    an embedding and a head of that layer, too."""
+    an embedding and a head of that layer, too; `changes`: of its config."""
     model_type, differs = TYPES[kind]
     values = {**tiny_models.SIZES, "num_hidden_layers": 5, "initializer_range": 0.15, **differs}
+    values |= changes
     config = transformers.AutoConfig.for_model(model_type, **values)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -82,7 +97,7 @@ def make(folder: Path, kind: str, *, own: bool = False, seed: int = 0) -> str:
         if own:
             for name in ("embed_tokens", "shared_head.head"):
                 tensors[f"{layer}.{name}.weight"] = torch.randn(vocab, size) * 0.15
-    if kind == "mellum":
+    if kind in ("mellum", "exaone_moe"):
         tensors = {_called_mtp(name, layer): tensor for name, tensor in tensors.items()}
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     _shorten(folder / "config.json")

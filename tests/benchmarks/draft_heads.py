@@ -320,8 +320,9 @@ def train(head: Head, nano: Nano, minutes: float) -> str:
 def save(head: Head, folder: Path, served: str) -> str:
     """For the model of the folder `served`."""
     config = json.loads(Path(served, "config.json").read_text())
-    config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
-    config |= {"eagle_aux_hidden_state_layer_ids": LAYERS_READ}
+    if not isinstance(head, MtpHead):  # whose folder is one of the model
+        config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
+        config |= {"eagle_aux_hidden_state_layer_ids": LAYERS_READ}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     weights = enlarged_head(head.state_dict(), len(head.fc.weight))

@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from swell.cluster.local import LLM
 from swell.configs.schema import load
 from swell.configs.section import ConfigError
+from swell.worker.cache_size import moe_layers
 from swell.worker.sharded import saving
-from tests.engine.engine_harness import engine
+from tests.eagle_heads import PlainHead
+from tests.eagle_heads import make as make_head
+from tests.engine.engine_harness import NANO, engine
 from tests.engine.test_draft_model import DRAWN, GREEDY, answers, drafter_of
 from tests.engine.test_eagle import WAYS, Guesses
 from tests.mtp_layers import TYPES, PlainLayer, make
+from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
 
@@ -132,12 +137,85 @@ def test_another_folder_may_have_the_layer(served: Any, wanted: Any, tmp_path: P
     guesses.assert_those_of(PlainLayer(carrier, model=plain), 20)
 
 
+def test_new_weights_bring_their_layer(served: Any, tmp_path: Path) -> None:
+    """Or have none: then the layer is in a folder of its own, and stays."""
+    other, path = make(tmp_path / "other", "llama", seed=5), served("llama")
+    bare = _without_layer(other, tmp_path / "bare")
+    with drafting(path) as llm, drafting(path, drafts__model={"path": path}) as with_folder:
+        before = answers(llm)
+        with pytest.raises(ValueError, match="no layer for multi-token prediction"):
+            llm.update_weights(bare)
+        assert answers(llm) == before
+        for each, weights, oracle in (
+            (llm, other, PlainLayer(other)),
+            (with_folder, bare, PlainLayer(path, model=bare)),
+        ):
+            each.update_weights(weights)
+            guesses = Guesses(each)
+            assert answers(each) != before
+            guesses.assert_those_of(oracle, 20)
+
+
 def test_random_weights_of_a_layer(served: Any, wanted: Any) -> None:
     with drafting(
         served("llama"), drafts__model={"path": served("llama"), "load_format": "dummy"}
     ) as llm:
         assert answers(llm) == wanted("llama")[0]
         assert drafter_of(llm).num_drafts > 20
+
+
+def test_the_checkpoint_says_what_is_tied(served: Any, tmp_path: Path) -> None:
+    """Not config.json, where it stores a head of its own; for EAGLE, too."""
+    folder = tmp_path / "untied"
+    shutil.copytree(served("llama"), folder)
+    weights = load_file(str(folder / "model.safetensors"))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    plain = PlainLayer(str(folder))
+    assert plain._logits(torch.ones(1, 128)).shape == (1, 320)
+    head = make_head(tmp_path / "head", "eagle", str(folder))
+    for changes, oracle in (
+        ({}, plain),
+        (
+            {"drafts__method": "eagle", "drafts__model": {"path": head}},
+            PlainHead(head, str(folder)),
+        ),
+    ):
+        with drafting(str(folder), **changes) as llm:
+            guesses = Guesses(llm)
+            answers(llm)
+        guesses.assert_those_of(oracle, 20)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_the_checkpoint_says_whether_the_layer_has_experts(kind: str, tmp_path: Path) -> None:
+    """Whatever the model's own layers have."""
+    own = {"sparse": [0, 1, 2, 3], "dense": [4]}[kind]
+    path = make(tmp_path / "model", "qwen3_moe", mlp_only_layers=own)
+    tiny_models.change_config(Path(path), mlp_only_layers=[] if kind == "dense" else own)
+    with drafting(path) as llm:
+        guesses = Guesses(llm)
+        answers(llm)
+    assert len(guesses.found) > 20
+    stored = load_file(f"{path}/model.safetensors")
+    assert any("layers.4.mlp.experts" in name for name in stored) == (kind == "sparse")
+
+
+def test_a_norm_behind_the_layer_may_be_called_otherwise(
+    served: Any, wanted: Any, tmp_path: Path
+) -> None:
+    folder = _renamed(served("llama"), tmp_path / "model", "shared_head.norm", "final_layernorm")
+    with drafting(str(folder)) as llm:
+        guesses = Guesses(llm)
+        assert answers(llm) == wanted("llama")[0]
+    guesses.assert_those_of(PlainLayer(served("llama")), 20)
+
+
+def test_its_experts_are_found(served: Any) -> None:
+    """As an engine that sleeps finds them."""
+    with drafting(served("qwen3_moe")) as llm:
+        [layer] = llm._engine.core.executor._worker.draft_model.modules
+        assert len(moe_layers(layer)) == 1
 
 
 # ---------------------------------------------------------------- refusals
@@ -162,6 +240,33 @@ def test_a_part_that_is_missing_is_named(served: Any, tmp_path: Path) -> None:
             drafting(str(folder))
 
 
+def test_a_layer_of_another_model_is_refused(served: Any, tmp_path: Path) -> None:
+    for key, value in (("vocab_size", 384), ("hidden_size", 64), ("num_hidden_layers", 3)):
+        folder = tmp_path / key
+        shutil.copytree(served("llama"), folder)
+        tiny_models.change_config(folder, **{key: value})
+        with pytest.raises(ConfigError, match=rf"drafts\.model=.*with {key}={value}"):
+            drafting(served("llama"), drafts__model={"path": str(folder)})
+    with pytest.raises(ConfigError, match=r"drafts\.model=.*model_type='qwen3'"):
+        drafting(served("llama"), drafts__model={"path": served("qwen3")})
+    folder = tmp_path / "more"
+    shutil.copytree(served("llama"), folder)
+    weights = load_file(str(folder / "model.safetensors"))
+    weights["model.layers.4.self_attn.q_proj.bias"] = torch.zeros(128)
+    save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"'model.layers.4.self_attn.q_proj.bias'.*another model"):
+        drafting(str(folder))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "stablelm", "gpt2"])
+def test_a_model_of_other_norms_is_refused(family: str, tmp_path: Path) -> None:
+    tiny_models.make(tmp_path, family)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(NANO, name), tmp_path)
+    with pytest.raises(ConfigError, match=r"drafts\.method=mtp: .*not plain"):
+        drafting(str(tmp_path), model__load_format="dummy")
+
+
 def test_weights_that_are_saved_sharded_have_none(served: Any, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     config = load(served("llama"), {"model.device": "cpu"})
@@ -172,6 +277,14 @@ def test_weights_that_are_saved_sharded_have_none(served: Any, tmp_path: Path) -
 
 def _without_layer(model: str, folder: Path) -> str:
     return _without(model, folder, "layers.4.")
+
+
+def _renamed(model: str, folder: Path, part: str, name: str) -> str:
+    shutil.copytree(model, folder)
+    weights = load_file(str(folder / "model.safetensors"))
+    renamed = {key.replace(part, name): tensor for key, tensor in weights.items()}
+    save_file(renamed, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    return str(folder)
 
 
 def _without(model: str, folder: Path, part: str) -> str:

@@ -35,7 +35,7 @@ from swell.worker.loader import (
 )
 from swell.worker.loader import max_model_len as max_length
 from swell.worker.mesh import Mesh
-from swell.worker.models import build_model
+from swell.worker.models import build_model, resolve_ties
 
 _KEY = re.compile(rf"(?<![.\w])model\.({'|'.join(DraftModelConfig.__struct_fields__)})\b")
 """A key by which errors about any model name the way out."""
@@ -138,11 +138,14 @@ class _Loading:
         """As `load_head`; the layer may lie among the model's own weights."""
         if not self._mesh.is_output_rank:
             return NoDraftModel(reads_hidden=True)
+        if self._config is not self._served:
+            self._refuse_other_model(load_config(self._config))
         stored = _stored_names(self._config)
         dtype = resolve_dtype(self._config, self._hf_config)
         layer = MtpModel(self._hf_config, self._served, stored, self._device, dtype)
         nbytes = load_weight_shards(layer.weight_shards, self._config, self._on_loaded)
         nbytes += self._borrow(layer)
+        layer.check()
         self._finish(layer)
         return DraftModel(layer, dtype, nbytes, 0, EagleRunner, reads_hidden=True)
 
@@ -167,7 +170,10 @@ class _Loading:
                 "tensors to the head's"
             )
         stored = checkpoint_names(self._served)
-        is_tied = bool(self._text_config.tie_word_embeddings)
+        config = resolve_ties(
+            self._served, self._hf_config, resolve_dtype(self._served, self._hf_config)
+        )
+        is_tied = bool(config.get_text_config().tie_word_embeddings)
         if stored and f"{_MODEL_HEAD}.weight" not in stored:
             is_tied = True
         embedding = _MODEL_EMBEDDING
@@ -176,6 +182,16 @@ class _Loading:
         names = {EMBEDDING: embedding, HEAD: embedding if is_tied else _MODEL_HEAD}
         shards = [shard for kind, fill in borrowed.items() for shard in fill(names[kind])]
         return load_weight_shards(lambda _stored: shards, self._served, self._on_loaded)
+
+    def _refuse_other_model(self, hf_config: Any) -> None:
+        text = hf_config.get_text_config()
+        for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
+            own, wanted = getattr(text, key, None), getattr(self._text_config, key, None)
+            if own != wanted:
+                raise ValueError(
+                    f"it has the layer of a model with {key}={own!r}, and this one has {wanted!r}; "
+                    "take that of this model"
+                )
 
     def _check_vocabulary(self, hf_config: Any) -> None:
         """Raise `ValueError` unless it knows every token of the model."""

@@ -6,9 +6,9 @@ It is one more layer of the model: f are the model's normed hidden states, x the
     y = eh_proj([enorm(embed(x)), hnorm(f)]);   own = norm(layer(y));   logits = head(own)
 
 After the first pass `own` of the position before takes the place of f. The layer is built as the
-second stage of a model of two layers whose first one is left out, so each model that can be served,
-natively or through transformers, has its own. Where a checkpoint has several such layers, as many
-as tokens that they guess, the first one makes all guesses.
+second stage of a model of two layers whose first one is left out, so each model that can be split
+into stages, natively or through transformers, has its own. Where a checkpoint has several such
+layers, as many as tokens that they guess, the first one makes all guesses.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from swell.configs.schema import ModelConfig, ParallelConfig
+from swell.worker.cache_size import moe_layers
 from swell.worker.drafting.draft_runner import StepHidden
 from swell.worker.drafting.eagle_model import EMBEDDING, HEAD
 from swell.worker.groups import make_group
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from swell.worker.input_batch import InputBatch
 
 _LAYER, _NORM = "model.layers.1", "model.norm"
+_NOT_PLAIN = (
+    "the model's norms are not plain RMSNorms, or its embedding does more than look up, and layers "
+    "for multi-token prediction of such models are not known"
+)
 _OF_TOKENS = ("lm_head.weight", "model.embed_tokens.weight")
 """What a head's weights may be called in a model of two layers."""
 
@@ -71,6 +76,15 @@ LAYOUTS = (
         embedding="model.layers.{n}.embed_tokens",
         head="model.layers.{n}.shared_head.head",
     ),
+    Layout(  # HY3
+        layer="model.layers.{n}",
+        embed_norm="model.layers.{n}.enorm",
+        hidden_norm="model.layers.{n}.hnorm",
+        projection="model.layers.{n}.eh_proj",
+        norm="model.layers.{n}.final_layernorm",
+        embedding="model.layers.{n}.embed_tokens",
+        head="model.layers.{n}.shared_head.head",
+    ),
     Layout(  # EXAONE-MoE, Mellum
         layer="mtp.layers.0",
         embed_norm="mtp.pre_fc_norm_embedding",
@@ -87,10 +101,13 @@ def find_layout(stored: Collection[str], num_layers: int) -> Layout:
     """That of a checkpoint with tensors of these names; the first one for random weights, which
     has none. Raises `ValueError` where there is no such layer."""
     layouts = [layout.of(num_layers) for layout in LAYOUTS]
-    for layout in layouts:
-        if not stored or f"{layout.projection}.weight" in stored:
-            return layout
-    names = " or ".join(repr(f"{layout.projection}.weight") for layout in layouts)
+    if not stored:
+        return layouts[0]
+    found = [layout for layout in layouts if f"{layout.projection}.weight" in stored]
+    if found:
+        whole = (layout for layout in found if f"{layout.norm}.weight" in stored)
+        return next(whole, found[0])
+    names = " or ".join(sorted({repr(f"{layout.projection}.weight") for layout in layouts}))
     raise ValueError(
         f"the weights have no layer for multi-token prediction, there is no {names}; take "
         "drafts.method=ngram, or set drafts.model.path to a folder that has the layer"
@@ -113,14 +130,21 @@ class MtpModel(nn.Module):
         self.layout = find_layout(stored, text.num_hidden_layers)
         self.dtype, self._stored = dtype, stored
         mesh = Mesh.build(ParallelConfig(), 0, device=device)
-        size = text.hidden_size
+        size, eps = text.hidden_size, getattr(text, "rms_norm_eps", None)
+        if eps is None:
+            raise ValueError(f"{_NOT_PLAIN}; take drafts.method=ngram")
         self.embed = VocabParallelEmbedding(text.vocab_size, size, mesh.tensor)
-        self.embed_norm = RMSNorm(size, text.rms_norm_eps)
-        self.hidden_norm = RMSNorm(size, text.rms_norm_eps)
+        self.embed_norm, self.hidden_norm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.projection = ReplicatedLinear(2 * size, size, bias=False)
         materialize(self, device, dtype)
         mesh.pipeline = make_group("mtp", 1, 2)  # nothing is sent in it
-        self.block: Any = build_model(served, _two_layers(config), mesh, device, dtype)
+        is_sparse = any(f"{self.layout.layer}." in name and ".experts." in name for name in stored)
+        two_layers = _two_layers(config, is_sparse if stored else None)
+        try:
+            self.block: Any = build_model(served, two_layers, mesh, device, dtype)
+        except ValueError as error:
+            why, _, _ = str(error).partition("; set parallel.")
+            raise ValueError(f"one layer of the model cannot be built alone: {why}") from None
 
     def select(self, hidden: StepHidden) -> Sequence[Tensor]:
         return [hidden.last]
@@ -141,8 +165,40 @@ class MtpModel(nn.Module):
         layers: list[Attention] = self.block.attention_layers()
         return layers
 
+    def moe_layers(self) -> list[Any]:
+        """As of the model."""
+        layers: list[Any] = moe_layers(self.block)
+        return layers
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raise `ValueError` if the model's norms or its embedding are of another kind than those
+        of this layer; its weights are loaded."""
+        norms = (each for name, each in self.block.named_modules() if _is_norm(name, each))
+        embeds_plainly = getattr(self.block, "embeds_plainly", True)
+        if not embeds_plainly or not any(self._is_plain(norm) for norm in norms):
+            raise ValueError(f"{_NOT_PLAIN}; take drafts.method=ngram")
+
+    def _is_plain(self, norm: Any) -> bool:
+        weight: Tensor = norm.weight
+        x = torch.linspace(-2, 2, len(weight), device=weight.device)[None]
+        wanted = x * (x.square().mean() + self.embed_norm.eps).rsqrt() * weight.float()
+        return torch.allclose(norm(x.to(weight.dtype)).float(), wanted, 0.05, 0.05)
+
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
-        """What it reads from the checkpoint that has the layer."""
+        """What it reads from the checkpoint that has the layer. Raises `ValueError` if that has
+        more of the layer."""
+        read = list(self._weight_shards())
+        unread = {name for name in stored if name.startswith(f"{self.layout.layer}.")}
+        unread -= {shard.name for shard in read}
+        if extra := min((name for name in unread if not name.endswith("inv_freq")), default=""):
+            raise ValueError(
+                f"the weights have the tensor {extra!r}, and this model's layers have nothing of "
+                "that name; the layer belongs to another model"
+            )
+        yield from read
+
+    def _weight_shards(self) -> Iterator[WeightShard]:
         layout = self.layout
         yield from self.embed_norm.weight_shards(layout.embed_norm)
         yield from self.hidden_norm.weight_shards(layout.hidden_norm)
@@ -178,8 +234,10 @@ class MtpModel(nn.Module):
         """With the names of a model of two layers."""
         prefix = f"{self.layout.layer}."
         layer = (name.removeprefix(prefix) for name in self._stored if name.startswith(prefix))
-        shards: Iterable[WeightShard] = self.block.weight_shards([f"{_LAYER}.{n}" for n in layer])
-        return shards
+        try:
+            return list(self.block.weight_shards([f"{_LAYER}.{name}" for name in layer]))
+        except ValueError as error:
+            raise ValueError(str(error).replace(f"{_LAYER}.", prefix)) from None
 
 
 def _stored_name(layout: Layout, name: str) -> str:
@@ -190,16 +248,30 @@ def _stored_name(layout: Layout, name: str) -> str:
     return name
 
 
-def _two_layers(config: Any) -> Any:
-    """The config of a model whose second layer is that layer: it has experts where the model's last
-    one has, and its kind of attention, unless the config says more."""
+def _is_norm(name: str, module: nn.Module) -> bool:
+    """Whether it is one of a layer's hidden states."""
+    return name.endswith(("attention_norm", "input_layernorm")) and hasattr(module, "weight")
+
+
+def _two_layers(config: Any, is_sparse: bool | None) -> Any:
+    """The config of a model whose second layer is that layer, with experts or without. What else
+    differs from layer to layer is as in the model's last one, unless the config says more."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     layers = text.num_hidden_layers
     for key, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == layers:
             setattr(text, key, [(getattr(text, f"mtp_{key}", None) or value[-1:])[0]] * 2)
-    if getattr(text, "first_k_dense_replace", None):
-        text.first_k_dense_replace = 0
+    if is_sparse is None:
+        is_sparse = (getattr(text, "mlp_layer_types", None) or ["sparse"])[-1] == "sparse"
+    kinds = {
+        "mlp_layer_types": ["sparse" if is_sparse else "dense"] * 2,
+        "mlp_only_layers": [] if is_sparse else [0, 1],
+        "decoder_sparse_step": 1,
+        "first_k_dense_replace": 0 if is_sparse else 2,
+    }
+    for key, kind in kinds.items():
+        if getattr(text, key, None) is not None:
+            setattr(text, key, kind)
     text.num_hidden_layers = 2
     return config

@@ -60,6 +60,7 @@ class GenericForCausalLM(nn.Module):
         self.width = self.hidden
         """Size of the head's input: some models project hidden states before the head."""
         self.embedding_width = int(base.get_input_embeddings().weight.shape[1])
+        self.embeds_plainly = type(base.get_input_embeddings()) is nn.Embedding
         self._stage_boundary = StageBoundary()
         self._calls = PagedAttentionHook(type(causal).__name__, max_positions)
         self._names = WeightsMapper(causal)
