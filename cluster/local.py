@@ -48,6 +48,7 @@ from swell.configs.adapter_files import adapters_of, check_adapter
 from swell.configs.lora import Adapter
 from swell.configs.process import prepare_for_torch
 from swell.configs.schema import load
+from swell.configs.section import ConfigError
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
@@ -66,6 +67,12 @@ class LLM:
         overrides.setdefault("parallel.executor", "inproc")
         self.config = load(model, overrides)
         check(self.config)
+        if self.config.parallel.expert:
+            raise ConfigError(
+                "parallel.expert=true is for the engines of a cluster, which share their experts, "
+                "and LLM is one engine with all of them; set parallel.expert=false",
+                "parallel.expert",
+            )
         path = self.config.model.path
         self._defaults = read_generation_config(self.config.model)
         tokenizer = load_tokenizer(path)

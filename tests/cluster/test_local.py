@@ -79,6 +79,11 @@ def test_the_models_defaults_are_those_of_a_call_without_params(tmp_path):
         LLM(str(folder))
 
 
+def test_one_engine_shares_no_experts():
+    with pytest.raises(ConfigError, match=r"^parallel\.expert=true .* set parallel\.expert=false"):
+        LLM(f"{NANO}-moe", **{"parallel.expert": True})
+
+
 def test_each_prompt_has_its_own_params(llm):
     params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=n) for n in (1, 5, 9)]
     answers = llm.generate(["count from 1 to 30"] * 3, params)
