@@ -17,6 +17,7 @@ from swell.engine.scheduler import NANS_IN_LOGITS
 from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.runner import ModelRunner
 from swell.worker.sample.wire import SamplerParams, TokenLogprobs
+from tests.device import DEVICE
 from tests.engine.fake_worker import expected, make_core, run, token_ids
 from tests.engine.test_nan_logits import NAN, spoil
 from tests.engine.test_token_exact import Engine
@@ -148,7 +149,7 @@ def test_the_next_turn_finds_what_the_last_plans_have_computed(steps: int) -> No
 @pytest.mark.parametrize("split", [{}, {"parallel__tensor": 2}, {"parallel__pipeline": 2}])
 def test_the_workers_find_an_end(tmp_path: Path, split: dict[str, Any]) -> None:
     """And leave the row out of the passes behind: the same tokens, and no pass for nothing. A stage
-    that learns the tokens later does not know it."""
+    that learns the tokens later does not know it, nor does the host of a GPU."""
     tiny_models.make(tmp_path, "llama")
     sampler = SamplerParams(temperature=3.0, seed=5)
     with Engine(tmp_path) as plain:
@@ -164,7 +165,8 @@ def test_the_workers_find_an_end(tmp_path: Path, split: dict[str, Any]) -> None:
                 [outputs] = engine.answer([one]).values()
             assert token_ids(outputs) == good[: end + 1]
             wasted = max(passes.values()) - (end + 1)
-            assert wasted == 0 if split.get("parallel__pipeline", 1) == 1 else 0 <= wasted <= 7
+            is_found = DEVICE == "cpu" and "parallel__pipeline" not in split
+            assert wasted == 0 if is_found else 0 <= wasted <= 7
 
 
 @pytest.mark.slow
