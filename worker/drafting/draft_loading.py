@@ -138,9 +138,9 @@ class _Loading:
         """As `load_head`; the layer may lie among the model's own weights."""
         if not self._mesh.is_output_rank:
             return NoDraftModel(reads_hidden=True)
-        if self._config is not self._served:
-            self._refuse_other_model(load_config(self._config))
         stored = _stored_names(self._config)
+        if stored and self._config is not self._served:
+            self._refuse_other_model(load_config(self._config))
         dtype = resolve_dtype(self._config, self._hf_config)
         layer = MtpModel(self._hf_config, self._served, stored, self._device, dtype)
         nbytes = load_weight_shards(layer.weight_shards, self._config, self._on_loaded)
