@@ -1,0 +1,56 @@
+"""The longest sequence is that of the model, as far as the KV cache of every worker holds one: what
+vLLM does with `update_max_model_len`, before the tables of steps are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swell.cluster.text.sampling_params import BadRequest, SamplingParams
+from swell.configs.schema import load
+from swell.configs.section import ConfigError
+from swell.engine.executor import agree_limits
+from swell.worker.wire import WorkerLimits
+from tests.engine.engine_harness import NANO, engine
+
+BLOCK_BYTES = 2 * 4 * 64 * 4 * 16
+"""Of nano: K and V, layers, heads times their size, float32, tokens."""
+SPLITS: list[dict[str, Any]] = [{}, {"parallel__pipeline": 2}, {"parallel__tensor": 2}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_it_is_what_the_cache_holds(split: dict[str, Any]) -> None:
+    """Half a model takes half the bytes."""
+    workers = 2 if split else 1
+    with engine(cache__memory_bytes=10 * BLOCK_BYTES // workers, **split) as llm:
+        limits = llm._engine.limits
+        assert (limits.num_blocks, limits.max_model_len) == (10, 160)
+        answer = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        [output] = llm.generate([[5] * 100], answer)
+        assert len(output.outputs[0].token_ids) == 60
+        with pytest.raises(BadRequest, match="160"):
+            llm.generate([[5] * 161], answer)
+
+
+@pytest.mark.slow
+def test_more_than_the_cache_holds_is_refused_if_it_was_asked_for() -> None:
+    with pytest.raises(ConfigError) as caught:
+        engine(cache__memory_bytes=10 * BLOCK_BYTES, model__max_model_len=161)
+    assert str(caught.value) == (
+        "model.max_model_len=161 does not fit into the KV cache, which holds 160 tokens in 10 "
+        "blocks; raise cache.memory_bytes (or cache.memory_fraction) or lower model.max_model_len"
+    )
+    with engine(cache__memory_bytes=10 * BLOCK_BYTES, model__max_model_len=160) as llm:
+        assert llm._engine.limits.max_model_len == 160
+
+
+def test_the_worker_with_the_least_room_decides() -> None:
+    config = load({"model": {"path": NANO}})
+    much, little = (WorkerLimits(blocks, 2048, 320) for blocks in (10, 7))
+    for limits in ([much, little], [little, much]):
+        agreed = agree_limits(config, limits)
+        assert (agreed.num_blocks, agreed.max_model_len) == (7, 7 * 16)
+    short = WorkerLimits(10, 64, 320)
+    assert agree_limits(config, [much, short]).max_model_len == 64
