@@ -138,7 +138,8 @@ class MtpModel(nn.Module):
         self.projection = ReplicatedLinear(2 * size, size, bias=False)
         materialize(self, device, dtype)
         mesh.pipeline = make_group("mtp", 1, 2)  # nothing is sent in it
-        is_sparse = any(f"{self.layout.layer}." in name and ".experts." in name for name in stored)
+        experts = (name for name in stored if ".experts." in name)
+        is_sparse = any(name.startswith(f"{self.layout.layer}.") for name in experts)
         two_layers = _two_layers(config, is_sparse if stored else None)
         try:
             self.block: Any = build_model(served, two_layers, mesh, device, dtype)
