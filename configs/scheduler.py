@@ -24,9 +24,9 @@ class SchedulerConfig(Section, frozen=True):
     pipeline of N stages needs at least N to keep all stages busy."""
     steps_per_plan: Annotated[int, Meta(ge=1, le=32)] = 1
     """Tokens of each row that are computed one after the other before the host is asked again, in
-    steps without prompts. A row that ends among them has computed the rest for nothing, and a new
-    request waits for all of them; it pays where the host takes longer than the device
-    (`docs/performance.md`)."""
+    steps without prompts. A row that ends among them computes the rest for nothing, but on a CPU
+    with one worker, and a new request waits for all of them; it pays where the host takes longer
+    than the device (`docs/performance.md`)."""
 
 
 def check_scheduler(config: SchedulerConfig, drafts_method: str, shares_experts: bool) -> None:

@@ -364,6 +364,7 @@ class Scheduler:
 
     def _on_passes(self, request: Request, are_all: bool) -> None:
         """If not all were computed, it has ended, and nothing has computed its last token."""
+        assert are_all or request.status is RequestStatus.FINISHED, "the workers ended it alone"
         if not are_all and request.slot >= 0:
             request.computed = len(request.token_ids) - 1
         self._name_blocks(request)

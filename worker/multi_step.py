@@ -13,31 +13,45 @@ from torch import Tensor
 from swell.worker.sample.wire import Extra
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRow, SchedulerOutput
 
+Read = Callable[[int, int], int]
+"""(slot, position) -> the token there."""
+
 
 class RowEnds:
     """Finds the rows that end within a plan, where a worker reads what a pass has sampled without
-    waiting for it: on a CPU, and with one stage."""
+    waiting for it: on a CPU. And where it is the only one of its engine: which rows a pass has must
+    not depend on what one of several workers alone knows (see `FailedRows`)."""
 
-    def __init__(self, token_ids: Tensor, num_stages: int) -> None:
-        """`token_ids` [rows, tokens]: of each slot, written by every pass."""
-        is_known = token_ids.device.type == "cpu" and num_stages == 1
-        self._tokens = token_ids.numpy() if is_known else None
+    def __init__(self, read: Read | None) -> None:
+        """`read`: None where ends are not found."""
+        self._read = read
         self._ends: dict[int, tuple[int, frozenset[int]]] = {}
-        """Slot -> its prompt's tokens, and the outputs that end it."""
+        """Slot -> the first position whose token may end its row, and the tokens that do."""
         self._ended: set[int] = set()
         """Slots; a plan that was made before may have their rows, too."""
 
+    @classmethod
+    def of(cls, token_ids: Tensor, num_workers: int) -> RowEnds:
+        """`token_ids` [slots, positions]; `num_workers`: of the engine."""
+        if token_ids.device.type != "cpu" or num_workers > 1:
+            return cls(None)
+        tokens = token_ids.numpy()
+        return cls(lambda slot, position: int(tokens[slot, position]))
+
     def add_request(self, row: NewRow) -> None:
-        self._ends[row.slot] = row.prompt_tokens, frozenset(row.end_token_ids)
+        """Tokens that are known have not ended it. Nor does an end before `min_tokens`, which a
+        sampler draws if parameters contradict each other."""
+        first = max(len(row.token_ids), row.prompt_tokens + row.min_tokens - 1)
+        self._ends[row.slot] = first, frozenset(row.end_token_ids)
         self._ended.discard(row.slot)
 
     def has_ended(self, slot: int, position: int) -> bool:
         """Whether an output up to this position ends the row, as far as it is known; asked of each
         position that a plan of several passes computes."""
-        if self._tokens is None:
+        if self._read is None:
             return False
-        prompt_tokens, ends = self._ends[slot]
-        if position >= prompt_tokens and int(self._tokens[slot, position]) in ends:
+        first, ends = self._ends[slot]
+        if position >= first and self._read(slot, position) in ends:
             self._ended.add(slot)
         return slot in self._ended
 

@@ -124,7 +124,8 @@ class ModelRunner:
         self.mesh = mesh
         self.states = RequestStates(scheduler.max_rows, max_model_len, device)
         self.blocks = BlockTables(scheduler.max_rows, max_model_len, cache.block_tokens, device)
-        self._row_ends = RowEnds(self.states.token_ids, mesh.pipeline.size)
+        workers = mesh.tensor.size * mesh.pipeline.size
+        self._row_ends = RowEnds.of(self.states.token_ids, workers)
         self._offload = offload
         self._block_files = block_files
         self._device = device

@@ -16,12 +16,11 @@ from swell.configs.schema import Config, load
 from swell.engine.core import EngineCore
 from swell.engine.executor import Executor, ExecutorLimits, Progress, WorkerInfo
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.multi_step import FurtherPasses, OutputOfPasses
+from swell.worker.multi_step import FurtherPasses, OutputOfPasses, RowEnds
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
     ModelRunnerOutput,
-    NewRow,
     Regrouped,
     SchedulerOutput,
 )
@@ -58,7 +57,7 @@ class FakeWorker:
         self.tokens: dict[int, dict[int, int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
-        self.newest: dict[int, NewRow] = {}
+        self.ends = RowEnds(lambda slot, position: self.tokens[slot].get(position, -2))
         self.num_sampled = 0
         self.knows_ends = lambda slot: slot % 2 == 0
         """Whether it finds the end of the row in a slot within a plan."""
@@ -74,11 +73,8 @@ class FakeWorker:
         return OutputOfPasses(plan, passes, further.rows).get_output()
 
     def _has_ended(self, slot: int, position: int) -> bool:
-        """As the real one knows it, or does not: its sampler draws no end before `min_tokens`."""
-        row = self.newest[slot]
-        is_due = position + 1 - row.prompt_tokens >= max(1, row.min_tokens)
-        token = self.tokens[slot].get(position)
-        return self.knows_ends(slot) and is_due and token in row.end_token_ids
+        """As the real one knows it, or does not."""
+        return self.knows_ends(slot) and self.ends.has_ended(slot, position)
 
     def compute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """One pass."""
@@ -90,7 +86,7 @@ class FakeWorker:
             self.tokens[row.slot] = dict(enumerate(row.token_ids))
             self.tables[row.slot] = list(row.block_ids)
             self.seeds[row.slot] = row.sampler.seed
-            self.newest[row.slot] = row
+            self.ends.add_request(row)
         for growth in plan.growths:
             self.tables[growth.slot] += growth.block_ids
         rows = list(zip(plan.slots, plan.starts, plan.num_tokens, plan.samples, strict=True))
