@@ -184,6 +184,7 @@ class _Loading:
         return load_weight_shards(lambda _stored: shards, self._served, self._on_loaded)
 
     def _refuse_other_model(self, hf_config: Any) -> None:
+        """Raise `ValueError` unless its layers may be those of the model."""
         text = hf_config.get_text_config()
         for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
             own, wanted = getattr(text, key, None), getattr(self._text_config, key, None)

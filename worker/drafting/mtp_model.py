@@ -66,25 +66,18 @@ class Layout:
         return Layout(**{key: name.format(n=num_layers) for key, name in names})
 
 
+_APPENDED = Layout(
+    layer="model.layers.{n}",
+    embed_norm="model.layers.{n}.enorm",
+    hidden_norm="model.layers.{n}.hnorm",
+    projection="model.layers.{n}.eh_proj",
+    norm="model.layers.{n}.shared_head.norm",
+    embedding="model.layers.{n}.embed_tokens",
+    head="model.layers.{n}.shared_head.head",
+)
 LAYOUTS = (
-    Layout(  # DeepSeek-V3, GLM-4.5 and later
-        layer="model.layers.{n}",
-        embed_norm="model.layers.{n}.enorm",
-        hidden_norm="model.layers.{n}.hnorm",
-        projection="model.layers.{n}.eh_proj",
-        norm="model.layers.{n}.shared_head.norm",
-        embedding="model.layers.{n}.embed_tokens",
-        head="model.layers.{n}.shared_head.head",
-    ),
-    Layout(  # HY3
-        layer="model.layers.{n}",
-        embed_norm="model.layers.{n}.enorm",
-        hidden_norm="model.layers.{n}.hnorm",
-        projection="model.layers.{n}.eh_proj",
-        norm="model.layers.{n}.final_layernorm",
-        embedding="model.layers.{n}.embed_tokens",
-        head="model.layers.{n}.shared_head.head",
-    ),
+    _APPENDED,  # DeepSeek-V3, GLM-4.5 and later
+    dataclasses.replace(_APPENDED, norm="model.layers.{n}.final_layernorm"),  # HY3
     Layout(  # EXAONE-MoE, Mellum
         layer="mtp.layers.0",
         embed_norm="mtp.pre_fc_norm_embedding",

@@ -167,6 +167,8 @@ class LlamaModel(nn.Module):
         """Numbers of an embedding of a prompt that is given as such."""
         self.active_adapters = ActiveAdapters()
         self._keeping: Sequence[int] = ()
+        self._keepers: list[LlamaLayer] = []
+        """Those of this stage."""
         self._received: Sequence[torch.Tensor] = ()
         """What kept layers of the stages before have read in the last step."""
         self.device, self.dtype = device, dtype
@@ -216,7 +218,8 @@ class LlamaModel(nn.Module):
         else:
             assert intermediate is not None, "a later stage needs what the one before it computed"
             x, residual = intermediate.hidden_states, intermediate.residual
-            self._received = intermediate.kept
+            if self._keeping:
+                self._received = intermediate.kept
         cos, sin = self.rope(batch.positions)
         last = self.layers[-1] if self.mesh.is_last_stage else None
         for layer in self.layers:
@@ -231,20 +234,26 @@ class LlamaModel(nn.Module):
     def keep_inputs(self, layers: Sequence[int]) -> None:
         """Keep what these layers of all stages read; each stage hands it on to the next one."""
         self._keeping = layers
-        for i, layer in zip(self.range, self.layers, strict=True):
-            layer.keeps_input = i in layers
+        own = zip(self.range, self.layers, strict=True)
+        self._keepers = [layer for i, layer in own if i in layers]
+        for layer in self._keepers:
+            layer.keeps_input = True
 
     def take_inputs(self) -> list[torch.Tensor]:
         """[T, hidden] each, on the last stage: of the last step, in the order of `keep_inputs`.
         They are kept no longer."""
+        if not self._keeping:
+            return []
         kept = dict(zip(sorted({*self._keeping}), self._take_kept(), strict=True))
         return [kept[layer] for layer in self._keeping]
 
     def _take_kept(self) -> list[torch.Tensor]:
         """Those of this stage and the stages before, in the order of the layers."""
-        own = [layer.input for layer in self.layers if layer.input is not None]
+        if not self._keeping:
+            return []
+        own = [layer.input for layer in self._keepers if layer.input is not None]
         taken, self._received = [*self._received, *own], ()
-        for layer in self.layers:
+        for layer in self._keepers:
             layer.input = None
         return taken
 
