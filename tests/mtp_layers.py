@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from tests.engine.engine_harness import NANO
 from tests.worker import tiny_models
 
-NANO = str(Path(__file__).parents[1] / "configs" / "models" / "nano")
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
 ROUTED = {**MOE, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 LATENT = {

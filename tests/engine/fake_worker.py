@@ -58,6 +58,8 @@ class FakeWorker:
         self.tables: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
         self.ends = RowEnds(lambda slot, position: self.tokens[slot].get(position, -2))
+        self.ended: set[int] = set()
+        """Slots whose row has ended within a plan, as far as it was found."""
         self.num_sampled = 0
         self.knows_ends = lambda slot: slot % 2 == 0
         """Whether it finds the end of the row in a slot within a plan."""
@@ -74,7 +76,15 @@ class FakeWorker:
 
     def _has_ended(self, slot: int, position: int) -> bool:
         """As the real one knows it, or does not."""
-        return self.knows_ends(slot) and self.ends.has_ended(slot, position)
+        has_ended = self.knows_ends(slot) and self.ends.has_ended(slot, position)
+        if has_ended:
+            self.ended.add(slot)
+        return has_ended
+
+    def _token(self, slot: int, position: int) -> int:
+        """Behind an end that was found, plans that were made before compute anything."""
+        known = self.tokens[slot]
+        return known.get(position, -2) if slot in self.ended else known[position]
 
     def compute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """One pass."""
@@ -87,6 +97,7 @@ class FakeWorker:
             self.tables[row.slot] = list(row.block_ids)
             self.seeds[row.slot] = row.sampler.seed
             self.ends.add_request(row)
+            self.ended.discard(row.slot)
         for growth in plan.growths:
             self.tables[growth.slot] += growth.block_ids
         rows = list(zip(plan.slots, plan.starts, plan.num_tokens, plan.samples, strict=True))
@@ -98,8 +109,7 @@ class FakeWorker:
                 self.tokens[slot][position] = token
         for slot, start, count, _ in rows:
             for position in range(start, start + count):
-                # Behind an end that was found, the next plan computes anything.
-                self._write(slot, position, self.tokens[slot].get(position, -2))
+                self._write(slot, position, self._token(slot, position))
         drawn: list[int] = []
         accepted = {}
         for row, (slot, start, count, samples) in enumerate(rows):
@@ -120,7 +130,7 @@ class FakeWorker:
             tokens, table = self.tokens[slot], self.tables[slot]
             for position in range(plan.starts[row], plan.starts[row] + plan.num_tokens[row]):
                 block, offset = divmod(position, self.block_tokens)
-                cache[table[block]][offset] = tokens.get(position, -2)
+                cache[table[block]][offset] = self._token(slot, position)
             if row not in plan.proposals:
                 continue
             found[row], count = [], plan.proposals[row]
@@ -145,7 +155,7 @@ class FakeWorker:
         for position in range(end + 1 - samples, end + 1):
             token = next_token([self._read(slot, p) for p in range(position)], self.seeds[slot])
             drawn.append(token)
-            if position == end or self.tokens[slot].get(position) != token:
+            if position == end or self._token(slot, position) != token:
                 self.tokens[slot][position] = token
                 break
         return drawn

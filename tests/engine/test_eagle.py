@@ -92,6 +92,40 @@ class Guesses:
             assert head.guess(list(tokens), len(guess)) == guess
 
 
+def answer_around_a_sleep(llm: LLM, level: int) -> Guesses:
+    """What guesses sleeps with the engine: the same answers before and behind."""
+    worker = llm._engine.core.executor._worker
+    guesses = Guesses(llm)
+    first = answers(llm)
+    llm._engine.core.set_sleep(level)
+    assert bool(worker.draft_model.modules) == (level == 1)
+    llm._engine.core.set_sleep(0)
+    assert answers(llm) == first
+    return guesses
+
+
+def assert_same_up_to_64_tokens(plain: LLM, llm: LLM) -> None:
+    """The longest sequences that both may have."""
+    params = GREEDY.__class__(temperature=0.0, max_tokens=61, ignore_eos=True)
+    prompts = [[5, 6, 7], [80, 81, 82]]
+    found = [
+        [output.outputs[0].token_ids for output in each.generate(prompts, params)]
+        for each in (plain, llm)
+    ]
+    assert found[0] == found[1] and len(found[0][0]) == 61
+    assert drafter_of(llm).num_drafts > 0
+
+
+def assert_memory_counts(plain: LLM, llm: LLM, least: int) -> None:
+    """Of one layer beside four, and of its weights, more than `least` bytes."""
+    blocks = [each._engine.core.limits.num_blocks for each in (plain, llm)]
+    assert blocks[1] == blocks[0] * 4 // 5
+    workers = [each._engine.core.executor._worker for each in (plain, llm)]
+    own = workers[1].draft_model.nbytes
+    assert own > least
+    assert workers[1].load().weight_bytes == workers[0].load().weight_bytes + own
+
+
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, list[Any]]:
     with engine() as llm:
@@ -212,13 +246,7 @@ def spoil(folder: str, change: Any) -> None:
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_it_sleeps_with_the_engine(level: int, name: str, head: Any) -> None:
     with drafting(head(name), name) as llm:
-        worker = llm._engine.core.executor._worker
-        guesses = Guesses(llm)
-        first = answers(llm)
-        llm._engine.core.set_sleep(level)
-        assert bool(worker.draft_model.modules) == (level == 1)
-        llm._engine.core.set_sleep(0)
-        assert answers(llm) == first
+        guesses = answer_around_a_sleep(llm, level)
     guesses.assert_those_of(PlainHead(head(name), NANO), 40)
 
 
@@ -237,28 +265,15 @@ def test_what_it_takes_from_the_model_follows_new_weights(head: Any, tmp_path: P
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_answers_up_to_the_longest_sequence(depth: int, name: str, head: Any) -> None:
-    params = GREEDY.__class__(temperature=0.0, max_tokens=61, ignore_eos=True)
     ways = {"model__max_model_len": 64, "scheduler__steps_in_flight": depth}
-    prompts = [[5, 6, 7], [80, 81, 82]]
     with engine(**ways) as plain, drafting(head(name), name, cache__block_tokens=4, **ways) as llm:
-        found = [
-            [output.outputs[0].token_ids for output in each.generate(prompts, params)]
-            for each in (plain, llm)
-        ]
-        assert found[0] == found[1] and len(found[0][0]) == 61
-        assert drafter_of(llm).num_drafts > 0
+        assert_same_up_to_64_tokens(plain, llm)
 
 
 def test_its_memory_counts(head: Any) -> None:
+    stored = load_file(f"{head('eagle')}/model.safetensors").values()
     with engine() as plain, drafting(head("eagle"), "eagle") as llm:
-        blocks = [each._engine.core.limits.num_blocks for each in (plain, llm)]
-        assert blocks[1] == blocks[0] * 4 // 5  # five layers in place of four
-        workers = [each._engine.core.executor._worker for each in (plain, llm)]
-        own = workers[1].draft_model.nbytes
-        assert own > sum(
-            tensor.nbytes for tensor in load_file(f"{head('eagle')}/model.safetensors").values()
-        )
-        assert workers[1].load().weight_bytes == workers[0].load().weight_bytes + own
+        assert_memory_counts(plain, llm, sum(tensor.nbytes for tensor in stored))
 
 
 # ---------------------------------------------------------------- refusals

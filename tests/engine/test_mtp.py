@@ -20,8 +20,14 @@ from swell.worker.sharded import saving
 from tests.eagle_heads import PlainHead
 from tests.eagle_heads import make as make_head
 from tests.engine.engine_harness import NANO, engine
-from tests.engine.test_draft_model import DRAWN, GREEDY, answers, drafter_of
-from tests.engine.test_eagle import WAYS, Guesses
+from tests.engine.test_draft_model import DRAWN, answers, drafter_of
+from tests.engine.test_eagle import (
+    WAYS,
+    Guesses,
+    answer_around_a_sleep,
+    assert_memory_counts,
+    assert_same_up_to_64_tokens,
+)
 from tests.mtp_layers import TYPES, PlainLayer, make
 from tests.worker import tiny_models
 
@@ -100,38 +106,21 @@ def test_guesses_are_the_same_on_every_way(name: str, way: str, served: Any, wan
 @pytest.mark.parametrize("level", [1, 2])
 def test_it_sleeps_with_the_engine(level: int, served: Any) -> None:
     with drafting(served("llama")) as llm:
-        worker = llm._engine.core.executor._worker
-        guesses = Guesses(llm)
-        first = answers(llm)
-        llm._engine.core.set_sleep(level)
-        assert bool(worker.draft_model.modules) == (level == 1)
-        llm._engine.core.set_sleep(0)
-        assert answers(llm) == first
+        guesses = answer_around_a_sleep(llm, level)
     guesses.assert_those_of(PlainLayer(served("llama")), 40)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_answers_up_to_the_longest_sequence(depth: int, served: Any) -> None:
-    params = GREEDY.__class__(temperature=0.0, max_tokens=61, ignore_eos=True)
+    model = served("glm4_moe")
     ways = {"model__max_model_len": 64, "scheduler__steps_in_flight": depth}
-    prompts, model = [[5, 6, 7], [80, 81, 82]], served("glm4_moe")
     with engine(model, **ways) as plain, drafting(model, cache__block_tokens=4, **ways) as llm:
-        found = [
-            [output.outputs[0].token_ids for output in each.generate(prompts, params)]
-            for each in (plain, llm)
-        ]
-        assert found[0] == found[1] and len(found[0][0]) == 61
-        assert drafter_of(llm).num_drafts > 0
+        assert_same_up_to_64_tokens(plain, llm)
 
 
 def test_its_memory_counts(served: Any) -> None:
     with engine(served("llama")) as plain, drafting(served("llama")) as llm:
-        blocks = [each._engine.core.limits.num_blocks for each in (plain, llm)]
-        assert blocks[1] == blocks[0] * 4 // 5  # five layers in place of four
-        workers = [each._engine.core.executor._worker for each in (plain, llm)]
-        own = workers[1].draft_model.nbytes
-        assert own > 0
-        assert workers[1].load().weight_bytes == workers[0].load().weight_bytes + own
+        assert_memory_counts(plain, llm, 0)
 
 
 def test_another_folder_may_have_the_layer(served: Any, wanted: Any, tmp_path: Path) -> None:
