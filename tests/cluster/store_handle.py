@@ -6,9 +6,25 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from swell.cluster.api.sessions.session_store import YOUNG_S, SessionStore
+from swell.cluster.api.sessions import session_store
+from swell.cluster.api.sessions.session_store import ReportSessions, SessionStore
 from swell.cluster.api.store_service import StoreService
 from swell.configs.serve import ServeConfig
+from swell.configs.sessions import SessionLimits
+
+
+def old_store(limits: SessionLimits, now_s: float) -> SessionStore:
+    """One that is no longer young."""
+    store = SessionStore(limits, now_s - session_store.YOUNG_S)
+    grow_old(store, now_s - session_store.YOUNG_S)
+    return store
+
+
+def grow_old(store: SessionStore, start_s: float) -> None:
+    """A store that was started at `start_s` has requests until it is no longer young."""
+    reports = round(session_store.YOUNG_S / session_store.REPORT_S)
+    for number in range(1, reports + 1):
+        store.handle(ReportSessions([], []), start_s + number * session_store.REPORT_S)
 
 
 class StoreOfTest:
@@ -20,7 +36,7 @@ class StoreOfTest:
         self.loses: type[Any] | None = None
         """The answer to the next request of this type is lost."""
         self.restart()
-        self.service._sessions = SessionStore(self.limits, time.monotonic() - YOUNG_S)
+        self.service._sessions = old_store(self.limits, time.monotonic())
 
     def restart(self) -> None:
         """Everything is lost, and the store is young."""

@@ -13,7 +13,8 @@ revision, is SUPERSEDED. So nothing has to be given back, and an ingress that di
 The ingress that has made a session, or answers its last chunk, keeps a copy. A store that was
 started anew is *young*: it knows nothing of what its predecessor had, asks for it in its replies to
 `ReportSessions`, and answers YOUNG meanwhile where it knows no session, or only a copy: there may
-be a newer one, in another ingress.
+be a newer one, in another ingress. Its age is the time in which it could have heard of one: a pause
+between two requests counts for `REPORT_S` at most, since a process that stands still hears nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ SessionKey = SecretText
 REPORT_S = 2.0
 """How often an ingress that keeps copies reports them."""
 YOUNG_S = 3 * REPORT_S
-"""For so long after its start a store is young."""
+"""Up to this age a store is young."""
+WANTED_S = 5 * YOUNG_S
+"""Up to this age it waits for copies that it has asked for while it was young."""
 TOKEN_BYTES = 4
 
 
@@ -162,7 +165,10 @@ class SessionStore:
 
     def __init__(self, limits: SessionLimits, now_s: float) -> None:
         self._limits = limits
-        self._old_at_s = now_s + YOUNG_S
+        self._age_s = 0.0
+        self._last_request_s = now_s
+        self._wanted: set[str] = set()
+        """Copies that were asked for while it was young, and have not come."""
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._per_owner: Counter[str] = Counter()
         self.size_bytes = 0
@@ -172,6 +178,7 @@ class SessionStore:
 
     def handle(self, request: SessionRequest, now_s: float) -> StoreAnswer:
         """One request of an ingress, at a monotonic time."""
+        self._grow_older(now_s)
         self._expire(now_s)
         match request:
             case CreateSession(key, session):
@@ -181,16 +188,16 @@ class SessionStore:
             case CommitChunk():
                 return self._commit(request, now_s)
             case ReadSession(key):
-                return self._find(key, now_s)
+                return self._find(key)
             case EndSession(key):
-                found = self._find(key, now_s)
+                found = self._find(key)
                 if isinstance(found, Session):
                     self._drop(key)
                 return found
             case ReportSessions():
                 for key in request.answering:
                     self._use(key, now_s)
-                return self._reply_to_report(request, now_s)
+                return self._reply_to_report(request)
             case PutSessions(keys, sessions):
                 for key, session in zip(keys, sessions, strict=True):
                     self._put(key, session, now_s)
@@ -208,7 +215,7 @@ class SessionStore:
         return SessionReply.OK
 
     def _begin(self, begin: BeginChunk, now_s: float) -> Session | SessionReply:
-        found = self._find(begin.key, now_s)
+        found = self._find(begin.key)
         if not isinstance(found, Session) or found.revision != begin.revision:
             return found
         if self.size_bytes >= self._limits.session_bytes:
@@ -219,7 +226,7 @@ class SessionStore:
 
     def _commit(self, commit: CommitChunk, now_s: float) -> SessionReply:
         entry, session = self._entries.get(commit.key), commit.session
-        if self._is_young(now_s) and (entry is None or entry.is_copy):
+        if self._may_be_put(commit.key):
             return SessionReply.YOUNG
         if entry is None:
             return SessionReply.UNKNOWN
@@ -230,35 +237,47 @@ class SessionStore:
         self._set(commit.key, _Entry(session, now_s))
         return SessionReply.OK
 
-    def _find(self, key: SessionKey, now_s: float) -> Session | SessionReply:
-        entry, is_young = self._entries.get(key), self._is_young(now_s)
-        if entry is None:
-            return SessionReply.YOUNG if is_young else SessionReply.UNKNOWN
-        return SessionReply.YOUNG if entry.is_copy and is_young else entry.session
+    def _find(self, key: SessionKey) -> Session | SessionReply:
+        if self._may_be_put(key):
+            return SessionReply.YOUNG
+        entry = self._entries.get(key)
+        return SessionReply.UNKNOWN if entry is None else entry.session
 
-    def _reply_to_report(self, report: ReportSessions, now_s: float) -> ReportReply:
-        reply, is_young = ReportReply([], []), self._is_young(now_s)
+    def _reply_to_report(self, report: ReportSessions) -> ReportReply:
+        reply = ReportReply([], [])
         for key, revision in zip(report.keys, report.revisions, strict=True):
             entry = self._entries.get(key)
             known = -1 if entry is None else entry.session.revision
-            if known < revision and (entry.is_copy if entry is not None else is_young):
+            if known < revision and (self._may_be_put(key) if entry is None else entry.is_copy):
                 reply.wanted.append(key)
             elif known != revision:
                 reply.dropped.append(key)
+        if self._age_s < YOUNG_S:
+            self._wanted.update(reply.wanted)
         return reply
 
     def _put(self, key: SessionKey, session: Session, now_s: float) -> None:
         """What was committed here is no copy, and stays."""
+        self._wanted.discard(key)
         entry = self._entries.get(key)
         if entry is None:
             self._set(key, _Entry(session, now_s, is_copy=True))
         elif entry.is_copy and entry.session.revision < session.revision:
             self._set(key, _Entry(session, now_s, entry.ticket, is_copy=True))
 
-    # ---------------------------------------------------------------- what is kept
+    def _may_be_put(self, key: SessionKey) -> bool:
+        """Whether an ingress may have a session that is not here, or a newer one."""
+        entry = self._entries.get(key)
+        is_waiting = self._age_s < YOUNG_S or key in self._wanted
+        return is_waiting and (entry is None or entry.is_copy)
 
-    def _is_young(self, now_s: float) -> bool:
-        return now_s < self._old_at_s
+    def _grow_older(self, now_s: float) -> None:
+        self._age_s += min(now_s - self._last_request_s, REPORT_S)
+        self._last_request_s = now_s
+        if self._age_s >= WANTED_S:
+            self._wanted.clear()
+
+    # ---------------------------------------------------------------- what is kept
 
     def _use(self, key: SessionKey, now_s: float) -> None:
         entry = self._entries.get(key)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swell.cluster.api.sessions.session_store import (
     REPORT_S,
+    WANTED_S,
     YOUNG_S,
     BeginChunk,
     CommitChunk,
@@ -26,6 +27,7 @@ from swell.cluster.api.sessions.session_store import (
     SessionStore,
 )
 from swell.configs.sessions import SessionLimits
+from tests.cluster.store_handle import grow_old, old_store
 
 OK, UNKNOWN, YOUNG, SUPERSEDED, FULL, OWNER_FULL = SessionReply
 LIMITS = SessionLimits(sessions=4, sessions_per_key=2, session_bytes=10**6, session_idle_s=60.0)
@@ -53,7 +55,7 @@ class SessionsAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 1000.0
-        self.store = SessionStore(LIMITS, self.now_s - YOUNG_S)
+        self.store = old_store(LIMITS, self.now_s)
         self.young_until_s = self.now_s
         self.committed: dict[str, Session] = {}
         self.copies: list[dict[str, Session]] = [{} for _ in range(INGRESSES)]
@@ -172,6 +174,16 @@ class SessionsAgainstModel(RuleBasedStateMachine):
             for key in self.committed:  # their clients go on
                 self.store.handle(ReportSessions([], [], [key]), self.now_s)
 
+    @precondition(lambda self: self.is_young)
+    @rule(for_s=st.sampled_from([REPORT_S / 2, YOUNG_S, 3 * YOUNG_S]))
+    def stand_still(self, for_s: float) -> None:
+        """The process of the store. Reports that came meanwhile are behind other requests."""
+        self.now_s += for_s
+        self.young_until_s += for_s - min(for_s, REPORT_S)
+        self.read(next(iter(self.committed), KEYS[0]))
+        for ingress in range(INGRESSES):
+            self.report(ingress)
+
     @precondition(lambda self: not self.is_young and self.committed)
     @rule()
     def lose_the_store(self) -> None:
@@ -211,7 +223,7 @@ TestSessionsAgainstModel = SessionsAgainstModel.TestCase
 
 def test_more_bytes_than_there_may_be_are_refused_before_a_chunk_is_computed() -> None:
     limits = SessionLimits(session_bytes=8)
-    store = SessionStore(limits, 0.0)
+    store = old_store(limits, 100.0)
     assert store.handle(CreateSession("a", Session(1)), 100.0) is OK
     assert store.handle(BeginChunk("a", "t", 0), 100.0) is OK
     grown = Session(1, bytes(8), [2], 1, 0)
@@ -225,13 +237,14 @@ def test_the_newest_of_two_copies_counts(order: str) -> None:
     older, newer = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(8), [1, 2], 2, 1)
     store = SessionStore(LIMITS, 0.0)
     for copy in (older, newer) if order == "older first" else (newer, older):
-        assert store.handle(PutSessions(["a"], [copy]), 1.0) is OK
-        assert store.handle(BeginChunk("a", "t", 2), 1.0) is YOUNG
+        assert store.handle(PutSessions(["a"], [copy]), 0.0) is OK
+        assert store.handle(BeginChunk("a", "t", 2), 0.0) is YOUNG
+    grow_old(store, 0.0)
     assert store.handle(ReadSession("a"), YOUNG_S) == newer
 
 
 def test_what_began_before_the_last_commit_is_superseded() -> None:
-    store, grown = SessionStore(LIMITS, -YOUNG_S), Session(1, bytes(4), [1], 1, 0)
+    store, grown = old_store(LIMITS, 0.0), Session(1, bytes(4), [1], 1, 0)
     assert store.handle(CreateSession("a", Session(1)), 0.0) is OK
     for ticket in ("older", "newer"):
         assert store.handle(BeginChunk("a", ticket, 0), 0.0) is OK
@@ -244,8 +257,9 @@ def test_what_was_lost_behind_a_copy_comes_back_with_the_next_chunk() -> None:
     """The ingress of the second chunk is gone with the store, and the third one has all."""
     first, third = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(12), [1, 2, 3], 3, 0)
     store = SessionStore(LIMITS, 0.0)
-    assert store.handle(PutSessions(["a"], [first]), 1.0) is OK
-    assert store.handle(CommitChunk("a", "t", third), 1.0) is YOUNG
+    assert store.handle(PutSessions(["a"], [first]), 0.0) is OK
+    assert store.handle(CommitChunk("a", "t", third), 0.0) is YOUNG
+    grow_old(store, 0.0)
     assert store.handle(CommitChunk("a", "t", third), YOUNG_S) is OK
     assert store.handle(ReadSession("a"), YOUNG_S) == third
 
@@ -253,7 +267,8 @@ def test_what_was_lost_behind_a_copy_comes_back_with_the_next_chunk() -> None:
 def test_a_copy_changes_nothing_of_who_began_last() -> None:
     first, second = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(8), [1, 2], 2, 0)
     store = SessionStore(LIMITS, 0.0)
-    assert store.handle(PutSessions(["a"], [Session(1)]), 1.0) is OK
+    assert store.handle(PutSessions(["a"], [Session(1)]), 0.0) is OK
+    grow_old(store, 0.0)
     assert store.handle(BeginChunk("a", "t", 0), YOUNG_S) is OK
     assert store.handle(PutSessions(["a"], [first]), YOUNG_S) is OK
     assert store.handle(CommitChunk("a", "u", second), YOUNG_S) is SUPERSEDED
@@ -262,7 +277,8 @@ def test_a_copy_changes_nothing_of_who_began_last() -> None:
 def test_a_copy_takes_the_place_of_nothing_that_was_committed_here() -> None:
     """An ingress was cut off for longer than the store was young."""
     store = SessionStore(LIMITS, 0.0)
-    assert store.handle(PutSessions(["a"], [Session(1)]), 1.0) is OK
+    assert store.handle(PutSessions(["a"], [Session(1)]), 0.0) is OK
+    grow_old(store, 0.0)
     committed = Session(1, bytes(4), [1], 1, 0, "t")
     assert store.handle(CommitChunk("a", "t", committed), YOUNG_S) is OK
     newer = Session(1, bytes(12), [1, 2, 3], 3, 0, "u")
@@ -270,3 +286,33 @@ def test_a_copy_takes_the_place_of_nothing_that_was_committed_here() -> None:
     assert reply == ReportReply([], ["a"])
     assert store.handle(PutSessions(["a"], [newer]), YOUNG_S) is OK
     assert store.handle(ReadSession("a"), YOUNG_S) == committed
+
+
+@pytest.mark.parametrize("pause_s", [YOUNG_S, 100 * YOUNG_S])
+def test_a_store_that_stood_still_is_young_behind_it(pause_s: float) -> None:
+    """What an ingress reported meanwhile is still on its way."""
+    store, copy = SessionStore(LIMITS, 0.0), Session(1, bytes(4), [1], 1, 0)
+    assert store.handle(ReadSession("a"), pause_s) is YOUNG
+    assert store.handle(ReportSessions(["a"], [1]), pause_s) == ReportReply(["a"], [])
+    assert store.handle(PutSessions(["a"], [copy]), pause_s) is OK
+    grow_old(store, pause_s)
+    assert store.handle(ReadSession("a"), pause_s + YOUNG_S) == copy
+
+
+def test_a_copy_that_was_asked_for_is_waited_for() -> None:
+    """An ingress with many needs longer to put them than the store is young."""
+    store, copy = SessionStore(LIMITS, 0.0), Session(1, bytes(4), [1], 1, 0)
+    assert store.handle(PutSessions(["b"], [copy]), 0.0) is OK
+    newer = ReportSessions(["a", "b"], [1, 2])
+    assert store.handle(newer, 0.0) == ReportReply(["a", "b"], [])
+    grow_old(store, 0.0)
+    for key, reply in {"a": YOUNG, "b": YOUNG, "c": UNKNOWN}.items():
+        assert store.handle(ReadSession(key), YOUNG_S) is reply
+    assert store.handle(newer, YOUNG_S) == ReportReply(["a", "b"], []), "the answer was lost"
+    assert store.handle(PutSessions(["a"], [copy]), YOUNG_S) is OK
+    assert store.handle(ReadSession("a"), YOUNG_S) == copy
+    now_s = YOUNG_S
+    while now_s < WANTED_S:
+        now_s += REPORT_S
+        found = store.handle(ReadSession("b"), now_s)
+    assert found == copy, "its ingress has died"

@@ -225,6 +225,7 @@ def test_another_ingress_goes_on_at_the_same_engine(tmp_path: Path) -> None:
 def fast_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_client, "REPORT_S", 0.05)
     monkeypatch.setattr(session_client, "_RETRY_S", 0.02)
+    monkeypatch.setattr(session_store, "REPORT_S", 0.05)
     monkeypatch.setattr(session_store, "YOUNG_S", 0.3)
 
 
