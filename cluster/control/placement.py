@@ -138,8 +138,7 @@ class Placement:
             if member is not None and member.state is MemberState.LEAVING:
                 handle.intent = Intent.LEAVE
             (newcomers if member is None else serving).append(handle)
-        gone = set(roster.ranks) - {handle.rank for handle in serving}
-        if gone:
+        if gone := set(roster.ranks) - {handle.rank for handle in serving}:
             await self._coordinator.remove_failed(sorted(gone))
         return serving, newcomers
 
@@ -164,8 +163,7 @@ class Placement:
 
     async def _read_version(self, handle: EngineHandle, versions: Mapping[str, Version]) -> None:
         """What it runs, or is about to; with `ready`, if it has loaded."""
-        asked = self._ray.call(handle.actor, "version")
-        name = await asyncio.wait_for(asked, _ANSWER_S)
+        name = await asyncio.wait_for(self._ray.call(handle.actor, "version"), _ANSWER_S)
         try:
             await self.refresh(handle)
         except ActorRaised:
@@ -191,8 +189,8 @@ class Placement:
 
         An engine that was adopted while it loaded is waited for. One whose processes run another
         version gets the weights of its own; if those cannot be used this raises WeightsRefused,
-        and the processes stay. One that finds no room waits for
-        it without limit where hosts may join: Ray's autoscaler sees the placement group."""
+        and the processes stay. One that finds no room waits for it without limit where hosts may
+        join: Ray's autoscaler sees the placement group."""
         try:
             if handle.actor is None:
                 await self.strays.collect()
@@ -303,8 +301,7 @@ class Placement:
         if handle.actor is None:
             return handle.waits_for_room or "waiting for resources"
         try:
-            text: str = await asyncio.wait_for(self._ray.call(handle.actor, "status"), _STATUS_S)
-            return text
+            return str(await asyncio.wait_for(self._ray.call(handle.actor, "status"), _STATUS_S))
         except (TimeoutError, ActorError):
             return "starting a process"
 
@@ -344,7 +341,10 @@ class Placement:
             await self._destroy(handle)
 
     async def close(self, handles: list[EngineHandle]) -> None:
+        """End these, and what Ray was still making for them."""
         await asyncio.gather(*(self.end(handle) for handle in handles))
+        if not self.strays.is_done:
+            await self.strays.collect()
 
     async def _destroy(self, handle: EngineHandle) -> None:
         """From now on a stray, if Ray does not end it."""

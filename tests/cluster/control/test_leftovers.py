@@ -258,3 +258,31 @@ def test_what_comes_late_is_found_without_a_reason() -> None:
         forever.cancel()
 
     in_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("what", ["create_group", "create_engine"])
+def test_what_ray_makes_while_the_application_ends_is_ended_with_it(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """No collector runs any more."""
+
+    async def scenario() -> None:
+        ray = AwayRay()
+        ours = made(FakeCoordinator(), ray)
+        handle, make = ours.plan(3, VERSION), getattr(ray, what)
+
+        async def make_slowly(*args: Any, **options: Any) -> str:
+            made: str = await make(*args, **options)
+            await asyncio.sleep(1.0)
+            return made
+
+        monkeypatch.setattr(ray, what, make_slowly)
+        starting = asyncio.create_task(ours.start(handle))
+        await asyncio.sleep(0.5)
+        assert ray.reserved
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await ours.close([handle])
+        assert not ray.actors and not ray.reserved
+
+    in_virtual_time(scenario)
