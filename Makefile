@@ -18,10 +18,10 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/python -m swell.cluster.cli.demo
 
-# In two processes of up to 2 GB and one cluster of up to 6 GB: one begins with the tests that start Ray, which often
-# wait, and the other has the rest (tests/sharing.py). PROCESSES=0: one after another. The first of them that is lost
+# In three processes of up to 2 GB and one cluster of up to 6 GB: one begins with the tests that start Ray, which often
+# wait, and the others have the rest (tests/sharing.py). PROCESSES=0: one after another. The first of them that is lost
 # ends the run, with the name of its test: a process that replaced it would begin with that test again.
-PROCESSES ?= 2
+PROCESSES ?= 3
 SHARED = -n $(PROCESSES) --max-worker-restart 0
 test: setup lint typecheck
 	$(BIN)/python -m pytest $(SHARED) -m "not gpu"

@@ -25,7 +25,7 @@ import msgspec
 
 from swell.configs.lora import Adapter, LoraConfig
 from swell.configs.section import ConfigError
-from swell.configs.shown import shown
+from swell.configs.shown import SHOWN_CHARS, shown
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -118,7 +118,7 @@ class _Settings(msgspec.Struct, frozen=True):
 def read_adapter(name: str, folder: str, max_rank: int) -> AdapterFiles:
     """Check both files and return what they say; the numbers are not read."""
     where, path = f"adapter {shown(name)}", Path(folder)
-    if not path.is_dir():
+    if not _is_folder(path):
         raise ConfigError(
             f"{where}: {folder!r} is no folder; give one with {CONFIG_NAME} and {WEIGHTS_NAME}, "
             "as PEFT's save_pretrained writes it"
@@ -184,6 +184,14 @@ def adapter_digest(name: str, folder: str) -> str:
     return found.hexdigest()
 
 
+def _is_folder(path: Path) -> bool:
+    """One of a name that no file can have, or that may not be entered, is none."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def _read_settings(path: Path, where: str) -> _Settings:
     try:
         with path.open("rb") as file:
@@ -226,9 +234,14 @@ def _refuse_other_methods(raw: Mapping[str, Any], where: str) -> None:
         if key in _READ or key in _NO_MATTER or value == _NEUTRAL.get(key) or not value:
             continue
         raise ConfigError(
-            f"{where}: {key}={shown(value)} of {CONFIG_NAME} is not supported; train the adapter "
-            f"without it, or {MERGE}"
+            f"{where}: {_named(key)}={shown(value)} of {CONFIG_NAME} is not supported; train the "
+            f"adapter without it, or {MERGE}"
         )
+
+
+def _named(key: str) -> str:
+    """A key of a file, which may be any text."""
+    return key if key.isidentifier() and len(key) <= SHOWN_CHARS else shown(key)
 
 
 def _check_numbers(settings: _Settings, where: str) -> None:

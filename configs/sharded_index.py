@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from swell.configs.json_text import parse_json
 from swell.configs.schema import Config, ConfigError, ModelConfig, ParallelConfig
 
 INDEX_NAME = "sharded.index.json"
@@ -113,7 +114,7 @@ def read_index(folder: Path) -> ShardedIndex:
     if len(data) > MAX_INDEX_BYTES:
         raise ConfigError(f"{path} has more than {MAX_INDEX_BYTES} bytes: it is damaged; {AGAIN}")
     try:
-        version = json.loads(data)["format"]
+        version = parse_json(data)["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({error!r}): it is damaged; {AGAIN}") from None
     if version != FORMAT:
@@ -146,7 +147,7 @@ def config_digest(folder: Path) -> str:
     """Of `config.json`, whatever its layout. Raises ConfigError if it cannot be read."""
     path = folder / "config.json"
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     return digest_of(json.dumps(values, sort_keys=True).encode())

@@ -5,7 +5,8 @@ a place and is loaded there; then the scheduler gets it, and knows nothing of ad
 keeps its place at least as long as the scheduler has requests with it. Those that find all places
 taken wait in the order of their arrival, and so do all that come behind them, with whatever
 adapter: else one that is asked for all the time would keep another out for ever. Those of the
-configuration are in every worker, and have places of their own.
+configuration are in every worker, and have places of their own: once they are loaded, their
+requests never wait.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class AdapterAdmission:
             return False
         digest = request.adapter.digest
         place = self._places.get(digest)
-        if place is not None and place.is_loaded and not self._held:
+        if place is not None and self._may_run(place, has_turn=not self._held):
             self._places[digest] = self._places.pop(digest)
             return False
         self._held.append(Held(request, client, digest, now))
@@ -111,11 +112,12 @@ class AdapterAdmission:
         kept: list[Held] = []
         is_full = False
         for one in self._held:
-            if one.digest not in self._places and not is_full:
+            if one.digest not in self._places and (not is_full or self._is_of_config(one)):
                 ahead = {other.digest for other in (*ready, *kept)}
-                is_full = not self._begin(one, lambda: in_use() | ahead, now)  # noqa: B023
+                began = self._begin(one, lambda: in_use() | ahead, now)  # noqa: B023
+                is_full = is_full or not began
             place = self._places.get(one.digest)
-            if place is not None and place.is_loaded and not is_full:
+            if place is not None and self._may_run(place, has_turn=not is_full):
                 self._places[one.digest] = self._places.pop(one.digest)
                 ready.append(one)
             else:
@@ -196,6 +198,12 @@ class AdapterAdmission:
         self._held.clear()
         self._commands.clear()
         self._release_loading()
+
+    def _may_run(self, place: _Place, *, has_turn: bool) -> bool:
+        return place.is_loaded and (has_turn or place.adapter.name in self._of_config)
+
+    def _is_of_config(self, one: Held) -> bool:
+        return one.request.adapter is not None and one.request.adapter.name in self._of_config
 
     def _begin(self, one: Held, in_use: Callable[[], set[str]], now: float) -> bool:
         """Give an adapter a place, if there is one."""

@@ -1,8 +1,8 @@
-"""How two test processes share the tests (`pytest -n 2` of pytest-xdist).
+"""How test processes share the tests (`pytest -n 3` of pytest-xdist).
 
 A file is the unit, so that its fixtures are made once. All tests that start Ray are one unit, the
 first because it is the longest: there is one cluster at a time. Its process often waits, while the
-other one computes with a low priority, which slows no cluster.
+others compute with a low priority, which slows no cluster.
 """
 
 from __future__ import annotations

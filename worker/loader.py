@@ -9,7 +9,6 @@ way out.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections import defaultdict
@@ -24,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from swell.configs.json_text import parse_json
 from swell.configs.log import first_line
 from swell.configs.schema import ModelConfig
 from swell.configs.sharded_index import is_sharded, read_index, refuse_other_model
@@ -288,7 +288,13 @@ def _open(path: Path) -> Iterator[Any]:
             "safetensors file: copy or download it again"
         ) from None
     with opened as file:
-        yield file
+        try:
+            yield file
+        except SafetensorError as error:
+            raise ValueError(
+                f"the weights' file {str(path)!r} does not hold what the index names ({error}); "
+                "copy or download both again"
+            ) from None
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -297,7 +303,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     single = folder / "model.safetensors"
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
+            weight_map = parse_json(index.read_text())["weight_map"]
             return {str(name): str(file) for name, file in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
@@ -372,7 +378,7 @@ def _explain_config(path: str, error: Exception) -> str:
         )
     file = Path(path) / "config.json"
     try:
-        known = json.loads(file.read_text())
+        known = parse_json(file.read_text())
     except (OSError, ValueError) as broken:
         return f"{str(file)!r} is not JSON ({broken}); copy or download it again"
     kind = known.get("model_type") if isinstance(known, dict) else None

@@ -14,7 +14,14 @@ from swell.configs.pooling import PoolingSpec
 from swell.configs.schema import Config, ModelConfig
 from swell.worker.loader import load_config
 
-_MAY_DIFFER = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+_MAY_DIFFER = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",  # trainers that checkpoint activations write false
+}
 """Keys of config.json of which the memory and the tables of a worker do not depend."""
 _OF_TEXTS: dict[str, Any] = {
     "max_tokens": None,
@@ -66,14 +73,22 @@ def _use_of(pooling: PoolingSpec | None) -> str:
 
 
 def save_weights(tensors: Mapping[str, torch.Tensor], model: ModelConfig, folder: Path) -> None:
-    """Write a model folder with these tensors of a checkpoint and the config.json of `model`."""
+    """Write a model folder with these tensors of a checkpoint and the config.json of `model`.
+    Raises ValueError for what is no tensor of a checkpoint."""
     load_config(model, pools=True).save_pretrained(folder)  # the served one: it was checked
     stored: dict[str, torch.Tensor] = {}
-    places: set[int] = set()
+    places: list[range] = []
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is of type {type(name).__name__}, and no name of a tensor")
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name!r} is of type {type(tensor).__name__}, and no tensor")
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            why = "has no values" if tensor.is_meta else f"has the layout {tensor.layout}"
+            raise ValueError(f"{name!r} {why}; give dense tensors")
         copy = tensor.detach().to("cpu").contiguous()
-        stored[name] = copy.clone() if copy.data_ptr() in places else copy  # tied: stored twice
-        places.add(copy.data_ptr())
+        place = range(copy.data_ptr(), copy.data_ptr() + copy.nbytes)
+        is_shared = any(one.start < place.stop and place.start < one.stop for one in places)
+        stored[name] = copy.clone() if is_shared else copy  # tied: stored twice
+        places.append(place)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from swell.configs.json_text import parse_json
+
 KEYS = ("quantization_config", "compression_config", "quantization", "quant_config")
 """Keys of config.json, or of the config of one of its parts."""
 
@@ -72,7 +74,7 @@ def _in_files(folder: Path) -> Iterator[tuple[str, Any]]:
         if not file.is_file():
             continue
         try:
-            value = json.loads(file.read_text())
+            value = parse_json(file.read_text())
         except (OSError, ValueError):
             value = "a file that cannot be read"
         if _is_quantized(value):

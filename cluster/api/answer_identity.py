@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from swell.cluster.api.routing import request_id
 from swell.cluster.text.randomness import SYSTEM_RANDOM
+from swell.configs.lora import Adapter
 
 
 class AnswerIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +22,9 @@ class AnswerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The ids of its parts are drawn from it."""
     is_repeatable: bool = False
     """It may be computed again: its events must depend on the request alone, and on no timing."""
+    adapter: Adapter | None = None
+    """The adapter with which it began, whatever has its name now; None: it begins with what the
+    request names."""
     begun_version: str | None = None
     """The version of weights that gave what its client has already; None: it has nothing."""
 

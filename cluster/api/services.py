@@ -32,6 +32,7 @@ from swell.cluster.text.pooling_processor import generation_refusal, pooling_ref
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.text_services import TextServices
+from swell.configs.lora import Adapter
 from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector
 
@@ -74,12 +75,20 @@ class Services:
         self.recorder = RequestRecorder(history, self.traces, self.llm.client_index)
         self.serving = ServingHandler(self.llm, self.offloads.answers, self.recorder)
         self.resumable = ResumableAnswers(
-            config.serve, self.offloads.bodies, self._versions, self.metrics.resumable
+            config.serve,
+            self.offloads.bodies,
+            self._versions,
+            self._adapter_of,
+            self.metrics.resumable,
         )
 
     def _versions(self) -> set[str]:
         """Of the weights of the engines that serve."""
         return {member.version for member in self.llm.view.roster.members}
+
+    def _adapter_of(self, model: str | None) -> Adapter | None:
+        """The adapter that a body names, if it names one."""
+        return None if model is None else self.adapters.find(model)
 
     async def close(self) -> None:
         await self.resumable.close()
@@ -95,11 +104,12 @@ class Services:
             raise generation_refusal(self.pooling.spec)
         if self.pooling is None and kind.POOLS:
             raise pooling_refusal()
-        if self.llm.has_seen_engine and not self.resumable.has(request, owner):
+        is_kept = self.resumable.has(request, owner)
+        if self.llm.has_seen_engine and not is_kept:
             self.llm.check_admission()
         came_s = request.scope[ARRIVAL_TIME_S]
         request.state.deadline = deadline_of(request.headers.get(TIMEOUT), came_s)
-        return await self.read(request, kind)
+        return await self.read(request, kind, is_kept=is_kept)
 
     async def process(
         self,
@@ -110,8 +120,10 @@ class Services:
     ) -> RequestParams:
         """The parameters of the request that `convert` makes; `model`: that of its body. Raises
         BadRequest."""
-        self.check_model(model)  # it may have been unloaded a moment ago
-        adapter = None if model is None else self.adapters.find(model)
+        adapter = identity.adapter
+        if adapter is None:
+            self.check_model(model)  # it may have been unloaded a moment ago
+            adapter = self._adapter_of(model)
         return await self.input_processor.process(
             lambda: msgspec.structs.replace(convert(), random=identity.random, adapter=adapter),
             size_bytes,
@@ -129,16 +141,18 @@ class Services:
             "model_not_found",
         )
 
-    async def read(self, request: Request, kind: type[Body]) -> Body:
-        """A checked body for this model, once an engine has reported its limits. Raises BadRequest,
-        HTTPError, NoEngine and RequestTimedOut."""
+    async def read(self, request: Request, kind: type[Body], *, is_kept: bool = False) -> Body:
+        """A checked body for this model, once an engine has reported its limits. `is_kept`: there
+        is an answer, perhaps of an adapter that was unloaded since. Raises BadRequest, HTTPError,
+        NoEngine and RequestTimedOut."""
         self.access.check_user(request)
         body = await self.reader.read(request, kind)
         model = getattr(body, "model", None)
-        if self.llm.has_seen_view:
+        if self.llm.has_seen_view and not is_kept:
             self.check_model(model)
         await with_deadline(request, self.llm.wait_for_engine())
-        self.check_model(model)
+        if not is_kept:
+            self.check_model(model)
         return body
 
     def check_model(self, model: str | None) -> None:

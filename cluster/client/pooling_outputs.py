@@ -70,7 +70,7 @@ def float_values(pooled: bytes) -> list[float]:
 
 def cosines(vectors: list[list[float]], num_firsts: int) -> list[float]:
     """Of normalized vectors, the first ones with those behind them: each, or the only one with
-    all."""
+    all. What rounding adds is taken off: none is above 1."""
     firsts, seconds = vectors[:num_firsts], vectors[num_firsts:]
     pairs = zip(firsts * (len(seconds) // num_firsts), seconds, strict=True)
-    return [sum(map(mul, first, second)) for first, second in pairs]
+    return [max(-1.0, min(sum(map(mul, first, second)), 1.0)) for first, second in pairs]

@@ -5,13 +5,13 @@ Every check raises ConfigError with one line: what, its value, the limit, the wa
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from swell.cluster.text.generation_config import read_generation_config
 from swell.cluster.text.tokenizer import load_model_eos_token_ids
 from swell.configs.adapter_files import check_adapters
+from swell.configs.json_text import parse_json
 from swell.configs.schema import Config, ConfigError
 from swell.configs.sharded_index import INDEX_NAME, check_sharded, is_sharded
 
@@ -71,7 +71,7 @@ def _looks_like_a_path(path: str) -> bool:
 
 def _read_json(path: Path, why: str) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = parse_json(path.read_text())
     except OSError:
         raise ConfigError(f"{path} cannot be read; {why}") from None
     except ValueError as error:
@@ -108,7 +108,7 @@ def _check_whole(path: Path) -> None:
         header_bytes = int.from_bytes(file.read(8), "little")
         text = file.read(header_bytes) if header_bytes < size_bytes else b""
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         data_bytes = max(
             (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
             default=0,

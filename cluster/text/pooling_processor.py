@@ -92,7 +92,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         self.check_task(request.task)
         check_priority(request.priority, self.policy)
         limit = min(MAX_PROMPTS, self.max_children or MAX_PROMPTS)
-        check_length(request.fields[0].partition("[")[0], request.inputs, "texts", limit)
+        check_length(request.fields[-1].partition("[")[0], request.inputs, "texts", limit)
         prefix = self._prefix(request)
         prompts = [
             self._processed(one, prefix, request.tokenize_options, field)
@@ -152,7 +152,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
             return ProcessedPrompt(self.prompts.encode(one, options, field), None, 0)
         first, second = (one, None) if isinstance(one, str) else one
         if self.spec.lower_case:
-            first, second = first.lower(), second and second.lower()
+            prefix, first, second = prefix.lower(), first.lower(), second and second.lower()
         if second is not None and self.spec.pair_template is not None:
             if options.truncation is not None:
                 rule = "would cut the template of a pair (model.pair_template); leave it out"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swell.cluster.text.prompt_embeds import load_embeds_width
+from swell.configs.json_text import parse_json
 from swell.configs.schema import ModelConfig
 
 _NAMES = (
@@ -41,7 +42,7 @@ def text_files(model: ModelConfig) -> dict[str, str]:
     if not folder.is_dir():
         return {"model.path": model.path}
     found = {file.name: _digest(file.read_bytes()) for file in _files(folder)}
-    config = json.loads((folder / _CONFIG).read_bytes())
+    config = parse_json((folder / _CONFIG).read_bytes())
     for key in _CONFIG_KEYS:
         found[f"{_CONFIG}: {key}"] = json.dumps(config.get(key))
     width = load_embeds_width(model)

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from swell.configs.json_text import parse_json
 from swell.configs.schema import ConfigError
 
 TOKENIZER_FILES = (
@@ -102,7 +103,7 @@ def read_json_value(path: str, name: str) -> Any:
             return None
         file = Path(cached)
     try:
-        return json.loads(file.read_text())
+        return parse_json(file.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

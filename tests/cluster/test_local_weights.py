@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swell.cluster.local import LLM, SamplingParams
+from swell.configs.schema import ModelConfig
 from swell.worker.loader import load_weights
+from swell.worker.new_weights import save_weights
 from tests.device import on_device
 from tests.pooled_models import make as make_pooled
 from tests.worker import tiny_models
@@ -168,6 +170,15 @@ def cut(folder: Path) -> Any:
     return folder
 
 
+def lacking_what_the_index_names(folder: Path) -> Any:
+    tensors = load_file(make(folder, 3) / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    tensors.popitem()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 BAD = {
     "no folder": (lambda folder: folder / "none", "is no folder"),
     "an empty folder": (lambda folder: folder, "config.json"),
@@ -176,6 +187,7 @@ BAD = {
     "a tensor is missing": (without_a_tensor, "lack"),
     "another shape": (of_another_shape, "shape"),
     "a file that is cut": (cut, "damaged"),
+    "an index of more": (lacking_what_the_index_names, "does not hold what the index names"),
     "no tensor": (lambda folder: {"a": 1}, "no tensor"),
     "nothing": (lambda folder: {}, "lack"),
 }
@@ -199,6 +211,33 @@ def test_weights_that_cannot_be_used_change_nothing(
         assert words in refusal_of(llm, source)
         llm.wake_up()
         assert answers(llm) == expected["new"]
+
+
+NO_TENSORS = {
+    "a number": ({"a": 1}, "'a' is of type int, and no tensor"),
+    "a number as name": ({1: torch.zeros(1)}, "1 is of type int, and no name of a tensor"),
+    "no values": ({"a": torch.zeros(1, device="meta")}, "'a' has no values"),
+    "sparse": ({"a": torch.zeros(2, 2).to_sparse()}, "layout torch.sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_what_is_no_tensor_of_a_checkpoint_is_refused_by_name(
+    old: Path, tmp_path: Path, name: str
+) -> None:
+    tensors, words = NO_TENSORS[name]
+    with pytest.raises(ValueError, match=words):
+        save_weights(tensors, ModelConfig(path=str(old)), tmp_path)
+
+
+def test_tensors_may_share_a_buffer(old: Path, tmp_path: Path) -> None:
+    buffer = torch.arange(12.0)
+    tensors = {"a": buffer[:6], "b": buffer[6:], "c": buffer[3:9], "d": buffer, "e": buffer[::2]}
+    save_weights(tensors, ModelConfig(path=str(old)), tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {name: t.tolist() for name, t in saved.items()} == {
+        name: t.tolist() for name, t in tensors.items()
+    }
 
 
 def refusal_of(llm: LLM, source: Any) -> str:

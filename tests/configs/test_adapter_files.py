@@ -100,6 +100,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "excluded modules": ({"exclude_modules": ["q_proj"]}, "exclude_modules"),
     "trained tokens": ({"trainable_token_indices": [1]}, "trainable_token_indices"),
     "a key of the future": ({"use_magic": {"a": 1}}, "use_magic"),
+    "a key of half a character": ({"use_\ud800": 1}, "use_.ud800"),
+    "a long key": ({"k" * 10_000: 1}, "'k{80}'\\.\\.\\.=1"),
     "weights that were changed": ({"init_lora_weights": "pissa_niter_16"}, "pissa_niter_16"),
     "a long pattern": ({"target_modules": "a" * 10_001}, "10001 names, or characters"),
     "no targets": ({"target_modules": []}, "target_modules has 0"),

@@ -126,6 +126,23 @@ def test_no_adapter_that_is_asked_for_all_the_time_keeps_another_out() -> None:
     assert engine.ids == ["a2", "a3"]
 
 
+def test_no_folder_that_hangs_holds_up_adapters_of_the_configuration() -> None:
+    engine = Engine(LoraConfig(enabled=True, max_adapters=1, adapters={"o": "/o", "p": "/p"}))
+    engine.add("o1")
+    engine.load("o")
+    engine.add("hangs1", "y1", "o2", "p1", name=None)
+    assert engine.ids == ["o1", "o2"]
+    engine.load("p")
+    assert engine.ids == ["o1", "o2", "p1"]
+    engine.add("o3", "z1")
+    assert engine.ids[-1] == "o3" and engine.admission.num_held == 3
+    failed = engine.admission.expire(LOAD_TIMEOUT_S)
+    assert [one.held.request.request_id for one in failed] == ["hangs1"]
+    engine.advance()
+    engine.load("y")
+    assert engine.ids[-1] == "y1"
+
+
 def test_a_failure_is_that_of_its_requests_and_the_next_one_tries_again() -> None:
     engine = Engine()
     engine.add("a1", "b1", "a2", "c1")

@@ -192,6 +192,19 @@ def test_broken_index(folder: Path) -> None:
     assert INDEX in failure(folder)
     (folder / INDEX).write_text("[]")
     assert INDEX in failure(folder)
+    (folder / INDEX).write_text("[" * 100_000)
+    assert INDEX in failure(folder)
+
+
+def test_an_index_that_names_what_its_files_lack(folder: Path) -> None:
+    shards(folder)
+    index = json.loads((folder / INDEX).read_text())
+    name = "model.norm.weight"
+    (other,) = {*index["weight_map"].values()} - {index["weight_map"][name]}
+    index["weight_map"][name] = other
+    (folder / INDEX).write_text(json.dumps(index))
+    text = failure(folder)
+    assert name in text and other in text and "again" in text
 
 
 @pytest.mark.parametrize("keep", [3, 5000, -7])

@@ -6,7 +6,6 @@ hidden states -> first, last or mean -> classifier or Dense modules -> dimension
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from swell.configs.json_text import parse_json
 from swell.configs.pooling import DenseSpec, PoolingSpec, read_pooling
 from swell.configs.schema import ConfigError, ModelConfig
 from swell.worker.layers.linear import ReplicatedLinear
@@ -104,14 +104,14 @@ def read_model_pooling(config: ModelConfig) -> PoolingSpec | None:
     explains. Raises ConfigError."""
     try:
         folder = model_folder(config.path, TEXT_FILES)
-        json.loads((folder / "config.json").read_text())
+        parse_json((folder / "config.json").read_text())
     except Exception:
         return None
 
     def read(name: str) -> Any:
         file = folder / name
         try:
-            return json.loads(file.read_text()) if file.is_file() else None
+            return parse_json(file.read_text()) if file.is_file() else None
         except ValueError as error:
             raise ConfigError(f"{file} is not JSON ({error}); copy it there again") from None
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from swell.configs.json_text import parse_json
 from swell.worker.model_folder import model_folder
 
 if TYPE_CHECKING:
@@ -144,5 +145,5 @@ def _rename(model: dict[str, Any], pieces: Mapping[int, str]) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    data = json.loads(file.read_text()) if file.is_file() else {}
+    data = parse_json(file.read_text()) if file.is_file() else {}
     return data if isinstance(data, dict) else {}

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
+from swell.configs.json_text import parse_json
 from swell.configs.schema import Config
 from swell.configs.sharded_index import (
     FORMAT,
@@ -205,7 +206,7 @@ def _copy_files(saver: _Saver, folder: Path) -> None:
             )
         if file.name != "config.json":
             _write(folder / file.relative_to(source), file.read_bytes())
-    values = json.loads((source / "config.json").read_bytes())
+    values = parse_json((source / "config.json").read_bytes())
     values.pop("torch_dtype", None)
     values["dtype"] = str(saver.dtype).removeprefix("torch.")
     if saver.unties:

@@ -23,6 +23,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from swell.configs.json_text import parse_json
 from swell.configs.sharded_index import AGAIN, ShardFile, digest_of, refuse_other_length
 from swell.kernels.linear import PackedTensor, Weight
 
@@ -171,7 +172,7 @@ class TensorFile:
             raise ValueError(f"{str(path)!r} cannot be read: {error}") from None
         self._data = torch.frombuffer(mapping, dtype=torch.uint8)[len(header) :]
         try:
-            places = json.loads(header[8:])
+            places = parse_json(header[8:])
             self.notes = msgspec.json.decode(places.pop("__metadata__")[_NOTES], type=FileNotes)
             self._places = msgspec.convert(places, dict[str, _Place])
         except (ValueError, KeyError, TypeError, AttributeError) as error:

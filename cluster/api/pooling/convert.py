@@ -66,8 +66,8 @@ def rerank_pairs(body: RerankRequest) -> Pairs:
     documents = [one if isinstance(one, str) else one.text for one in body.documents]
     if not documents:
         raise bad_value("documents", documents, "is empty; at least one document is needed")
-    if body.top_n is not None and body.top_n < 1:
-        raise bad_value("top_n", body.top_n, "must be at least 1")
+    if body.top_n is not None and body.top_n < 0:
+        raise bad_value("top_n", body.top_n, "must be at least 0, which means all documents")
     return Pairs([body.query], documents, ("query", "documents"))
 
 

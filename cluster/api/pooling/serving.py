@@ -115,7 +115,7 @@ class RerankWriter(ScoreWriter):
         self, id: str, model: str, body: RerankRequest, pairs: Pairs, *, embeds: bool
     ) -> None:
         super().__init__(id, model, body, pairs, embeds=embeds)
-        self._top_n = body.top_n
+        self._top_n = body.top_n or None
         self._shows_documents = body.return_documents is not False
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:

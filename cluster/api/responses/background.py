@@ -36,6 +36,7 @@ from swell.cluster.api.store_calls import StoreUnavailable
 from swell.cluster.api.tracing.trace_context import trace_headers
 from swell.cluster.text.schema.decode import decode
 from swell.configs.log import StructuredLogger
+from swell.configs.lora import Adapter
 
 Work = Coroutine[None, None, None]
 
@@ -150,12 +151,13 @@ class BackgroundRunner:
                 await self._store.call(self._running[key])
 
 
-def make_job(request: Request, body: ResponsesRequest) -> Job:
+def make_job(request: Request, body: ResponsesRequest, adapter: Adapter | None) -> Job:
     """Small: what is not set is left out, and so is the input, which is kept as items."""
     headers = {**trace_headers(request), REQUEST_ID: request_id(request)}
     return Job(
         msgspec.json.encode(msgspec.structs.replace(body, input=[])),
         [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()],
+        adapter,
     )
 
 

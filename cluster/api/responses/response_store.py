@@ -30,6 +30,7 @@ from collections import OrderedDict
 
 import msgspec
 
+from swell.configs.lora import Adapter
 from swell.configs.secret import HoldsSecrets, SecretText
 from swell.coordinator.listening_clock import ListeningClock
 
@@ -67,6 +68,8 @@ class Job(msgspec.Struct, frozen=True):
     `StoredResponse.items`."""
     headers: list[tuple[bytes, bytes]] = []
     """Those of the request that go with it."""
+    adapter: Adapter | None = None
+    """The one with which it began."""
 
     @property
     def size_bytes(self) -> int:

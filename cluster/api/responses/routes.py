@@ -232,7 +232,7 @@ class ResponseRoutes:
         """The reply says `queued`; a later request sees `in_progress`, also while the response
         waits for an engine or for another ingress."""
         queued = _encode(msgspec.structs.replace(answer.response, status="queued"))
-        job = make_job(request, answer.body)
+        job = make_job(request, answer.body, params.adapter)
         again = detached_request(job)
         again.state.deadline = getattr(request.state, "deadline", None)
         handle = partial(self._services.serving.answer, again, params, identity=identity)
@@ -247,7 +247,7 @@ class ResponseRoutes:
         body, response, chat = restored
         answer = _Answer(begun.id, begun.kept.items, body, response)
         again = detached_request(begun.job)
-        identity = new_identity(again)
+        identity = msgspec.structs.replace(new_identity(again), adapter=begun.job.adapter)
         try:
             params = await self._process_chat(chat, size, identity)
         except BadRequest as error:  # this ingress has other limits

@@ -1,13 +1,14 @@
 """The id of an event of a resumable stream.
 
-    9f2c61...b7.1795440012.3-0f3a91c2d4e5.17
-    │           │          │              └ events that the client has, this one included
-    │           │          └ version of the weights that gave the answer; empty: unknown
+    9f2c61...b7.1795440012-69fd...f2.3-0f3a91c2d4e5.17
+    │           │          │         │              └ events that the client has, with this one
+    │           │          │         └ version of the weights that gave the answer; empty: unknown
+    │           │          └ digest of its adapter, if it has one
     │           └ when the answer was created
     └ digest of caller, key and request: the answer
 
 With its request it says all that another ingress needs to continue the answer: the tokens follow
-from request and version, and the events from the tokens. Pure.
+from request, version and adapter, and the events from the tokens. Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from swell.cluster.text.sampling_params import BadRequest, shown
 LAST_EVENT_ID = "last-event-id"
 MAX_VERSION_CHARS = 128
 _FORM = re.compile(
-    rf"([0-9a-f]{{32}})\.([0-9]{{1,11}})\.([!-~]{{0,{MAX_VERSION_CHARS}}})\.([0-9]{{1,9}})\Z"
+    r"([0-9a-f]{32})\.([0-9]{1,11})(?:-([0-9a-f]{32}))?"
+    rf"\.([!-~]{{0,{MAX_VERSION_CHARS}}})\.([0-9]{{1,9}})\Z"
 )
 
 
@@ -31,10 +33,13 @@ class AnswerOrigin(msgspec.Struct, frozen=True):
     name: str
     created: int
     version: str
+    adapter: str = ""
+    """The digest of its adapter; empty: it has none."""
 
     def event_prefix(self) -> str:
         """The id of an event, but for its number."""
-        return f"{self.name}.{self.created}.{self.version}."
+        adapter = self.adapter and f"-{self.adapter}"
+        return f"{self.name}.{self.created}{adapter}.{self.version}."
 
 
 class EventId(msgspec.Struct, frozen=True):
@@ -53,5 +58,5 @@ def parse_event_id(text: str) -> EventId:
             LAST_EVENT_ID,
             "invalid_event_id",
         )
-    name, created, version, number = found.groups()
-    return EventId(AnswerOrigin(name, int(created), version), int(number))
+    name, created, adapter, version, number = found.groups(default="")
+    return EventId(AnswerOrigin(name, int(created), version, adapter), int(number))

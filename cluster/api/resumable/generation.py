@@ -31,10 +31,12 @@ class Generation:
     """`owner` and `key` are the caller and its Idempotency-Key, `name` the digest of the whole
     request (`AnswerOrigin`)."""
 
-    def __init__(self, owner: str, key: str, name: str) -> None:
+    def __init__(self, owner: str, key: str, name: str, adapter: str = "") -> None:
+        """`adapter`: the digest of its adapter."""
         self.owner = owner
         self.key = key
         self.name = name
+        self.adapter = adapter
         self.origin: AnswerOrigin | None = None
         """None: there is nothing of the answer yet."""
         self.headers: Mapping[str, str] = {}
@@ -68,7 +70,7 @@ class Generation:
 
     def begin(self, created: int, version: str, headers: Mapping[str, str]) -> None:
         """There is something of the answer."""
-        self.origin = AnswerOrigin(self.name, created, version)
+        self.origin = AnswerOrigin(self.name, created, version, self.adapter)
         self._prefix, self.headers = self.origin.event_prefix(), headers
         self._wake()
 

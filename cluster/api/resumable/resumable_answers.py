@@ -3,10 +3,10 @@
 A request with an `Idempotency-Key` names its answer: key, caller, path and body. While one ingress
 has the answer, every such request reads it there, from its beginning or behind the event that
 `Last-Event-ID` names; any other ingress computes it again. Both give the same events, since nothing
-of them depends on anything but the request and the version of the weights: the seed and all ids
-derive from the name, the engines' outputs are taken token by token and choice by choice, and what
-else there is (time, version) is in the id of each event. So nothing is stored elsewhere, and the
-process that began an answer may be gone.
+of them depends on anything but the request, the version of the weights and the adapter: the seed
+and all ids derive from the name, the engines' outputs are taken token by token and choice by
+choice, and what else there is (time, version, adapter) is in the id of each event. So nothing is
+stored elsewhere, and the process that began an answer may be gone.
 
 An answer that no client reads goes on for `serve.resume_grace_s`, then it is aborted.
 """
@@ -43,6 +43,7 @@ from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
 from swell.cluster.client.request_state import EngineGone
 from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
+from swell.configs.lora import Adapter
 from swell.configs.resumable import ResumableLimits
 
 BeginAnswer = Callable[[Request, AnswerIdentity], Awaitable[Any]]
@@ -55,19 +56,22 @@ REPLAYED = "idempotent-replayed"
 
 
 class ResumableAnswers:
-    """Those of one ingress. `versions` are those of the engines that serve; `count` counts what
-    happens (`RESUMABLE_RESULTS` of the metrics)."""
+    """Those of one ingress. `versions` are those of the engines that serve; `adapter_of` finds the
+    adapter that a request names; `count` counts what happens (`RESUMABLE_RESULTS` of the
+    metrics)."""
 
     def __init__(
         self,
         limits: ResumableLimits,
         offload: OffloadPool,
         versions: Callable[[], Set[str]],
+        adapter_of: Callable[[str | None], Adapter | None],
         count: Callable[[str], None],
     ) -> None:
         self._limits = limits
         self._offload = offload
         self._versions = versions
+        self._adapter_of = adapter_of
         self._count = count
         self._table = GenerationTable(limits)
         self._tasks: dict[Generation, asyncio.Task[None]] = {}
@@ -108,7 +112,12 @@ class ResumableAnswers:
                 reading.close()
             if body.seed is None:
                 body.seed = seed_of(name)
-            new = self._begin(request, Generation(owner, sent.key, name), last, begin)
+            adapter = self._adapter_of(body.model)
+            digest = "" if adapter is None else adapter.digest
+            if last is not None:
+                self._check_origin(last, digest)
+            generation = Generation(owner, sent.key, name, digest)
+            new = self._begin(request, generation, _identity(name, adapter, last), begin)
             self._count("begun" if last is None else "recomputed")
             self._join(new, reading)
             await with_deadline(request, new.begun())
@@ -178,27 +187,33 @@ class ResumableAnswers:
 
     # ---------------------------------------------------------------- an answer
 
-    def _begin(
-        self, request: Request, generation: Generation, last: EventId | None, begin: BeginAnswer
-    ) -> Generation:
-        """Compute an answer, from its beginning; `last` is in one that was computed elsewhere.
-        Raises HTTPError."""
-        version = "" if last is None else last.origin.version
+    def _check_origin(self, last: EventId, adapter: str) -> None:
+        """Raises HTTPError where an answer that began elsewhere cannot be computed again."""
+        version = last.origin.version
+        gone = f"so it cannot be continued; leave out {LAST_EVENT_ID} to get a whole answer"
         if version and version not in self._versions():
             raise HTTPError(
                 409,
                 f"the answer was begun by version {shown(version)} of the weights, which no engine "
-                f"has any more, so it cannot be continued; leave out {LAST_EVENT_ID} to get a "
-                "whole answer of the present version",
+                f"has any more, {gone} of the present version",
                 "version_gone",
             )
-        identity = AnswerIdentity(
-            id=generation.name,
-            created=int(time.time()) if last is None else last.origin.created,
-            random=Random(generation.name),
-            is_repeatable=True,
-            begun_version=version or None,
-        )
+        if last.origin.adapter != adapter:
+            raise HTTPError(
+                409,
+                "the answer was begun with an adapter that was unloaded since, or has other files "
+                f"now, {gone} with the present one",
+                "adapter_gone",
+            )
+
+    def _begin(
+        self,
+        request: Request,
+        generation: Generation,
+        identity: AnswerIdentity,
+        begin: BeginAnswer,
+    ) -> Generation:
+        """Compute an answer, from its beginning. Raises HTTPError."""
         before = self._table.find(generation.owner, generation.key, _now_s())
         self._table.add(generation, _now_s())
         if before is not None and not before.readers and before in self._tasks:
@@ -248,6 +263,18 @@ class ResumableAnswers:
             asyncio.get_running_loop().call_later(age_s, self._forget_expired)
         else:
             self._table.remove(generation)
+
+
+def _identity(name: str, adapter: Adapter | None, last: EventId | None) -> AnswerIdentity:
+    """`last` is of the same answer, which was begun elsewhere."""
+    return AnswerIdentity(
+        id=name,
+        created=int(time.time()) if last is None else last.origin.created,
+        random=Random(name),
+        is_repeatable=True,
+        adapter=adapter,
+        begun_version=None if last is None else last.origin.version or None,
+    )
 
 
 def _now_s() -> float:

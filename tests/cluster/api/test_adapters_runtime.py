@@ -181,6 +181,8 @@ WRONG: dict[str, tuple[str, dict[str, Any] | bytes, int, str]] = {
     "long": (LOAD, {"lora_name": "x", "lora_path": "/" + "a" * 5000}, 400, "4096 characters"),
     "zero": (LOAD, {"lora_name": "x", "lora_path": "/a\0b"}, 400, "control characters"),
     "missing folder": (LOAD, {"lora_name": "x", "lora_path": "/nowhere"}, 400, "is no folder"),
+    "long part": (LOAD, {"lora_name": "x", "lora_path": "/" + "a" * 300}, 400, "is no folder"),
+    "long accents": (LOAD, {"lora_name": "x", "lora_path": "/" + "é" * 200}, 400, "is no folder"),
     "no name": (LOAD, {"lora_path": "/a"}, 400, "lora_name"),
     "empty name": (LOAD, {"lora_name": "", "lora_path": "/a"}, 400, "1 to 256"),
     "long name": (LOAD, {"lora_name": "n" * 257, "lora_path": "/a"}, 400, "1 to 256"),

@@ -94,12 +94,13 @@ def test_the_oldest_answer_that_nobody_reads_makes_room() -> None:
 @given(
     st.integers(0, 10**11 - 1),
     st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20),
+    st.sampled_from(["", "69fd0f28ab2b8bdf8e62e4170cc32bf9"]),
     st.integers(0, 10**9 - 1),
 )
 def test_the_id_of_an_event_is_read_as_it_was_written(
-    created: int, version: str, number: int
+    created: int, version: str, adapter: str, number: int
 ) -> None:
-    origin = AnswerOrigin(NAME, created, version)
+    origin = AnswerOrigin(NAME, created, version, adapter)
     assert parse_event_id(f"{origin.event_prefix()}{number}") == EventId(origin, number)
 
 

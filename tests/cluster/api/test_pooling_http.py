@@ -240,7 +240,7 @@ def test_a_long_pair_is_refused_or_cut(ranker):
     torch.testing.assert_close(got, right, rtol=0, atol=TOLERANCE)
     for body, reason in (
         ({"query": "a", "documents": []}, "documents=[] is empty"),
-        ({"query": "a", "documents": ["b"], "top_n": 0}, "top_n=0 must be at least 1"),
+        ({"query": "a", "documents": ["b"], "top_n": -1}, "top_n=-1 must be at least 0"),
     ):
         assert reason in post(ranker, "/rerank", 400, **body)["error"]["message"]
 

@@ -338,7 +338,7 @@ def test_a_response_repeats_the_choice_among_tools(choice: Any) -> None:
 
 def test_a_background_job_has_the_request_without_its_input() -> None:
     request = Request({"type": "http", "headers": [(b"x-request-id", b"r"), (b"cookie", b"c")]})
-    job = make_job(request, read(model=None, seed=3))
+    job = make_job(request, read(model=None, seed=3), None)
     assert json.loads(job.body) == {"seed": 3, "input": []}
     assert job.headers == [(b"x-request-id", b"r")]
 

@@ -87,6 +87,9 @@ def test_prompts_and_lower_case(tokenizer):
     assert texts == [ids("q: a b"), [7, 8]], "token ids are taken as they are"
     (prompt,) = made.process(request("embed", "a b", prompt_name="none")).prompts
     assert prompt.token_ids == ids("a b")
+    lower = processor(tokenizer, prompts={"query": "Q: "}, lower_case=True)
+    (prompt,) = lower.process(request("embed", "A B", prompt_name="query")).prompts
+    assert prompt.token_ids == ids("q: a b")
     with pytest.raises(BadRequest, match=r"prompt_name='x' is no prompt .*known: 'query', 'none'"):
         made.process(request("embed", "a", prompt_name="x"))
 
