@@ -7,10 +7,18 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+
+from swell.cluster.api.responses import background
 from swell.cluster.text.adapters import LoadedAdapters
+from swell.configs.lora import Adapter
 from tests import adapters
+from tests.cluster.api.responses_server import ResponsesServer, checked, wait_until
 from tests.cluster.api.resumable_server import COMPLETION, Client, ResumableServer, events_of, id_of
+from tests.cluster.api.test_responses_background import pass_lease
 from tests.cluster.fake_cluster import until
+
+pytestmark = pytest.mark.slow
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 8)}
 PATH, BODY = COMPLETION
@@ -87,5 +95,38 @@ def test_an_answer_that_is_kept_is_read_after_its_adapter_was_unloaded(tmp_path:
             assert b"[DONE]" in events_of(rest.content)[-1]
             unknown = await server.first.post(PATH, ASKED, idempotency_key="new")
             assert unknown.status_code == 404
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("later", ["unloaded", "other files"])
+def test_a_response_in_the_background_is_taken_over_with_its_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    monkeypatch.setattr(background, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(background, "IDLE_HEARTBEAT_S", 0.01)
+    first, second = Adapter("sql", "/a", "1" * 32), Adapter("sql", "/b", "2" * 32)
+
+    async def scenario() -> None:
+        server = ResponsesServer(tmp_path, "the fox", **{"lora.enabled": True})
+        async with server.open(steps=1), server.second_ingress() as (_, client, ingress):
+            server.cluster.coordinator.tell(adapters=(first,))
+            for one in (server.cluster.ingress, ingress):
+                await until(lambda one=one: one.services.adapters.find("sql") == first)
+            begun = await server.create(model="sql", background=True)
+            await until(lambda: server.engine.arrived)
+            now = () if later == "unloaded" else (second,)
+            server.cluster.coordinator.tell(adapters=now)
+            await until(lambda: ingress.services.adapters.find("sql") != first)
+            server.store_handle.away = True  # the first ingress is gone
+            await pass_lease(server)
+            await until(lambda: len(server.engine.arrived) == 2)
+            assert [one.adapter for one in server.engine.arrived] == [first, first]
+            server.engine.allow()
+            done = await wait_until(
+                lambda: client.responses.retrieve(begun.id),
+                lambda found: found.status != "in_progress",
+            )
+            assert checked(done).output_text == "the fox"
 
     asyncio.run(scenario())
