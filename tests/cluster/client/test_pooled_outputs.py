@@ -83,5 +83,10 @@ def test_an_error_is_no_vector(processor):
 
 def test_cosines_of_one_with_all_and_of_pairs():
     assert float_values(DATA) == VECTOR
-    assert cosines([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], 1) == [11.0, 17.0]
-    assert cosines([[1.0, 0.0], [0.0, 1.0], [3.0, 4.0], [5.0, 6.0]], 2) == [3.0, 6.0]
+    assert cosines([[0.6, 0.8], [1.0, 0.0], [0.0, -1.0]], 1) == [0.6, -0.8]
+    assert cosines([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8], [0.8, -0.6]], 2) == [0.6, -0.6]
+
+
+def test_no_cosine_is_above_1():
+    long = [1.0 + 1e-9, 0.0]
+    assert cosines([long, long, [-1.0 - 1e-9, 0.0]], 1) == [1.0, -1.0]
