@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def save_weights(tensors: Mapping[str, torch.Tensor], model: ModelConfig, folder
     Raises ValueError for what is no tensor of a checkpoint."""
     load_config(model, pools=True).save_pretrained(folder)  # the served one: it was checked
     stored: dict[str, torch.Tensor] = {}
-    places: list[range] = []
+    places: defaultdict[int, list[range]] = defaultdict(list)
+    """By storage."""
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise ValueError(f"{name!r} is of type {type(name).__name__}, and no name of a tensor")
@@ -88,7 +90,8 @@ def save_weights(tensors: Mapping[str, torch.Tensor], model: ModelConfig, folder
             raise ValueError(f"{name!r} {why}; give dense tensors")
         copy = tensor.detach().to("cpu").contiguous()
         place = range(copy.data_ptr(), copy.data_ptr() + copy.nbytes)
-        is_shared = any(one.start < place.stop and place.start < one.stop for one in places)
+        others = places[copy.untyped_storage().data_ptr()]
+        is_shared = any(one.start < place.stop and place.start < one.stop for one in others)
         stored[name] = copy.clone() if is_shared else copy  # tied: stored twice
-        places.append(place)
+        others.append(place)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

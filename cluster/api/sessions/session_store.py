@@ -26,6 +26,7 @@ import msgspec
 
 from swell.configs.secret import HoldsSecrets, SecretText
 from swell.configs.sessions import SessionLimits
+from swell.coordinator.listening_clock import ListeningClock
 
 SessionKey = SecretText
 """The name of a session: its id, behind a digest of the key that its client has."""
@@ -165,8 +166,9 @@ class SessionStore:
 
     def __init__(self, limits: SessionLimits, now_s: float) -> None:
         self._limits = limits
-        self._age_s = 0.0
-        self._last_request_s = now_s
+        self._clock = ListeningClock(4 * REPORT_S)
+        """A pause counts for a quarter of that at most."""
+        self._age_s = self._clock.advance(now_s)
         self._wanted: set[str] = set()
         """Copies that were asked for while it was young, and have not come."""
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
@@ -272,8 +274,7 @@ class SessionStore:
         return is_waiting and (entry is None or entry.is_copy)
 
     def _grow_older(self, now_s: float) -> None:
-        self._age_s += min(now_s - self._last_request_s, REPORT_S)
-        self._last_request_s = now_s
+        self._age_s = self._clock.advance(now_s)
         if self._age_s >= WANTED_S:
             self._wanted.clear()
 
