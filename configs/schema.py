@@ -38,7 +38,7 @@ from swell.configs.section import (
 from swell.configs.serve import MAX_BODY_BYTES as MAX_BODY_BYTES
 from swell.configs.serve import SERVE_FILES as SERVE_FILES
 from swell.configs.serve import ServeConfig as ServeConfig
-from swell.configs.shown import shown
+from swell.configs.shown import did_you_mean, shown
 from swell.configs.yaml_text import read_yaml, read_yaml_file
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@,]+/?\Z", re.IGNORECASE)
@@ -249,8 +249,9 @@ def _copied(section: Any) -> Any:
 def _override(data: dict[str, Any], key: str, value: Any) -> None:
     section, *names = key.split(".")
     if section not in Config.__struct_fields__ or not all(names) or not names:
-        known = ", ".join(Config.__struct_fields__)
-        raise ConfigError(f"unknown section in {key!r}; the sections are: {known}")
+        known = Config.__struct_fields__
+        hint, listed = did_you_mean(section, known), ", ".join(known)
+        raise ConfigError(f"unknown section in {shown(key)}{hint}; the sections are: {listed}")
     part = data
     for place, name in enumerate((section, *names[:-1])):
         inside = part[name] = _copied(part.get(name, {}))
@@ -267,11 +268,14 @@ def _explain(error: msgspec.ValidationError, data: Mapping[str, Any]) -> ConfigE
     where = where.rstrip("`").rpartition("$")[2].lstrip(".").replace("[...]", "")
     if "unknown field" in text:
         name = text.partition("`")[2].rpartition("`")[0]
-        section = Config.__annotations__.get(where) if where else "Config"
-        kind = globals().get(str(section))
-        known = ", ".join(kind.__struct_fields__) if kind else "see configs/schema.py"
+        sections = {key: globals()[kind] for key, kind in Config.__annotations__.items()}
+        kind = sections.get(where) if where else Config
+        known = kind.__struct_fields__ if kind else ()
         full = ".".join(filter(None, [where, name]))
-        return ConfigError(f"unknown key {shown(full)}; known keys there: {known}", full)
+        listed = ", ".join(known) or "see configs/schema.py"
+        others = [key for key, one in sections.items() if name in one.__struct_fields__]
+        hint = did_you_mean(name, known, [f"{key}.{name}" for key in others])
+        return ConfigError(f"unknown key {shown(full)}{hint}; known keys there: {listed}", full)
     if "missing required field" in text:
         name = text.partition("`")[2].rpartition("`")[0]
         full = ".".join(filter(None, [where, name]))

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 SHOWN_CHARS = 80
+
+
+def did_you_mean(name: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
+    """A hint at a known name that resembles an unknown one, or at the first of `elsewhere`; empty
+    if there is none."""
+    near = difflib.get_close_matches(name[:SHOWN_CHARS], known, n=1) or elsewhere
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def shown(value: object) -> str:

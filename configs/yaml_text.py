@@ -43,7 +43,8 @@ def read_yaml(text: bytes, what: str) -> Any:
         if problem is None:
             return yaml.load(text, _LOADER)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
-        raise ConfigError(f"{what} is not YAML: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split()).replace('in "<byte string>", ', "in ")
+        raise ConfigError(f"{what} is not YAML: {reason}") from None
     raise ConfigError(f"{what}, line {problem.line}: {problem.text}")
 
 

@@ -210,6 +210,10 @@ class GenerationBody(SamplingFields, kw_only=True):
         """Sampling parameters that this endpoint writes in a way of its own."""
         return {}
 
+    def param_names(self) -> Mapping[str, str]:
+        """Fields of `SamplingParams` that this endpoint calls otherwise, with their names here."""
+        return {}
+
     def generation_request(
         self,
         prompt: list[Prompt] | Conversation,
@@ -224,6 +228,7 @@ class GenerationBody(SamplingFields, kw_only=True):
         return GenerationRequest(
             prompt=prompt,
             params=self.sampling_params(defaults),
+            param_names=self.param_names(),
             structured_outputs_field=None if form_field == "structured_outputs" else form_field,
             tokenize_options=self.tokenize_options(add_special_tokens=add_special_tokens),
             stream=bool(self.stream),

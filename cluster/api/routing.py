@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swell.cluster.api.http_errors import HTTPError, error_body, error_info
 from swell.cluster.api.messages.message import messages_error, messages_status
+from swell.cluster.api.messages.models import ANTHROPIC_VERSION
 from swell.cluster.text.field_path import rename_roots
 from swell.cluster.text.sampling_params import BadRequest, shown
 
@@ -47,16 +48,19 @@ def error_response(error: Exception, request: Request) -> Response:
     if isinstance(error, BadRequest):
         error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
     info = error_info(error)
-    if not _is_anthropic(request):
+    if not is_anthropic(request):
         return json_response(error_body(info), info.status, info.headers)
     status = messages_status(info.status)
     body = messages_error(info.message, status, request_id(request))
     return json_response(body, status, info.headers)
 
 
-def _is_anthropic(request: Request) -> bool:
-    """Whether the route is one of Anthropic's API, also where there is none."""
-    return f"{route_path(request.scope)}/".startswith("/v1/messages/")
+def is_anthropic(request: Request) -> bool:
+    """Whether the route is one of Anthropic's API, also where there is none. `/v1/models` belongs
+    to both APIs: a header tells which client asks."""
+    path = f"{route_path(request.scope)}/"
+    is_shared = path.startswith("/v1/models/") and ANTHROPIC_VERSION in request.headers
+    return is_shared or path.startswith("/v1/messages/")
 
 
 def request_id(request: Request) -> str:
@@ -93,7 +97,7 @@ def with_error_handling(handler: Handler) -> Handler:
         response.headers[REQUEST_ID] = request_id(request)
         if warning := getattr(request.state, "warning", None):
             response.headers[WARNING] = warning
-        if _is_anthropic(request):
+        if is_anthropic(request):
             response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
         return response
 
@@ -118,10 +122,23 @@ async def _refuse(request: Request) -> Any:
         if isinstance(one, Route) and one.matches(request.scope)[0] is not Match.NONE:
             methods |= one.methods or set()
     if not methods:
-        raise HTTPError(404, f"{path} does not exist; see /openapi.json", "not_found")
+        hint = _did_you_mean(request)
+        raise HTTPError(404, f"{path} does not exist{hint}; see /openapi.json", "not_found")
     allow = {"allow": ", ".join(sorted(methods))}
     refusal = f"{path} is not allowed; see /openapi.json"
     raise HTTPError(405, refusal, "not_found", headers=allow)
+
+
+def _did_you_mean(request: Request) -> str:
+    """A hint at the same path with `/v1` once, for a client whose base URL lacks it or has it and
+    the path as well; empty if there is no such route."""
+    bare = re.sub(r"^(/v1)+(?=/)", "", route_path(request.scope))
+    for path in (f"/v1{bare}", bare):
+        scope = {**request.scope, "path": path, "root_path": ""}
+        for one in request.app.routes:
+            if isinstance(one, Route) and one.matches(scope)[0] is not Match.NONE:
+                return f"; did you mean {shown(path)}?"
+    return ""
 
 
 class StripTrailingSlash:

@@ -13,8 +13,10 @@ from starlette.routing import Route
 
 from swell.cluster.api.admin import protocol as admin
 from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.messages.models import QUERY, ModelInfo, model_info, model_page
 from swell.cluster.api.openapi.document import openapi_document
-from swell.cluster.api.routing import json_response, route
+from swell.cluster.api.query import checked_query
+from swell.cluster.api.routing import is_anthropic, json_response, route
 from swell.cluster.api.services import Services
 
 VERSION = importlib.metadata.version("swell")
@@ -117,18 +119,32 @@ class ServerRoutes:
     async def _models(self, request: Request) -> Response:
         self._services.access.check_user(request)
         names = [self._services.model, *self._services.adapters.names]
+        if is_anthropic(request):
+            models = [self._anthropic_card(name) for name in names]
+            return json_response(model_page(models, checked_query(request, *QUERY)))
         return json_response(admin.ModelList(data=[self._card(name) for name in names]))
 
     async def _one_model(self, request: Request) -> Response:
         self._services.access.check_user(request)
         model = request.path_params["model"]
         self._services.check_model(model)
+        if is_anthropic(request):
+            return json_response(self._anthropic_card(model))
         return json_response(self._card(model))
 
     def _card(self, name: str) -> admin.ModelCard:
         base, longest = self._services.model, self._prompts.max_model_len
         parent = None if name == base else base
-        return admin.ModelCard(id=name, created=0, root=base, parent=parent, max_model_len=longest)
+        return admin.ModelCard(
+            id=name,
+            created=self._services.created_s,
+            root=base,
+            parent=parent,
+            max_model_len=longest,
+        )
+
+    def _anthropic_card(self, name: str) -> ModelInfo:
+        return model_info(name, self._services.created_s, self._prompts.max_model_len)
 
     def _loads(self) -> list[admin.EngineLoad]:
         return [

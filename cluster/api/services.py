@@ -54,6 +54,7 @@ class Services:
     ) -> None:
         self.config = config
         self.model = config.model.served_name
+        self.created_s = text.created_s
         self.adapters = AdapterNames(text.adapters, lambda: self.llm.view)
         self.manager = manager
         self.store = store

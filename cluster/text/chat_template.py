@@ -88,8 +88,9 @@ class ChatTemplate:
         """Raises `BadRequest` with the template's error message."""
         if not self.text and options.template is None:
             raise BadRequest(
-                f"the model {self._model_name!r} has no chat template: use /v1/completions, or add "
-                "a chat_template to the model's tokenizer_config.json",
+                f"the model {self._model_name!r} has no chat template: use /v1/completions, or set "
+                "serve.chat_template to a file, or add a chat_template to the model's "
+                "tokenizer_config.json",
                 "messages",
                 "no_chat_template",
             )

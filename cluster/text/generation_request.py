@@ -3,7 +3,7 @@ what `InputProcessor` reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -59,6 +59,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Not checked yet."""
     prompt_field: str = "prompt"
     """The field of the API that gives the prompt, as error messages name it."""
+    param_names: Mapping[str, str] = {}
+    """The request's names of fields of `params` that it calls otherwise; errors print these."""
     structured_outputs_field: str | None = None
     """The path of the field that gives the structured output, if it is not `structured_outputs`."""
     tokenize_options: TokenizeOptions = PLAIN_TEXT

@@ -11,6 +11,7 @@ import msgspec
 from swell.cluster.text.adapters import salt_of_adapter
 from swell.cluster.text.bad_words import bad_words_token_ids
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.text.field_path import rename_roots
 from swell.cluster.text.generation_request import (
     Conversation,
     GenerationRequest,
@@ -188,7 +189,14 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return processed if compiles is None else processed.with_grammar(compiles())
 
     def prepare(self, request: GenerationRequest) -> tuple[RequestParams, CompileGrammar | None]:
-        """All but the grammar, and what compiles it."""
+        """All but the grammar, and what compiles it. Raises `BadRequest`, with the names that the
+        request has for its fields."""
+        try:
+            return self._prepare(request)
+        except BadRequest as error:
+            raise error.renamed(rename_roots(request.param_names)) from None
+
+    def _prepare(self, request: GenerationRequest) -> tuple[RequestParams, CompileGrammar | None]:
         check_priority(request.priority, self.policy)
         prompts = self._tokenize(request)
         answer = self._answer_format(request, prompts)

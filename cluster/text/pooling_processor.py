@@ -21,7 +21,7 @@ from swell.cluster.text.sampling_params import BadRequest, SamplingParams, bad_v
 from swell.cluster.text.tokenizer import read_json_value
 from swell.cluster.text.truncation import PLAIN_TEXT, TokenizeOptions
 from swell.cluster.text.validate_params import check_length
-from swell.configs.pooling import PoolingSpec, read_pooling
+from swell.configs.pooling import DECODERS, PoolingSpec, read_pooling
 from swell.configs.schema import ModelConfig
 from swell.worker.sample.wire import Activation, PoolingParams
 
@@ -226,13 +226,18 @@ def generation_refusal(spec: PoolingSpec) -> BadRequest:
     return _wrong_task(
         "pools, and generates no text: POST "
         + ("/v1/embeddings" if spec.embeds else "/classify")
-        + ", or serve it with model.runner=generate"
+        + (", or serve it with model.runner=generate" if _can_generate(spec) else "")
     )
+
+
+def _can_generate(spec: PoolingSpec) -> bool:
+    """Whether the model has a head that samples tokens: encoders and classifiers have none."""
+    return spec.family in DECODERS and (spec.embeds or spec.token_ids is not None)
 
 
 def pooling_refusal() -> BadRequest:
     """The answer of a model that samples tokens to a request that pools."""
     return _wrong_task(
-        "generates text, and pools nothing; serve an embedding model, or this one with "
-        "model.runner=pooling"
+        "generates text, and pools nothing; serve an embedding model, or, if its architecture is "
+        f"one of {', '.join(DECODERS)}, this one with model.runner=pooling"
     )

@@ -230,11 +230,12 @@ class PromptProcessor:
     ) -> BadRequest:
         name, limit = Field(field), Field("max_tokens")
         if not self._min_answer_tokens:
-            what = ["your ", name, f" has {num_prompt_tokens} tokens. "]
+            what = [f"there are {num_prompt_tokens} tokens in the ", name, ". "]
             end = ["Please reduce its length, or set ", Field("truncate_prompt_tokens"), "."]
         elif max_tokens is None:
-            what = ["your ", name, f" has {num_prompt_tokens} tokens, and at least one is needed "]
-            end = ["for the answer. Please reduce the length of the ", name, "."]
+            what = [f"there are {num_prompt_tokens} tokens in the ", name]
+            end = [", and at least one is needed for the answer. Please reduce the length of the "]
+            end += [name, "."]
         else:
             total = shown(num_prompt_tokens + max_tokens)
             what = [f"you requested {total} tokens ({num_prompt_tokens} in the ", name, ", ", limit]

@@ -13,7 +13,7 @@ from swell.cluster.text.model_formats import ModelFormats
 from swell.cluster.text.pooling_processor import PoolingProcessor, load_pooling
 from swell.cluster.text.prompt_embeds import load_embeds_width
 from swell.cluster.text.prompts import PromptProcessor
-from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
+from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer, written_at
 from swell.configs.adapter_files import adapters_of
 from swell.configs.lora import Adapter
 from swell.configs.schema import Config
@@ -31,6 +31,8 @@ class TextServices(NamedTuple):
     """Of a model that pools."""
     adapters: Mapping[str, Adapter] = {}
     """Those of the configuration, by name."""
+    created_s: int = 0
+    """When the model's files were written, in seconds since 1970."""
 
     @classmethod
     def load(cls, config: Config) -> TextServices:
@@ -64,5 +66,11 @@ class TextServices(NamedTuple):
             policy = config.scheduler.policy
             pooled = PoolingProcessor(prompts, pooling, serve.max_children, policy)
         return cls(
-            prompts, detokenizer, processor, defaults.sampling, pooled, adapters_of(config.lora)
+            prompts,
+            detokenizer,
+            processor,
+            defaults.sampling,
+            pooled,
+            adapters_of(config.lora),
+            written_at(path, "config.json"),
         )

@@ -92,22 +92,37 @@ def read_json(path: str, name: str) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
+def written_at(path: str, name: str) -> int:
+    """When a file of a model was written, in seconds since 1970; 0 where there is no such file."""
+    try:
+        file = _model_file(path, name)
+        return 0 if file is None else int(file.stat().st_mtime)
+    except OSError:
+        return 0
+
+
 def read_json_value(path: str, name: str) -> Any:
     """What a JSON file of a model holds; None where there is no such file."""
-    file = Path(path) / name
-    if not Path(path).is_dir():
-        from transformers.utils import cached_file
-
-        cached = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        if cached is None:
-            return None
-        file = Path(cached)
+    file = _model_file(path, name)
+    if file is None:
+        return None
     try:
         return parse_json(file.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def _model_file(path: str, name: str) -> Path | None:
+    """Where a file of a model would be. `path` is a folder or a hub id; None where the hub has no
+    such file."""
+    if Path(path).is_dir():
+        return Path(path) / name
+    from transformers.utils import cached_file
+
+    cached = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+    return None if cached is None else Path(cached)
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:

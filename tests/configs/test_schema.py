@@ -359,3 +359,27 @@ def test_clients_may_be_as_late_as_an_outage_makes_them() -> None:
     late_s = 2 * default.cluster.stall_timeout_s
     assert default.serve.head_timeout_s >= late_s
     assert default.serve.transfer_timeout_s >= late_s
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides", "hint"),
+    [
+        ({"scheduler": {"max_row": 4}}, {}, "'max_rows'"),
+        ({"sheduler": {}}, {}, "'scheduler'"),
+        ({"cache": {"max_rows": 4}}, {}, "'scheduler.max_rows'"),
+        ({"max_rows": 4}, {}, "'scheduler.max_rows'"),
+        ({}, {"schedule.max_rows": 4}, "'scheduler'"),
+        ({}, {"cache.blok_tokens": 4}, "'block_tokens'"),
+    ],
+)
+def test_a_key_that_resembles_a_known_one_is_hinted_at(
+    data: dict, overrides: dict, hint: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"; did you mean {hint}\\?;"):
+        load({"model": {"path": "m"}, **data}, overrides)
+
+
+def test_a_key_that_resembles_none_has_no_hint() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"model": {"path": "m"}, "cache": {"qqq": 4}})
+    assert "did you mean" not in str(caught.value)

@@ -294,3 +294,15 @@ def test_deep_mappings_are_refused() -> None:
     ):
         with pytest.raises(ConfigError):
             load(source)
+
+
+@pytest.mark.parametrize(
+    "text", ["model: [", "model: {a: b\nc: d", "a: 'b", "a: *b", "a: \t- @", "\x00"]
+)
+def test_an_error_of_syntax_names_the_file_and_nothing_inside(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(str(path))
+    message = str(caught.value)
+    assert str(path) in message and "<" not in message and "\n" not in message

@@ -47,6 +47,8 @@ _CHANGES: dict[str, type[RequestBody]] = {
 
 
 _LEVEL = re.compile("0|[1-9][0-9]{0,8}")
+_EMPTY: list[list[bytes]] = [[], [b"{}"], [b"{", b"}"]]
+"""Bodies without fields, as they are between blanks."""
 _QUERIES = {"sleep": ("level", "requests")}
 """Fields that may stand in the query in place of a body, as vLLM has them."""
 
@@ -153,7 +155,7 @@ class AdminRoutes:
 
     async def _change(self, method: str, kind: type[RequestBody], request: Request) -> Response:
         body = await read_short_body(request, _MAX_BODY_BYTES)
-        if kind in (changes.SwitchRequest, changes.SleepRequest) and not body.strip():
+        if kind in (changes.SwitchRequest, changes.SleepRequest) and body.split() in _EMPTY:
             body = _from_query(request)
         elif request.query_params:
             name = next(iter(request.query_params))

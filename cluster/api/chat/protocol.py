@@ -34,6 +34,9 @@ _SWITCHES = attrgetter(
 )
 """The fields that `template_variables` reads."""
 _NO_SWITCH = (None,) * 5
+_PARAM_NAMES = {"logprobs": "top_logprobs"}
+"""Fields of `SamplingParams` -> the field of a chat request that gives their value."""
+_NEWER_NAMES = {**_PARAM_NAMES, "max_tokens": "max_completion_tokens"}
 
 
 class ThinkingSwitch(RequestBody, kw_only=True):
@@ -184,6 +187,9 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
 
     def endpoint_sampling_params(self) -> Mapping[str, Any]:
         return {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
+
+    def param_names(self) -> Mapping[str, str]:
+        return _NEWER_NAMES if self.max_completion_tokens is not None else _PARAM_NAMES
 
 
 class CalledFunction(Body, kw_only=True):

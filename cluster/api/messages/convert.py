@@ -31,6 +31,7 @@ from swell.cluster.text.truncation import TEMPLATE_TEXT
 
 _MERGED_ROLES = ("user", "assistant")
 """Roles whose messages in a row are one, as Anthropic's API has it."""
+_PARAM_NAMES = {"stop": "stop_sequences"}
 _SCHEMA_FIELD = "output_config.format.schema"
 
 
@@ -52,6 +53,7 @@ def to_generation_request(body: MessagesRequest, defaults: Mapping[str, Any]) ->
         prompt=conversation(body),
         prompt_field="messages",
         params=SamplingParams(**{**defaults, **sampling}, max_tokens=None),
+        param_names=_PARAM_NAMES,
         structured_outputs_field=None if form is None else _SCHEMA_FIELD,
         tokenize_options=TEMPLATE_TEXT,
         max_tokens_in_context=body.max_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from swell.cluster.text.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.json_size import check_size
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.unknown_fields import StrippedFields, UnknownFields
+from swell.configs.shown import did_you_mean
 
 Request = TypeVar("Request", bound=RequestBody)
 
@@ -197,9 +197,7 @@ def _explain_validation(
 
 def _unknown_field(full: str, name: str, path: str, kind: type[RequestBody]) -> str:
     known = [] if path else list(kind.__struct_fields__)
-    near = difflib.get_close_matches(name[:100], known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"the field {shown(full)} is unknown{hint}"
+    return f"the field {shown(full)} is unknown{did_you_mean(name, known)}"
 
 
 def _lookup(body: bytes, path: str) -> tuple[bool, Any]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from anthropic.types import ModelInfo
 
+from swell.cluster.api.messages.models import model_info, model_page
+from swell.cluster.text.sampling_params import BadRequest
 from swell.coordinator.wire import EngineReport
 from tests.cluster.fake_cluster import FakeCluster, until
 from tests.cluster.text import tokenizers_for_tests
@@ -101,3 +106,79 @@ def test_a_model_card_has_what_the_peers_cards_have(folder: Path) -> None:
         "fake",
         None,
     )
+
+
+def test_models_have_the_time_at_which_they_were_written(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    os.utime(folder / "config.json", (1_700_000_000, 1_700_000_000))
+
+    async def scenario() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            (card,) = (await cluster.client.get("/v1/models")).json()["data"]
+            assert card["created"] == 1_700_000_000
+            one = (await cluster.client.get("/v1/models/fake")).json()
+            assert one["created"] == 1_700_000_000
+
+    asyncio.run(scenario())
+
+
+def test_models_have_the_form_of_the_client_that_asks(folder: Path) -> None:
+    """A foreign client reads the answer: `anthropic` checks it against its own types."""
+    headers = {"anthropic-version": "2023-06-01"}
+
+    async def scenario() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            get = partial(cluster.client.get, headers=headers)
+            page = (await get("/v1/models")).json()
+            ModelInfo.model_validate(page["data"][0], strict=False)
+            assert (page["first_id"], page["last_id"], page["has_more"]) == ("fake", "fake", False)
+            one = (await get("/v1/models/fake")).json()
+            assert (one["type"], one["id"]) == ("model", "fake")
+            missing = await get("/v1/models/none")
+            assert (missing.status_code, missing.json()["type"]) == (404, "error")
+            refused = await get("/v1/models?limit=0")
+            assert "limit='0' must be between 1 and 1000" in refused.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+def test_a_page_of_models_is_what_its_cursor_says() -> None:
+    models = [model_info(name, -5, 100) for name in "abcde"]
+    assert models[0].created_at == "1970-01-01T00:00:00Z"
+
+    def ids(**query: str) -> tuple[str, bool]:
+        page = model_page(models, query)
+        return "".join(model.id for model in page.data), page.has_more
+
+    assert ids() == ("abcde", False)
+    assert ids(limit="2") == ("ab", True)
+    assert ids(limit="2", after_id="b") == ("cd", True)
+    assert ids(limit="2", after_id="c") == ("de", False)
+    assert ids(limit="2", before_id="d") == ("bc", True)
+    assert ids(before_id="b") == ("a", False)
+    for query in ({"limit": "x"}, {"after_id": "f"}, {"after_id": "a", "before_id": "b"}):
+        with pytest.raises(BadRequest):
+            model_page(models, query)
+
+
+@pytest.mark.parametrize(
+    ("sent", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/models/fake", "/v1/models/fake"),
+        ("/v1/health", "/health"),
+        ("/v1/nothing", None),
+    ],
+)
+def test_a_path_with_another_prefix_is_hinted_at(
+    folder: Path, sent: str, meant: str | None
+) -> None:
+    async def scenario() -> str:
+        async with FakeCluster(folder).serving() as cluster:
+            answer = await cluster.client.post(sent, json={})
+            assert answer.status_code == 404
+            return str(answer.json()["error"]["message"])
+
+    message = asyncio.run(scenario())
+    assert (f"did you mean '{meant}'?" in message) if meant else "did you mean" not in message

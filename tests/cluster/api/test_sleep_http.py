@@ -25,6 +25,7 @@ GOOD: dict[str, tuple[str, Any, tuple[int, str]]] = {
     "a body": ("", {"level": 2, "requests": "refuse"}, (2, "refuse")),
     "a query": ("?level=2&requests=refuse", None, (2, "refuse")),
     "a query as of vLLM": ("?level=1", None, (1, "wait")),
+    "a query beside an empty object": ("?level=2", {}, (2, "wait")),
 }
 WRONG: dict[str, tuple[str, Any, str]] = {
     "level 0": ("", {"level": 0}, "level"),

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from swell.cluster.text.pooling_processor import PoolingProcessor, PoolingRequest, kept_of_each
+from swell.cluster.text.pooling_processor import (
+    PoolingProcessor,
+    PoolingRequest,
+    generation_refusal,
+    kept_of_each,
+)
 from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.truncation import TokenizeOptions, Truncation
@@ -107,6 +112,15 @@ def test_a_pair_is_that_of_its_tokenizer(tokenizer, room, pair):
     right = tokenizer(*pair, **limit)
     assert prompt.token_ids == right["input_ids"]
     assert prompt.segment_start == right["token_type_ids"].index(1)
+
+
+@pytest.mark.parametrize(
+    ("values", "can"),
+    [({}, False), ({"family": "Qwen3"}, True), ({"family": "Qwen3", **ONE}, False)],
+)
+def test_a_refusal_advises_what_the_model_can_do(tokenizer, values, can):
+    message = str(generation_refusal(processor(tokenizer, **values).spec))
+    assert ("model.runner=generate" in message) == can
 
 
 @given(first=st.integers(1, 12), second=st.integers(1, 12), room=st.integers(2, 20))
