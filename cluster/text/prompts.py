@@ -230,10 +230,10 @@ class PromptProcessor:
     ) -> BadRequest:
         name, limit = Field(field), Field("max_tokens")
         if not self._min_answer_tokens:
-            what = [f"there are {num_prompt_tokens} tokens in the ", name, ". "]
+            what = [f"there are {num_prompt_tokens} tokens in ", name, ". "]
             end = ["Please reduce its length, or set ", Field("truncate_prompt_tokens"), "."]
         elif max_tokens is None:
-            what = [f"there are {num_prompt_tokens} tokens in the ", name]
+            what = [f"there are {num_prompt_tokens} tokens in ", name]
             end = [", and at least one is needed for the answer. Please reduce the length of the "]
             end += [name, "."]
         else:

@@ -110,8 +110,8 @@ def test_the_openai_client(embedder):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"input": "a" * 150}, "maximum context length is 100 tokens. However, your input has 152"),
-        ({"input": ["a", "b" * 150]}, r"your input[1] has 152 tokens"),
+        ({"input": "a" * 150}, "length is 100 tokens. However, there are 152 tokens in input"),
+        ({"input": ["a", "b" * 150]}, r"there are 152 tokens in input[1]"),
         ({"input": []}, "input=[] is empty"),
         ({"input": ""}, "input='' is empty"),
         ({"input": ["a", 3]}, "mixes its forms"),
