@@ -1,5 +1,5 @@
-"""Setup of a process, before torch is imported and before it serves; and how it exits when one of
-its loops fails."""
+"""Setup of a process, before torch is imported and before it serves; the cores and the memory that
+it may use; and how it exits when one of its loops fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import resource
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+from swell.configs.cgroups import ROOT, cpu_quota, memory_limit
 from swell.configs.log import StructuredLogger
 
 LOOP_FAILED_EXIT_CODE = 70
@@ -34,9 +36,24 @@ def prepare_for_torch() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def available_cores(root: Path = ROOT) -> int:
+    """Cores that this process may use: those of its affinity, and no more than the quota of its
+    control groups. A quota is rounded down: a process that exceeds it stands still, with its
+    heartbeats, until the period ends. `root`: the folder that stands for `/`."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(root)
+    return cores if quota is None else max(1, min(cores, int(quota.cores)))
+
+
+def available_memory_bytes(root: Path = ROOT) -> int:
+    """Memory that can be allocated without swapping (MemAvailable), and no more than the limits of
+    this process's control groups leave. Raises RuntimeError if the kernel does not say."""
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+            limit = memory_limit(root)
+            return free if limit is None else min(free, limit.available_bytes)
+    raise RuntimeError("/proc/meminfo has no MemAvailable; set cache.memory_bytes")
 
 
 def allow_many_files() -> None:

@@ -93,8 +93,9 @@ class ModelConfig(Section, frozen=True):
     model's generation_config.json are the defaults of requests, as in vLLM. `none`: neutral
     defaults. End tokens are read from the file in both cases."""
     cpu_threads: Annotated[int, Meta(ge=0, le=65_536)] = 0
-    """Threads of one worker's matrix products on CPU; 0: the cores of its host, divided by the
-    workers that all engines have there."""
+    """Threads of one worker's matrix products on CPU; 0: the cores that it may use on its host (its
+    affinity, and the CPU quota of its container), divided by the workers that all engines have
+    there."""
 
     @property
     def served_name(self) -> str:
@@ -108,7 +109,8 @@ class CacheConfig(Section, frozen=True):
     """Bytes of the KV cache of one worker; None: by `memory_fraction`."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """Fraction of the device's free memory for the KV cache, after the weights are loaded. On CPU
-    never more than `scheduler.max_rows` requests of `model.max_model_len` tokens can use."""
+    the limit of a container counts, and the cache is never larger than `scheduler.max_rows`
+    requests of `model.max_model_len` tokens can use."""
     prefix_caching: bool = True
     session_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Fraction of the KV cache in which the prefixes of sessions outlast those of other requests.

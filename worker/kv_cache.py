@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
+from swell.configs.process import available_memory_bytes
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
 from swell.worker.layers.attention import Attention
@@ -35,13 +35,11 @@ def bytes_per_block(layers: Sequence[Attention], block_tokens: int, dtype: torch
 
 
 def free_bytes(device: torch.device, local_workers: int) -> int:
-    """Free bytes of the device; on CPU this worker's share of the machine's."""
+    """Free bytes of the device; on CPU this worker's share of what the machine and the limits of
+    its control groups leave."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 // local_workers
-    raise RuntimeError("/proc/meminfo has no MemAvailable; set cache.memory_bytes")
+    return available_memory_bytes() // local_workers
 
 
 def count_blocks(

@@ -1,4 +1,4 @@
-"""What a host has: cores, memory to share, disk, files, GPUs. Pure."""
+"""What a host has: cores, memory, shared memory, disk, files, GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from swell.configs.schema import ServeConfig
 MIB = 2**20
 SHM_FREE_BYTES = 256 * MIB
 """For NCCL and gloo; containers often have 64 MiB in all."""
+MEMORY_FREE_BYTES = 1024 * MIB
+"""For Ray's processes, Serve's controller, manager, an ingress, and a small KV cache."""
+WEIGHTS = (".safetensors", ".gguf")
 DISK_FREE_BYTES = 2 * 2**30
 DISK_FREE_PART = 0.05
 """Ray takes a disk that is fuller for full."""
@@ -25,8 +28,57 @@ def cores(survey: Survey) -> list[Finding]:
     return _each(
         survey,
         "cores",
-        lambda _host, facts: Verdict(str(facts.cores), "2") if facts.cores < 2 else None,
-        lambda facts: str(facts.cores),
+        lambda _host, facts: Verdict(_cores(facts), "2") if facts.cores < 2 else None,
+        _cores,
+    )
+
+
+def _cores(facts: HostFacts) -> str:
+    cpu = facts.cpu
+    if cpu is None or cpu.quota is None or cpu.quota >= cpu.affinity:
+        return str(facts.cores)
+    return f"{facts.cores}: {cpu.quota_source} allows {cpu.quota:g} of {cpu.affinity}"
+
+
+def memory(survey: Survey) -> list[Finding]:
+    """Engines that run already have what they need."""
+    weights = 0 if survey.engines_running else _weight_bytes(survey)
+
+    def verdict(_host: str, facts: HostFacts) -> Verdict | None:
+        if facts.memory is None or facts.memory.free_bytes >= MEMORY_FREE_BYTES + weights:
+            return None
+        wanted = f"{_mib(MEMORY_FREE_BYTES)} free"
+        wanted += f", and {_mib(weights)} for the weights" if weights else ""
+        return Verdict(_memory(facts), wanted)
+
+    return _each(survey, "memory", verdict, _memory)
+
+
+def _memory(facts: HostFacts) -> str:
+    found = facts.memory
+    if found is None:
+        return "not reported"
+    text = f"{_mib(found.free_bytes)} free"
+    if found.limit_bytes is None:
+        return f"{text} of {_mib(found.total_bytes)}"
+    limit, total = _mib(found.limit_bytes), _mib(found.total_bytes)
+    return f"{text}: {found.limit_source} allows {limit} of {total}"
+
+
+def _weight_bytes(survey: Survey) -> int:
+    """Bytes of weights that a host has to hold in its own memory: none where GPUs hold them."""
+    config = survey.config
+    if config is None or config.model.load_format == "dummy":
+        return 0
+    on_gpu = any(facts.torch.gpus for facts in survey.hosts.values())
+    if config.model.device == "cuda" or (config.model.device == "auto" and on_gpu):
+        return 0
+    return max(
+        (
+            sum(file.size_bytes for name, file in facts.files.items() if name.endswith(WEIGHTS))
+            for facts in survey.hosts.values()
+        ),
+        default=0,
     )
 
 

@@ -80,7 +80,19 @@ CHECKS: dict[str, Check] = {
         "warning",
         "install g++ 12 or later: CPU attention is several times faster",
     ),
-    "cores": Check("Are there two cores?", "warning", "use a larger host: 2 serve smoothly"),
+    "cores": Check(
+        "Are there two cores, within the affinity and the CPU quota of the process?",
+        "warning",
+        "use a larger host, or raise the quota (docker run --cpus; resources.limits.cpu of a pod): "
+        "2 serve smoothly",
+    ),
+    "memory": Check(
+        "Is memory free for the processes, and without GPUs for the weights, within the limits of "
+        "the process's control groups?",
+        "warning",
+        "end what uses it, raise the limit (docker run --memory; resources.limits.memory of a "
+        "pod), or use a smaller or quantized model",
+    ),
     "shared-memory": Check(
         "Is /dev/shm large enough for Ray's object store and for NCCL?",
         "warning",

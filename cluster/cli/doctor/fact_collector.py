@@ -14,14 +14,23 @@ from pathlib import Path
 
 import msgspec
 
-from swell.cluster.cli.doctor.facts import DiskFacts, HostFacts, HostRequest, RayFacts, TorchFacts
+from swell.cluster.cli.doctor.facts import (
+    CpuFacts,
+    DiskFacts,
+    HostFacts,
+    HostRequest,
+    MemoryFacts,
+    RayFacts,
+    TorchFacts,
+)
 from swell.cluster.cli.doctor.file_digests import config_files, local_folder, source_digest
 from swell.cluster.cli.doctor.gpu_facts import collect_gpus
 from swell.cluster.cli.host_paths import named_paths, unreadable
 from swell.cluster.control.http_port import claim_port
 from swell.cluster.text.model_folder import check
+from swell.configs.cgroups import cpu_quota, memory_limit
 from swell.configs.network import addresses, host_address
-from swell.configs.process import available_cores
+from swell.configs.process import available_cores, available_memory_bytes
 from swell.configs.schema import Config, ConfigError
 
 _TORCH_PART, _SMI_PART, _COMPILER_PART = 0.5, 0.25, 0.1
@@ -57,6 +66,8 @@ def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
         gpus=collect_gpus(request.timeout_s * _SMI_PART),
         compiler=find_compiler(request.timeout_s * _COMPILER_PART),
         cores=available_cores(),
+        cpu=_cpu(),
+        memory=_memory(),
         shm=_disk(Path("/dev/shm")),
         disks=tuple(_disks(config, ray)),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
@@ -110,6 +121,26 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _cpu() -> CpuFacts:
+    affinity, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    if quota is None:
+        return CpuFacts(affinity=affinity)
+    return CpuFacts(affinity=affinity, quota=quota.cores, quota_source=quota.source)
+
+
+def _memory() -> MemoryFacts:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, limit = available_memory_bytes(), memory_limit()
+    if limit is None:
+        return MemoryFacts(total_bytes=total, free_bytes=free)
+    return MemoryFacts(
+        total_bytes=total,
+        free_bytes=free,
+        limit_bytes=limit.limit_bytes,
+        limit_source=limit.source,
+    )
 
 
 def _disks(config: Config | None, ray: RayFacts | None) -> list[DiskFacts]:

@@ -69,6 +69,26 @@ class DiskFacts(Fact, frozen=True):
     free_bytes: int
 
 
+class MemoryFacts(Fact, frozen=True):
+    total_bytes: int
+    """Of the machine."""
+    free_bytes: int
+    """What a new process may allocate, within the limit."""
+    limit_bytes: int | None = None
+    """Of the tightest control group of the process; None: there is no limit."""
+    limit_source: str = ""
+    """The file that has the limit."""
+
+
+class CpuFacts(Fact, frozen=True):
+    affinity: int
+    """Cores on which the process may run."""
+    quota: float | None = None
+    """Cores' worth of time that its control groups allow; None: there is no limit."""
+    quota_source: str = ""
+    """The file that has the quota."""
+
+
 class RayFacts(Fact, frozen=True):
     """Settings of the Ray processes of this host."""
 
@@ -109,6 +129,9 @@ class HostFacts(Fact, frozen=True):
     model_error: str | None
     files: dict[str, FileFacts]
     """Every file of the model, and those that the configuration names by key."""
+    cpu: CpuFacts | None = None
+    """Where `cores` comes from; None: a host with another version does not say."""
+    memory: MemoryFacts | None = None
     ray: RayFacts | None = None
     """None: asked without a Ray cluster."""
 

@@ -24,6 +24,7 @@ CHECK_FUNCTIONS: tuple[Callable[[Survey], list[Finding]], ...] = (
     check_software.torch,
     check_software.compiler,
     check_machine.cores,
+    check_machine.memory,
     check_machine.shared_memory,
     check_machine.disk,
     check_machine.open_files,

@@ -8,6 +8,7 @@ import msgspec
 
 from swell.cluster.cli.doctor import links
 from swell.cluster.cli.doctor.facts import (
+    CpuFacts,
     DiskFacts,
     FileFacts,
     Gpu,
@@ -15,6 +16,7 @@ from swell.cluster.cli.doctor.facts import (
     HostFacts,
     Link,
     Listener,
+    MemoryFacts,
     RayFacts,
     TorchFacts,
 )
@@ -53,6 +55,8 @@ def facts(**fields: Any) -> HostFacts:
         gpus=GpuFacts(),
         compiler="/usr/bin/g++ 12.2.0",
         cores=8,
+        cpu=CpuFacts(affinity=8),
+        memory=MemoryFacts(total_bytes=64 * GIB, free_bytes=48 * GIB),
         shm=DiskFacts(path="/dev/shm", total_bytes=8 * GIB, free_bytes=8 * GIB),
         disks=(DiskFacts(path="/tmp", total_bytes=100 * GIB, free_bytes=50 * GIB),),
         open_files=65536,

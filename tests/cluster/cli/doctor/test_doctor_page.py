@@ -30,6 +30,7 @@ def test_the_limits_are_those_of_the_checks() -> None:
     text = " ".join(PAGE.read_text().split())
     mib = check_machine.MIB
     for limit in (
+        f"`memory`: {check_machine.MEMORY_FREE_BYTES // mib} MiB free",
         f"`shared-memory`: {check_machine.SHM_FREE_BYTES // mib} MiB free",
         f"`disk`: {check_machine.DISK_FREE_BYTES // mib} MiB and "
         f"{check_machine.DISK_FREE_PART:.0%} free",

@@ -13,6 +13,7 @@ import pytest
 from swell.cluster.cli.doctor import fact_collector
 from swell.cluster.cli.doctor.fact_collector import collect, collect_torch, find_compiler
 from swell.cluster.cli.doctor.facts import HostFacts, HostRequest
+from swell.configs.process import available_cores
 from swell.configs.schema import Config, load
 
 NODE = "127.0.0.1"
@@ -40,7 +41,10 @@ def test_a_machine_without_a_configuration() -> None:
     found = ask()
     assert found.python == platform.python_version()
     assert found.libraries["msgspec"] and found.libraries["no-such-library"] is None
-    assert found.cores == len(os.sched_getaffinity(0))
+    assert found.cores == available_cores()
+    assert found.cpu is not None and found.cpu.affinity == len(os.sched_getaffinity(0))
+    memory = found.memory
+    assert memory is not None and 0 < memory.free_bytes < memory.total_bytes
     assert found.address == NODE and f"lo {NODE}" in found.addresses
     assert found.torch.version == "2.13.0" and found.ray is None
     assert (found.unreadable, found.files, found.model_error, found.http_error) == (

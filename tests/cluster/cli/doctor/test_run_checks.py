@@ -9,10 +9,12 @@ import pytest
 from swell.cluster.cli.doctor.check_network import MOST_LINKS
 from swell.cluster.cli.doctor.checks import CHECKS, Finding
 from swell.cluster.cli.doctor.facts import (
+    CpuFacts,
     DiskFacts,
     FileFacts,
     GpuFacts,
     Listener,
+    MemoryFacts,
     TorchFacts,
 )
 from swell.cluster.cli.doctor.links import HTTP, pairs
@@ -66,6 +68,15 @@ NOWHERE_TOGETHER = changed(
 UNREADABLE = {"model.path": "/models/m/config.json"}
 DAMAGED = FILES | {"model.safetensors": FileFacts(size_bytes=4 * GIB, digest="b0")}
 
+CPU_QUOTA = CpuFacts(affinity=8, quota=1.5, quota_source="/cpu.max")
+MEMORY_LIMIT = MemoryFacts(
+    total_bytes=64 * GIB,
+    free_bytes=4608 * 2**20,
+    limit_bytes=8 * GIB,
+    limit_source="/memory.max",
+)
+"""Too little for weights of 4 GiB, enough for a host of which GPUs hold them."""
+
 FAULTS = [
     Fault(changed(HEALTHY, silent={name(1): "no answer after 60 s"}), "hosts", (1,), "no answer"),
     Fault(changed(HEALTHY, lost={"10.0.0.9": "health check"}), "lost-hosts", (8,), "health check"),
@@ -94,6 +105,19 @@ FAULTS = [
     Fault(with_host(HEALTHY, 0, compiler=None), "compiler", (0,), "no g++"),
     Fault(with_host(HEALTHY, 0, compiler="/usr/bin/g++ 9.4.0"), "compiler", (0,), "9.4.0"),
     Fault(with_host(HEALTHY, 1, cores=1), "cores", (1,), "1"),
+    Fault(with_host(HEALTHY, 1, cores=1, cpu=CPU_QUOTA), "cores", (1,), "/cpu.max allows 1.5 of 8"),
+    Fault(
+        with_host(HEALTHY, 1, memory=MEMORY_LIMIT),
+        "memory",
+        (1,),
+        "4608 MiB free: /memory.max allows 8192 MiB of 65536 MiB",
+    ),
+    Fault(
+        with_host(ON_GPUS, 1, memory=changed(MEMORY_LIMIT, free_bytes=512 * 2**20)),
+        "memory",
+        (1,),
+        "512 MiB free",
+    ),
     Fault(with_host(HEALTHY, 1, shm=None), "shared-memory", (1,), "does not exist"),
     Fault(
         with_host(HEALTHY, 1, shm=DiskFacts(path="/dev/shm", total_bytes=GIB, free_bytes=GIB)),
@@ -321,6 +345,16 @@ def test_what_running_engines_hold_is_theirs() -> None:
 def test_a_model_that_is_missing_is_no_other_model() -> None:
     missing = with_host(HEALTHY, 1, unreadable=UNREADABLE, model_error="is no folder", files={})
     assert [finding.check for finding in bad(run_checks(missing))] == ["files"]
+
+
+def test_a_host_of_gpus_needs_no_memory_for_weights() -> None:
+    assert bad(run_checks(with_host(ON_GPUS, 1, memory=MEMORY_LIMIT))) == []
+
+
+def test_a_quota_that_allows_a_host_all_its_cores_is_not_shown() -> None:
+    wide = with_host(survey(1), 0, cpu=changed(CPU_QUOTA, quota=8.0))
+    (found,) = [finding for finding in run_checks(wide) if finding.check == "cores"]
+    assert found.value == "8"
 
 
 def test_a_clock_difference_within_what_the_round_trip_hides() -> None:
