@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from swell.configs import model_path
 from swell.configs.autoscaling import AutoscalingConfig, check_autoscaling
 from swell.configs.drafts import DraftsConfig, check_drafts
 from swell.configs.lora import LoraConfig, check_lora
@@ -356,8 +357,7 @@ def _resolve_paths(config: Config, base: Path) -> Config:
     """With absolute paths of what is there: processes on any host use them, in folders of their
     own."""
     model, serve = config.model, config.serve
-    if folder := _find(model.path, [base], Path.is_dir):  # else it is the name of a hub's model
-        model = msgspec.structs.replace(model, path=folder)
+    model = msgspec.structs.replace(model, path=model_path.resolved(model.path, base))
     names = {key: getattr(serve, key) for key in SERVE_FILES}
     found = {
         key: _find(name, [base, Path.cwd()], Path.exists) or name
@@ -365,8 +365,9 @@ def _resolve_paths(config: Config, base: Path) -> Config:
         if name
     }
     drafts = config.drafts
-    if drafts.model and (folder := _find(drafts.model.path, [base], Path.is_dir)):
-        small = msgspec.structs.replace(drafts.model, path=folder)
+    if drafts.model:
+        path = model_path.resolved(drafts.model.path, base)
+        small = msgspec.structs.replace(drafts.model, path=path)
         drafts = msgspec.structs.replace(drafts, model=small)
     adapters = {
         name: _find(folder, [base, Path.cwd()], Path.is_dir) or folder

@@ -10,6 +10,7 @@ from typing import Any
 
 from swell.cluster.text.generation_config import read_generation_config
 from swell.cluster.text.tokenizer import load_model_eos_token_ids
+from swell.configs import model_path
 from swell.configs.adapter_files import check_adapters
 from swell.configs.json_text import parse_json
 from swell.configs.schema import Config, ConfigError
@@ -25,11 +26,9 @@ def check(config: Config) -> None:
     _check_draft_model(config)
     folder = Path(config.model.path)
     if not folder.is_dir():
-        if _looks_like_a_path(config.model.path):
-            raise ConfigError(
-                f"model.path={config.model.path!r} is no folder; give a folder with config.json "
-                "and safetensors, or a hub id such as owner/name"
-            )
+        path = config.model.path
+        if model_path.is_path(path):
+            raise ConfigError(f"model.path={path!r} {model_path.refusal(path)}", "model.path")
         return
     model = _read_json(folder / "config.json", "a model folder holds one")
     if not model.get("architectures") and not model.get("model_type"):
@@ -50,12 +49,9 @@ def _check_draft_model(config: Config) -> None:
         return
     folder = Path(small.path)
     if not folder.is_dir():
-        if _looks_like_a_path(small.path):
-            raise ConfigError(
-                f"drafts.model={small.path!r} is no folder; give a folder with config.json and "
-                "safetensors, or a hub id such as owner/name",
-                "drafts.model",
-            )
+        if model_path.is_path(small.path):
+            text = f"drafts.model={small.path!r} {model_path.refusal(small.path)}"
+            raise ConfigError(text, "drafts.model")
         return
     try:
         _read_json(folder / "config.json", "a model folder holds one")
@@ -63,10 +59,6 @@ def _check_draft_model(config: Config) -> None:
             _check_weights(folder)
     except ConfigError as error:
         raise ConfigError(f"drafts.model={small.path!r}: {error}", "drafts.model") from None
-
-
-def _looks_like_a_path(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.count("/") != 1
 
 
 def _read_json(path: Path, why: str) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Whether the name of a model is a path or the id of a model of the hub, and what a file is that is
+given in place of a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+FOLDER = "a folder with config.json and safetensors"
+_FILES = {
+    ".gguf": "a GGUF file, which this version does not read",
+    ".safetensors": "a file of weights alone, without config.json and tokenizer",
+    ".bin": "a file of weights in torch's pickle format, which is not read",
+    ".pt": "a file of weights in torch's pickle format, which is not read",
+    ".pth": "a file of weights in torch's pickle format, which is not read",
+    ".ckpt": "a checkpoint of training, which is not read",
+    ".onnx": "an ONNX file, which is not read",
+    ".json": "a JSON file, not the folder that holds it",
+}
+"""Suffix -> what such a file is."""
+
+
+def resolved(name: str, base: Path) -> str:
+    """The absolute path of what a name means relative to `base`, if it is a path there; else the
+    name, as it was written. A name whose first part exists is a path: `configs/nosuch` is no model
+    of an owner `configs`."""
+    path = Path(os.path.expanduser(name))
+    first = path.parts[0] if path.parts else ""
+    with contextlib.suppress(OSError, ValueError):  # no file can have such a name
+        is_here = not path.is_absolute() and first and (base / first).exists()
+        if is_here or (base / path).is_dir():
+            return str((base / path).resolve())
+    return name
+
+
+def is_path(name: str) -> bool:
+    """Whether a name that is no folder here can be no id of the hub, which is `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).suffix in _FILES
+
+
+def refusal(name: str) -> str:
+    """Why a path is no model, and what would be one."""
+    path = Path(name)
+    remedy = f"give {FOLDER}, or a hub id such as owner/name"
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_file() or path.suffix in _FILES:
+            what = _FILES.get(path.suffix, "a file")
+            missing = "" if path.is_file() else " (and is not there)"
+            return f"is {what}{missing}; {remedy}"
+        if path.is_absolute() and not path.exists():
+            parent = next(folder for folder in path.parents if folder.exists())
+            lacks = path.relative_to(parent).parts[0]
+            return f"is no folder: {str(parent)!r} has no {lacks!r}; {remedy}"
+    return f"is no folder; {remedy}"

@@ -1,0 +1,83 @@
+"""A name is a path where its first part exists, and a file is named for what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.cluster.text.model_folder import check
+from swell.configs.model_path import is_path, resolved
+from swell.configs.schema import ConfigError, load
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=12)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "configs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(path: str, key: str = "model.path") -> str:
+    settings = {"model.path": path} if key == "model.path" else {"drafts.model": {"path": path}}
+    source = path if key == "model.path" else "owner/name"
+    with pytest.raises(ConfigError) as found:
+        check(load(source, {**settings, "drafts.method": "model"} if "drafts" in key else settings))
+    return str(found.value)
+
+
+@pytest.mark.parametrize("key", ["model.path", "drafts.model"])
+def test_a_path_whose_first_part_exists_is_no_hub_id(here: Path, key: str) -> None:
+    text = refused("configs/nosuch", key)
+    assert f"'{here}/configs/nosuch' is no folder" in text and "has no 'nosuch'" in text
+
+
+def test_a_hub_id_is_left_to_the_loader(here: Path) -> None:
+    config = load("owner/name")
+    check(config)
+    assert config.model.path == "owner/name"
+
+
+def test_a_file_of_ours_is_read_from_its_own_folder(here: Path) -> None:
+    (here / "configs" / "a.yaml").write_text("model: {path: models/nosuch}\n")
+    check(load("configs/a.yaml"))  # there is no models
+    (here / "configs" / "models").mkdir()
+    with pytest.raises(ConfigError, match="configs/models/nosuch' is no folder"):
+        check(load("configs/a.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("m.gguf", "a GGUF file"),
+        ("model.safetensors", "a file of weights alone"),
+        ("pytorch_model.bin", "pickle"),
+        ("config.json", "a JSON file"),
+        ("model", "is a file;"),
+    ],
+)
+@pytest.mark.parametrize("folder", ["", "configs/"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_file_is_named_for_what_it_is(
+    here: Path, folder: str, name: str, what: str, is_there: bool
+) -> None:
+    if is_there:
+        (here / folder / name).write_text("x")
+    elif name == "model":
+        what = "is no folder"
+    text = refused(folder + name)
+    assert what in text and name in text and "owner/name" in text
+    assert ("is not there" in text) is (not is_there and name != "model")
+
+
+@given(NAMES, NAMES)
+def test_two_names_that_are_not_here_are_a_hub_id(owner: str, name: str) -> None:
+    written = f"{owner}/{name}"
+    there = Path("/nowhere/at/all")
+    assert resolved(written, there) == written
+    if not is_path(written):
+        assert not owner.startswith((".", "~"))
