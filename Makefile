@@ -3,6 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# setuptools, with which pip builds this package, would draw boxes of warnings that look like a failure.
+PIP = PYTHONWARNINGS=ignore $(BIN)/pip
+# Before anything is made: an environment of an older Python would be in the way of a newer one.
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+  echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1), and Swell needs Python 3.11 or later:" \
+    "make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 CONFORMANCE := .venv-judges
 
 .PHONY: setup demo test test-fast test-random simulate scale test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
@@ -10,9 +16,11 @@ CONFORMANCE := .venv-judges
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip setuptools
-	$(BIN)/pip install --quiet --editable '.[test]'
+	@$(CHECK_PYTHON)
+	@echo "setup: a new environment in $(VENV), then its packages (torch, Ray and others, some 2 GB): minutes"
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install --quiet --upgrade pip setuptools
+	$(PIP) install --editable '.[test]'
 	touch $(STAMP)
 
 demo: setup
@@ -65,9 +73,10 @@ judges: setup $(CONFORMANCE)/.installed
 	$(CONFORMANCE)/bin/python -m pytest --confcutdir tests/conformance/third_party tests/conformance/third_party
 
 $(CONFORMANCE)/.installed: tests/conformance/requirements.txt
-	$(PYTHON) -m venv $(CONFORMANCE)
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear $(CONFORMANCE)
 	$(CONFORMANCE)/bin/pip install --quiet --upgrade pip
-	$(CONFORMANCE)/bin/pip install --quiet --requirement tests/conformance/requirements.txt
+	$(CONFORMANCE)/bin/pip install --requirement tests/conformance/requirements.txt
 	touch $(CONFORMANCE)/.installed
 
 # Every causal model of transformers, small: equal or refused; some ten minutes, rewrites the page.
@@ -91,7 +100,7 @@ bench-docs:
 	$(MAKE) bench BENCH_TO=docs ARGS="--markdown docs/performance.md $(ARGS)"
 
 $(VENV)/.bench: $(STAMP)
-	$(BIN)/pip install --quiet --editable '.[bench]'
+	$(PIP) install --editable '.[bench]'
 	touch $(VENV)/.bench
 
 lint: setup
@@ -100,7 +109,7 @@ lint: setup
 
 # mypy cannot see that the repository's top is the package `swell`, so it reads an installed copy.
 typecheck: setup
-	rm -rf build/typecheck build/lib && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typecheck .
+	rm -rf build/typecheck build/lib && $(PIP) install --quiet --no-deps --no-build-isolation --target build/typecheck .
 	ln -s ../../tests build/typecheck/tests
 	cd build/typecheck && ../../$(BIN)/mypy --cache-dir ../mypy --config-file ../../pyproject.toml -p swell.configs -p swell.coordinator -p swell.engine -p swell.cluster \
 	  -p swell.worker -p swell.kernels -p tests.benchmarks -p tests.faults -p tests.routing -p tests.simulator

@@ -1,0 +1,68 @@
+"""`make` checks Python before it makes anything, and shows what takes long."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import ROOT
+
+PYTHON = """#!/bin/sh
+echo "$@" >> {folder}/calls
+case "$1" in
+  -c) exit {is_old} ;;
+  --version) echo "Python 3.10.13" ;;
+  -m) mkdir -p {folder}/venv/bin; cp {folder}/pip {folder}/venv/bin/pip ;;
+esac
+"""
+PIP = """#!/bin/sh
+echo "pip $PYTHONWARNINGS: $@"
+"""
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def make(folder: Path, *, is_old: bool) -> subprocess.CompletedProcess[str]:
+    """`make setup` with a Python of ours, which makes an environment of ours."""
+    for name, text in (("python", PYTHON), ("pip", PIP)):
+        program = folder / name
+        program.write_text(text.format(folder=folder, is_old=int(is_old)))
+        program.chmod(0o755)
+    return subprocess.run(
+        ["make", "setup", f"PYTHON={folder}/python", f"VENV={folder}/venv"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_python_that_is_too_old_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    done = make(tmp_path, is_old=True)
+    assert done.returncode != 0 and not (tmp_path / "venv").exists()
+    assert "Python 3.10.13, and Swell needs Python 3.11 or later" in done.stderr
+    assert "make PYTHON=python3.12 setup" in done.stderr
+
+
+def test_an_environment_of_an_older_python_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "venv").mkdir()
+    done = make(tmp_path, is_old=False)
+    assert done.returncode == 0, done.stderr
+    assert "-m venv --clear" in (tmp_path / "calls").read_text()
+    installed = [line for line in done.stdout.splitlines() if "--editable" in line]
+    assert any(line.startswith("pip ignore: ") for line in installed), "warnings are not shown"
+    assert not any("--quiet" in line for line in installed), "it takes minutes"
+    assert (tmp_path / "venv" / ".installed").exists()
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    needed = re.search(r'requires-python = ">=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert needed is not None
+    major, minor = needed.groups()
+    text = (ROOT / "Makefile").read_text()
+    assert f"({major}, {minor})" in text and f"Python {major}.{minor} or later" in text
