@@ -37,6 +37,7 @@ from swell.cluster.control.room import resolve_device
 from swell.cluster.control.upgrade_check import (
     family_of,
     upgraded,
+    version_identity,
     with_model_of,
     with_other_weights,
 )
@@ -161,9 +162,12 @@ class ManagerDeployment:
         the keys that stay as they are. It reads files."""
         manager = self._manager
         try:
-            config, kept = await asyncio.to_thread(make, manager.upgrader.wanted.config, wanted)
-            config = resolve_device(config, await asyncio.to_thread(self._resources))
-            await manager.upgrade(identity(config), config, in_place=in_place)
+            given, kept = await asyncio.to_thread(make, manager.upgrader.wanted.config, wanted)
+            config = resolve_device(given, await asyncio.to_thread(self._resources))
+            name = identity(config)
+            if not in_place:
+                name = version_identity(given, config, manager.upgrader.record.versions)
+            await manager.upgrade(name, config, in_place=in_place)
         except ScaleRefused as refused:
             return ChangeResult(manager.target, str(refused))
         return ChangeResult(manager.target, kept=kept, version=manager.upgrader.wanted.name)

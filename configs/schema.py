@@ -193,9 +193,9 @@ def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = 
     `overrides` maps `section.key` to a value and wins over the source. A relative path in a YAML
     file is tried relative to that file first. Raises `ConfigError`.
     """
-    data, base = _read(source)
+    data, base = read_source(source)
     for key, value in (overrides or {}).items():
-        _override(data, key, value)
+        override(data, key, value)
     return _resolve_paths(check(data), base)
 
 
@@ -226,7 +226,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     return key.strip(), read_yaml(written, f"--set {shown(text)}: the value")
 
 
-def _read(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
+def read_source(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     """The raw mapping and the folder that relative paths start from."""
     if isinstance(source, Mapping):
         sections = {key: _copied(part) for key, part in source.items()}
@@ -249,7 +249,7 @@ def _copied(section: Any) -> Any:
     return dict(section) if isinstance(section, Mapping) else section
 
 
-def _override(data: dict[str, Any], key: str, value: Any) -> None:
+def override(data: dict[str, Any], key: str, value: Any) -> None:
     section, *names = key.split(".")
     if section not in Config.__struct_fields__ or not all(names) or not names:
         known = Config.__struct_fields__

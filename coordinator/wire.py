@@ -108,6 +108,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """Those of the `repairs` that replaced no worker: it woke up."""
     expert_imbalance: float = 0.0
     """Of the experts that engines share, at the last look; 0: none (`docs/experts.md`)."""
+    freed_bytes: int = 0
+    """Memory that its workers have given back while it sleeps."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -73,6 +73,7 @@ class EngineCore:
         self.adapters = AdapterAdmission(config.lora)
         """Requests whose adapters are not loaded; the scheduler has all others."""
         self.sleep_level = self.num_wakes = 0
+        self.freed_bytes = 0  # by workers that sleep
         self._weights = self._proven_weights = WeightsSource(config.model.path, 0)
         """Those that are wanted, and those that all workers had last."""
         self._num_weights = 0
@@ -290,9 +291,11 @@ class EngineCore:
         return regrouped
 
     def _regroup(self, groups: GroupPlan) -> list[Regrouped]:
-        return self.executor.regroup(
+        regrouped = self.executor.regroup(
             msgspec.structs.replace(groups, sleep_level=self.sleep_level, weights=self._weights)
         )
+        self.freed_bytes = sum(worker.freed_bytes for worker in regrouped)
+        return regrouped
 
     def set_sleep(self, level: int) -> list[Regrouped]:
         """Let the workers give memory back, or get it again; see `GroupPlan.sleep_level`. Requests

@@ -76,4 +76,5 @@ def report_of(
         sleep_level=core.sleep_level,
         wakes=core.num_wakes,
         expert_imbalance=core.expert_imbalance,
+        freed_bytes=core.freed_bytes,
     )

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Callable, Iterator
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from swell.worker.cache_size import moe_layers
+
+_ALONE = threading.Lock()
+"""One worker of a process gives memory back at a time, so that it knows how much."""
 
 
 class SleepingWeights:
@@ -41,6 +47,22 @@ class SleepingWeights:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
         self._kept.clear()
+
+
+def freed_by(device: torch.device, call: Callable[[], None]) -> int:
+    """Bytes that this process has less after a call. Its workers make such calls one by one."""
+    with _ALONE:
+        before_bytes = _held_bytes(device)
+        call()
+        return max(0, before_bytes - _held_bytes(device))
+
+
+def _held_bytes(device: torch.device) -> int:
+    """Memory that this process has of the device; on CPU what is resident."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def give_back(device: torch.device) -> None:

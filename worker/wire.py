@@ -275,6 +275,8 @@ class Regrouped(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
     """Experts that no worker had, read from the checkpoint."""
     refusal: str = ""
     """Why the new weights cannot be used: it has none until another plan."""
+    freed_bytes: int = 0
+    """Memory that it has given back while it sleeps; 0: it is awake."""
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=6, array_like=True, gc=False):

@@ -40,7 +40,7 @@ from swell.worker.offload_store import OffloadStore, count_offload_blocks
 from swell.worker.pool.pooler import Pooler, load_pooler, max_text_tokens, read_model_pooling
 from swell.worker.routed_experts import RouteRecorder
 from swell.worker.runner import ModelRunner
-from swell.worker.sleep import SleepingWeights, collect_frozen, give_back
+from swell.worker.sleep import SleepingWeights, collect_frozen, freed_by, give_back
 from swell.worker.stores import Stores, reachable
 from swell.worker.vector_math import initialize_vector_math
 from swell.worker.wire import (
@@ -102,6 +102,7 @@ class Worker:
         self._cache_size: tuple[int, int, tuple[int, int]] | None = None
         """The arguments of `init_cache`."""
         self._sleeping_weights: SleepingWeights | None = None
+        self._freed_bytes = 0  # while it sleeps
         self._text_path = config.model.path
         """Where the tokenizer is."""
         self._weights = WeightsSource(config.model.path, 0)
@@ -250,7 +251,7 @@ class Worker:
         refusal = ""
         if not plan.keep_states and self._cache_size is not None:
             refusal = self._follow(plan)
-        return Regrouped(self.rank, plan.generation, moved, loaded, refusal)
+        return Regrouped(self.rank, plan.generation, moved, loaded, refusal, self._freed_bytes)
 
     def abort(self, generation: int | None = None) -> None:
         """Make this worker's collectives fail, also the one in flight; from any thread.
@@ -307,8 +308,10 @@ class Worker:
         not wake up to sleep less deeply."""
         assert self._cache_size is not None
         if level:
-            self._sleep(level)
-        elif not self._is_whole:
+            self._freed_bytes += freed_by(self.device, lambda: self._sleep(level))
+            return
+        self._freed_bytes = 0
+        if not self._is_whole:
             self._sleep(2)
             self._build_model()
             self.init_cache(*self._cache_size)

@@ -7,7 +7,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
@@ -21,13 +21,17 @@ from swell.cluster.api.admin.change_requests import (
     UpgradeRequest,
     WeightsRequest,
 )
-from swell.cluster.api.admin.protocol import Accepted, ClusterState, UpgradeState
+from swell.cluster.api.admin.protocol import Accepted, ClusterState, EngineState, UpgradeState
 from swell.cluster.cli.console import print_table
 from swell.cluster.cli.http_client import Client, ServerError
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.configs.schema import load
+from swell.configs.given_settings import given_settings
 
 _POLL_S = 0.2
+_SWITCH_S = 600.0
+"""How long engines may take to fall asleep, which wait for steps, or to read their weights."""
+_STAYS = ("active", "repairing")
+"""States of engines that sleep and wake: the others join or leave."""
 _UNREACHABLE_S = 10.0
 """How long the server may be unreachable while a change is watched."""
 
@@ -113,8 +117,8 @@ def drain(args: argparse.Namespace) -> int:
 def upgrade(args: argparse.Namespace) -> int:
     """Returns when all engines are of the version. Raises ServerError if it is rolled back, or if
     another one is wanted meanwhile."""
-    config = load(args.config, dict(args.set))
-    request = UpgradeRequest(config=msgspec.to_builtins(config))
+    request = UpgradeRequest(config=given_settings(args.config, dict(args.set)))
+    request.check()
     return _follow_upgrade(args, "/admin/upgrade", request)
 
 
@@ -176,13 +180,68 @@ def _switch(args: argparse.Namespace, path: str, body: RequestBody | None = None
 
 
 def sleep(args: argparse.Namespace) -> int:
+    """Returns when all engines sleep as deeply, or after `_SWITCH_S` with ServerError."""
     requests: Literal["wait", "refuse"] = "refuse" if args.refuse else "wait"
-    return _switch(args, "/admin/sleep", SleepRequest(level=args.level, requests=requests))
+    request = SleepRequest(level=args.level, requests=requests)
+    return _show_sleep(args, "/admin/sleep", request, lambda e: e.sleep_level >= args.level)
+
+
+def wake(args: argparse.Namespace) -> int:
+    """Returns when all engines are awake; the same limit."""
+    return _show_sleep(args, "/admin/wake", RequestBody(), _is_awake)
+
+
+def _is_awake(engine: EngineState) -> bool:
+    """One that wakes up is `repairing` until its weights are there."""
+    return engine.state == "active" and not engine.sleep_level
+
+
+def _show_sleep(
+    args: argparse.Namespace,
+    path: str,
+    request: RequestBody,
+    is_done: Callable[[EngineState], bool],
+) -> int:
+    state = asyncio.run(_until_all(Client(args.url, args.api_key), path, request, is_done))
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(state), indent=2).decode())
+        return 0
+    columns = ("engine", "state", "level", "memory given back")
+    rows = [
+        (engine.rank, engine.state, engine.sleep_level or "awake", _size(engine.freed_bytes))
+        for engine in state.engines
+    ]
+    print(f"state {state.state}, {_summary(state)}")
+    print_table("", columns, rows, left=2)
+    return 0
+
+
+async def _until_all(
+    client: Client, path: str, request: RequestBody, is_done: Callable[[EngineState], bool]
+) -> ClusterState:
+    """The state once this is true of all engines that stay, and wake and sleep are over."""
+    await client.post(path, request, Accepted)
+    wants_pause = path == "/admin/sleep"
+    deadline = time.monotonic() + _SWITCH_S
+    while True:
+        state = await _get_state(client)
+        late = [e.rank for e in state.engines if e.state in _STAYS and not is_done(e)]
+        if not late and (state.state == "paused") is wants_pause:
+            return state
+        if time.monotonic() > deadline:
+            raise ServerError(
+                f"not done after {_SWITCH_S:g} s, state {state.state}, engines {late}; it goes on: "
+                "look again with swell status"
+            )
+        await asyncio.sleep(_POLL_S)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes else "-"
 
 
 pause = partial(_switch, path="/admin/pause")
 resume = partial(_switch, path="/admin/resume")
-wake = partial(_switch, path="/admin/wake")
 
 
 async def change_engines(client: Client, path: str, request: RequestBody) -> ClusterState:

@@ -101,6 +101,7 @@ def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> di
         "wave": report.wave,
         "repairs": report.repairs,
         "sleep_level": report.sleep_level,
+        "freed_bytes": report.freed_bytes,
         "workers": msgspec.to_builtins(handle.ready.workers) if handle.ready else [],
     }
 

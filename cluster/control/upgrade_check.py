@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from swell.cluster.control.upgrade import UpgradeRefused
+from swell.cluster.control.versions import Version
 from swell.cluster.text.model_folder import check
 from swell.cluster.text.text_files import text_digest, text_files
-from swell.configs.identity import family, versioned_keys
+from swell.configs.identity import family, identity, versioned_keys
 from swell.configs.schema import Config, ConfigError, ModelConfig, load
 
 _OF_APPLICATION = ("serve", "cluster", "autoscaling")
@@ -36,7 +39,8 @@ def with_model_of(deployed: Config, running: Config) -> Config:
 
 def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[str]]:
     """The configuration of the next version, and the keys of `settings` that differ and stay as
-    they are. Reads files of both models. Raises UpgradeRefused."""
+    they are: defaults that nobody has written are no wish. Reads files of both models. Raises
+    UpgradeRefused."""
     try:
         requested = load(settings)
     except ConfigError as error:
@@ -54,7 +58,8 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
             if name in may_change:
                 keys[key] = new
             elif section in _OF_APPLICATION or name == _OF_OPERATOR:
-                kept.append(name)
+                if key in settings.get(section, {}):
+                    kept.append(name)
             else:
                 raise UpgradeRefused(
                     f"{name}={new!r} differs from {old!r}, which the ingresses of this cluster "
@@ -67,6 +72,17 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
     except (ConfigError, OSError) as error:
         raise UpgradeRefused(f"{error}; the manager's host reads it") from None
     return merged, kept
+
+
+def version_identity(given: Config, config: Config, versions: Iterable[Version]) -> str:
+    """The identity of a version with the configuration `config`, which is `given` with the device
+    that was found. One that is known keeps the identity that it has, however it was given."""
+    wanted = identity(config)
+    for version in versions:
+        with contextlib.suppress(ConfigError):  # another release wrote it
+            if identity(version.config) == wanted:
+                return version.identity
+    return identity(given)
 
 
 def with_other_weights(running: Config, path: str) -> tuple[Config, list[str]]:

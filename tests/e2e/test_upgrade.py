@@ -25,9 +25,12 @@ SETTINGS = ("model.name=nano", "model.dtype=float32", "cluster.drain_timeout_s=1
 UPGRADE_S = 400.0
 
 
-def upgrade(url: str, model: Path, *, prefix: Sequence[str] = ()) -> subprocess.CompletedProcess:
+def upgrade(
+    url: str, model: Path, *settings: str, prefix: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
     """`swell upgrade`, until it has ended."""
-    arguments = ("upgrade", str(model), "--url", url, "--set", "model.dtype=float32")
+    sets = [part for each in ("model.dtype=float32", *settings) for part in ("--set", each)]
+    arguments = ("upgrade", str(model), "--url", url, *sets)
     return _run(*prefix, sys.executable, "-m", "swell.cluster", *arguments)
 
 
@@ -84,9 +87,11 @@ def test_engines_get_other_weights_while_answers_stream_and_bad_ones_are_rolled_
 ) -> None:
     other = copy_of(tmp_path / "other", lambda tensors: add_noise(tensors, 1))
     pids = {engine["pid"] for engine in running.get("/admin/cluster").json()["engines"]}
+    same = upgrade(running.url, NANO)
+    assert same.returncode == 1 and "has this configuration already" in same.stderr
 
     def change() -> None:
-        done = upgrade(running.url, other)
+        done = upgrade(running.url, other, "cluster.drain_timeout_s=5")
         assert done.returncode == 0, done.stderr
         assert "cluster.drain_timeout_s" in done.stdout.splitlines()[0], (
             "it stays, and that is said"

@@ -247,9 +247,12 @@ def test_the_system_has_the_memory_back(tmp_path: Path) -> None:
         llm._engine.core.set_sleep(1)
         without_cache = resident()
         assert awake - without_cache > 0.9 * cached > 40e6
+        assert llm._engine.core.freed_bytes > 0.9 * cached
         llm._engine.core.set_sleep(2)
         assert without_cache - resident() > 0.9 * weights > 25e6
+        assert llm._engine.core.freed_bytes > 0.9 * (cached + weights)
         llm._engine.core.set_sleep(0)
+        assert llm._engine.core.freed_bytes == 0
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])

@@ -61,6 +61,8 @@ class EngineState(Body, kw_only=True):
     """Times that workers were replaced, or that it woke up, since the start."""
     sleep_level: int = 0
     """0: it is awake."""
+    freed_bytes: int = 0
+    """Memory that its workers have given back while it sleeps."""
     workers: list[WorkerState] = []
 
 

@@ -51,6 +51,78 @@ def example(hint: Any) -> Any:
     return {int: 1, float: 1.0, str: "name", bool: True}.get(hint, [])
 
 
+def engine(rank: int, level: int, freed_bytes: int = 0, state: str = "active") -> dict[str, Any]:
+    return {"rank": rank, "state": state, "sleep_level": level, "freed_bytes": freed_bytes}
+
+
+def cluster(state: str, *engines: dict[str, Any]) -> ClusterState:
+    body, _ = troubled(ClusterState)
+    return msgspec.convert({**body, "state": state, "engines": list(engines)}, ClusterState)
+
+
+def switch(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], *states: ClusterState
+) -> tuple[int, list[Any]]:
+    """The exit code of a command to a cluster in these states, and what it has requested."""
+    left, requested = list(states), list[Any]()
+
+    class Fake:
+        def __init__(self, *_arguments: object) -> None: ...
+
+        async def post(self, *arguments: Any) -> None:
+            requested.append(arguments[0])
+
+        async def get(self, *_arguments: object) -> ClusterState:
+            return left.pop(0) if len(left) > 1 else left[0]
+
+    monkeypatch.setattr(admin_commands, "Client", Fake)
+    monkeypatch.setattr(admin_commands, "_POLL_S", 0.0)
+    code = main(words)
+    assert len(left) == 1, "it has asked until all was done"
+    return code, requested
+
+
+def test_sleep_shows_the_level_and_what_each_engine_has_given_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, requested = switch(
+        monkeypatch,
+        ["sleep", "--level", "2"],
+        cluster("serving", engine(0, 0), engine(1, 0)),
+        cluster("paused", engine(0, 2, 3_210_000_000), engine(1, 1, 10)),
+        cluster("paused", engine(0, 2, 3_210_000_000), engine(1, 2, 40_000_000)),
+    )
+    assert (code, requested) == (0, ["/admin/sleep"])
+    printed = capsys.readouterr().out
+    assert "level" in printed and "memory given back" in printed
+    assert "3.21 GB" in printed and "0.04 GB" in printed and "KV cache" not in printed
+
+
+def test_wake_ends_when_all_engines_are_awake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that leaves needs not wake up."""
+    code, requested = switch(
+        monkeypatch,
+        ["wake"],
+        cluster("paused", engine(0, 2, 99), engine(1, 2, 99)),
+        cluster("serving", engine(0, 0), engine(1, 2, 99)),
+        cluster("changing", engine(0, 0), engine(1, 0, state="repairing")),
+        cluster("serving", engine(0, 0), engine(1, 0), engine(2, 2, 99, "leaving")),
+    )
+    assert (code, requested) == (0, ["/admin/wake"])
+    assert "awake" in capsys.readouterr().out
+
+
+def test_an_engine_that_does_not_wake_up_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(admin_commands, "_SWITCH_S", 0.0)
+    code, _ = switch(monkeypatch, ["wake"], cluster("serving", engine(0, 0), engine(7, 2)))
+    assert code == 1
+    assert "engines [7]" in capsys.readouterr().err
+
+
 def test_every_error_and_reason_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

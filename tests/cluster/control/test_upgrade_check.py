@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.control.upgrade import UpgradeRefused
-from swell.cluster.control.upgrade_check import family_of, upgraded, with_model_of
+from swell.cluster.control.room import resolve_device
+from swell.cluster.control.upgrade import UpgradeRefused, begin, take_over
+from swell.cluster.control.upgrade_check import (
+    family_of,
+    upgraded,
+    version_identity,
+    with_model_of,
+)
+from swell.cluster.control.versions import UpgradeRecord
 from swell.configs.identity import identity
 from swell.configs.schema import Config, load
 
@@ -53,6 +60,37 @@ def test_weights_and_limits_change_and_all_else_stays(model: Path, tmp_path: Pat
     assert kept == ["parallel.data", "serve.port", "cluster.min_engines"]
     assert identity(merged) != identity(running)
     assert family_of(merged) == family_of(running)
+
+
+def test_a_default_that_nobody_has_written_is_no_wish(model: Path) -> None:
+    running = configured(model, serve__port=7, cluster__max_engines=3)
+    wanted = {"model": {"path": str(model), "load_format": "dummy"}, "serve": {"host": "::"}}
+    merged, kept = upgraded(running, wanted)
+    assert kept == ["serve.host"] and merged == upgraded(running, settings(model))[0]
+
+
+@pytest.mark.parametrize("was", ["auto", "cpu"])
+@pytest.mark.parametrize("wanted", ["auto", "cpu"])
+def test_the_configuration_that_runs_is_refused_however_it_was_given(
+    model: Path, was: str, wanted: str
+) -> None:
+    """The manager stores it with the device that was found, and under the identity as given."""
+    deployed, on_cpus = configured(model, model__device=was), {"CPU": 8.0}
+    state = take_over(UpgradeRecord(), identity(deployed), resolve_device(deployed, on_cpus))
+    running = state.record.get(state.record.wanted).config
+    given, _ = upgraded(running, settings(model, model__device=wanted))
+    config = resolve_device(given, on_cpus)
+    name = version_identity(given, config, state.record.versions)
+    with pytest.raises(UpgradeRefused, match="has this configuration already"):
+        begin(state, name, config, ())
+    other, _ = upgraded(running, settings(model, model__device=wanted, scheduler__max_rows=3))
+    config = resolve_device(other, on_cpus)
+    name = version_identity(other, config, state.record.versions)
+    state = begin(state, name, config, ())
+    assert name == identity(other), "the same file of Serve deploys it without a change"
+    name = version_identity(given, resolve_device(given, on_cpus), state.record.versions)
+    cancelled = begin(state, name, resolve_device(given, on_cpus), ())
+    assert cancelled.record.phase == "cancelling"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""What a user has written of a configuration is all of it, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swell.configs.given_settings import given_settings
+from swell.configs.schema import ConfigError, load
+
+OVERRIDES = st.dictionaries(
+    st.sampled_from(["serve.port", "scheduler.max_rows", "cluster.max_engines"]),
+    st.integers(1, 60_000),
+)
+
+
+@given(OVERRIDES)
+def test_it_means_the_same_and_has_the_keys_that_were_given(overrides: dict[str, Any]) -> None:
+    found = given_settings("owner/name", overrides)
+    assert load(found) == load("owner/name", overrides)
+    keys = {f"{section}.{key}" for section, keys in found.items() for key in keys}
+    assert keys == {"model.path", *overrides}
+
+
+def test_a_file_with_paths_relative_to_it(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "a.yaml").write_text("model: {path: model}\ndrafts: {model: {path: model}}\n")
+    found = given_settings(str(tmp_path / "a.yaml"), {"drafts.method": "model"})
+    assert found["model"] == {"path": str(tmp_path / "model")}
+    assert set(found["drafts"]) == {"model", "method"}
+    assert load(found).drafts.model.path == str(tmp_path / "model")  # type: ignore[union-attr]
+
+
+def test_what_load_refuses_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_row"):
+        given_settings("owner/name", {"scheduler.max_row": 3})
