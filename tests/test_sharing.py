@@ -23,6 +23,7 @@ STARTERS = {
 """A library, and classes of ours that start it: a test that starts Ray imports one of these."""
 STARTS_NONE = {
     "tests/cluster/cli/test_documented_commands.py": "commands of Ray, by name",
+    "tests/cluster/cli/start/test_local_ray.py": "attempts to start Ray, which is planted",
     "tests/cluster/cli/test_launch.py": "states of Serve",
     "tests/configs/test_cluster_files.py": "schemas of Ray",
     "tests/cluster/control/test_launch.py": "how an application ends; Ray is a table",

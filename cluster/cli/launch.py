@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import io
 import logging
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from swell.cluster.api.server_info import START_FAILED
-from swell.cluster.cli import ray_settings
 from swell.cluster.cli.host_checks import check_hosts
+from swell.cluster.cli.start.application import APP, SERVE_S, Stopped, application
+from swell.cluster.cli.start.hub_model import Download, ask_hub
+from swell.cluster.cli.start.kernel_build import build_note
+from swell.cluster.cli.start.local_ray import local_ray
+from swell.cluster.cli.start.private_home import check_temporary_files, use_private_files
+from swell.cluster.cli.start.ray_address import probe_address
+from swell.cluster.cli.start.serve_messages import waiting_reason
+from swell.cluster.cli.start.start_screen import StartScreen, own_lines_only
+from swell.cluster.cli.start.startup_error import StartupError, last_line
 from swell.cluster.control.http_port import ON_INTERFACE, claim_port, with_chosen_port
 from swell.cluster.text.model_folder import check
-from swell.configs.log import StructuredLogger
-from swell.configs.schema import Config, ServeConfig, load
+from swell.configs.schema import Config, ConfigError, ServeConfig, load
 
-_APP = "swell"
 _POLL_S = 0.25
-_RAY_LOG_DELAY_S = 0.2
-"""How long Ray's messages about the shutdown may take to arrive."""
-_SERVE_S = 10.0
-"""What Serve itself needs to end replicas."""
 _STATUS_S = 10.0
 """How long an ingress may take to answer."""
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
-class StartupError(RuntimeError):
-    """The cluster did not start; the message is the reason, in one line."""
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -49,22 +45,90 @@ def serve(args: argparse.Namespace) -> int:
     own = {key: value for key, value in own.items() if value is not None}
     config = load(args.config, {**dict(args.set), **own})
     check(config)
+    download = Download()
+    if args.address is not None:
+        probe_address(args.address)
+    else:
+        check_temporary_files()
+        _check_device(config)
+        download = ask_hub(config, _print)
     config = _with_free_port(config, args.address)
     stop = threading.Event()
-    _on_signals(lambda *_: stop.set())
-    with _ray(args.address):
-        _on_signals(lambda *_: stop.set())  # Ray has set its own
-        if args.address is not None:
-            check_hosts(config)
-        with _application(config, own_ray=args.address is None) as ingress:
-            host = _wait_until_ready(ingress, stop, config.cluster.start_timeout_s + _SERVE_S)
-            if host is not None:
-                url = _url(config.serve, host, is_here=args.address is None)
-                print(f"ready: {url}", flush=True)
-                stop.wait()
-            _on_signals(signal.SIG_IGN)
-            print("stopping: streams may finish", flush=True)
+
+    def take_signals() -> None:
+        _on_signals(lambda *_: stop.set())
+
+    take_signals()
+    limit_s = config.cluster.start_timeout_s
+    with (
+        _files() as folder,
+        own_lines_only(folder / "swell-serve.log") as screen,
+        contextlib.suppress(Stopped),
+        _ray(args.address, folder, screen, stop, limit_s, take_signals) as is_lost,
+    ):
+        take_signals()  # Ray has set its own
+        if not stop.is_set():
+            _serve_until(stop, config, args.address, screen, is_lost, download)
     return 0
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def _check_device(config: Config) -> None:
+    """Raises ConfigError if engines are to run on GPUs and Ray will count none here."""
+    if config.model.device != "cuda":
+        return
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    gpus = get_accelerator_manager_for_resource("GPU")
+    visible = gpus.get_current_process_visible_accelerator_ids()  # CUDA_VISIBLE_DEVICES
+    if not gpus.get_current_node_num_accelerators() or visible == []:
+        raise ConfigError(
+            "model.device=cuda, but this machine has no GPU that the driver shows; set "
+            "model.device=cpu, load the driver (nvidia-smi lists the GPUs; docker run --gpus all), "
+            "or give the --address of a Ray with GPUs"
+        )
+
+
+def _serve_until(
+    stop: threading.Event,
+    config: Config,
+    address: str | None,
+    screen: StartScreen,
+    is_lost: Callable[[], bool],
+    download: Download,
+) -> None:
+    def show(reason: str) -> None:
+        note = "" if address is not None else download.share() or build_note()
+        screen.state(reason + note)
+
+    if address is not None:
+        screen.state("asking all hosts of the Ray cluster")
+        check_hosts(config)
+    with application(
+        config, screen.line, stop, own_ray=address is None, is_lost=is_lost
+    ) as ingress:
+        limit_s = config.cluster.start_timeout_s + SERVE_S
+        host = _wait_until_ready(ingress, stop, limit_s, show)
+        if host is not None:
+            url = _url(config.serve, host, is_here=address is None)
+            screen.line(f"ready: {url}")
+            stop.wait()
+        _on_signals(signal.SIG_IGN)
+        screen.line("stopping: streams may finish")
+
+
+@contextlib.contextmanager
+def _files() -> Iterator[Path]:
+    """A folder for what the start writes, which nobody else enters."""
+    folder = tempfile.mkdtemp(prefix="swell-", dir="/tmp")
+    try:
+        yield Path(folder)
+    finally:
+        if not os.environ.get("SWELL_KEEP_LOGS"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _with_free_port(config: Config, address: str | None) -> Config:
@@ -91,100 +155,39 @@ def _on_signals(handler: Any) -> None:
 
 
 @contextlib.contextmanager
-def _ray(address: str | None) -> Iterator[None]:
-    """The Ray cluster at `address`, or one on this machine that leaves no file behind."""
+def _ray(
+    address: str | None,
+    folder: Path,
+    screen: StartScreen,
+    stop: threading.Event,
+    limit_s: float,
+    take_signals: Callable[[], None],
+) -> Iterator[Callable[[], bool]]:
+    """The Ray cluster at `address`, or one on this machine that leaves no file behind; whether it
+    has ended by itself."""
+    if address is None:
+        use_private_files(folder, screen.line)
+        screen.line("starting Ray on this machine")
+        with local_ray(folder / "ray", screen, stop, limit_s, take_signals) as processes:
+            yield processes.has_lost_one
+        return
     import ray
 
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address is not None:
-        ray.init(address=address, namespace="swell", **quiet)
-        try:
-            yield
-        finally:
-            ray.shutdown()
-        return
-    ray_settings.set_defaults()
-    folder = tempfile.mkdtemp(prefix="swell-", dir="/tmp")
-    print("starting Ray on this machine", flush=True)
+    screen.line(f"connecting to Ray at {address}")
     try:
         ray.init(
-            address="local",
-            num_cpus=ray_settings.local_cpus(),
-            include_dashboard=False,
-            _temp_dir=folder,
-            namespace="swell",
-            **quiet,
+            address=address, namespace="swell", log_to_driver=False, logging_level=logging.ERROR
         )
-        ray_settings.protect_token()
-        ray_settings.end_idle_daemons()
-        yield
-    finally:
-        with _silenced():
-            ray.shutdown()
-        if not os.environ.get("SWELL_KEEP_LOGS"):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _application(config: Config, *, own_ray: bool) -> Iterator[Any]:
-    """The Serve application, deployed; the handle of its ingresses.
-
-    On a Ray of others only our application ends with us: Serve may have more.
-    """
-    from ray import serve
-
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    proxy = config.serve.proxy_port
-    serve.start(
-        proxy_location="EveryNode" if proxy else "Disabled",
-        http_options={"host": config.serve.host, "port": proxy or 8000},
-    )
+    except Exception as error:
+        raise StartupError(
+            f"no connection to Ray at --address={address!r}: {last_line(str(error))}; a process "
+            "of this Ray has to run on this machine (ray start --address), of the same versions "
+            "of Python and Ray, and with the same token"
+        ) from error
     try:
-        yield _deploy(config)
+        yield lambda: False
     finally:
-        with _silenced():
-            serve.delete(_APP, _blocking=False)
-            _wait_until_deleted(config)
-            if own_ray:
-                serve.shutdown()
-                time.sleep(_RAY_LOG_DELAY_S)
-            else:
-                _clean_up_leftovers()
-
-
-def _wait_until_deleted(config: Config) -> None:
-    """As long as the application may take: a drain is longer than Serve waits by itself."""
-    from ray import serve
-
-    from swell.cluster.app import shutdown_s
-
-    deadline = time.monotonic() + shutdown_s(config) + _SERVE_S
-    while _APP in serve.status().applications and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-
-
-def _clean_up_leftovers() -> None:
-    """Usually nothing: the manager has ended all. One that was dead when the application was
-    deleted has not, and Serve starts no other."""
-    from swell.cluster.control import strays
-    from swell.cluster.control.checkpoint_store import CheckpointStore
-    from swell.cluster.control.ray_cluster import RayCluster
-
-    async def clean_up() -> None:
-        ray, namespace = RayCluster(), f"swell-{_APP}"
-        if ended := await strays.end_all(ray, namespace):
-            StructuredLogger("cluster.launch").warning("left by a dead manager: ended", names=ended)
-        await CheckpointStore(namespace, "", ray).clear()
-
-    asyncio.run(clean_up())
-
-
-@contextlib.contextmanager
-def _silenced() -> Iterator[None]:
-    """Ray prints that Serve's controller, which ends itself, was killed: no user needs that."""
-    nowhere = io.StringIO()
-    with contextlib.redirect_stderr(nowhere), contextlib.redirect_stdout(nowhere):
-        yield
+        ray.shutdown()
 
 
 def _url(serve: ServeConfig, host: str, *, is_here: bool) -> str:
@@ -197,35 +200,15 @@ def _url(serve: ServeConfig, host: str, *, is_here: bool) -> str:
     return f"http://[{shown}]:{serve.port}" if ":" in shown else f"http://{shown}:{serve.port}"
 
 
-def _deploy(config: Config) -> Any:
-    """Hand the application to Serve, and do not wait for it: Serve's own wait has no end."""
-    from ray import serve
-
-    from swell.cluster.app import application
-
-    print("starting the ingress", flush=True)
-    target = serve.RunTarget(application(config), name=_APP, route_prefix="/")
-    try:
-        (ingress,) = serve.run_many([target], wait_for_applications_running=False)
-    except (RuntimeError, TimeoutError) as error:
-        raise StartupError(_last_line(str(error))) from error
-    return ingress
-
-
-def _last_line(text: str) -> str:
-    """The end of a remote traceback has the error."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error: " in line]
-    return (errors or lines or ["Ray Serve did not start the application"])[-1]
-
-
-def _wait_until_ready(ingress: Any, stop: threading.Event, limit_s: float) -> str | None:
-    """Print what the start waits for until the cluster is ready; the address of an ingress's host
+def _wait_until_ready(
+    ingress: Any, stop: threading.Event, limit_s: float, show: Callable[[str], None]
+) -> str | None:
+    """Show what the start waits for until the cluster is ready; the address of an ingress's host
     then. None: stopped meanwhile. Raises StartupError after `limit_s`, or if the start failed.
 
     The ingresses answer through Ray: this process may run where none of them is reached.
     """
-    started, reported = time.monotonic(), ""
+    started = time.monotonic()
     while not stop.is_set():
         reason = _waits_for_serve()
         status = None if reason else _status(ingress)
@@ -242,9 +225,7 @@ def _wait_until_ready(ingress: Any, stop: threading.Event, limit_s: float) -> st
             raise StartupError(
                 f"not ready after {seconds:.0f} s (cluster.start_timeout_s): {reason}"
             )
-        if reason != reported:
-            print(f"[{seconds:5.1f} s] {reason}", file=sys.stderr, flush=True)
-            reported = reason
+        show(reason)
         stop.wait(_POLL_S)
     return None
 
@@ -252,19 +233,23 @@ def _wait_until_ready(ingress: Any, stop: threading.Event, limit_s: float) -> st
 def _waits_for_serve() -> str | None:
     """What Serve has not done yet; None: all ingresses run. Raises StartupError if it gave up."""
     from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
     from ray.serve.schema import ApplicationStatus
 
-    found = serve.status().applications.get(_APP)
+    try:
+        found = serve.status().applications.get(APP)
+    except (RayError, RayServeException):
+        return "Ray Serve's controller does not answer"
     if found is None:
         return "Ray Serve begins to start the application"
     if found.status == ApplicationStatus.RUNNING:
         return None
     # The application's own message names the deployments alone.
     messages = [found.message, *(deployment.message for deployment in found.deployments.values())]
-    text = "\n".join(filter(None, messages)) or "manager and ingresses are being started"
     if found.status == ApplicationStatus.DEPLOY_FAILED:
-        raise StartupError(_last_line(text))
-    return _last_line(text)
+        raise StartupError(last_line("\n".join(filter(None, messages))))
+    return waiting_reason(messages)
 
 
 def _status(ingress: Any) -> Any:

@@ -171,7 +171,7 @@ COMMANDS = {
 
 EXPECTED = (
     "swell.configs.section:ConfigError",
-    "swell.cluster.cli.launch:StartupError",
+    "swell.cluster.cli.start.startup_error:StartupError",
     "swell.cluster.text.sampling_params:BadRequest",
     "swell.cluster.cli.http_client:ServerError",
     "swell.engine.executor:ExecutorError",

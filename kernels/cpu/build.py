@@ -2,6 +2,7 @@
 
 The library is stored in `$SWELL_CACHE/kernels/<hash>/` (default `~/.cache/swell/kernels/<hash>/`),
 where the hash covers the sources, the flags, the compiler's version and the processor's features.
+Without a home that can be written it is compiled for each process.
 Of several processes that need it one builds it, under a temporary name that is then changed.
 """
 
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def library() -> ctypes.CDLL:
 @cache
 def _load_once() -> ctypes.CDLL | Exception:
     try:
-        return ctypes.CDLL(str(_built()))
+        with _cache() as home:
+            return ctypes.CDLL(str(_built(home)))
     except Exception as error:
         _log.warning(
             "CPU kernels are not available, plain torch takes their place (several times slower "
@@ -72,7 +74,35 @@ def _load_once() -> ctypes.CDLL | Exception:
         return error
 
 
-def _built() -> Path:
+@contextmanager
+def _cache() -> Iterator[Path]:
+    """The folder for compiled kernels. Where the account has no home that can be written, it is a
+    new one, which is removed once the library is loaded."""
+    home = _kept_cache()
+    if home is not None:
+        yield home
+        return
+    _log.warning(
+        "no home that can be written: CPU kernels are compiled for this process alone; set "
+        "SWELL_CACHE to a folder that stays"
+    )
+    with tempfile.TemporaryDirectory(prefix="swell-kernels-") as folder:
+        yield Path(folder)
+
+
+def _kept_cache() -> Path | None:
+    """$SWELL_CACHE, else a folder in the home; None: nothing can be kept there."""
+    if configured := os.environ.get("SWELL_CACHE"):
+        return Path(configured)
+    with suppress(OSError, RuntimeError):  # no home, or one that cannot be written
+        home = Path.home() / ".cache" / "swell"
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home):
+            return home
+    return None
+
+
+def _built(home: Path) -> Path:
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     openmp = _torch_openmp()
@@ -81,8 +111,7 @@ def _built() -> Path:
         digest.update(part.encode() + b"\0")
     for path in sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.h")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    home = os.environ.get("SWELL_CACHE") or Path.home() / ".cache" / "swell"
-    folder = Path(home) / "kernels" / digest.hexdigest()[:24]
+    folder = home / "kernels" / digest.hexdigest()[:24]
     target = folder / "kernels.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)

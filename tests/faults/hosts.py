@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from swell.cluster.cli import ray_settings
+from swell.cluster.cli.start import ray_settings
 from tests.faults.namespaces import HostsFailed, Namespaces, refusal, remove, run, wait_until
 
 __all__ = ["Hosts", "HostsFailed", "refusal"]

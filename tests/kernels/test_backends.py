@@ -7,6 +7,7 @@ import importlib
 import logging
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def other_builder(monkeypatch, tmp_path):
 
     monkeypatch.setattr(build, "_compile", compile)
     monkeypatch.setenv("SWELL_CACHE", str(tmp_path))
-    folder = build._built().parent
+    folder = build._built(tmp_path).parent
     (folder / "kernels.so").unlink()
     built.clear()
     with (folder / "lock").open() as lock:
@@ -103,10 +104,10 @@ def other_builder(monkeypatch, tmp_path):
         yield build, lock, built
 
 
-def test_processes_that_need_it_at_once_build_it_once(other_builder):
+def test_processes_that_need_it_at_once_build_it_once(other_builder, tmp_path):
     build, lock, built = other_builder
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(build._built)
+        waiting = pool.submit(build._built, tmp_path)
         with pytest.raises(TimeoutError):
             waiting.result(timeout=3 * build._POLL_S)
         Path(lock.name).with_name("kernels.so").touch()
@@ -114,10 +115,28 @@ def test_processes_that_need_it_at_once_build_it_once(other_builder):
     assert waiting.result().exists() and built == []
 
 
-def test_a_builder_that_hangs_is_not_waited_for_for_ever(other_builder, monkeypatch):
+def test_a_builder_that_hangs_is_not_waited_for_for_ever(other_builder, tmp_path, monkeypatch):
     build, _lock, built = other_builder
     monkeypatch.setattr(build, "_OTHER_BUILDER_S", 0.0)
-    assert build._built().exists() and len(built) == 1
+    assert build._built(tmp_path).exists() and len(built) == 1
+
+
+@pytest.mark.parametrize("home", ["missing/below/a/file", None])
+def test_without_a_home_kernels_are_compiled_for_this_process(monkeypatch, tmp_path, caplog, home):
+    build = importlib.import_module("swell.kernels.cpu.build")
+    (tmp_path / "missing").write_text("no folder")
+    monkeypatch.delenv("SWELL_CACHE", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", (lambda: tmp_path / home) if home else no_home)
+    with build._cache() as folder:
+        assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0
+    assert not folder.exists() and "set SWELL_CACHE" in caplog.text
+    with pytest.raises(OSError, match="planted"), build._cache():
+        raise OSError("planted")
 
 
 def test_one_openmp_runtime():

@@ -121,6 +121,24 @@ def disk(survey: Survey) -> list[Finding]:
     )
 
 
+def temporary_files(survey: Survey) -> list[Finding]:
+    return _each(
+        survey,
+        "temporary-files",
+        lambda _host, facts: Verdict(facts.tmp_error, "writable") if facts.tmp_error else None,
+        lambda _facts: "can be written",
+    )
+
+
+def home(survey: Survey) -> list[Finding]:
+    return _each(
+        survey,
+        "home",
+        lambda _host, facts: Verdict(facts.home_error, "writable") if facts.home_error else None,
+        lambda _facts: "can be written",
+    )
+
+
 def open_files(survey: Survey) -> list[Finding]:
     serve = survey.config.serve if survey.config else ServeConfig()
     wanted = serve.max_connections + RESERVED_FILES

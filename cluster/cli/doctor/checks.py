@@ -104,6 +104,15 @@ CHECKS: dict[str, Check] = {
         "warning",
         "free some space, or give Ray another folder (ray start --temp-dir)",
     ),
+    "temporary-files": Check(
+        "Can files be written in /tmp?", "error", "mount a tmpfs there: Ray keeps its sockets in it"
+    ),
+    "home": Check(
+        "Can Ray's token and compiled kernels be kept in the home of the account?",
+        "warning",
+        "set SWELL_CACHE to a folder that stays, and HOME or RAY_AUTH_TOKEN_PATH; without them "
+        "swell serve keeps both in a folder of each start",
+    ),
     "open-files": Check(
         "May a process open as many files as `serve.max_connections` needs?",
         "warning",

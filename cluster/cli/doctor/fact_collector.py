@@ -26,6 +26,7 @@ from swell.cluster.cli.doctor.facts import (
 from swell.cluster.cli.doctor.file_digests import config_files, local_folder, source_digest
 from swell.cluster.cli.doctor.gpu_facts import collect_gpus
 from swell.cluster.cli.host_paths import named_paths, unreadable
+from swell.cluster.cli.start.private_home import home_problem, write_problem
 from swell.cluster.control.http_port import claim_port
 from swell.cluster.text.model_folder import check
 from swell.configs.cgroups import cpu_quota, memory_limit
@@ -68,6 +69,8 @@ def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
         cores=available_cores(),
         cpu=_cpu(),
         memory=_memory(),
+        home_error=home_problem(),
+        tmp_error=write_problem(Path("/tmp")),
         shm=_disk(Path("/dev/shm")),
         disks=tuple(_disks(config, ray)),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],

@@ -132,6 +132,10 @@ class HostFacts(Fact, frozen=True):
     cpu: CpuFacts | None = None
     """Where `cores` comes from; None: a host with another version does not say."""
     memory: MemoryFacts | None = None
+    home_error: str | None = None
+    """Why no file can be kept in the home of the account."""
+    tmp_error: str | None = None
+    """Why no temporary file can be written."""
     ray: RayFacts | None = None
     """None: asked without a Ray cluster."""
 

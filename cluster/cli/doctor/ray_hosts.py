@@ -18,14 +18,15 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from swell.cluster.cli.deadline_call import within
 from swell.cluster.cli.doctor import links
-from swell.cluster.cli.doctor.deadline_call import within
 from swell.cluster.cli.doctor.facts import HostFacts, HostRequest, Link, Listener
 from swell.cluster.cli.doctor.host_probe import HostProbe
 from swell.cluster.cli.doctor.link_sockets import TOKEN_BYTES
 from swell.cluster.cli.doctor.survey import Requirements, Survey
+from swell.cluster.cli.start.ray_address import probe_address
 from swell.configs.log import first_line
-from swell.configs.schema import Config
+from swell.configs.schema import Config, ConfigError
 
 T = TypeVar("T")
 
@@ -172,6 +173,10 @@ def _connected(address: str) -> Iterator[None]:
 
 def _connection(address: str) -> Iterator[None]:
     quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    try:
+        probe_address(address)
+    except ConfigError as error:
+        raise ClusterSilent(str(error)) from None
     try:
         within(_GCS_S, partial(ray.init, address=address, namespace="swell", **quiet))
     except (OSError, RuntimeError, ValueError, RayError) as error:

@@ -27,6 +27,8 @@ CHECK_FUNCTIONS: tuple[Callable[[Survey], list[Finding]], ...] = (
     check_machine.memory,
     check_machine.shared_memory,
     check_machine.disk,
+    check_machine.temporary_files,
+    check_machine.home,
     check_machine.open_files,
     check_machine.gpu,
     check_machine.gpu_versions,

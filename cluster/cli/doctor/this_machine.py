@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 
-from swell.cluster.cli import ray_settings
 from swell.cluster.cli.doctor import links
 from swell.cluster.cli.doctor.fact_collector import collect
 from swell.cluster.cli.doctor.facts import HostRequest
 from swell.cluster.cli.doctor.link_sockets import TOKEN_BYTES, LinkListeners
 from swell.cluster.cli.doctor.survey import Requirements, Survey
+from swell.cluster.cli.start import ray_settings
 from swell.configs.schema import Config
 
 NAME = "127.0.0.1"

@@ -9,15 +9,28 @@ from typing import Any
 
 import pytest
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.schema import ApplicationStatus
 
 from swell.cluster.api.server_info import START_FAILED, NotReady
 from swell.cluster.app import IngressStatus
 from swell.cluster.cli import launch
-from swell.cluster.cli.launch import StartupError
+from swell.cluster.cli.start.application import APP
+from swell.cluster.cli.start.serve_messages import STARTING
+from swell.cluster.cli.start.startup_error import StartupError
 from swell.configs.schema import ServeConfig
 
 HOST = "10.1.2.3"
+NO_ROOM = (
+    "Deployment 'Ingress' in application 'swell' has 1 replicas that have taken more than 30s to "
+    "be scheduled. This may be due to waiting for the cluster to auto-scale or for a runtime "
+    "environment to be installed. Resources required for each replica: {'CPU': 1}, total "
+    "resources available: {'CPU': 0.0}. Use `ray status` for more details."
+)
+SLOW = (
+    "Deployment 'Manager' in application 'swell' has 1 replicas that have taken more than 30s to "
+    "initialize.\nThis may be caused by a slow __init__ or reconfigure method."
+)
 LOADING = NotReady("engine 0: loading weights", "starting")
 
 
@@ -50,7 +63,7 @@ class FakeServe:
 
     def __call__(self) -> SimpleNamespace:
         found = self.says.pop(0) if len(self.says) > 1 else self.says[0]
-        return SimpleNamespace(applications={} if found is None else {launch._APP: found})
+        return SimpleNamespace(applications={} if found is None else {APP: found})
 
 
 def application(status: ApplicationStatus, message: str = "", *deployments: str) -> SimpleNamespace:
@@ -66,20 +79,28 @@ def said(monkeypatch: pytest.MonkeyPatch) -> FakeServe:
 
 
 @pytest.fixture
-def wait(said: FakeServe, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+def shown() -> list[str]:
+    """The states that the start has shown."""
+    return []
+
+
+@pytest.fixture
+def wait(
+    said: FakeServe, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str | None]:
     """Wait for a handle with these answers."""
     monkeypatch.setattr(launch, "_POLL_S", 0.01)
 
     def until_ready(*answers: IngressStatus | None, limit_s: float = 60.0) -> str | None:
-        return launch._wait_until_ready(FakeHandle(*answers), threading.Event(), limit_s)
+        handle = FakeHandle(*answers)
+        return launch._wait_until_ready(handle, threading.Event(), limit_s, shown.append)
 
     return until_ready
 
 
-def test_a_ready_ingress_reports_its_address(wait: Any, capsys: Any) -> None:
+def test_a_ready_ingress_reports_its_address(wait: Any, shown: list[str]) -> None:
     assert wait(None, IngressStatus(HOST, LOADING), IngressStatus(HOST, None)) == HOST
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.partition("] ")[2] for line in lines] == ["no ingress answers", LOADING.reason]
+    assert shown == ["no ingress answers", LOADING.reason]
 
 
 def test_a_start_that_takes_too_long_ends_with_the_reason(wait: Any) -> None:
@@ -95,17 +116,50 @@ def test_a_start_that_failed_ends_at_once(wait: Any) -> None:
 
 
 def test_the_reason_names_replicas_that_serve_has_not_started(
-    wait: Any, said: FakeServe, capsys: Any
+    wait: Any, said: FakeServe, shown: list[str]
 ) -> None:
     """Serve itself would wait for ever for a replica that has no place."""
-    deploying = application(ApplicationStatus.DEPLOYING, "", "", "Ingress: no node has room")
+    deploying = application(ApplicationStatus.DEPLOYING, "", "", NO_ROOM)
     said.says = [None, deploying, application(ApplicationStatus.RUNNING)]
     assert wait(IngressStatus(HOST, None)) == HOST
-    lines = [line.partition("] ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["Ray Serve begins to start the application", "Ingress: no node has room"]
+    no_room = "no host has room for the ingress: it needs {'CPU': 1}, free are {'CPU': 0.0}"
+    assert shown == ["Ray Serve begins to start the application", no_room]
     said.says = [deploying]
-    with pytest.raises(StartupError, match=r"start_timeout_s\): Ingress: no node has room"):
+    with pytest.raises(StartupError, match=r"start_timeout_s\): no host has room"):
         wait(IngressStatus(HOST, None), limit_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (SLOW, "the process of the manager is being started"),
+        ("A replica failed to start. Error:\nOSError: no disk\n", "OSError: no disk"),
+        ("Something new that Serve says.", STARTING),
+    ],
+)
+def test_what_serve_says_is_said_in_our_words(
+    wait: Any, said: FakeServe, shown: list[str], message: str, reason: str
+) -> None:
+    """A slow constructor is nothing that a user could make faster."""
+    deploying = application(ApplicationStatus.DEPLOYING, "", message)
+    said.says = [deploying, application(ApplicationStatus.RUNNING)]
+    wait(IngressStatus(HOST, None))
+    assert shown[0].endswith(reason) and "__init__" not in shown[0]
+
+
+def test_a_controller_that_does_not_answer_is_waited_for(
+    wait: Any, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([RayActorError()])
+
+    def status() -> SimpleNamespace:
+        for error in answers:
+            raise error
+        return SimpleNamespace(applications={APP: application(ApplicationStatus.RUNNING)})
+
+    monkeypatch.setattr(serve, "status", status)
+    assert wait(IngressStatus(HOST, None)) == HOST
+    assert shown == ["Ray Serve's controller does not answer"]
 
 
 def test_an_application_that_serve_gives_up_ends_the_start(wait: Any, said: FakeServe) -> None:

@@ -4,6 +4,7 @@ and Serve are tables."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus
 
 from swell.cluster import serve_status
-from swell.cluster.cli import launch
+from swell.cluster.cli.start import application
 from swell.cluster.control import ray_cluster
 from swell.cluster.control.actor_names import EngineName
 from swell.configs.schema import load
@@ -38,11 +39,13 @@ def test_what_a_dead_manager_has_left_is_ended(monkeypatch, manager_lives) -> No
     monkeypatch.setattr(serve, "start", lambda **_options: None)
     monkeypatch.setattr(serve, "delete", delete)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
-    monkeypatch.setattr(launch, "_deploy", lambda _config: None)
+    monkeypatch.setattr(application, "_deploy", lambda *_: None)
     monkeypatch.setattr(ray_cluster, "RayCluster", lambda: ray)
-    with launch._application(load({"model": {"path": "m"}}), own_ray=False):
+    config, lines = load({"model": {"path": "m"}}), list[str]()
+    with application.application(config, lines.append, threading.Event(), own_ray=False):
         pass
     ended = [] if manager_lives else ["coordinator-1", ENGINE, ENGINE]  # an actor and a group
+    assert bool(lines) is not manager_lives
     assert (ray.ended, list(ray.kv)) == (ended, [b"swell-other:note"])
 
 

@@ -173,6 +173,45 @@ def test_ctrl_c_while_starting_leaves_nothing():
     cluster.stop()
 
 
+def test_a_signal_to_the_whole_group_ends_all_in_order():
+    """`timeout` and shells send it so. Ray's processes are not in the group, or its GCS would be
+    gone before what is asked of it."""
+    cluster = Cluster(NANO)
+    cluster.wait_for("starting Ray")
+    time.sleep(1)
+    os.killpg(cluster.process.pid, signal.SIGTERM)
+    try:
+        assert cluster.process.wait(timeout=SOON_S) == 0, cluster.lines
+        cluster.assert_gone()
+    finally:
+        cluster.kill()
+
+
+def test_a_ray_that_ends_before_us_does_not_hold_up_the_end():
+    """systemd sends its signal to every process of a service, unless told otherwise."""
+    cluster = Cluster(NANO)
+    cluster.wait_for("ready: ")
+    try:
+        for pid in (*cluster.named("gcs_server"), cluster.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert cluster.process.wait(timeout=SOON_S) == 0, cluster.lines
+        cluster.assert_gone()
+    finally:
+        cluster.kill()
+
+
+def test_processes_of_ray_are_in_other_groups(cluster):
+    groups = {pid: os.getpgid(pid) for pid in cluster.members()}
+    assert len(groups) > 5
+    own = cluster.process.pid
+    assert [pid for pid, group in groups.items() if group == own] == [own]
+
+
+def test_nothing_but_lines_of_ours_is_shown(cluster):
+    ours = re.compile(r"starting |ready: |\[ *\d+\.\d s\] \S")
+    assert cluster.lines and not [line for line in cluster.lines if not ours.match(line)]
+
+
 _salts = map(str, itertools.count())
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from swell.cluster.cli.doctor.deadline_call import within
+from swell.cluster.cli.deadline_call import within
 
 
 def test_a_result_and_an_error_come_back() -> None:

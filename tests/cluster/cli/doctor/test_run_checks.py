@@ -141,6 +141,8 @@ FAULTS = [
         (2,),
         "/tmp has 3072 MiB free",
     ),
+    Fault(with_host(HEALTHY, 2, tmp_error="/tmp is full"), "temporary-files", (2,), "is full"),
+    Fault(with_host(HEALTHY, 0, home_error="no home"), "home", (0,), "no home"),
     Fault(with_host(HEALTHY, 0, open_files=4096), "open-files", (0,), "4096"),
     Fault(
         with_host(ON_GPUS, 0, gpus=GpuFacts(installed=True, error="nvidia-smi: no driver")),

@@ -46,8 +46,10 @@ def local_cpus() -> int:
     return max(_LEAST_CPUS, os.cpu_count() or 1)
 
 
-def set_defaults() -> None:
-    """Set variables that the user has not set. Call it before `ray.init`."""
+def set_defaults(start_s: float) -> None:
+    """Set variables that the user has not set. Call it before `ray.init`. `start_s`: how long Ray's
+    GCS may take to start."""
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(int(start_s)))
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
 
@@ -55,9 +57,8 @@ def set_defaults() -> None:
 def protect_token() -> None:
     """Take Ray's token, which Ray writes for everybody to read, away from other accounts. Call it
     after `ray.init`."""
-    token = Path.home() / ".ray" / "auth_token"
-    with contextlib.suppress(OSError):  # there is none, or it is somebody else's
-        token.chmod(0o600)
+    with contextlib.suppress(OSError, RuntimeError):  # no home, no token, or somebody else's
+        (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
 def end_idle_daemons() -> None:

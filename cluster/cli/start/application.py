@@ -1,0 +1,159 @@
+"""The application under Ray Serve, from its deployment until nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any, TypeVar
+
+from swell.cluster.cli.start.startup_error import StartupError, last_line
+from swell.configs.schema import Config
+
+T = TypeVar("T")
+
+APP = "swell"
+SERVE_S = 10.0
+"""What Serve itself needs to end replicas."""
+_SERVE_ERRORS = 3
+"""So many errors end the start of Serve; what takes too long is tried again."""
+_POLL_S = 0.25
+
+
+@contextlib.contextmanager
+def application(
+    config: Config,
+    line: Callable[[str], None],
+    stop: threading.Event,
+    *,
+    own_ray: bool,
+    is_lost: Callable[[], bool] = lambda: False,
+) -> Iterator[Any]:
+    """The Serve application, deployed; the handle of its ingresses.
+
+    On a Ray of others only our application ends with us: Serve may have more. Of a Ray that has
+    ended (`is_lost`) nothing is asked.
+    """
+    from ray import serve
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    _start_serve(config, stop)
+    try:
+        yield _deploy(config, line)
+    finally:
+        with contextlib.suppress(_RayLost):
+            _asked(is_lost, partial(serve.delete, APP, _blocking=False))
+            _wait_until_deleted(config, is_lost)
+            if own_ray:
+                _asked(is_lost, serve.shutdown)
+            else:
+                _clean_up_leftovers(line)
+
+
+class _RayLost(Exception):
+    """Ray has ended before the application."""
+
+
+class Stopped(Exception):
+    """SIGINT or SIGTERM came before the application was there."""
+
+
+def _asked(is_lost: Callable[[], bool], call: Callable[[], T]) -> T:
+    """The result of a call that waits for Ray. Raises _RayLost as soon as Ray has ended."""
+    future: Future[T] = Future()
+    threading.Thread(target=_fulfil, args=(future, call), daemon=True).start()
+    while True:
+        if is_lost():
+            raise _RayLost
+        with contextlib.suppress(TimeoutError):
+            if wait([future], _POLL_S).done:
+                return future.result()
+
+
+def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _start_serve(config: Config, stop: threading.Event) -> None:
+    """Raises StartupError after `cluster.start_timeout_s`: Serve's own limits are shorter. Raises
+    Stopped if `stop` is set meanwhile."""
+    from ray import serve
+
+    proxy, limit_s = config.serve.proxy_port, config.cluster.start_timeout_s
+    began_s, errors = time.monotonic(), 0
+    while not stop.is_set():
+        try:
+            serve.start(
+                proxy_location="EveryNode" if proxy else "Disabled",
+                http_options={"host": config.serve.host, "port": proxy or 8000},
+            )
+            return
+        except Exception as error:
+            errors += not isinstance(error, TimeoutError)
+            seconds = time.monotonic() - began_s
+            if not stop.is_set() and (seconds > limit_s or errors >= _SERVE_ERRORS):
+                raise StartupError(
+                    f"Ray Serve did not start within {seconds:.0f} s "
+                    f"(cluster.start_timeout_s={limit_s:g}): {last_line(str(error))}; free "
+                    "processors and memory, raise the limit, or look at Ray's logs "
+                    "(SWELL_KEEP_LOGS=1)"
+                ) from error
+        stop.wait(_POLL_S)
+    raise Stopped
+
+
+def _wait_until_deleted(config: Config, is_lost: Callable[[], bool]) -> None:
+    """As long as the application may take: a drain is longer than Serve waits by itself."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    from swell.cluster.app import shutdown_s
+
+    deadline = time.monotonic() + shutdown_s(config) + SERVE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(RayError):  # its controller is being started again
+            if APP not in _asked(is_lost, serve.status).applications:
+                return
+        time.sleep(_POLL_S)
+
+
+def _clean_up_leftovers(line: Callable[[str], None]) -> None:
+    """Usually nothing: the manager has ended all. One that was dead when the application was
+    deleted has not, and Serve starts no other."""
+    from swell.cluster.control import strays
+    from swell.cluster.control.checkpoint_store import CheckpointStore
+    from swell.cluster.control.ray_cluster import RayCluster
+
+    async def clean_up() -> None:
+        ray, namespace = RayCluster(), f"swell-{APP}"
+        if ended := await strays.end_all(ray, namespace):
+            line(f"ended what a dead manager had left: {', '.join(ended)}")
+        await CheckpointStore(namespace, "", ray).clear()
+
+    asyncio.run(clean_up())
+
+
+def _deploy(config: Config, line: Callable[[str], None]) -> Any:
+    """Hand the application to Serve, and do not wait for it: Serve's own wait has no end."""
+    from ray import serve
+
+    from swell.cluster import app
+
+    line("starting the ingress")
+    target = serve.RunTarget(app.application(config), name=APP, route_prefix="/")
+    try:
+        (ingress,) = serve.run_many([target], wait_for_applications_running=False)
+    except Exception as error:
+        raise StartupError(
+            f"Ray Serve did not take the application: {last_line(str(error))}; Ray's logs have "
+            "more (SWELL_KEEP_LOGS=1)"
+        ) from error
+    return ingress

@@ -1,0 +1,113 @@
+"""A model of the hub that is not on this machine: said, asked for once, and watched while it is
+downloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from swell.cluster.cli.deadline_call import within
+from swell.cluster.cli.start.private_home import write_problem
+from swell.configs.log import first_line
+from swell.configs.schema import Config, ConfigError
+
+HUB_S = 10.0
+"""How long the hub may take to answer."""
+_DOWNLOADED = (".safetensors", ".json", ".model", ".txt", ".jinja")
+_WAY_OUT = (
+    "copy the model to this machine and give its folder, set HF_ENDPOINT to a mirror, or let this "
+    "machine reach the hub"
+)
+
+
+class Download:
+    """What is on its way into the hub's cache. The base is one of which nothing is downloaded."""
+
+    def share(self) -> str:
+        """To be added to what the start waits for."""
+        return ""
+
+
+class HubDownload(Download):
+    def __init__(self, folder: Path, total_bytes: int) -> None:
+        """`folder`: that of the cache which holds the model's files by their content."""
+        self._folder = folder
+        self._total_bytes = total_bytes
+
+    def share(self) -> str:
+        done_bytes = 0
+        for path in self._folder.glob("*"):
+            try:
+                done_bytes += path.stat().st_size
+            except OSError:  # it has been renamed
+                continue
+        if not 0 < done_bytes < self._total_bytes:
+            return ""
+        share = done_bytes / self._total_bytes
+        return f" (downloaded {share:.0%} of {self._total_bytes / 1e9:.1f} GB)"
+
+
+def ask_hub(config: Config, line: Callable[[str], None], timeout_s: float = HUB_S) -> Download:
+    """Say with `line` that a model comes from the hub, and ask the hub for it. Raises ConfigError
+    if it has no answer in time, or no such model."""
+    name = config.model.path
+    if os.path.isdir(name):
+        return Download()
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            line(f"model.path={name!r} is no folder here: taken from the cache of the hub")
+            return Download()
+    except HFValidationError as error:
+        raise ConfigError(f"model.path={name!r} is no folder and no hub id: {error}") from None
+    line(f"model.path={name!r} is no folder here: asking {constants.ENDPOINT} for it")
+    if constants.HF_HUB_OFFLINE:
+        raise ConfigError(
+            f"model.path={name!r} is not in the cache of the hub, and HF_HUB_OFFLINE is set; unset "
+            f"it, or {_WAY_OUT}"
+        )
+    api = HfApi(endpoint=constants.ENDPOINT)
+    try:
+        info = within(
+            timeout_s, lambda: api.model_info(name, timeout=timeout_s, files_metadata=True)
+        )
+    except Exception as error:
+        raise ConfigError(f"model.path={name!r}: {_reason(error, timeout_s)}") from None
+    _check_cache(Path(constants.HF_HUB_CACHE))
+    total_bytes = sum(
+        file.size or 0 for file in info.siblings or () if file.rfilename.endswith(_DOWNLOADED)
+    )
+    folder = Path(constants.HF_HUB_CACHE, "models--" + name.replace("/", "--"), "blobs")
+    return HubDownload(folder, total_bytes)
+
+
+def _check_cache(folder: Path) -> None:
+    """Raises ConfigError if nothing can be downloaded into it."""
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    if problem := write_problem(there):
+        raise ConfigError(
+            f"the cache of the hub, {folder}: {problem}; set HF_HOME to a folder with room for the "
+            "model"
+        )
+
+
+def _reason(error: Exception, timeout_s: float) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    hub = constants.ENDPOINT
+    if isinstance(error, GatedRepoError):
+        return f"{hub} gives it to accepted accounts only; accept its terms there, and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"{hub} has no such model, or it is private; correct the name, set HF_TOKEN, or give a "
+            "folder that exists"
+        )
+    if isinstance(error, HfHubHTTPError):
+        return f"{hub} refuses: {first_line(error)}; {_WAY_OUT}"
+    if isinstance(error, TimeoutError):
+        return f"{hub} did not answer within {timeout_s:g} s; {_WAY_OUT}"
+    return f"{hub} cannot be reached: {first_line(error)}; {_WAY_OUT}"

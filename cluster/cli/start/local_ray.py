@@ -1,0 +1,111 @@
+"""A Ray on this machine, for the time of one `swell serve`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from swell.cluster.cli.start import ray_settings
+from swell.cluster.cli.start.ray_processes import RayProcesses
+from swell.cluster.cli.start.start_screen import StartScreen
+from swell.cluster.cli.start.startup_error import StartupError, last_line
+
+_QUICK_S = 20.0
+"""A start that fails sooner has not failed for lack of time."""
+_MAX_QUICK_FAILURES = 2
+_BETWEEN_S = 1.0
+_NEVER_LATER = (ValueError, TypeError, PermissionError, FileNotFoundError, NotADirectoryError)
+"""Errors that a second attempt would meet as well."""
+_REMEDY = (
+    "free processors and memory (swell doctor shows what is there), raise "
+    "cluster.start_timeout_s, or start Ray yourself (ray start --head) and give --address; with "
+    "SWELL_KEEP_LOGS=1 its logs stay in /tmp/swell-*"
+)
+
+
+@contextlib.contextmanager
+def local_ray(
+    folder: Path,
+    screen: StartScreen,
+    stop: threading.Event,
+    limit_s: float,
+    take_signals: Callable[[], None],
+) -> Iterator[RayProcesses]:
+    """Ray, which keeps its files in `folder` and has ended afterwards. `take_signals`: Ray sets a
+    handler of its own in each attempt. Raises StartupError after `limit_s`."""
+    import ray
+
+    ray_settings.set_defaults(limit_s)
+    processes = RayProcesses()
+    try:
+        _start(processes, folder, screen, stop, limit_s, take_signals)
+        yield processes
+    finally:
+        if processes.has_lost_one():
+            processes.end()
+        ray.shutdown()
+
+
+def _start(
+    processes: RayProcesses,
+    folder: Path,
+    screen: StartScreen,
+    stop: threading.Event,
+    limit_s: float,
+    take_signals: Callable[[], None],
+) -> None:
+    began_s = time.monotonic()
+    deadline_s = began_s + limit_s
+    quick_failures, attempts = 0, 0
+    while not stop.is_set():
+        attempt_s = time.monotonic()
+        attempts += 1
+        try:
+            with processes.recorded(lambda: 0.0 if stop.is_set() else deadline_s):
+                _init(folder)
+            return
+        except SystemExit:  # SIGTERM, by Ray's own handler
+            _end_failed(processes)
+            stop.set()
+        except Exception as error:
+            _end_failed(processes)
+            now_s = time.monotonic()
+            quick_failures += now_s - attempt_s < _QUICK_S
+            is_last = isinstance(error, _NEVER_LATER) or quick_failures >= _MAX_QUICK_FAILURES
+            if not stop.is_set() and (is_last or now_s > deadline_s):
+                times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+                raise StartupError(
+                    f"Ray did not start on this machine ({times}, {now_s - began_s:.0f} s of "
+                    f"cluster.start_timeout_s={limit_s:g}): {last_line(str(error))}; {_REMEDY}"
+                ) from error
+            screen.state(f"Ray did not start, attempt {attempts + 1}: {last_line(str(error))}")
+        finally:
+            take_signals()
+        stop.wait(_BETWEEN_S)
+
+
+def _init(folder: Path) -> None:
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=ray_settings.local_cpus(),
+        include_dashboard=False,
+        _temp_dir=str(folder),
+        namespace="swell",
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    ray_settings.protect_token()
+    ray_settings.end_idle_daemons()
+
+
+def _end_failed(processes: RayProcesses) -> None:
+    import ray
+
+    processes.end()
+    ray.shutdown()

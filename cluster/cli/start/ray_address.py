@@ -1,0 +1,65 @@
+"""Probes the address of a running Ray before Ray itself connects: Ray tries a wrong one for a
+minute, and fills the screen meanwhile."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from swell.configs.section import ConfigError
+
+_PROBE_S = 5.0
+"""How long a host may take to accept a connection, and to say that it speaks HTTP/2."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_EMPTY_SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
+_FRAME_HEADER_BYTES = 9
+_SETTINGS = 4
+_BY_RAY = ("auto",)
+"""Ray finds the address itself."""
+
+
+def probe_address(address: str) -> None:
+    """Raises ConfigError if no Ray can answer at `address`: it is no HOST:PORT, nothing listens
+    there, or what listens is no gRPC server, as Ray's GCS is one."""
+    if address in _BY_RAY:
+        return
+    if "://" in address:
+        raise _refusal(address, "has a protocol (Ray Client is not supported)")
+    host, _, port_text = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port_text.isdecimal() or not 0 < int(port_text) < 2**16:
+        raise _refusal(address, "is no HOST:PORT")
+    try:
+        with socket.create_connection((host, int(port_text)), timeout=_PROBE_S) as connection:
+            connection.settimeout(_PROBE_S)
+            if os.environ.get("RAY_USE_TLS", "0") != "1" and not _speaks_http2(connection):
+                raise _refusal(address, "is the address of something else than Ray's GCS")
+    except OSError as error:
+        reason = "did not answer" if isinstance(error, TimeoutError) else _text(error)
+        raise _refusal(address, f"cannot be reached: {reason}") from None
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Whether the first frame of the peer is SETTINGS, as RFC 9113, 3.4 demands."""
+    try:
+        connection.sendall(_PREFACE + _EMPTY_SETTINGS)
+        header = b""
+        while len(header) < _FRAME_HEADER_BYTES:
+            part = connection.recv(_FRAME_HEADER_BYTES - len(header))
+            if not part:
+                return False
+            header += part
+    except OSError:
+        return False
+    return header[3] == _SETTINGS and header[5:] == bytes(4)
+
+
+def _refusal(address: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"--address={address!r} {problem}; give HOST:PORT of a running Ray's GCS (ray start --head "
+        "prints it, usually port 6379), or leave --address out to start Ray on this machine"
+    )
+
+
+def _text(error: OSError) -> str:
+    return error.strerror or str(error)

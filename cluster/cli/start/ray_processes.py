@@ -1,0 +1,94 @@
+"""Processes of a Ray that `ray.init` starts here. Ray gives no access to them while it starts, so
+they are recorded where it makes them, in `ray._private.services`.
+
+Each gets a session of its own. A signal to the process group of `swell serve` (Ctrl-C of a
+terminal, `timeout`, a shell that ends) reaches `swell serve` alone then, which ends them in order.
+They still end with it, if it is killed: Ray asks the kernel for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_END_S = 5.0
+"""How long a process may take to be gone after SIGKILL."""
+_POLL_S = 0.5
+_NEEDED = ("gcs_server", "raylet")
+"""Names of executables."""
+
+
+class RayEnded(Exception):
+    """No node will come. Ray itself would ask again after a RuntimeError."""
+
+
+class RayProcesses:
+    """Those of one start."""
+
+    def __init__(self) -> None:
+        self._started: list[subprocess.Popen[Any]] = []
+
+    @contextlib.contextmanager
+    def recorded(self, deadline: Callable[[], float]) -> Iterator[None]:
+        """While it runs, what Ray starts is recorded, and Ray waits for its node until `deadline`
+        (by the monotonic clock), which it else does for 30 s. Ray without these functions starts
+        as it does by itself."""
+        from ray._private import services
+
+        changed = {"ConsolePopen": self._popen, "get_node": self._patient(deadline)}
+        before = {name: getattr(services, name) for name in changed if hasattr(services, name)}
+        for name, original in before.items():
+            setattr(services, name, changed[name](original))
+        try:
+            yield
+        finally:
+            for name, original in before.items():
+                setattr(services, name, original)
+
+    def _popen(self, original: Any) -> Any:
+        def start(*arguments: Any, **options: Any) -> Any:
+            process = original(*arguments, **{**options, "start_new_session": True})
+            self._started.append(process)
+            return process
+
+        return start
+
+    def _patient(self, deadline: Callable[[], float]) -> Callable[[Any], Any]:
+        def patient(original: Any) -> Any:
+            def get_node(*arguments: Any) -> Any:
+                while True:
+                    try:
+                        return original(*arguments)
+                    except RuntimeError as error:  # it has not registered yet
+                        if self.has_lost_one():
+                            raise RayEnded("a process of Ray's has ended") from error
+                        if time.monotonic() > deadline():
+                            raise RayEnded(f"its node was not there in time: {error}") from error
+                    time.sleep(_POLL_S)
+
+            return get_node
+
+        return patient
+
+    def has_lost_one(self) -> bool:
+        """Whether a process has ended without which there is no Ray."""
+        return any(
+            process.poll() is not None
+            for process in self._started
+            if os.path.basename(str(process.args[0])) in _NEEDED
+        )
+
+    def end(self) -> None:
+        """End all at once, each with its children; for a start that has failed."""
+        for process in self._started:
+            with contextlib.suppress(OSError):  # it has ended, and its group with it
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+        self._started.clear()

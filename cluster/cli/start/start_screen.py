@@ -1,0 +1,131 @@
+"""The lines of `swell serve`: its own ones, and nothing else. What libraries write to the standard
+streams of the process goes to a file meanwhile.
+
+On a terminal the newest state stands in one line, with a spinner; elsewhere a changed state is a
+line of its own. A state is shown once a second at most, and the newest one counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from swell.cluster.cli.console import plain
+
+_MIN_INTERVAL_S = 1.0
+_SPIN_S = 0.1
+_SPINNER = "|/-\\"
+_CLEAR = "\r\x1b[K"
+_MAX_STATE = 200
+"""Characters of a state that are shown."""
+
+
+class StatusLine:
+    """The state, as it is shown. `tick` may be called as often as wanted."""
+
+    def __init__(
+        self, stream: TextIO, *, is_terminal: bool, clock: Callable[[], float], width: int = 80
+    ) -> None:
+        self._stream = stream
+        self._is_terminal = is_terminal
+        self._clock = clock
+        self._width = width
+        self._began_s = clock()
+        self._state = self._shown = ""
+        self._shown_s = self._began_s - _MIN_INTERVAL_S
+        self._turn = 0
+
+    def set(self, state: str) -> None:
+        self._state = plain(state)[:_MAX_STATE]
+
+    def tick(self) -> None:
+        """Show the newest state, if it is time for it."""
+        now_s = self._clock()
+        if self._state != self._shown and now_s - self._shown_s >= _MIN_INTERVAL_S:
+            self._shown, self._shown_s = self._state, now_s
+            if not self._is_terminal:
+                self._stream.write(f"[{now_s - self._began_s:5.1f} s] {self._shown}\n")
+                self._stream.flush()
+        if self._is_terminal and self._shown:
+            self._turn += 1
+            spinner = _SPINNER[self._turn % len(_SPINNER)]
+            text = f"{spinner} [{now_s - self._began_s:5.1f} s] {self._shown}"
+            self._stream.write(_CLEAR + text[: self._width - 1])
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Before another line, and at the end."""
+        self._state = ""
+        if self._is_terminal and self._shown:
+            self._stream.write(_CLEAR)
+            self._stream.flush()
+        self._shown = ""
+
+
+class StartScreen:
+    """Lines on standard output, and the state on standard error; a thread keeps it moving, since
+    Ray and Serve block their caller."""
+
+    def __init__(self, out: TextIO, err: TextIO) -> None:
+        self._out = out
+        is_terminal = err.isatty()
+        width = os.get_terminal_size(err.fileno()).columns if is_terminal else 80
+        self._status = StatusLine(
+            err, is_terminal=is_terminal, clock=time.monotonic, width=max(20, width)
+        )
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="start screen", daemon=True)
+        self._thread.start()
+
+    def state(self, text: str) -> None:
+        """What the start waits for."""
+        with self._lock:
+            self._status.set(text)
+
+    def line(self, text: str) -> None:
+        with self._lock, contextlib.suppress(OSError):  # the reader of our output has left
+            self._status.clear()
+            self._out.write(text + "\n")
+            self._out.flush()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        with self._lock, contextlib.suppress(OSError):
+            self._status.clear()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_SPIN_S):
+            with self._lock, contextlib.suppress(OSError):
+                self._status.tick()
+
+
+@contextlib.contextmanager
+def own_lines_only(log: Path) -> Iterator[StartScreen]:
+    """What else is written to the file descriptors 1 and 2, by C++ of Ray as well, is appended to
+    `log`."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    kept = [os.dup(1), os.dup(2)]
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    screen = StartScreen(*(os.fdopen(os.dup(number), "w", errors="replace") for number in kept))
+    try:
+        for number in (1, 2):
+            os.dup2(target, number)
+        yield screen
+    finally:
+        screen.close()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        for number, before in zip((1, 2), kept, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+        os.close(target)

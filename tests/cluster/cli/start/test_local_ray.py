@@ -1,0 +1,176 @@
+"""How `swell serve` starts its own Ray: again and again, until `cluster.start_timeout_s`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray._private import node, services
+
+from swell.cluster.cli.start import local_ray, ray_processes, ray_settings
+from swell.cluster.cli.start.ray_processes import RayEnded, RayProcesses
+from swell.cluster.cli.start.startup_error import StartupError
+
+TOO_SLOW = "The current node timed out during startup. This could happen because of the raylet"
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.states: list[str] = []
+
+    def state(self, text: str) -> None:
+        self.states.append(text)
+
+
+class FakeRay:
+    """`ray.init` raises these errors in turn, then succeeds; each attempt makes a process."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
+        self.attempts = 0
+        self.processes: list[subprocess.Popen[Any]] = []
+        self.during: Callable[[], None] = lambda: None
+
+    def init(self, **_options: Any) -> None:
+        self.attempts += 1
+        self.processes.append(services.ConsolePopen(SLEEP))
+        self.during()
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def living(self) -> list[int]:
+        return [process.pid for process in self.processes if process.poll() is None]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
+    found = FakeRay()
+    monkeypatch.setattr(ray, "init", found.init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(local_ray, "_BETWEEN_S", 0.0)
+    monkeypatch.setattr(local_ray, "_QUICK_S", 0.0)  # every attempt has taken long
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(ray_settings, "protect_token", lambda: None)
+    monkeypatch.setattr(ray_settings, "end_idle_daemons", lambda: None)
+    yield found
+    for process in found.processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def screen() -> Screen:
+    return Screen()
+
+
+def started(screen: Screen, folder: Path, limit_s: float = 600.0, stop: Any = None) -> Any:
+    stop = stop or threading.Event()
+    return local_ray.local_ray(folder, screen, stop, limit_s, lambda: None)  # type: ignore[arg-type]
+
+
+def test_a_ray_that_is_too_slow_is_started_again(
+    fake: FakeRay, screen: Screen, tmp_path: Path
+) -> None:
+    fake.errors = [Exception(TOO_SLOW), RuntimeError("Failed to start GCS.")]
+    with started(screen, tmp_path):
+        assert fake.attempts == 3
+        assert fake.living() == [fake.processes[-1].pid], "of failed attempts nothing stays"
+        assert os.getsid(fake.processes[-1].pid) == fake.processes[-1].pid != os.getsid(0)
+    assert [state.partition(":")[0] for state in screen.states] == [
+        "Ray did not start, attempt 2",
+        "Ray did not start, attempt 3",
+    ]
+
+
+def test_the_limit_ends_the_attempts_in_one_line_with_the_remedy(
+    fake: FakeRay, screen: Screen, tmp_path: Path
+) -> None:
+    fake.errors = [Exception(TOO_SLOW)] * 5
+    with pytest.raises(StartupError) as found, started(screen, tmp_path, limit_s=0.0):
+        pass
+    text = str(found.value)
+    assert TOO_SLOW in text and "cluster.start_timeout_s=0" in text and "\n" not in text
+    assert "ray start --head" in text and "swell doctor" in text
+    assert fake.attempts == 1 and not fake.living()
+
+
+def test_an_error_that_time_does_not_cure_ends_them_soon(
+    fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.errors = [PermissionError("no home")]
+    with pytest.raises(StartupError, match="no home"), started(screen, tmp_path):
+        pass
+    monkeypatch.setattr(local_ray, "_QUICK_S", 600.0)
+    fake.errors = [RuntimeError("a library is missing")] * 5
+    text = r"2 attempts.*a library is missing"
+    with pytest.raises(StartupError, match=text), started(screen, tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("error", [SystemExit(15), Exception(TOO_SLOW)])
+def test_a_signal_ends_the_start_and_is_no_error(
+    fake: FakeRay, screen: Screen, tmp_path: Path, error: BaseException
+) -> None:
+    """Ray's own handler of SIGTERM raises SystemExit; SIGINT only sets `stop`."""
+    stop = threading.Event()
+    fake.errors = [error]
+    fake.during = stop.set
+    with started(screen, tmp_path, stop=stop):
+        pass
+    assert fake.attempts == 1 and not fake.living() and stop.is_set()
+
+
+def test_ray_waits_for_its_node_as_long_as_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [RuntimeError("not there yet")] * 3
+    clock = iter(range(10))
+
+    def get_node(*_arguments: Any) -> dict[str, int]:
+        if answers:
+            raise answers.pop()
+        return {"node": 1}
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(ray_processes, "_POLL_S", 0.0)
+    monkeypatch.setattr(ray_processes.time, "monotonic", lambda: next(clock))
+    with RayProcesses().recorded(lambda: 100.0):
+        assert services.get_node("address", "id") == {"node": 1}
+    assert services.get_node is get_node
+    answers = [RuntimeError("not there yet")] * 9
+    with RayProcesses().recorded(lambda: 5.0), pytest.raises(RayEnded, match="not there yet"):
+        services.get_node("address", "id")
+    assert not isinstance(RayEnded(), RuntimeError), "Ray would ask again"
+
+
+def test_no_node_is_awaited_whose_raylet_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_node(*_arguments: Any) -> None:
+        raise RuntimeError("not there yet")
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    program = tmp_path / "raylet"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    processes = RayProcesses()
+    with processes.recorded(lambda: float("inf")):
+        services.ConsolePopen([str(program)]).wait()
+        assert processes.has_lost_one()
+        with pytest.raises(RayEnded, match="has ended"):
+            services.get_node("address", "id")
+
+
+def test_ray_starts_its_processes_by_the_functions_that_are_replaced() -> None:
+    """In another version of Ray they may have other names: then a signal to the group would hang
+    the end again, and Ray would wait 30 s for its node."""
+    assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
+    text = inspect.getsource(node.Node.__init__)
+    assert "services.get_node(" in text and "except RuntimeError" in text
