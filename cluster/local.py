@@ -94,6 +94,7 @@ class LLM:
             load_eos_token_ids(path, tokenizer),
             embeds_width=load_embeds_width(self.config.model),
             routed_experts=self.config.model.routed_experts,
+            schema_keywords=self.config.serve.schema_keywords,
         )
         self._adapters = adapters_of(self.config.lora)
         self._loaded = LoadedAdapters(self.config.lora, self.config.model.served_name)

@@ -82,6 +82,11 @@ class ServeConfig(SessionLimits, frozen=True):
     a misspelt limit has no effect; `ignore` names it in the answer's header `x-swell-warning`.
     Known fields that are not supported are always refused, and unknown fields of messages, calls
     and tools are always ignored."""
+    schema_keywords: Literal["refuse", "ignore"] = "refuse"
+    """For a JSON schema with a keyword of the standard that cannot be held while an answer is
+    written, as `uniqueItems: true` or `not`: `refuse` answers 400 and names tool and path, since an
+    answer may break what the keyword asks for; `ignore` names it in the header `x-swell-warning`.
+    Keywords that ask for nothing are always ignored."""
     request_chat_template: bool = False
     """Whether a request may contain a chat template: it is a program that may run for long."""
     tool_parser: Text = "auto"

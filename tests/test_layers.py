@@ -85,7 +85,7 @@ LIBRARIES: dict[str, list[str]] = {
         "worker/sample/vocabulary.py",
     ],
     "llguidance": [
-        "cluster/text/structured_output.py",
+        "cluster/text/json_grammar/string_patterns.py",
         "cluster/text/user_grammar.py",
         "cluster/text/grammar_check.py",
         "worker/sample/grammar.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -140,11 +140,25 @@ def body_bytes(request: Request) -> int:
     return int(getattr(request.state, "body_bytes", 0))
 
 
-def warning_of(paths: list[str]) -> str | None:
-    """The header that names fields which were left out; visible ASCII, and no longer than headers
-    may be."""
+def warning_of(paths: list[str], what: str = "unknown fields") -> str | None:
+    """The header that names what was left out; visible ASCII, and no longer than headers may be."""
     if not paths:
         return None
-    named = ", ".join(ascii(path)[1:-1][:MAX_WARNED_CHARS] for path in paths[:MAX_WARNED])
+    named = ", ".join(_shortened(ascii(path)[1:-1]) for path in paths[:MAX_WARNED])
     more = f" and {len(paths) - MAX_WARNED} more" if len(paths) > MAX_WARNED else ""
-    return f"unknown fields were ignored: {named}{more}"
+    return f"{what} were ignored: {named}{more}"
+
+
+def warn_of_keywords(request: Request, paths: Iterable[str]) -> None:
+    """Name the keywords of schemas that are not held in the answer's header, too."""
+    added = warning_of(list(paths), "schema keywords")
+    both = (getattr(request.state, "warning", None), added)
+    request.state.warning = "; ".join(filter(None, both)) or None
+
+
+def _shortened(path: str) -> str:
+    """Beginning and end of a path: its last name matters most."""
+    if len(path) <= MAX_WARNED_CHARS:
+        return path
+    half = (MAX_WARNED_CHARS - 3) // 2
+    return f"{path[:half]}...{path[-half:]}"

@@ -17,7 +17,7 @@ from swell.cluster.api.admin.peers import PeerStories
 from swell.cluster.api.admin.protocol import RequestStory
 from swell.cluster.api.admin.serving import AdminRoutes
 from swell.cluster.api.answer_identity import AnswerIdentity
-from swell.cluster.api.body_reader import Body, body_bytes
+from swell.cluster.api.body_reader import Body, body_bytes, warn_of_keywords
 from swell.cluster.api.chat import convert as chat_convert
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.chat.serving import ChatResponseWriter
@@ -179,7 +179,9 @@ class Ingress:
     ) -> RequestParams:
         work = partial(convert, body, self.services.sampling_defaults)
         processing = self.services.process(work, body_bytes(request), identity, body.model)
-        return await with_deadline(request, processing)
+        params = await with_deadline(request, processing)
+        warn_of_keywords(request, params.ignored_keywords)
+        return params
 
     async def _count_tokens(self, request: Request) -> Response:
         body = await self.services.read(request, CountTokensRequest)

@@ -23,7 +23,8 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 REQUEST_ID = "x-request-id"
 WARNING = "x-swell-warning"
-"""Ignored fields of a request (`serve.unknown_fields: ignore`)."""
+"""Ignored fields of a request (`serve.unknown_fields: ignore`), and ignored keywords of its schemas
+(`serve.schema_keywords: ignore`)."""
 ANTHROPIC_REQUEST_ID = "request-id"
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")

@@ -18,6 +18,7 @@ from swell.cluster.text.generation_request import (
     Prompt,
     SessionPrefix,
 )
+from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
 from swell.cluster.text.model_formats import AnswerFormat, ModelFormats
 from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.parsers.base import ContentParser, Parser
@@ -104,6 +105,8 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
     """As in `GenerationRequest`; `cache_salt` is of it too then."""
     prefix: SessionPrefix | None = None
     """As in `GenerationRequest`; the prompt has it."""
+    ignored_keywords: dict[str, None] = {}
+    """Paths of keywords in its schemas that are not held; complete once the grammar is there."""
 
     def with_grammar(self, grammar: Grammar) -> RequestParams:
         return msgspec.structs.replace(self, grammar=grammar)
@@ -182,6 +185,8 @@ class InputProcessor(msgspec.Struct, frozen=True):
     """Of prompts that are embeddings; None: they are refused."""
     routed_experts: bool = False
     """Engines record which experts computed a token."""
+    schema_keywords: str = "refuse"
+    """`serve.schema_keywords`, where there are no `formats`."""
 
     def process(self, request: GenerationRequest) -> RequestParams:
         """May take long: the grammar is compiled too. Raises `BadRequest`."""
@@ -225,6 +230,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
             data_parallel_rank=request.data_parallel_rank,
             adapter=request.adapter,
             prefix=request.prefix,
+            ignored_keywords=answer.keywords.ignored,
         )
         return processed, answer.grammar
 
@@ -246,9 +252,16 @@ class InputProcessor(msgspec.Struct, frozen=True):
             end = self.prompts.text(prompts[0][-TAIL_TOKENS:])
             return self.formats.of(request, request.prompt, end)
         form, grammar = request.params.structured_outputs, None
+        keywords = SchemaKeywords(ignore=self.schema_keywords == "ignore")
         if form is not None:
-            grammar = partial(compile_grammar, form, request.structured_outputs_field)
-        return AnswerFormat(keeps_special_tokens=False, make_parser=ContentParser, grammar=grammar)
+            field = request.structured_outputs_field
+            grammar = partial(compile_grammar, form, field, keywords)
+        return AnswerFormat(
+            keeps_special_tokens=False,
+            make_parser=ContentParser,
+            grammar=grammar,
+            keywords=keywords,
+        )
 
     def _tokenize(self, request: GenerationRequest) -> list[list[int]]:
         if self.max_children is not None:

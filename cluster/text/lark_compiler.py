@@ -12,7 +12,11 @@ from swell.worker.sample.wire import GRAMMAR_LIMITS, Grammar
 
 MAX_BYTES = 256 * 1024
 """Longest schema or other text that a grammar is made from, as UTF-8."""
+MAX_LARK_BYTES = 4 * MAX_BYTES
+"""Longest grammar that is made of such a text: each property of a schema is a rule."""
 MAX_REASON_CHARS = 300
+_NOTHING_FITS = "NoExtensionBias"
+"""How the library begins its error where no token may follow."""
 
 _EXCERPT = re.compile(r"\n[ \t]*\d+ \| ")
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")
@@ -26,20 +30,30 @@ def compile_lark(text: str, param: str) -> Grammar:
 
     `param` is the path of the field that it was made from. Raises `BadRequest`.
     """
-    reason = _reason(check_bytes(text, param))
+    reason = _reason(check_bytes(text, param, MAX_LARK_BYTES))
+    if reason.startswith(_NOTHING_FITS):
+        reason = "no text fits it"
     if reason:
         raise BadRequest(f"{param} is refused: {reason}", param, "invalid_grammar")
     return Grammar(text)
 
 
-def check_bytes(text: str, param: str) -> bytes:
+def is_empty_terminal(expression: str) -> bool:
+    """Whether no text fits the expression of a terminal. ValueError: it does not compile."""
+    reason = _reason(f"start: FORM\nFORM: {expression}".encode())
+    if reason and not reason.startswith(_NOTHING_FITS):
+        raise ValueError(reason)
+    return bool(reason)
+
+
+def check_bytes(text: str, param: str, limit: int = MAX_BYTES) -> bytes:
     """A text that a grammar is made from. Raises `BadRequest` for one that is too long."""
     try:
         data = text.encode()
     except UnicodeEncodeError:
         raise BadRequest(f"{param} holds a lone surrogate, which is no text", param) from None
-    if len(data) > MAX_BYTES:
-        raise BadRequest(f"{param} has {len(data)} bytes; at most {MAX_BYTES} are allowed", param)
+    if len(data) > limit:
+        raise BadRequest(f"{param} has {len(data)} bytes; at most {limit} are allowed", param)
     return data
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from swell.cluster.text.generation_request import Conversation, GenerationRequest
+from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
 from swell.cluster.text.lark_compiler import compile_lark
 from swell.cluster.text.parsers import (
     make_parser,
@@ -31,6 +32,7 @@ from swell.cluster.text.parsers.constrained import (
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
 from swell.cluster.text.parsers.grammar import GrammarBuilder
+from swell.cluster.text.parsers.tool_schemas import check_each_tool, cleaned_tool
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
 from swell.cluster.text.schema.chat_messages import CallRules, ToolDefinition, call_rules
 from swell.cluster.text.structured_output import compile_grammar, grammar_fragment
@@ -46,6 +48,8 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     make_parser: Callable[[], Parser]
     grammar: Callable[[], Grammar] | None
     """Compiles the form that the answer has; raises BadRequest."""
+    keywords: SchemaKeywords
+    """Reads the schemas of the form and of tools, when that is compiled."""
 
 
 class ModelFormats:
@@ -60,6 +64,7 @@ class ModelFormats:
         if self._reasoning == guessed == "think-open":
             # With this template each prompt decides whether the answer begins inside.
             self._reasoning = "think"
+        self._ignores_keywords = config.schema_keywords == "ignore"
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added = {str(token): id for id, token in added.items()}
         """Text -> id of tokens that the tokenizer finds in a text before it cuts it into words:
@@ -121,8 +126,10 @@ class ModelFormats:
 
         limited = reasoning is not None and reasoning.budget is not None
         messages = written.messages(prompt, self._added) if written else None
+        keywords = SchemaKeywords(ignore=self._ignores_keywords)
         grammar = partial(
             self._compile,
+            keywords,
             request.structured_outputs_field,
             request_tools,
             calls,
@@ -136,6 +143,7 @@ class ModelFormats:
             or any(token in marker for marker in free.markers for token in self._special),
             make_parser=make,
             grammar=grammar if constrained or limited else None,
+            keywords=keywords,
         )
 
     def _reasoning_grammar(
@@ -163,6 +171,7 @@ class ModelFormats:
 
     def _compile(
         self,
+        keywords: SchemaKeywords,
         param: str | None,
         tools: list[Tool],
         rules: CallRules | None,
@@ -172,17 +181,22 @@ class ModelFormats:
     ) -> Grammar:
         """`param`: the field that gives `form`. `tools`: those that the model is shown."""
         if form is not None:
-            alone = compile_grammar(form, param)  # so that an error is about the form
+            alone = compile_grammar(form, param, keywords)  # so that an error is about the form
             if rules is None and reasoning is None and messages is None:
                 return alone
             if reasoning is not None:
                 _check_after_reasoning(reasoning, form, param)
+        wanted: list[Tool] = []
         kind = tool_format(self._tools) if tools and self._tools else None
         calls = None
         if kind is not None and rules is not None:
             names = rules.names
             try:
-                wanted = [tool for tool in tools if names is None or tool.name in names]
+                wanted = [
+                    cleaned_tool(tool, keywords)
+                    for tool in tools
+                    if names is None or tool.name in names
+                ]
                 builder = GrammarBuilder(wanted, not rules.single, self._added)
                 calls = kind.call_grammar(builder)
             except ValueError as error:
@@ -192,7 +206,7 @@ class ModelFormats:
                 calls,
                 special=self._added,
                 required=rules is not None and rules.required,
-                form=grammar_fragment(form, param) if form else None,
+                form=grammar_fragment(form, param, keywords) if form else None,
                 reasoning=reasoning,
                 start_markers=[one.strip() for one in kind.start_markers] if kind else (),
                 messages=messages,
@@ -200,7 +214,11 @@ class ModelFormats:
         except ValueError as error:
             field = "thinking_token_budget"
             raise BadRequest(f"{field}: {error}", field, "unsupported_value") from None
-        return compile_lark(lark, "tools" if calls else param or "structured_outputs")
+        try:
+            return compile_lark(lark, "tools" if calls else param or "structured_outputs")
+        except BadRequest:
+            check_each_tool(wanted)
+            raise
 
 
 def _check_after_reasoning(

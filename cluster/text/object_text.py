@@ -1,19 +1,24 @@
 r"""The arguments of a tool call as Anthropic's API has them: an object, or the beginning of one.
 
 A model may write anything. The law: *the input of a call is the longest beginning of what was
-written that is the beginning of a JSON object* (RFC 8259, at most `MAX_DEPTH` deep); what is not
-even that is `{}`. A stream gives this text; a whole answer has the object in it, without what is
-unfinished at its end:
+written that is the beginning of a JSON object* (RFC 8259, at most `MAX_DEPTH` deep, with numbers of
+at most `MAX_NUMBER_CHARS` characters); what is not even that is `{}`. A stream gives this text; a
+whole answer has the object in it, without what is unfinished at its end:
 
     {"a": [1, {"b": "x"}, 23        a stream gives    {"a": [1, {"b": "x"},␣
                                     and the input is  {"a": [1, {"b": "x"}]}
 
 So both are the same to a client that reads unfinished JSON, as Anthropic's does. Strings are
-written anew: a line break that a model forgot to escape ends nothing.
+written anew: a line break that a model forgot to escape ends nothing. Numbers stay as they were
+written, also those that no double holds, as `1e999`; a template, which needs the number itself,
+gets the largest double.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from typing import Any
 
 import msgspec
@@ -24,6 +29,10 @@ from swell.cluster.text.parsers.structure import StructureReader
 
 MAX_DEPTH = 100
 """Readers of JSON have limits of their own, at 200 and more."""
+MAX_NUMBER_CHARS = 1000
+"""Python reads integers of at most 4300 digits, and others fewer."""
+
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 
 
 class PartialObject(StructureReader):
@@ -82,26 +91,30 @@ class PartialObject(StructureReader):
             scalar = ScalarValue()
             yield from self._follow(scalar)
             text = scalar.take()
-            if not _is_scalar(text):
+            if len(text) > MAX_NUMBER_CHARS or _SCALAR.fullmatch(text) is None:
                 raise NotRead
             self._give(text)
 
 
-def read_partial_object(text: str) -> dict[str, Any]:
-    """The input of a call whose arguments were written as `text`."""
+def partial_object_json(text: str) -> str:
+    """The input of a call whose arguments were written as `text`, as JSON."""
     reader = PartialObject()
-    value: dict[str, Any] = msgspec.json.decode(reader.close(reader.push(text)))
+    return reader.close(reader.push(text))
+
+
+def read_partial_object(text: str) -> dict[str, Any]:
+    """The same as a value, in which a number that no double holds is the largest one."""
+    written = partial_object_json(text)
+    try:
+        value: dict[str, Any] = msgspec.json.decode(written)
+    except msgspec.DecodeError:  # a number beyond all doubles
+        value = json.loads(written, parse_float=_finite)
     return value
+
+
+def _finite(number: str) -> float:
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
 
 def _encoded(text: str) -> str:
     return msgspec.json.encode(text)[1:-1].decode()
-
-
-def _is_scalar(text: str) -> bool:
-    """Whether it is a number that can be held, true, false or null."""
-    try:
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, msgspec.ValidationError):
-        return False
-    return True

@@ -7,14 +7,27 @@ check may take long: call from a thread.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-from llguidance import regex_to_lark
 
-from swell.cluster.text.lark_compiler import MAX_BYTES, check_bytes, compile_lark
+from swell.cluster.text.json_grammar.json_lark import json_grammar
+from swell.cluster.text.json_grammar.object_merging import literal
+from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
+from swell.cluster.text.json_grammar.schema_nodes import (
+    DEFINITIONS,
+    SchemaError,
+    at,
+    children,
+)
+from swell.cluster.text.json_grammar.string_patterns import lark_expression, split_lookahead
+from swell.cluster.text.lark_compiler import (
+    MAX_BYTES,
+    check_bytes,
+    compile_lark,
+    is_empty_terminal,
+)
 from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs, bad_value, shown
 from swell.cluster.text.user_grammar import lark_of
 from swell.worker.sample.wire import Grammar
@@ -22,11 +35,9 @@ from swell.worker.sample.wire import Grammar
 MAX_SCHEMA_DEPTH = 100
 """Levels of arrays and objects in a schema's text; the compiler's own parser stops at 128."""
 MAX_CHOICES = 10_000
+MAX_CHECKED_PATTERNS = 64
+"""Patterns of a refused schema that are checked one by one, to name the one at fault."""
 _NO_CHARACTER = "is empty; an answer has at least one character"
-
-WHITESPACE = r"\x20|\n\x20{0,32}"
-"""Where JSON allows space: one, or a line break and its indentation. So a model may write JSON
-in lines, and none can write blanks without end."""
 
 _KINDS = StructuredOutputs.__struct_fields__
 _DATA = frozenset(("const", "enum", "default", "examples"))
@@ -54,26 +65,78 @@ class SchemaTooLong(ValueError):
     """A schema that no grammar has room for."""
 
 
-def compile_grammar(structured_outputs: StructuredOutputs, param: str | None = None) -> Grammar:
+def compile_grammar(
+    structured_outputs: StructuredOutputs,
+    param: str | None = None,
+    keywords: SchemaKeywords | None = None,
+) -> Grammar:
     """The grammar of the form of a request's answer. Raises `BadRequest` for one that no grammar
     can hold.
 
     `param`: the path of the field that gave it, if it is not `structured_outputs.<kind>`.
+    `keywords`: reads its schema; None: refuses all that no grammar can hold.
     """
-    kind, _ = _given(structured_outputs, param)
-    fragment = grammar_fragment(structured_outputs, param)
-    return compile_lark(fragment.to_grammar(), param or f"structured_outputs.{kind}")
+    kind, value = _given(structured_outputs, param)
+    fragment = grammar_fragment(structured_outputs, param, keywords)
+    param = param or f"structured_outputs.{kind}"
+    try:
+        return compile_lark(fragment.to_grammar(), param)
+    except BadRequest:
+        if kind == "json":
+            _check_patterns(_parsed(value, param) if isinstance(value, str) else value, param)
+        raise
+
+
+def compile_schema(schema: dict[str, Any], subject: str, param: str) -> Grammar:
+    """The grammar of a schema. `subject` and `param` are what its errors name. Raises
+    `BadRequest`."""
+    try:
+        lark = f"start: {inline_json(schema)}"
+    except ValueError as error:
+        raise BadRequest(f"{subject} {error}", param, "invalid_grammar") from None
+    try:
+        return compile_lark(lark, param)
+    except BadRequest as error:
+        _check_patterns(schema, subject, param)
+        raise BadRequest(f"{subject}: {error.message}", param, "invalid_grammar") from None
+
+
+def _check_patterns(schema: Any, subject: str, param: str | None = None) -> None:
+    """Raise BadRequest for the first pattern that is no expression."""
+    level, checked = [("", schema)], 0
+    while level and checked < MAX_CHECKED_PATTERNS:
+        path, node = level.pop()
+        if not isinstance(node, dict):
+            continue
+        for key in DEFINITIONS:
+            level += [(at(at(path, key), name), one) for name, one in node.get(key, {}).items()]
+        level += children(node, path)
+        pattern = node.get("pattern")
+        split = split_lookahead(pattern) if isinstance(pattern, str) else None
+        if split is not None:
+            checked += 1
+            try:
+                is_empty_terminal(f"/{lark_expression(split.rest)}/")
+            except ValueError as error:
+                raise BadRequest(
+                    f"{subject} has {at(path, 'pattern')}={shown(pattern)}, which is refused: "
+                    f"{error}",
+                    param or subject,
+                    "invalid_grammar",
+                ) from None
 
 
 def grammar_fragment(
-    structured_outputs: StructuredOutputs, param: str | None = None
+    structured_outputs: StructuredOutputs,
+    param: str | None = None,
+    keywords: SchemaKeywords | None = None,
 ) -> GrammarFragment:
     """The form as a part of a grammar, not compiled yet; as `compile_grammar` otherwise."""
     kind, value = _given(structured_outputs, param)
     param = param or f"structured_outputs.{kind}"
     if isinstance(value, str):
         check_bytes(value, param)
-    return _FRAGMENTS[kind](value, param)
+    return _FRAGMENTS[kind](value, param, keywords or SchemaKeywords())
 
 
 def _given(structured_outputs: StructuredOutputs, param: str | None) -> tuple[str, Any]:
@@ -92,19 +155,27 @@ def _given(structured_outputs: StructuredOutputs, param: str | None) -> tuple[st
 
 
 def inline_json(schema: dict[str, Any]) -> str:
-    """`%json {...}`: a schema as a part of a rule, with bounded whitespace. ValueError for one that
-    is too long: a quick writer measures it first, since the slow one would block all threads."""
+    """`%lark {...}`: a schema as a part of a rule, with bounded whitespace and numbers. ValueError
+    for one that no grammar can hold, or that is too long: a quick writer measures it."""
     try:
         size = len(msgspec.json.encode(schema))
-    except (TypeError, ValueError, RecursionError):
-        size = 0  # the slow writer raises the error
+    except RecursionError:
+        raise SchemaError("is nested too deeply") from None
     if size > MAX_BYTES:
         raise SchemaTooLong(f"has {size} bytes; at most {MAX_BYTES} are allowed")
-    options = {"whitespace_pattern": WHITESPACE}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
+    return json_grammar(SchemaKeywords().clean(schema), _is_empty)
 
 
-def _json(value: dict[str, Any] | bool | str, param: str) -> GrammarFragment:
+def _is_empty(expression: str) -> bool:
+    try:
+        return is_empty_terminal(expression)
+    except ValueError as error:
+        raise SchemaError(f"has a pattern that is refused: {error}") from None
+
+
+def _json(
+    value: dict[str, Any] | bool | str, param: str, keywords: SchemaKeywords
+) -> GrammarFragment:
     schema = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(schema, dict | bool):
         raise bad_value(param, schema, "is no JSON schema: an object or true")
@@ -122,9 +193,11 @@ def _json(value: dict[str, Any] | bool | str, param: str) -> GrammarFragment:
                 param,
             )
     try:
-        return GrammarFragment(rule=inline_json(schema))
+        return GrammarFragment(rule=inline_json(keywords.clean(schema, param)))
     except SchemaTooLong as error:
         raise BadRequest(f"{param} {error}", param) from None
+    except SchemaError as error:
+        raise BadRequest(f"{param} {error}", param, "invalid_grammar") from None
     except (TypeError, ValueError) as error:
         raise BadRequest(f"{param} holds what JSON cannot write: {error}", param) from None
 
@@ -162,24 +235,17 @@ def _references(schema: dict[str, Any], param: str) -> Iterator[str]:
     )
 
 
-def _json_object(_value: bool, _param: str) -> GrammarFragment:
+def _json_object(_value: bool, _param: str, _keywords: SchemaKeywords) -> GrammarFragment:
     return GrammarFragment(rule=inline_json({"type": "object"}))
 
 
-def lark_expression(pattern: str) -> str:
-    """A regular expression as Lark has it between slashes. Digits and word characters are those of
-    ASCII, as in JSON schema's patterns."""
-    expression: str = regex_to_lark(pattern, "dw")
-    return expression
-
-
-def _regex(value: str, param: str) -> GrammarFragment:
+def _regex(value: str, param: str, _keywords: SchemaKeywords) -> GrammarFragment:
     if not value:
         raise bad_value(param, value, _NO_CHARACTER)
     return GrammarFragment(terminal=f"/{lark_expression(value)}/")
 
 
-def _choice(value: list[str], param: str) -> GrammarFragment:
+def _choice(value: list[str], param: str, _keywords: SchemaKeywords) -> GrammarFragment:
     if not value:
         raise bad_value(param, value, "has nothing to choose from")
     if len(value) > MAX_CHOICES:
@@ -189,18 +255,13 @@ def _choice(value: list[str], param: str) -> GrammarFragment:
             raise bad_value(f"{param}[{index}]", text, _NO_CHARACTER)
     check_bytes("".join(value), param)
     # One terminal: a lexer's automaton holds thousands of texts, a parser's rule does not.
-    return GrammarFragment(terminal=" | ".join(map(_quoted, dict.fromkeys(value))))
+    return GrammarFragment(terminal=" | ".join(map(literal, dict.fromkeys(value))))
 
 
-def _quoted(text: str) -> str:
-    """A text as Lark writes it: JSON does not escape DEL, and Lark must."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f")
-
-
-_FRAGMENTS: dict[str, Callable[[Any, str], GrammarFragment]] = {
+_FRAGMENTS: dict[str, Callable[[Any, str, SchemaKeywords], GrammarFragment]] = {
     "json": _json,
     "json_object": _json_object,
     "regex": _regex,
     "choice": _choice,
-    "grammar": lambda value, param: GrammarFragment(grammar=lark_of(value, param)),
+    "grammar": lambda value, param, _: GrammarFragment(grammar=lark_of(value, param)),
 }

@@ -60,6 +60,7 @@ class TextServices(NamedTuple):
             allow_chat_template=serve.request_chat_template,
             embeds_width=load_embeds_width(config.model),
             routed_experts=config.model.routed_experts,
+            schema_keywords=serve.schema_keywords,
         )
         pooled = None
         if pooling is not None:

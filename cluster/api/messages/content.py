@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from swell.cluster.api.messages.call_ids import tool_use_id
 from swell.cluster.api.messages.message import (
     SIGNATURE,
@@ -23,7 +25,7 @@ from swell.cluster.api.messages.message import (
     ThinkingOutput,
     ToolUseOutput,
 )
-from swell.cluster.text.object_text import PartialObject, read_partial_object
+from swell.cluster.text.object_text import PartialObject, partial_object_json
 from swell.cluster.text.parsers import deltas as parts
 
 
@@ -43,7 +45,7 @@ def blocks(said: Iterable[parts.AnswerDelta], *, hides_thinking: bool) -> list[O
                 content.append(call)
             case parts.Arguments(_, text):
                 assert call is not None, "a call is announced before its arguments"
-                call.input = read_partial_object(text)
+                call.input = msgspec.Raw(partial_object_json(text).encode())
     return content
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from swell.cluster.api.protocol_base import Body, Usage
 from swell.cluster.api.timings import Timings
@@ -30,7 +30,8 @@ class ThinkingOutput(Body, kw_only=True, tag_field="type", tag="thinking"):
 class ToolUseOutput(Body, kw_only=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Annotated[Any, Meta(extra_json_schema={"type": "object"})]
+    """An object, or JSON text of one: no value holds all numbers that a model may write."""
 
 
 OutputBlock = TextOutput | ThinkingOutput | ToolUseOutput

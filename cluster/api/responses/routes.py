@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.answer_identity import AnswerIdentity, new_identity
-from swell.cluster.api.body_reader import body_bytes
+from swell.cluster.api.body_reader import body_bytes, warn_of_keywords
 from swell.cluster.api.chat.convert import to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.disconnect import with_deadline
@@ -128,6 +128,7 @@ class ResponseRoutes:
             size, _conversation, body, found
         )
         params = await with_deadline(request, self._process_chat(chat, size, identity))
+        warn_of_keywords(request, params.ignored_keywords)
         response.temperature, response.top_p = params.params.temperature, params.params.top_p
         answer = _Answer(store_key(owner, response.id), items, body, response)
         writer = self._writer(answer, params, identity)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.answer_identity import AnswerIdentity
-from swell.cluster.api.body_reader import body_bytes, read_short_body
+from swell.cluster.api.body_reader import body_bytes, read_short_body, warn_of_keywords
 from swell.cluster.api.completions.convert import to_generation_request
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.disconnect import with_deadline
@@ -103,7 +103,9 @@ class SessionRoutes:
         size = body_bytes(request) + chunk.session.size_bytes
         convert = partial(self._convert, body, chunk)
         processing = self._services.process(convert, size, identity, body.model)
-        return await with_deadline(request, _of_session(processing, chunk))
+        params = await with_deadline(request, _of_session(processing, chunk))
+        warn_of_keywords(request, params.ignored_keywords)
+        return params
 
     async def _answer(
         self,

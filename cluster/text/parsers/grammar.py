@@ -71,10 +71,7 @@ class GrammarBuilder(msgspec.Struct, frozen=True):
         calls = [
             f"call_{index}: {head} args_{index} {tail}".rstrip() for index, head in enumerate(heads)
         ]
-        args = [
-            f"args_{index}: {inline_json(parameters_of(tool))}"
-            for index, tool in enumerate(self.tools)
-        ]
+        args = [f"args_{index}: {arguments_as_json(tool)}" for index, tool in enumerate(self.tools)]
         return [f"call: {any_call(self.tools)}", *calls, *args]
 
 
@@ -124,6 +121,15 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
             f'give "type": "object"'
         )
     return {**schema, "type": "object"}
+
+
+def arguments_as_json(tool: Tool) -> str:
+    """The arguments of a call as a part of a rule. ValueError names the tool."""
+    schema = parameters_of(tool)
+    try:
+        return inline_json(schema)
+    except ValueError as error:
+        raise ValueError(f"schema of tool {tool.name!r} {error}") from None
 
 
 def regex_escaped(text: str) -> str:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from swell.cluster.text.json_grammar.string_patterns import search_expression
 from swell.cluster.text.parsers import grammar
 from swell.cluster.text.parsers.json_check import JSON_TYPES, JsonChecker
 from swell.cluster.text.parsers.values import MAX_SCHEMA_NODES, STRING, resolve, schema_types
-from swell.cluster.text.structured_output import lark_expression
 
 _Kind = TypeVar("_Kind")
 
@@ -61,8 +61,6 @@ _OTHER_KEYWORDS = frozenset(
     )
 )
 """They say nothing about strings."""
-
-_INNER_ANCHOR = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([$^|])", re.S)
 
 
 def split_schema(schema: Any, root: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
@@ -217,25 +215,3 @@ def _finds_nothing(pattern: str) -> bool:
         return re.search(pattern, "") is not None
     except re.error:
         return False
-
-
-def search_expression(pattern: str) -> str:
-    """The expression for a whole text in which an ECMA pattern is found. ValueError for one with
-    `^` or `$` inside."""
-    head = "" if pattern.startswith("^") else "(?s:.*)"
-    escapes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
-    ends = pattern.endswith("$") and escapes % 2 == 0
-    body = pattern[not head : len(pattern) - ends]
-    inner = {found[1] for found in _INNER_ANCHOR.finditer(body) if found[1]}
-    if inner & {"^", "$"} or ("|" in inner and (not head or ends) and _top_level_choice(body)):
-        raise ValueError(f"has the pattern {pattern!r}: ^ and $ may only stand around all of it")
-    return f"{head}({lark_expression(body)}){'' if ends else '(?s:.*)'}"
-
-
-def _top_level_choice(body: str) -> bool:
-    depth = 0
-    for found in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|([()|])", body, re.S):
-        depth += {"(": 1, ")": -1}.get(found[1] or "", 0)
-        if found[1] == "|" and depth == 0:
-            return True
-    return False

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jiter import from_json
 
+from swell.cluster.api.messages.content import blocks
 from swell.cluster.api.messages.convert import chat_messages, conversation, to_generation_request
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
 from swell.cluster.text.generation_request import Conversation
-from swell.cluster.text.object_text import MAX_DEPTH, PartialObject, read_partial_object
+from swell.cluster.text.object_text import (
+    MAX_DEPTH,
+    MAX_NUMBER_CHARS,
+    PartialObject,
+    partial_object_json,
+    read_partial_object,
+)
+from swell.cluster.text.parsers import deltas
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
 
@@ -66,7 +75,9 @@ def test_an_object_is_read_as_it_was_written(value: dict[str, Any], ascii: bool)
         ('{"a": 1, "b": tru', {"a": 1}),
         ('{"a": 1, "b": nope, "c": 2}', {"a": 1}),
         ('{"a": [1, 02, NaN], "c": 2}', {"a": [1]}),
-        ('{"a": 1e999}', {}),
+        ('{"a": 01e9}', {}),
+        ('{"a": ' + "1" * (MAX_NUMBER_CHARS + 1) + "}", {}),
+        ('{"a": 12345678901234567890, "b": 1.50}', {"a": 12345678901234567890, "b": 1.5}),
         ('{"a": [1, {"b": "x"}, 23', {"a": [1, {"b": "x"}]}),
         ('{"a": 1 oops, "b": 2}', {"a": 1}),
         ('{"a": "two\nlines and \\d"} tail', {"a": "two\nlines and \\d"}),
@@ -76,6 +87,30 @@ def test_arguments_that_are_no_object_become_the_longest_valid_beginning(
     text: str, value: object
 ) -> None:
     assert read_partial_object(text) == value
+
+
+_NUMBER = r"-?(0|[1-9][0-9]{0,20})(\.[0-9]{1,20})?([eE][-+]?[0-9]{1,6})?"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.from_regex(_NUMBER, fullmatch=True, alphabet=st.sampled_from("0123456789.eE+-")),
+    st.integers(1, 5),
+)
+@example("1e999", 1)
+@example("806e+344450", 3)
+@example("-1e400", 2)
+def test_a_number_stays_as_it_was_written(number: str, step: int) -> None:
+    """Also one that no double holds, and what follows it."""
+    text = f'{{"a": {number}, "b": [{number}, "x"], "c": 1}}'
+    reader = PartialObject()
+    given = "".join(reader.push(text[at : at + step]) for at in range(0, len(text), step))
+    assert given == text == partial_object_json(text)
+    calls = [deltas.ToolCall(0, "c", "f"), deltas.Arguments(0, text)]
+    assert text.encode() in msgspec.json.encode(blocks(calls, hides_thinking=False))
+    value = read_partial_object(text)
+    assert value["a"] == value["b"][0] and value["b"][1] == "x" and value["c"] == 1
+    assert math.isfinite(value["a"])
 
 
 def test_an_input_is_only_so_deep() -> None:

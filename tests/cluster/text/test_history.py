@@ -4,6 +4,7 @@ what cannot be served is still refused by name."""
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from typing import Any
 
@@ -274,6 +275,7 @@ def test_reasoning_is_vllms_name_of_reasoning_content() -> None:
         ('{"a": [1, {"b": 2}, 3', {"a": [1, {"b": 2}]}),
         ("I would call", {}),
         ("[1, 2]", {}),
+        ('{"a": 1e999, "b": "kept"}', {"a": sys.float_info.max, "b": "kept"}),
     ],
 )
 def test_arguments_that_were_cut_off_are_their_longest_object(written: str, seen: Any) -> None:

@@ -1,0 +1,288 @@
+r"""Numbers that a JSON schema allows, held digit by digit: as an expression of a terminal in Lark.
+
+Bounds are decimal numbers of any length, so nothing is rounded. A comparison with a bound is a
+regular expression over the digits, as for "more than 12.5":
+
+    [1-9][0-9]{2,} ...       more digits before the point
+    [2-9][0-9] ...           the first digit that differs is larger
+    1[3-9] ...
+    12\.[6-9] ...            the same before the point, more behind it
+    12\.50*[1-9] ...
+
+The expression of a range is that of all numbers of bounded length, and of its lower bound, and of
+its upper one: `/.../ & /.../ & /.../`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+
+import msgspec
+
+MAX_INT_DIGITS = 40
+"""Before the point: float32's largest number and 128-bit integers have 39. A bound with more digits
+is held too."""
+MAX_FRACTION_DIGITS = 40
+"""Behind the point: a model that repeats a digit ends, and 128-bit decimals fit."""
+MAX_EXPONENT_DIGITS = 2
+"""So every number can be held by a double, whose largest is 1.8e308."""
+MAX_BOUND_DIGITS = 400
+"""Digits of a bound, without an exponent: any double has at most 309 before the point."""
+MAX_LAST_DIGITS = 256
+"""Different endings that multiples of a number may have, as "00", "25", "50" and "75"."""
+_NEVER_ABOVE = Decimal(10) ** (MAX_INT_DIGITS + 10**MAX_EXPONENT_DIGITS)
+
+ZERO = Decimal(0)
+
+
+class UnsupportedNumber(ValueError):
+    """A bound or a divisor that no expression here can hold."""
+
+
+class NumberRange(msgspec.Struct, frozen=True):
+    """Numbers between bounds, perhaps integers alone, perhaps multiples of a number."""
+
+    low: Decimal | None = None
+    low_open: bool = False
+    """The bound itself is not allowed."""
+    high: Decimal | None = None
+    high_open: bool = False
+    integer: bool = False
+    multiple_of: Fraction | None = None
+
+    def __str__(self) -> str:
+        low = (
+            None
+            if self.low is None
+            else f"{'more than' if self.low_open else 'at least'} {self.low}"
+        )
+        high = None
+        if self.high is not None:
+            high = f"{'less than' if self.high_open else 'at most'} {self.high}"
+        step = None if self.multiple_of is None else f"a multiple of {float(self.multiple_of):g}"
+        kind = "an integer" if self.integer else None
+        return " and ".join(one for one in (kind, low, high, step) if one)
+
+    def intersect(self, other: NumberRange) -> NumberRange:
+        low, low_open = _tighter(self, other, "low", max)
+        high, high_open = _tighter(self, other, "high", min)
+        multiples = [one for one in (self.multiple_of, other.multiple_of) if one is not None]
+        both = _common_multiple(*multiples) if len(multiples) == 2 else None
+        return NumberRange(
+            low,
+            low_open,
+            high,
+            high_open,
+            self.integer or other.integer,
+            both or (multiples[0] if multiples else None),
+        )
+
+    def contains(self, value: Decimal) -> bool:
+        return not self.intersect(NumberRange(value, False, value, False)).is_empty
+
+    @property
+    def step(self) -> Fraction | None:
+        """All its numbers are multiples of this one; None: of none."""
+        if self.multiple_of is None:
+            return Fraction(1) if self.integer else None
+        return _common_multiple(self.multiple_of, Fraction(1)) if self.integer else self.multiple_of
+
+    @property
+    def is_empty(self) -> bool:
+        if self.low is None or self.high is None:
+            return False
+        if self.step is None:
+            open_ = self.low_open or self.high_open
+            return self.low > self.high or (self.low == self.high and open_)
+        least, most = self.multiples
+        assert least is not None and most is not None
+        return least > most
+
+    @property
+    def multiples(self) -> tuple[int | None, int | None]:
+        """The least and the largest number of `step`s that are in the range; None: no bound."""
+        step = self.step
+        assert step is not None
+        least = most = None
+        if self.low is not None:
+            at = Fraction(self.low) / step
+            least = math.floor(at) + 1 if self.low_open else math.ceil(at)
+        if self.high is not None:
+            at = Fraction(self.high) / step
+            most = math.ceil(at) - 1 if self.high_open else math.floor(at)
+        return least, most
+
+
+def _tighter(
+    one: NumberRange, two: NumberRange, side: str, choose: Callable[..., Decimal]
+) -> tuple[Decimal | None, bool]:
+    found = [
+        (bound, getattr(each, f"{side}_open"))
+        for each in (one, two)
+        if (bound := getattr(each, side)) is not None
+    ]
+    if not found:
+        return None, False
+    bound = choose(value for value, _ in found)
+    return bound, any(is_open for value, is_open in found if value == bound)
+
+
+def _common_multiple(one: Fraction, two: Fraction) -> Fraction:
+    """The least number that is a multiple of both."""
+    return Fraction(
+        math.lcm(one.numerator * two.denominator, two.numerator * one.denominator),
+        one.denominator * two.denominator,
+    )
+
+
+def number_text(value: Decimal) -> str:
+    """A number in digits alone, as short as it can be."""
+    text = f"{value:f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text in ("-0", "") else text
+
+
+def number_terminal(numbers: NumberRange) -> str:
+    """The expression of a terminal for a range that is not empty. Raises `UnsupportedNumber`."""
+    low, high = _needed(numbers.low, -1), _needed(numbers.high, 1)
+    if low is not None and low == high:
+        return f'"{number_text(low)}"'
+    divisor = _divisor(numbers)
+    digits = [len(number_text(abs(bound))) + 1 for bound in (low, high) if bound is not None]
+    ints, fractions = max([MAX_INT_DIGITS, *digits]), max([MAX_FRACTION_DIGITS, *digits])
+    fraction = "" if numbers.integer else rf"(\.[0-9]{{1,{fractions}}})?"
+    plain = f"(0|[1-9][0-9]{{0,{ints - 1}}}){fraction}"
+    if low is None and high is None:
+        free = not (numbers.integer or divisor)
+        exponent = rf"([eE][-+]?[0-9]{{1,{MAX_EXPONENT_DIGITS}}})?" if free else ""
+        return " & ".join([f"/-?{plain}{exponent}/", *divisor])
+    parts = []
+    if high is None or high > 0 or (high == 0 and not numbers.high_open):
+        least = None if low is None or (low <= 0 and not (low == 0 and numbers.low_open)) else low
+        parts.append(_between(plain, "", least, numbers.low_open, high, numbers.high_open))
+    if low is None or low < 0:
+        most = None if low is None else -low
+        # No "-0": it would be the number 0, which the range need not have.
+        least, is_open = (ZERO, True) if high is None or high >= 0 else (-high, numbers.high_open)
+        parts.append(_between(plain, "-", least, is_open, most, numbers.low_open))
+    choice = " | ".join(f"({part})" for part in parts)
+    return " & ".join([f"({choice})", *divisor])
+
+
+def _needed(bound: Decimal | None, side: int) -> Decimal | None:
+    """The bound, unless it is beyond all numbers that may be written."""
+    if bound is None or bound * side > _NEVER_ABOVE:
+        return None
+    if len(number_text(bound)) > MAX_BOUND_DIGITS:
+        raise UnsupportedNumber(
+            f"has more than {MAX_BOUND_DIGITS} digits, which is the most that a bound may have"
+        )
+    return bound
+
+
+def _between(
+    plain: str,
+    sign: str,
+    low: Decimal | None,
+    low_open: bool,
+    high: Decimal | None,
+    high_open: bool,
+) -> str:
+    """Numbers of one sign, whose amounts are in a range of positive numbers."""
+    parts = [f"/{sign}{plain}/"]
+    if low is not None:
+        parts.append(f"/{sign}({'|'.join(_above(low, inclusive=not low_open))})/")
+    if high is not None:
+        parts.append(f"/{sign}({'|'.join(_below(high, inclusive=not high_open))})/")
+    return " & ".join(parts)
+
+
+def _split(bound: Decimal) -> tuple[str, str]:
+    """Digits before and behind the point."""
+    whole, _, fraction = number_text(bound).partition(".")
+    return whole, fraction
+
+
+_ANY_FRACTION = r"(\.[0-9]*)?"
+
+
+def _above(bound: Decimal, *, inclusive: bool) -> list[str]:
+    """Numbers that are larger than a bound, which is not negative, as alternatives."""
+    whole, fraction = _split(bound)
+    found = [f"[1-9][0-9]{{{len(whole)},}}{_ANY_FRACTION}"]
+    for at, digit in enumerate(whole):
+        if digit != "9":
+            rest = len(whole) - at - 1
+            found.append(f"{whole[:at]}[{int(digit) + 1}-9][0-9]{{{rest}}}{_ANY_FRACTION}")
+    for at, digit in enumerate(fraction):
+        if digit != "9":
+            found.append(rf"{whole}\.{fraction[:at]}[{int(digit) + 1}-9][0-9]*")
+    found.append(rf"{whole}\.{fraction}0*[1-9][0-9]*")
+    if inclusive:
+        found.append(_equal(whole, fraction))
+    return found
+
+
+def _below(bound: Decimal, *, inclusive: bool) -> list[str]:
+    """Numbers that are smaller than a bound, which is not negative, as alternatives."""
+    whole, fraction = _split(bound)
+    found = []
+    if len(whole) > 1:
+        found.append(f"(0|[1-9][0-9]{{0,{len(whole) - 2}}}){_ANY_FRACTION}")
+    for at, digit in enumerate(whole):
+        least = 1 if at == 0 and len(whole) > 1 else 0
+        if int(digit) > least:
+            rest = len(whole) - at - 1
+            found.append(f"{whole[:at]}[{least}-{int(digit) - 1}][0-9]{{{rest}}}{_ANY_FRACTION}")
+    for at, digit in enumerate(fraction):
+        found.append(rf"{whole}\.{fraction[:at]}" if at else whole)
+        if digit != "0":
+            found.append(rf"{whole}\.{fraction[:at]}[0-{int(digit) - 1}][0-9]*")
+    if inclusive:
+        found.append(_equal(whole, fraction))
+    return found
+
+
+def _equal(whole: str, fraction: str) -> str:
+    return rf"{whole}\.{fraction}0*" if fraction else rf"{whole}(\.0+)?"
+
+
+def _divisor(numbers: NumberRange) -> list[str]:
+    """The expression of all multiples, where not every number is one."""
+    if numbers.multiple_of is None:
+        return []
+    step = numbers.step
+    assert step is not None
+    decimals = 0
+    while (step * 10**decimals).denominator != 1:
+        decimals += 1
+        if decimals > MAX_FRACTION_DIGITS:
+            raise UnsupportedNumber("is no decimal number")
+    units, found = (step * 10**decimals).numerator, []
+    for shown in range(1 if numbers.integer else decimals + 1):
+        found += _multiples(units // math.gcd(units, 10 ** (decimals - shown)), shown)
+    if not numbers.integer:
+        found = [f"{one}0*" if "." in one else rf"{one}(\.0+)?" for one in found]
+    return [f"/-?({'|'.join(found)})/"]
+
+
+def _multiples(units: int, decimals: int) -> list[str]:
+    """Numbers with so many decimals that are multiples of `units` of the last one."""
+    if units == 1:
+        return ["[0-9]+" + (rf"\.[0-9]{{{decimals}}}" if decimals else "")]
+    count = next((n for n in range(1, 20) if 10**n % units == 0), None)
+    if count is None or 10**count // units > MAX_LAST_DIGITS:
+        raise UnsupportedNumber("is no number whose multiples show in their last digits")
+    endings = [f"{value:0{count}}" for value in range(0, 10**count, units)]
+    if count <= decimals:
+        return [rf"[0-9]+\.[0-9]{{{decimals - count}}}({'|'.join(endings)})"]
+    found = []
+    for ending in endings:
+        whole, fraction = ending[: count - decimals], ending[count - decimals :]
+        behind = rf"\.{fraction}" if fraction else ""
+        # A number may have fewer digits than its ending: 50 ends as 050 does.
+        found += [f"[0-9]*{whole}{behind}", f"{whole.lstrip('0') or '0'}{behind}"]
+    return found

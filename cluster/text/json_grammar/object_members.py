@@ -1,0 +1,136 @@
+r"""The members of one object in their order, as rules in Lark.
+
+A *state* is how many of the known properties are behind, and how many members were written: up to
+1 where no bound depends on it, since all that matters then is whether a comma is due. Each state
+is a rule, and goes on with the states of the next property:
+
+    s_0_0: "\"a\"" ":" r1 s_1_1 | s_1_0          "a" may be left out
+    s_1_1: ("," "\"b\"" ":" r2)? ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from swell.cluster.text.json_grammar.object_merging import ObjectShape, Others
+from swell.cluster.text.json_grammar.schema_nodes import SchemaError
+
+State = tuple[int, int]
+"""Known properties behind, members written."""
+MAX_STATES = 5000
+_EMPTY = '""'
+
+
+class ObjectMembers:
+    def __init__(self, shape: ObjectShape, can_write: Callable[[Any], bool]) -> None:
+        """`can_write`: whether there is a value for a place."""
+        self._required = shape.required
+        self.names = [
+            name
+            for name, place in shape.properties.items()
+            if name in shape.required or can_write(place)
+        ]
+        self.others: list[Others] = [one for one in shape.others if can_write(one.place)]
+        self._least, self._most = shape.least, shape.most
+        num_required = len(shape.required)
+        is_low_held = shape.least <= num_required
+        is_high_held = shape.most is None or (shape.most >= len(self.names) and not self.others)
+        self._counts = not (is_low_held and is_high_held)
+        self._cap = max(1, shape.least, shape.most or 0) if self._counts else 1
+        self._live: set[State] = set()
+        if all(can_write(shape.properties[name]) for name in shape.required):
+            self._find_live()
+
+    @property
+    def is_possible(self) -> bool:
+        return (0, 0) in self._live
+
+    def _next(self, state: State) -> tuple[State, State | None]:
+        """The state behind the next property, and the one without it."""
+        index, count = state
+        written = (index + 1, min(count + 1, self._cap))
+        if self._counts and self._most is not None and count + 1 > self._most:
+            written = (-1, 0)
+        return written, None if self.names[index] in self._required else (index + 1, count)
+
+    def _find_live(self) -> None:
+        """States from which an object can be ended."""
+        levels: list[list[State]] = [[(0, 0)]]
+        num_states = 1
+        for _ in self.names:
+            states = dict.fromkeys(
+                state for one in levels[-1] for state in self._next(one) if state and state[0] >= 0
+            )
+            num_states += len(states)
+            if num_states > MAX_STATES:
+                raise SchemaError(
+                    f"counts {len(self.names)} properties in minProperties or maxProperties, which "
+                    "is more than can be held; leave the bounds out"
+                )
+            levels.append([*states])
+        for state in levels[-1]:
+            if self._tail_bounds(state[1]) is not None:
+                self._live.add(state)
+        for level in reversed(levels[:-1]):
+            for state in level:
+                if any(one in self._live for one in self._next(state) if one):
+                    self._live.add(state)
+
+    def _tail_bounds(self, count: int) -> tuple[int, int | None] | None:
+        """Fewest and most other members; None: no number of them is right."""
+        if not self._counts:
+            return 0, (None if self.others else 0)
+        fewest = max(0, self._least - count)
+        most = None if self._most is None else self._most - count
+        if not self.others:
+            most = 0
+        return None if most is not None and fewest > most else (fewest, most)
+
+    def lines(self, prefix: str, items: Mapping[str, str], other: str) -> tuple[str, list[str]]:
+        """The expression of all members, and the rules that it needs. `items`: name -> expression
+        of the member; `other`: that of a member whose name is not known."""
+        lines, waiting, seen = [], [(0, 0)], {(0, 0)}
+
+        def text(state: State) -> str:
+            if state[0] == len(self.names):
+                bounds = self._tail_bounds(state[1])
+                assert bounds is not None
+                return comma_list(other, *bounds, begins=state[1] == 0)
+            if state not in seen:
+                seen.add(state)
+                waiting.append(state)
+            return f"{prefix}_{state[0]}_{state[1]}"
+
+        if not self.names:
+            return text((0, 0)), []
+        while waiting:
+            state = waiting.pop()
+            written, skipped = self._next(state)
+            options = []
+            if written in self._live:
+                comma = '"," ' if state[1] else ""
+                options.append(f"{comma}{items[self.names[state[0]]]} {text(written)}".rstrip())
+            if skipped in self._live:
+                assert skipped is not None
+                options.append(text(skipped))
+            choice = " | ".join(option for option in options if option)
+            choice = f"({choice})?" if "" in options and choice else choice
+            lines.append(f"{prefix}_{state[0]}_{state[1]}: {choice or _EMPTY}")
+        return f"{prefix}_0_0", lines
+
+
+def comma_list(item: str, fewest: int, most: int | None, *, begins: bool) -> str:
+    """Items with commas; `begins`: no other item precedes them. Empty: no item at all."""
+    if most == 0:
+        return ""
+    if not begins:
+        return f'("," {item}){_times(fewest, most)}'
+    some = item
+    if most != 1:
+        some += f' ("," {item}){_times(max(0, fewest - 1), None if most is None else most - 1)}'
+    return some if fewest else f"({some})?"
+
+
+def _times(fewest: int, most: int | None) -> str:
+    return "*" if (fewest, most) == (0, None) else f"{{{fewest},{'' if most is None else most}}}"

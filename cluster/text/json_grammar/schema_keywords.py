@@ -1,0 +1,316 @@
+"""Keywords of a JSON schema that no grammar follows.
+
+Those that ask for nothing, as `uniqueItems: false`, are left out. Those that ask for what another
+keyword can say, as `unevaluatedProperties: false` where nothing else adds properties, are written
+as that. Every other keyword of the standard that constrains a value is refused by its path, or,
+with `serve.schema_keywords: ignore`, left out and named. What the standard does not know is an
+annotation, and so is a format that it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from swell.cluster.text.json_grammar.schema_nodes import (
+    DEFINITIONS,
+    SCHEMA_KEYS,
+    SCHEMA_LISTS,
+    SCHEMA_MAPS,
+    References,
+    Schema,
+    SchemaError,
+    at,
+    checked,
+    children,
+    listed,
+    mapped,
+    shown_value,
+)
+from swell.cluster.text.json_grammar.schema_values import check_values
+from swell.cluster.text.json_grammar.string_patterns import fixed_texts, split_lookahead
+
+MAX_SCHEMA_DEPTH = 100
+"""Levels of schemas in each other, without those behind a reference."""
+MAX_NODES = 50_000
+"""Schemas in a schema: 256 KiB hold no more."""
+
+FORMATS = frozenset(
+    (
+        *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6"),
+        *("uuid", "uri"),
+    )
+)
+"""Formats that are held; every other one is an annotation."""
+
+_COMBINED = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if"))
+"""Keywords that may add properties and items to those that a schema names itself."""
+
+
+class SchemaKeywords:
+    """Reads the schemas of one request."""
+
+    def __init__(self, *, ignore: bool = False) -> None:
+        """`ignore`: `serve.schema_keywords` says so."""
+        self.ignored: dict[str, None] = {}
+        """Paths of what was left out."""
+        self._prefix = ""
+        self._ignore = ignore
+        self._num_nodes = 0
+
+    def clean(self, schema: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        """The same schema in keywords that a grammar follows. Definitions that nothing refers to
+        are left out. `prefix`: the path of the schema, for `ignored`. Raises SchemaError for one
+        that no grammar can hold."""
+        self._prefix, self._num_nodes = prefix, 0
+        references = References(schema)
+        root = self._node(schema, "", 0)
+        if root is False:
+            raise SchemaError("is a schema that no answer fits")
+        cleaned: dict[str, Any] = {} if root is True else root
+        return self._with_definitions(cleaned, schema, references)
+
+    def _with_definitions(
+        self, cleaned: dict[str, Any], schema: dict[str, Any], references: References
+    ) -> dict[str, Any]:
+        """Clean what is referred to, too, and what that refers to."""
+        cleaned = {key: value for key, value in cleaned.items() if key not in DEFINITIONS}
+        found: dict[str, dict[str, Any]] = {}
+        level: list[tuple[str, Any]] = [("", cleaned)]
+        while level:
+            path, node = level.pop()
+            if not isinstance(node, dict):
+                continue
+            level += children(node, path)
+            if "$ref" not in node:
+                continue
+            steps, target = references.resolve(node["$ref"], at(path, "$ref"))
+            key, name = _definition(steps)
+            if key and name not in found.setdefault(key, {}):
+                raw = target if name.startswith("#") else schema[key][name]
+                found[key][name] = self._node(raw, at(key, name), 0)
+                level.append((at(key, name), found[key][name]))
+        return {**cleaned, **found}
+
+    def _node(self, schema: Any, path: str, depth: int) -> Schema:
+        node = checked(schema, path)
+        if isinstance(node, bool):
+            return node
+        self._num_nodes += 1
+        if depth > MAX_SCHEMA_DEPTH or self._num_nodes > MAX_NODES:
+            raise SchemaError(
+                f"has more than {MAX_SCHEMA_DEPTH} levels, or {MAX_NODES} schemas, in it"
+            )
+        if depth and "$id" in node and "'$ref'" in repr(node):
+            raise SchemaError(f"has {at(path, '$id')}, and references in that part; leave it out")
+        cleaned: dict[str, Any] | None = dict(node)
+        for keyword in [keyword for keyword in node if keyword in _RULES]:
+            cleaned = _RULES[keyword](self, cleaned, path)
+            if cleaned is None:
+                return False
+        assert cleaned is not None
+        try:
+            check_values(cleaned)
+        except SchemaError as error:
+            raise SchemaError(f"at {path} {error}" if path else str(error)) from None
+        return self._parts(cleaned, path, depth + 1)
+
+    def _parts(self, node: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
+        for key in SCHEMA_KEYS:
+            if isinstance(node.get(key), list) and key == "items":
+                node[key] = [
+                    self._node(one, f"{at(path, key)}[{index}]", depth)
+                    for index, one in enumerate(node[key])
+                ]
+            elif key in node:
+                node[key] = self._node(node[key], at(path, key), depth)
+        for key in SCHEMA_LISTS:
+            if key in node:
+                node[key] = [
+                    self._node(one, f"{at(path, key)}[{index}]", depth)
+                    for index, one in enumerate(listed(node, key, path))
+                ]
+        for key in (*SCHEMA_MAPS, *(DEFINITIONS if path else ())):
+            if key in node:
+                node[key] = {
+                    name: self._node(one, at(at(path, key), name), depth)
+                    for name, one in mapped(node, key, path).items()
+                }
+        return node
+
+    def refuse(self, node: dict[str, Any], path: str, *keywords: str) -> dict[str, Any]:
+        """Leave keywords out that no grammar can hold, or raise SchemaError."""
+        for keyword in keywords:
+            if keyword not in node:
+                continue
+            where = at(path, keyword)
+            if not self._ignore:
+                raise SchemaError(
+                    f"has {where}={shown_value(node[keyword])}, which cannot be held while an "
+                    "answer is written: leave it out, or set serve.schema_keywords=ignore"
+                )
+            self.ignored[at(self._prefix, where)] = None
+        return _without(node, *keywords)
+
+
+def _definition(steps: tuple[str, ...]) -> tuple[str, str]:
+    """Keyword and name of the definition in which a reference points; an anchor gets one."""
+    if len(steps) == 1 and steps[0].startswith("#"):
+        return DEFINITIONS[0], steps[0]
+    return (steps[0], steps[1]) if len(steps) > 1 and steps[0] in DEFINITIONS else ("", "")
+
+
+_Node = dict[str, Any]
+_Rule = Callable[[SchemaKeywords, _Node, str], _Node | None]
+"""Keyword, node, path -> the node without it; None: no value fits."""
+
+
+def _without(node: _Node, *keywords: str) -> _Node:
+    return {key: value for key, value in node.items() if key not in keywords}
+
+
+def _is_true(schema: Any) -> bool:
+    """The schema asks for nothing."""
+    return schema is True or schema == {}
+
+
+def _not(keywords: SchemaKeywords, node: _Node, path: str) -> _Node | None:
+    inner = node["not"]
+    if inner is False or (isinstance(inner, dict) and _is_true(inner.get("not"))):
+        return _without(node, "not")
+    return None if _is_true(inner) else keywords.refuse(node, path, "not")
+
+
+def _if(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+    branches = [node[key] for key in ("then", "else") if key in node]
+    if "if" not in node or all(map(_is_true, branches)):
+        return _without(node, "if", "then", "else")
+    return keywords.refuse(node, path, "if", "then", "else")
+
+
+def _unique_items(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+    most = node.get("maxItems")
+    if node["uniqueItems"] is False or (isinstance(most, int) and most <= 1):
+        return _without(node, "uniqueItems")
+    return keywords.refuse(node, path, "uniqueItems")
+
+
+def _contains(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+    names = ("contains", "minContains", "maxContains")
+    if "contains" not in node or (node.get("minContains") == 0 and "maxContains" not in node):
+        return _without(node, *names)
+    return keywords.refuse(node, path, *names)
+
+
+def _dependent(keyword: str) -> _Rule:
+    def rule(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+        value = node[keyword]
+        if isinstance(value, dict) and all(one == [] or _is_true(one) for one in value.values()):
+            return _without(node, keyword)
+        return keywords.refuse(node, path, keyword)
+
+    return rule
+
+
+def _property_names(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+    names = node["propertyNames"]
+    if names is True or (isinstance(names, dict) and _says_text_alone(names)):
+        return _without(node, "propertyNames")
+    texts = names.get("enum") if isinstance(names, dict) else None
+    known = {"enum", "type", "title", "description", "$comment"}
+    if not isinstance(texts, list) or not set(names) <= known or "patternProperties" in node:
+        return keywords.refuse(node, path, "propertyNames")
+    # A name that is not in the list is none of an additional property, and none of a known one.
+    properties, others = mapped(node, "properties", path), node.get("additionalProperties", True)
+    named = {name: properties.get(name, others) for name in texts if isinstance(name, str)}
+    return {
+        **_without(node, "propertyNames"),
+        "properties": {**{name: False for name in properties if name not in named}, **named},
+        "additionalProperties": False,
+    }
+
+
+def _says_text_alone(names: _Node) -> bool:
+    kind = names.get("type", "string")
+    annotations = {"type", "title", "description", "$comment"}
+    return set(names) <= annotations and (kind == "string" or "string" in kind)
+
+
+def _unevaluated_properties(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+    name = "unevaluatedProperties"
+    if _is_true(node[name]) or "additionalProperties" in node:
+        return _without(node, name)
+    if not _COMBINED & set(node):
+        return {**_without(node, name), "additionalProperties": node[name]}
+    return keywords.refuse(node, path, name)
+
+
+def _unevaluated_items(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+    name = "unevaluatedItems"
+    if _is_true(node[name]) or isinstance(node.get("items"), dict | bool):
+        return _without(node, name)
+    if not (_COMBINED | {"contains", "items"}) & set(node):
+        return {**_without(node, name), "items": node[name]}
+    return keywords.refuse(node, path, name)
+
+
+def _format(_keywords: SchemaKeywords, node: _Node, _path: str) -> _Node:
+    known = isinstance(node.get("format"), str) and node["format"] in FORMATS
+    return node if known else _without(node, "format")
+
+
+def _pattern(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+    pattern = node["pattern"]
+    if not isinstance(pattern, str):
+        raise SchemaError(f"has {at(path, 'pattern')}={shown_value(pattern)}, which must be a text")
+    split = split_lookahead(pattern)
+    if split is None:
+        return keywords.refuse(node, path, "pattern")
+    # A pattern that looks ahead says more of the text than its format does, as zod's of emails.
+    return _without(node, "format") if split.ahead else node
+
+
+def _pattern_properties(_keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+    """A pattern that is a list of names is that of properties."""
+    properties, patterns = dict(mapped(node, "properties", path)), {}
+    for pattern, schema in mapped(node, "patternProperties", path).items():
+        texts = fixed_texts(pattern)
+        if texts is None:
+            patterns[pattern] = schema
+            continue
+        for text in texts:
+            known = properties.get(text, True)
+            properties[text] = schema if known is True else {"allOf": [known, schema]}
+    rest = _without(node, "patternProperties")
+    rest |= {"patternProperties": patterns} if patterns else {}
+    return {**rest, "properties": properties}
+
+
+def _refused(keyword: str) -> _Rule:
+    return lambda keywords, node, path: keywords.refuse(node, path, keyword)
+
+
+_RULES: dict[str, _Rule] = {
+    "not": _not,
+    "if": _if,
+    "then": _if,
+    "else": _if,
+    "uniqueItems": _unique_items,
+    "contains": _contains,
+    "minContains": _contains,
+    "maxContains": _contains,
+    "dependencies": _dependent("dependencies"),
+    "dependentRequired": _dependent("dependentRequired"),
+    "dependentSchemas": _dependent("dependentSchemas"),
+    "propertyNames": _property_names,
+    "unevaluatedProperties": _unevaluated_properties,
+    "unevaluatedItems": _unevaluated_items,
+    "format": _format,
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "$dynamicRef": _refused("$dynamicRef"),
+    "$recursiveRef": _refused("$recursiveRef"),
+}
+
+CLEANED = frozenset(_RULES) - {"format", "pattern", "patternProperties"}
+"""Keywords that no cleaned schema has."""

@@ -1,0 +1,350 @@
+"""What all schemas of one place say together, as alternatives of one kind of value each.
+
+A *place* is a value in an answer. Several schemas may be about it: those of `allOf`, of a reference
+and its siblings, of a property and of the pattern that its name matches. Merged they are one list
+of *shapes*, and any of these may be written there; a shape is a scalar, an array, an object, or
+another place, where a schema has `anyOf`. The parts of a shape are places again, so a schema that
+refers to itself is a place that is met again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from swell.cluster.text.json_grammar.number_ranges import NumberRange
+from swell.cluster.text.json_grammar.object_merging import ObjectShape, merge_objects
+from swell.cluster.text.json_grammar.schema_keywords import CLEANED
+from swell.cluster.text.json_grammar.schema_nodes import (
+    DEFINITIONS,
+    References,
+    Schema,
+    SchemaError,
+    at,
+    checked,
+    children,
+    listed,
+)
+from swell.cluster.text.json_grammar.schema_values import (
+    allowed_kinds,
+    allowed_values,
+    bounds,
+    decimal_of,
+    kind_of,
+    number_range,
+)
+from swell.cluster.text.json_grammar.string_terminals import string_rule
+
+Node = dict[str, Any]
+Place = tuple[Node, ...] | None
+"""Schemas that are about one value; None: no value fits. Nodes are the same if they are one object.
+"""
+
+_CHOICES = ("anyOf", "oneOf")
+_CONSTRAINTS = frozenset(
+    (
+        *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("minLength", "maxLength", "pattern", "format"),
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+        *("properties", "patternProperties", "additionalProperties", "required"),
+        *("minProperties", "maxProperties"),
+    )
+)
+_STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
+MAX_SCHEMAS = 500
+"""Schemas about one value."""
+
+
+class LiteralShape(msgspec.Struct, frozen=True):
+    texts: list[str]
+    """JSON of null, true and false."""
+
+
+class NumberShape(msgspec.Struct, frozen=True):
+    numbers: NumberRange
+
+
+class StringShape(msgspec.Struct, frozen=True):
+    expression: str
+    is_terminal: bool
+    """The expression is that of a terminal, not of a rule."""
+    texts: list[str] | None
+    """The only ones; None: any."""
+
+
+class ArrayShape(msgspec.Struct, frozen=True):
+    prefix: list[Place]
+    items: Place
+    """Behind the prefix."""
+    least: int
+    most: int | None
+
+
+class PlaceShape(msgspec.Struct, frozen=True):
+    place: Place
+
+
+Shape = LiteralShape | NumberShape | StringShape | ArrayShape | ObjectShape | PlaceShape
+
+
+class SchemaMerger:
+    """Merges the parts of one schema that was cleaned (`schema_keywords.py`)."""
+
+    def __init__(self, root: Node, is_empty: Callable[[str], bool]) -> None:
+        """`is_empty`: whether no text fits the expression of a terminal."""
+        self._references = References(root)
+        self._paths = _paths_of(root)
+        self._is_empty = is_empty
+        self.reasons: list[str] = []
+        """Why some kinds of values are not allowed."""
+        self._kept: dict[int, Node] = {}
+        """Nodes are compared by their address, so none may go away."""
+        self._derived: dict[tuple[int, tuple[str, ...]], Node] = {}
+
+    def place(self, *schemas: Schema) -> Place:
+        """The place that these schemas are about. Those that say nothing are left out."""
+        found: dict[int, Node] = {}
+        for schema in schemas:
+            node = checked(schema, "")
+            if node is False:
+                return None
+            if isinstance(node, dict) and _CONSTRAINTS & set(node):
+                found[id(node)] = self._kept[id(node)] = node
+            elif isinstance(node, dict) and CLEANED & set(node):
+                self._check(node)
+        return tuple(found.values())
+
+    def shapes(self, place: Place) -> list[Shape]:
+        """What may be written at a place; empty: nothing."""
+        nodes = self._flatten(place)
+        if nodes is None:
+            return []
+        for node in nodes:
+            for keyword in _CHOICES:
+                if keyword in node:
+                    return self._choose(nodes, node, keyword)
+        return self._of_kinds(nodes)
+
+    def _drop(self, nodes: list[Node], reason: str) -> None:
+        """Keep why a place lost a kind of value, for the error if it has no other."""
+        path = next((self._paths[id(node)] for node in nodes if id(node) in self._paths), "")
+        self.reasons.append(f"{reason}{f' at {path}' if path else ''}")
+
+    def _check(self, node: Node) -> None:
+        for keyword in sorted(CLEANED & set(node)):
+            raise SchemaError(f"refers to a part that has {keyword!r}; put it under $defs")
+
+    def _without(self, node: Node, *keywords: str) -> Node:
+        key = (id(node), keywords)
+        if key not in self._derived:
+            self._kept[id(node)] = node
+            rest = {name: value for name, value in node.items() if name not in keywords}
+            self._derived[key] = rest
+            self._paths[id(rest)] = self._paths.get(id(node), "")
+        return self._derived[key]
+
+    def _flatten(self, place: Place) -> list[Node] | None:
+        """The same schemas, without references and `allOf`; None: no value fits."""
+        if place is None:
+            return None
+        found: dict[int, Node] = {}
+        seen: set[int] = set()
+        waiting: deque[Schema] = deque(place)
+        while waiting:
+            node = waiting.popleft()
+            if node is False:
+                return None
+            if not isinstance(node, dict) or id(node) in seen:
+                continue
+            self._check(node)
+            seen.add(id(node))
+            if len(seen) > MAX_SCHEMAS:
+                raise SchemaError(f"has more than {MAX_SCHEMAS} schemas about one value")
+            self._kept[id(node)] = node
+            rest = self._without(node, "$ref", "allOf") if {"$ref", "allOf"} & set(node) else node
+            if _CONSTRAINTS & set(rest):
+                found[id(rest)] = rest
+            waiting.extend(checked(one, "allOf") for one in listed(node, "allOf", ""))
+            if "$ref" in node:
+                waiting.append(self._references.resolve(node["$ref"], "$ref")[1])
+        return list(found.values())
+
+    def _choose(self, nodes: list[Node], node: Node, keyword: str) -> list[Shape]:
+        rest = [self._without(one, keyword) if one is node else one for one in nodes]
+        options = [self.place(*rest, option) for option in listed(node, keyword, "")]
+        if keyword == "oneOf":
+            for index, one in enumerate(options):
+                for two in options[index + 1 :]:
+                    if not self.are_disjoint(one, two):
+                        path = at(self._paths.get(id(node), ""), "oneOf")
+                        raise SchemaError(
+                            f"has {path}, which is only held where its schemas evidently exclude "
+                            "each other; use anyOf"
+                        )
+        return [PlaceShape(option) for option in options if option is not None]
+
+    def _of_kinds(self, nodes: list[Node]) -> list[Shape]:
+        kinds, is_integer = allowed_kinds(nodes)
+        values = allowed_values(nodes)
+        numbers = NumberRange(integer=is_integer)
+        if "number" in kinds:
+            for node in nodes:
+                numbers = numbers.intersect(number_range(node))
+        limits = [
+            limit
+            for node in nodes
+            if (limit := {key: node[key] for key in _STRING_KEYWORDS if key in node})
+        ]
+        if values is not None:
+            return self._of_values(nodes, values, kinds, numbers, limits)
+        shapes: list[Shape] = []
+        literals = ["null"] if "null" in kinds else []
+        literals += ["true", "false"] if "boolean" in kinds else []
+        if literals:
+            shapes.append(LiteralShape(literals))
+        if "number" in kinds and numbers.is_empty:
+            self._drop(nodes, f"no number is {numbers}")
+        elif "number" in kinds:
+            shapes.append(NumberShape(numbers))
+        if "string" in kinds:
+            shapes += self._strings(limits, None)
+        if "array" in kinds and (array := self._array(nodes)) is not None:
+            shapes.append(array)
+        if "object" in kinds:
+            shapes += merge_objects(nodes, self.place, self._is_empty)
+        return shapes
+
+    def _of_values(
+        self,
+        nodes: list[Node],
+        values: list[Any],
+        kinds: set[str],
+        numbers: NumberRange,
+        limits: list[Node],
+    ) -> list[Shape]:
+        literals, texts, shapes = [], [], []
+        rest = [self._without(node, "const", "enum") for node in nodes]
+        for value in values:
+            kind = kind_of(value)
+            if kind not in kinds:
+                continue
+            if kind == "number":
+                number = decimal_of(value)
+                if numbers.contains(number):
+                    shapes.append(NumberShape(NumberRange(number, False, number, False)))
+            elif kind == "string":
+                texts.append(value)
+            elif kind in ("array", "object"):
+                shapes.append(PlaceShape(self.place(*rest, self._fixed(value))))
+            else:
+                literals.append("null" if value is None else str(value).lower())
+        if literals:
+            shapes.append(LiteralShape(literals))
+        return shapes + (self._strings(limits, texts) if texts else [])
+
+    def _strings(self, limits: list[Node], texts: list[str] | None) -> list[Shape]:
+        least, most = bounds(limits, "minLength", "maxLength")
+        if texts is not None:
+            texts = [
+                one for one in texts if least <= len(one) and (most is None or len(one) <= most)
+            ]
+        if most is not None and least > most:
+            self._drop(limits, f"minLength={least} is more than maxLength={most}")
+            return []
+        if texts == []:
+            return []
+        expression, is_terminal = string_rule(limits, texts)
+        if is_terminal and self._is_empty(expression):
+            return []
+        return [StringShape(expression, is_terminal, texts)]
+
+    def _fixed(self, value: Any) -> Node:
+        """The schema of an array or object that has these parts and no others."""
+        key = (id(value), ("const",))
+        if key not in self._derived:
+            self._kept[id(value)] = value
+            if isinstance(value, list):
+                size = len(value)
+                parts = [{"const": one} for one in value]
+                node: Node = {"prefixItems": parts, "items": False}
+                node |= {"type": "array", "minItems": size, "maxItems": size}
+            else:
+                node = {"properties": {name: {"const": one} for name, one in value.items()}}
+                node |= {"type": "object", "required": [*value], "additionalProperties": False}
+            self._derived[key] = node
+        return self._derived[key]
+
+    def _array(self, nodes: list[Node]) -> ArrayShape | None:
+        prefixes, tails = [], []
+        for node in nodes:
+            prefix, tail = node.get("prefixItems", []), node.get("items", True)
+            if isinstance(tail, list):
+                prefix, tail = tail, node.get("additionalItems", True)
+            prefixes.append(prefix)
+            tails.append(tail)
+        length = max(map(len, prefixes), default=0)
+        places = [
+            self.place(
+                *(
+                    prefix[index] if index < len(prefix) else tail
+                    for prefix, tail in zip(prefixes, tails, strict=True)
+                )
+            )
+            for index in range(length)
+        ]
+        least, most = bounds(nodes, "minItems", "maxItems")
+        if most is not None and least > most:
+            self._drop(nodes, f"minItems={least} is more than maxItems={most}")
+            return None
+        return ArrayShape(places, self.place(*tails), least, most)
+
+    def are_disjoint(self, one: Place, two: Place, depth: int = 4) -> bool:
+        """Whether evidently no value fits both places."""
+        if one is None or two is None:
+            return True
+        if depth == 0:
+            return False
+        shapes = self.shapes(one), self.shapes(two)
+        return all(self._exclude(a, b, depth) for a in shapes[0] for b in shapes[1])
+
+    def _exclude(self, one: Shape, two: Shape, depth: int) -> bool:
+        if isinstance(one, PlaceShape):
+            return depth > 0 and all(
+                self._exclude(shape, two, depth - 1) for shape in self.shapes(one.place)
+            )
+        if isinstance(two, PlaceShape):
+            return self._exclude(two, one, depth)
+        if type(one) is not type(two):
+            return True
+        if isinstance(one, LiteralShape) and isinstance(two, LiteralShape):
+            return not set(one.texts) & set(two.texts)
+        if isinstance(one, NumberShape) and isinstance(two, NumberShape):
+            return one.numbers.intersect(two.numbers).is_empty
+        if isinstance(one, StringShape) and isinstance(two, StringShape):
+            both = one.texts is not None and two.texts is not None
+            return both and not set(one.texts or ()) & set(two.texts or ())
+        if isinstance(one, ObjectShape) and isinstance(two, ObjectShape):
+            required = one.required | two.required
+            return any(
+                self.are_disjoint(one.value_of(name), two.value_of(name), depth - 1)
+                for name in required
+            )
+        return False
+
+
+def _paths_of(root: Node) -> dict[int, str]:
+    """Where each schema is, by its address."""
+    found: dict[int, str] = {}
+    level: list[tuple[str, Any]] = [("", root)]
+    for key in DEFINITIONS:
+        level += [(at(key, name), one) for name, one in root.get(key, {}).items()]
+    while level:
+        path, node = level.pop()
+        if isinstance(node, dict):
+            found[id(node)] = path
+            level += children(node, path)
+    return found

@@ -1,0 +1,143 @@
+"""What keywords of one schema say about values: their kinds, which values, bounds and counts."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from swell.cluster.text.json_grammar.number_ranges import NumberRange
+from swell.cluster.text.json_grammar.schema_nodes import SchemaError, listed, shown_value
+
+Node = dict[str, Any]
+
+_KINDS = ("null", "boolean", "number", "string", "array", "object")
+MAX_ITEMS = 100_000
+MAX_LENGTH = 10**9
+MAX_COUNTS = {
+    ("minItems", "maxItems"): MAX_ITEMS,
+    ("minLength", "maxLength"): MAX_LENGTH,
+    ("minProperties", "maxProperties"): MAX_ITEMS,
+}
+
+
+def check_values(node: Node) -> None:
+    """Raise SchemaError for a keyword whose value is none of its own."""
+    allowed_kinds([node])
+    allowed_values([node])
+    number_range(node)
+    for low, high in MAX_COUNTS:
+        bounds([node], low, high)
+    required = node.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise SchemaError(f"has required={shown_value(required)}, which must be a list of names")
+
+
+def bounds(nodes: list[Node], low: str, high: str) -> tuple[int, int | None]:
+    """The tightest of each bound of a number of parts; None: as many as one likes."""
+    limit = MAX_COUNTS[low, high]
+    least = max((_count(node, low, limit) for node in nodes if low in node), default=0)
+    most = min((_count(node, high, None) for node in nodes if high in node), default=None)
+    return least, most if most is None or most <= limit else None
+
+
+def _count(node: Node, keyword: str, limit: int | None) -> int:
+    value = node[keyword]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise SchemaError(f"has {keyword}={shown_value(value)}, which must be a count")
+    if limit is not None and value > limit:
+        raise SchemaError(f"has {keyword}={value}; at most {limit} can be held")
+    return value
+
+
+def allowed_kinds(nodes: list[Node]) -> tuple[set[str], bool]:
+    """The kinds of values, and whether numbers must be integers."""
+    kinds, is_integer = set(_KINDS), False
+    for node in nodes:
+        if "type" not in node:
+            continue
+        names = node["type"] if isinstance(node["type"], list) else [node["type"]]
+        for name in names:
+            if name not in (*_KINDS, "integer"):
+                raise SchemaError(f"has a type that JSON does not have. Invalid type: {name}")
+        is_integer = is_integer or ("integer" in names and "number" not in names)
+        kinds &= {"number" if name == "integer" else name for name in names}
+    return kinds, is_integer
+
+
+def allowed_values(nodes: list[Node]) -> list[Any] | None:
+    """The values of `const` and `enum` in all schemas; None: none has either."""
+    values: list[Any] | None = None
+    for node in nodes:
+        for keyword in ("const", "enum"):
+            if keyword not in node:
+                continue
+            own = [node["const"]] if keyword == "const" else listed(node, "enum", "")
+            if values is None:
+                values = [*{_key(value): value for value in own}.values()]
+            else:
+                keys = {_key(value) for value in own}
+                values = [value for value in values if _key(value) in keys]
+    return values
+
+
+def _key(value: Any) -> Any:
+    """Equal for values that JSON schema takes for equal: 1 and 1.0, but not 1 and true."""
+    match value:
+        case bool() | None:
+            return value is None, value, "literal"
+        case int() | float():
+            return decimal_of(value)
+        case list():
+            return tuple(map(_key, value))
+        case dict():
+            return frozenset((name, _key(one)) for name, one in value.items())
+    return value
+
+
+def kind_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int() | float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def decimal_of(value: float) -> Decimal:
+    """A number of JSON in all its digits."""
+    return Decimal(repr(value))
+
+
+def number_range(node: Node) -> NumberRange:
+    numbers = NumberRange()
+    for keyword, is_low, is_open in (
+        ("minimum", True, False),
+        ("exclusiveMinimum", True, True),
+        ("maximum", False, False),
+        ("exclusiveMaximum", False, True),
+    ):
+        value = node.get(keyword)
+        if isinstance(value, bool) and is_open:  # the form of draft 4
+            value = node.get("minimum" if is_low else "maximum") if value else None
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SchemaError(f"has {keyword}={shown_value(value)}, which must be a number")
+        bound = decimal_of(value)
+        low = NumberRange(bound, is_open) if is_low else NumberRange(None, False, bound, is_open)
+        numbers = numbers.intersect(low)
+    if "multipleOf" in node:
+        step = node["multipleOf"]
+        if isinstance(step, bool) or not isinstance(step, int | float) or step <= 0:
+            raise SchemaError(f"has multipleOf={shown_value(step)}, which must be more than 0")
+        numbers = numbers.intersect(NumberRange(multiple_of=Fraction(decimal_of(step))))
+    return numbers

@@ -1,0 +1,116 @@
+r"""Patterns of strings: parts that look ahead, and patterns that are a few fixed texts.
+
+A pattern that begins with parts that look ahead, as `^(?!\.)(?!.*\.\.)[a-z.]+$`, is one expression
+that is also, or is not, what each of those parts says; Lark's terminals can hold this. One that
+looks around in its middle cannot be held.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from llguidance import regex_to_lark
+
+_INNER_ANCHOR = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([$^|])", re.S)
+_LOOK_AROUND = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|(\(\?(?:=|!|<=|<!))", re.S)
+_META = re.compile(r"[\\.^$*+?()\[\]{}|]")
+_MAX_FIXED = 64
+
+
+class Lookahead(msgspec.Struct, frozen=True):
+    """What follows the beginning of a text."""
+
+    negated: bool
+    pattern: str
+
+
+class SplitPattern(msgspec.Struct, frozen=True):
+    rest: str
+    """The pattern without the parts that look ahead."""
+    ahead: list[Lookahead]
+
+
+def looks_around(pattern: str) -> bool:
+    return any(found[1] for found in _LOOK_AROUND.finditer(pattern))
+
+
+def split_lookahead(pattern: str) -> SplitPattern | None:
+    """The parts of a pattern; None: it looks around elsewhere than at its beginning."""
+    if not looks_around(pattern):
+        return SplitPattern(pattern, [])
+    if not pattern.startswith("^"):
+        return None
+    rest, ahead = pattern[1:], []
+    while rest.startswith(("(?=", "(?!")):
+        end = _group_end(rest)
+        if end is None:
+            return None
+        body = rest[3 : end - 1].removeprefix("^")
+        if looks_around(body) or _has_choice_or_anchor(body.removesuffix("$")):
+            return None
+        ahead.append(Lookahead(rest[2] == "!", body))
+        rest = rest[end:]
+    if not ahead or looks_around(rest) or _has_choice_or_anchor(rest.removesuffix("$")):
+        return None
+    return SplitPattern(f"^{rest}", ahead)
+
+
+def _group_end(pattern: str) -> int | None:
+    """Behind the bracket that closes the group at the beginning."""
+    depth = 0
+    for found in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|([()])", pattern, re.S):
+        depth += {"(": 1, ")": -1}.get(found[1] or "", 0)
+        if found[1] == ")" and depth == 0:
+            return found.end()
+    return None
+
+
+def _has_choice_or_anchor(pattern: str) -> bool:
+    """Whether a `|` outside of groups, or `^` or `$` anywhere, is in it."""
+    inner = {found[1] for found in _INNER_ANCHOR.finditer(pattern) if found[1]}
+    return bool(inner & {"^", "$"}) or ("|" in inner and _top_level_choice(pattern))
+
+
+def fixed_texts(pattern: str) -> list[str] | None:
+    """All texts of a pattern as `^score$` or `^(a|b)$`; None: it is none of these."""
+    if not (pattern.startswith("^") and pattern.endswith("$")) or len(pattern) < 2:
+        return None
+    body = pattern[1:-1]
+    if body.startswith("(") and body.endswith(")"):
+        body = body[1:-1].removeprefix("?:")
+    elif "|" in body:
+        return None
+    texts = body.split("|")
+    if len(texts) > _MAX_FIXED or any(_META.search(text) for text in texts):
+        return None
+    return texts
+
+
+def lark_expression(pattern: str) -> str:
+    """A regular expression as Lark has it between slashes. Digits and word characters are those of
+    ASCII, as in JSON schema's patterns."""
+    expression: str = regex_to_lark(pattern, "dw")
+    return expression
+
+
+def search_expression(pattern: str) -> str:
+    """The expression for a whole text in which an ECMA pattern is found. ValueError for one with
+    `^` or `$` inside."""
+    head = "" if pattern.startswith("^") else "(?s:.*)"
+    escapes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
+    ends = pattern.endswith("$") and escapes % 2 == 0
+    body = pattern[not head : len(pattern) - ends]
+    inner = {found[1] for found in _INNER_ANCHOR.finditer(body) if found[1]}
+    if inner & {"^", "$"} or ("|" in inner and (not head or ends) and _top_level_choice(body)):
+        raise ValueError(f"has the pattern {pattern!r}: ^ and $ may only stand around all of it")
+    return f"{head}({lark_expression(body)}){'' if ends else '(?s:.*)'}"
+
+
+def _top_level_choice(body: str) -> bool:
+    depth = 0
+    for found in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|([()|])", body, re.S):
+        depth += {"(": 1, ")": -1}.get(found[1] or "", 0)
+        if found[1] == "|" and depth == 0:
+            return True
+    return False

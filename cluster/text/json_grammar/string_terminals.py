@@ -1,0 +1,98 @@
+"""What is written with the library's own JSON schemas: strings, and multiples of some numbers."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from typing import Any
+
+from swell.cluster.text.json_grammar.number_ranges import NumberRange
+from swell.cluster.text.json_grammar.object_merging import literal
+from swell.cluster.text.json_grammar.schema_nodes import SchemaError
+from swell.cluster.text.json_grammar.string_patterns import (
+    SplitPattern,
+    lark_expression,
+    search_expression,
+    split_lookahead,
+)
+
+WHITESPACE = r"\x20|\n\x20{0,32}"
+"""Where JSON allows space: one, or a line break and its indentation. So a model may write JSON
+in lines, and none can write blanks without end."""
+
+MAX_MULTIPLE = 10**15
+"""Largest multiple that is written where the library counts it: it computes in doubles."""
+
+_PLAIN = r'/"[^"\\\x00-\x1F\x7F]*"/'
+"""A string without escapes: what a pattern sees is what is written."""
+
+
+def library_rule(schema: dict[str, Any]) -> str:
+    """`%json {...}`: a schema that the library holds, as a part of a rule."""
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def string_rule(limits: list[dict[str, Any]], texts: list[str] | None) -> tuple[str, bool]:
+    """An expression for strings, and whether it is that of a terminal, not of a rule."""
+    splits = [split_lookahead(one["pattern"]) for one in limits if "pattern" in one]
+    if any(split is not None and split.ahead for split in splits):
+        return _terminal(limits, [split for split in splits if split is not None], texts), True
+    schema: dict[str, Any] = {"type": "string"}
+    if texts is not None:
+        schema["enum"] = texts
+    if len(limits) == 1:
+        return library_rule({**schema, **limits[0]}), False
+    parts = [{"type": "string", **limit} for limit in limits]
+    return library_rule({**schema, "allOf": parts} if parts else schema), False
+
+
+def _terminal(
+    limits: list[dict[str, Any]], splits: list[SplitPattern], texts: list[str] | None
+) -> str:
+    parts = [_PLAIN]
+    if texts is not None:
+        choice = " | ".join(literal(json.dumps(text, ensure_ascii=False)) for text in texts)
+        parts.append(f"({choice})")
+    for limit in limits:
+        least, most = limit.get("minLength", 0), limit.get("maxLength", "")
+        if least or most != "":
+            parts.append(f'/"(?s:.{{{least},{most}}})"/')
+    for split in splits:
+        try:
+            parts.append(f'/"{search_expression(split.rest)}"/')
+        except ValueError as error:
+            raise SchemaError(str(error)) from None
+        for ahead in split.ahead:
+            body = ahead.pattern
+            ends = body.endswith("$")
+            inner = lark_expression(body.removesuffix("$"))
+            parts.append(f'{"~" if ahead.negated else ""}/"({inner}){"" if ends else "(?s:.*)"}"/')
+    return " & ".join(parts)
+
+
+def multiple_rule(numbers: NumberRange) -> str:
+    """Multiples that no expression over digits holds, as of 3."""
+    step = numbers.step
+    assert step is not None and numbers.multiple_of is not None
+    most_steps = int(MAX_MULTIPLE / step) if step >= 1 else MAX_MULTIPLE
+    least, most = numbers.multiples
+    low = max(-most_steps, -most_steps if least is None else least)
+    high = min(most_steps, most_steps if most is None else most)
+    if low > high or step.numerator > MAX_MULTIPLE or step.denominator > 10**6:
+        raise SchemaError(
+            f"has multipleOf={_number(numbers.multiple_of)} beside bounds, which can only be held "
+            f"up to {MAX_MULTIPLE}"
+        )
+    kind = "integer" if numbers.integer else "number"
+    return library_rule(
+        {
+            "type": kind,
+            "multipleOf": _number(step),
+            "minimum": _number(low * step),
+            "maximum": _number(high * step),
+        }
+    )
+
+
+def _number(value: Fraction) -> float:
+    return value.numerator if value.denominator == 1 else value.numerator / value.denominator

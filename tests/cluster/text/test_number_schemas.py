@@ -1,0 +1,224 @@
+"""Numbers under a schema: what a grammar takes is what `jsonschema` takes, digit by digit."""
+
+from __future__ import annotations
+
+import json
+import random
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from swell.cluster.text.json_grammar.number_ranges import (
+    MAX_EXPONENT_DIGITS,
+    MAX_FRACTION_DIGITS,
+    MAX_INT_DIGITS,
+)
+from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.structured_output import compile_grammar
+
+BYTES = LLTokenizer("byte")
+END = BYTES.eos_token
+Schema = dict[str, Any]
+
+
+def grammar(schema: Schema) -> str:
+    return compile_grammar(StructuredOutputs(json=schema)).lark
+
+
+def accepts(lark: str, text: str) -> bool:
+    matcher = LLMatcher(BYTES, lark, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def walk(lark: str, seed: int) -> str:
+    """A text of the grammar, each byte drawn among those that it allows."""
+    matcher = LLMatcher(BYTES, lark, log_level=0)
+    rng, text = random.Random(seed), bytearray()
+    while True:
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        assert allowed, (text, matcher.get_error())
+        if END in allowed and (len(allowed) == 1 or rng.random() < 0.3):
+            return text.decode()
+        token = rng.choice([one for one in allowed if one != END])
+        assert matcher.consume_token(token), matcher.get_error()
+        text.append(token)
+
+
+def fits(schema: Schema, text: str) -> bool:
+    """Whether the value is one of the schema, computed exactly: floats are decimal numbers."""
+    value = json.loads(text, parse_float=Decimal)
+    exact = json.loads(json.dumps(schema), parse_float=Decimal)
+    checker = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many(
+        {
+            "number": lambda _, one: isinstance(one, int | Decimal) and not isinstance(one, bool),
+            "integer": lambda _, one: (
+                isinstance(one, int | Decimal) and not isinstance(one, bool) and one == int(one)
+            ),
+        }
+    )
+    validator = jsonschema.validators.extend(
+        jsonschema.Draft202012Validator, {"multipleOf": _multiple_of}, type_checker=checker
+    )
+    return bool(validator(exact).is_valid(value))
+
+
+def _multiple_of(_validator: Any, step: Any, instance: Any, _schema: Schema) -> Any:
+
+    if (
+        isinstance(instance, int | Decimal)
+        and (Fraction(instance) / Fraction(step)).denominator > 1
+    ):
+        yield jsonschema.ValidationError(f"{instance} is no multiple of {step}")
+
+
+# --------------------------------------------------------------------------------- the generator
+
+_SMALL = st.builds(lambda n, e: n / 10**e, st.integers(-2000, 2000), st.integers(0, 3))
+_BOUNDS = st.one_of(
+    _SMALL,
+    st.integers(-20, 20),
+    st.sampled_from([0, -0.0, 1, -1, 9, 10, 99, 100, 0.5, 1.05, 9.6, -1.5, 1e-7, 1e21]),
+    st.integers(-(2**64), 2**64),
+    st.integers(2**53 - 2, 2**53 + 3),
+    st.floats(-1e6, 1e6, allow_nan=False),
+)
+_LOW = st.sampled_from(["minimum", "exclusiveMinimum"])
+_HIGH = st.sampled_from(["maximum", "exclusiveMaximum"])
+
+
+@st.composite
+def numeric_schemas(draw: st.DrawFn) -> Schema:
+    schema: Schema = {"type": draw(st.sampled_from(["number", "integer"]))}
+    low, high = draw(_BOUNDS), draw(_BOUNDS)
+    if draw(st.booleans()):
+        high = low + draw(st.sampled_from([0, 0.05, 0.5, 1, 1.5, 30]))
+    if draw(st.integers(0, 4)):
+        schema[draw(_LOW)] = low
+    if draw(st.integers(0, 4)):
+        schema[draw(_HIGH)] = high
+    if draw(st.integers(0, 3)) == 0:
+        schema["multipleOf"] = draw(st.sampled_from([1, 2, 3, 5, 0.5, 0.25, 0.01, 10, 12, 0.3]))
+    return schema
+
+
+def near(schema: Schema) -> list[str]:
+    """Texts of numbers at the bounds and beside them."""
+    found = {"0", "-0", "0.0", "-0.0", "1", "-1", "0.5", "10"}
+    for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        if keyword in schema:
+            bound = Decimal(repr(schema[keyword]))
+            for step in ("0", "1", "-1", "0.5", "-0.5", "0.01", "-0.01", "1e-25", "-1e-25"):
+                text = f"{bound + Decimal(step):f}"
+                found |= {text, f"{text}0" if "." in text else f"{text}.0"}
+    return sorted(found)
+
+
+@settings(deadline=None, max_examples=30)
+@given(numeric_schemas(), st.integers(0, 2**32))
+@example({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, 0)
+@example({"type": "number", "exclusiveMinimum": 1, "maximum": 1.05}, 0)
+@example({"type": "number", "exclusiveMinimum": 9, "maximum": 9.6}, 0)
+@example({"type": "number", "exclusiveMaximum": -1, "minimum": -1.5}, 0)
+@example({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, 0)
+@example({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, 0)
+@example({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, 0)
+def test_numbers_are_those_of_the_schema(schema: Schema, seed: int) -> None:
+    lark, refusal = "", ""
+    try:
+        lark = grammar(schema)
+    except BadRequest as error:
+        refusal = error.message
+    if refusal:
+        assert "no answer fits" in refusal or "multipleOf" in refusal
+        return
+    for text in (walk(lark, seed), walk(lark, seed + 1)):
+        assert fits(schema, text), (schema, text)
+    for text in near(schema):
+        taken = accepts(lark, text)
+        assert not taken or fits(schema, text), (schema, text)
+        # One way to write a number is enough: 1 for an integer or for the only number of a range,
+        # and no -0 beside a bound.
+        only = "minimum" in schema and schema["minimum"] == schema.get("maximum")
+        whole = "." not in text or (schema["type"] == "number" and not only)
+        digits = text.lstrip("-").partition(".")
+        short = len(digits[0]) <= MAX_INT_DIGITS and len(digits[2]) <= MAX_FRACTION_DIGITS
+        if whole and short and not text.startswith("-0") and "multipleOf" not in schema:
+            assert taken or not fits(schema, text), (schema, text)
+
+
+_VALUES = st.one_of(
+    st.integers(-(2**70), 2**70),
+    st.integers(2**53 - 2, 2**53 + 3),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from([0, 1, 1.0, True, False, None, "1", [1], {"a": 9007199254740993}]),
+)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(_VALUES, min_size=1, max_size=4), st.booleans(), st.integers(0, 2**32))
+@example([9007199254740993], True, 0)
+@example([1234567890123456789], False, 0)
+def test_constants_are_written_in_all_their_digits(
+    values: list[Any], is_const: bool, seed: int
+) -> None:
+    schema: Schema = {"const": values[0]} if is_const else {"enum": values}
+    assume(all(isinstance(one, str | list | dict) or len(f"{one}") < 300 for one in values))
+    lark = grammar(schema)
+    text = walk(lark, seed)
+    assert fits(schema, text), (schema, text)
+    if isinstance(values[0], int) and not isinstance(values[0], bool):
+        assert accepts(lark, str(values[0]))
+        assert not accepts(lark, str(values[0] + 1)) or values[0] + 1 in values
+
+
+# ----------------------------------------------------------------------------------- their length
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number"},
+        {"type": "integer"},
+        {},
+        {"type": "number", "minimum": 0},
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        {"type": "integer", "maximum": -1},
+        {"type": "number", "multipleOf": 0.25},
+        {"type": "number", "multipleOf": 0.3},
+        {"type": "integer", "multipleOf": 7},
+    ],
+)
+def test_a_number_has_an_end(schema: Schema) -> None:
+    """A model that repeats a digit would write it until its answer is cut off."""
+    lark = grammar({"type": "array", "items": schema, "minItems": 1, "maxItems": 1})
+    most = MAX_INT_DIGITS + MAX_FRACTION_DIGITS + MAX_EXPONENT_DIGITS + 10
+    for beginning in ("[1", "[-1", "[0.1", "[0.3", "[1e1", "[7"):
+        for digit in "013456789":
+            text = beginning + digit * most
+            matcher = LLMatcher(BYTES, lark, log_level=0)
+            assert matcher.try_consume_tokens(list(text.encode())) < len(text), text
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 2**32))
+def test_a_number_without_bounds_is_one_that_a_double_holds(seed: int) -> None:
+    text = walk(grammar({"type": "number"}), seed)
+    assert abs(float(text)) < 1e200
+
+
+def test_the_usual_ways_to_write_a_number_are_taken() -> None:
+    lark = grammar({"type": "number"})
+    for text in ("0", "-0", "1.50", "6.02e23", "1E-9", "-1.6e+19", "12345678901234567890.125"):
+        assert accepts(lark, text)
+    for text in ("01", "+1", ".5", "1.", "1e", "1e999", "Infinity", "0x1", "1_000"):
+        assert not accepts(lark, text)
