@@ -152,7 +152,7 @@ class LocalEngine:
         if answer is None:
             return
         answers[external_id] = answer
-        if answer.outputs[0].finish_reason == "error":
+        if answer.outputs[0].finish_reason in ("error", "invalid"):
             states = self.processor.request_states.values()
             ids = [s.request_id for s in states if s.request.external_req_id == external_id]
             self.processor.abort_requests(ids)

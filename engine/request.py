@@ -177,20 +177,18 @@ class Request:
             return [JourneyEvent(JourneyEventType.PREEMPTED, self.preempted_s), scheduled]
         return [JourneyEvent(JourneyEventType.QUEUED, 0.0), scheduled]
 
-    def fail(self, message: str) -> EngineCoreOutput:
+    def fail(self, message: str, kind: FinishReason = FinishReason.ERROR) -> EngineCoreOutput:
         """End with an error that has this reason."""
         self.status = RequestStatus.FINISHED
-        return EngineCoreOutput(
-            self.request_id, [], FinishReason.ERROR, message, attempt=self.attempt
-        )
+        return EngineCoreOutput(self.request_id, [], kind, message, attempt=self.attempt)
 
     def fail_behind(
-        self, sampled: Sequence[int], extras: list[Extra], message: str
+        self, sampled: Sequence[int], extras: list[Extra], message: str, kind: FinishReason
     ) -> list[EngineCoreOutput]:
         """Add tokens as `append` does, and fail, unless one of them ends the answer."""
         answers = [self.append(list(sampled), extras)] if sampled else []
         if not answers or answers[0].finish_reason is None:
-            answers.append(self.fail(message))
+            answers.append(self.fail(message, kind))
         return answers
 
     def ends_with_prompt(self, computed: int) -> bool:

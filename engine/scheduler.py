@@ -330,7 +330,8 @@ class Scheduler:
             extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
             if row in failed:
                 before = tokens if plan.further else _NO_TOKENS
-                answers = self._fail(request, before, extras, failed[row])
+                kind = FinishReason.INVALID if row in output.invalid else FinishReason.ERROR
+                answers = self._fail(request, before, extras, failed[row], kind)
                 outputs.setdefault(request.client, []).extend(answers)
                 continue
             if samples:
@@ -375,11 +376,16 @@ class Scheduler:
             self.kv.cache_full_blocks(request)
 
     def _fail(
-        self, request: Request, tokens: Sequence[int], extras: list[Extra], reason: str
+        self,
+        request: Request,
+        tokens: Sequence[int],
+        extras: list[Extra],
+        reason: str,
+        kind: FinishReason,
     ) -> list[EngineCoreOutput]:
         """It failed behind these tokens, unless they end it. What it computed is not found."""
-        answers = request.fail_behind(tokens, extras, reason)
-        if answers[-1].finish_reason is FinishReason.ERROR:
+        answers = request.fail_behind(tokens, extras, reason, kind)
+        if answers[-1].finish_reason is kind:
             self.kv.evict_computed(request)
             self.num_nans_in_logits += reason == NANS_IN_LOGITS
         self._finish(request)

@@ -39,6 +39,8 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     ABORT = 2
     ERROR = 3
+    INVALID = 4
+    """It cannot go on because of what its client asked for, as a grammar beyond its limits."""
 
     def __str__(self) -> str:
         return self.name.lower()

@@ -27,21 +27,32 @@ class FailedRows:
 
     def __init__(self) -> None:
         self._reasons: dict[int, str] = {}
+        self._invalid: set[int] = set()
 
-    def add(self, slot: int, reason: str) -> None:
-        """Record a failure; the first reason of a slot is kept."""
+    def add(self, slot: int, reason: str, *, is_invalid: bool = False) -> None:
+        """Record a failure; the first reason of a slot is kept. `is_invalid`: what its client asked
+        for is the reason."""
+        if is_invalid and slot not in self._reasons:
+            self._invalid.add(slot)
         self._reasons.setdefault(slot, reason)
 
     def forget(self, slot: int) -> None:
         """A new request takes the slot."""
         if self._reasons:
             self._reasons.pop(slot, None)
+            self._invalid.discard(slot)
 
     def among(self, slots: Sequence[int]) -> dict[int, str]:
         """Row -> reason, for those of the rows at `slots` that have failed."""
         if not self._reasons:
             return {}
         return {row: self._reasons[s] for row, s in enumerate(slots) if s in self._reasons}
+
+    def invalid_among(self, slots: Sequence[int]) -> list[int]:
+        """The rows among them whose requests ask for what cannot be done."""
+        if not self._invalid:
+            return []
+        return [row for row, slot in enumerate(slots) if slot in self._invalid]
 
 
 def describe(error: Exception) -> str:

@@ -107,6 +107,7 @@ class OutputOfPasses(AsyncModelRunnerOutput):
         plan = self._plan
         first, *others = [each.get_output() for each in self._passes]
         failed, with_nans = dict(first.failed), set(first.rows_with_nans)
+        invalid = set(first.invalid)
         extras = {row: list(found) for row, found in first.extras.items()}
         tokens: dict[int, list[int]] = {}
         sampled = iter(first.sampled_token_ids)
@@ -122,6 +123,7 @@ class OutputOfPasses(AsyncModelRunnerOutput):
                     continue
                 if at in output.failed:
                     failed[row] = output.failed[at]
+                    invalid |= {row} if at in output.invalid else set()
                 elif at in output.rows_with_nans:
                     with_nans.add(row)
                 else:
@@ -133,6 +135,7 @@ class OutputOfPasses(AsyncModelRunnerOutput):
             extras=extras,
             failed=failed,
             rows_with_nans=sorted(with_nans),
+            invalid=sorted(invalid),
             accepted={row: len(tokens[row]) - 1 for row in tokens},
         )
 

@@ -335,6 +335,7 @@ class ModelRunner:
             sync_result.pausing,
             sync_result.sync_s,
             failed=self.failed.among(plan.slots),
+            invalid=self.failed.invalid_among(plan.slots),
             imbalance=sync_result.imbalance,
         )
         if sampled is None:

@@ -223,6 +223,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=
     imbalance: float = 0.0
     """Engines that share experts, in a step before which these were looked at: what the busiest
     worker has computed over the mean, in the most uneven layer of the last stage. Else 0."""
+    invalid: list[int] = []
+    """Rows in `failed` whose requests ask for what cannot be done."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail
 from swell.cluster.client.admission import TooManyWaiting
 from swell.cluster.client.deadline import RequestTimedOut
-from swell.cluster.client.request_state import EngineGone, RequestFailed
+from swell.cluster.client.request_state import EngineGone, RequestFailed, RequestInvalid
 from swell.cluster.client.router import NoEngine
 from swell.cluster.text.sampling_params import BadRequest
 from swell.configs.log import StructuredLogger
@@ -18,6 +18,7 @@ _ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str]] = {
     EngineGone: (500, "server_error", "engine_failed"),
     NoEngine: (503, "server_error", "no_engine"),
     RequestFailed: (500, "server_error", "request_failed"),
+    RequestInvalid: (400, "invalid_request_error", "invalid_grammar"),
     RequestTimedOut: (408, "timeout_error", "request_timeout"),
 }
 ENGINE_ERRORS = tuple(_ENGINE_ERRORS)

@@ -23,7 +23,7 @@ def generate(args: argparse.Namespace) -> int:
             answers = llm.generate(args.prompt, params)
     for prompt, answer in zip(args.prompt, answers, strict=True):
         output = answer.outputs[0]
-        if output.finish_reason == "error":
+        if output.finish_reason in ("error", "invalid"):
             print(f"swell: {prompt!r}: {output.stop_reason}", file=sys.stderr)
             return 1
         if len(answers) > 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from swell.cluster.client.outputs import Event, RequestOutput, RequestOutputKind
 from swell.cluster.client.parallel_sampling import ParentRequest
-from swell.cluster.client.request_state import RequestFailed, RequestState
+from swell.cluster.client.request_state import RequestFailed, RequestInvalid, RequestState
 from swell.cluster.text.sampling_params import SamplingParams
 
 OutputBatch = list[tuple[int, RequestOutput]]
@@ -105,6 +105,8 @@ class MergedOutputs:
         answer = output.outputs[0]
         if answer.finish_reason == "error":
             raise RequestFailed(str(answer.stop_reason or "the request failed"))
+        if answer.finish_reason == "invalid":
+            raise RequestInvalid(str(answer.stop_reason))
         merged = self._parents[number // self._children].add(output)
         if merged is not None:
             batch.append((number, merged))

@@ -73,7 +73,7 @@ class ParentRequest:
         if not self._unfinished:
             return None
         (completion,) = output.outputs
-        if completion.finish_reason == "error":
+        if completion.finish_reason in ("error", "invalid"):
             self._unfinished = 0
             return output
         self._unfinished -= output.finished

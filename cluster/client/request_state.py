@@ -46,6 +46,10 @@ class RequestFailed(RuntimeError):
     """A request cannot go on, by its own fault; its engine serves all others as before."""
 
 
+class RequestInvalid(RuntimeError):
+    """A request cannot go on, because of what its client asked for."""
+
+
 class MigrationReason(enum.StrEnum):
     """Why a request continues on another engine."""
 
@@ -257,7 +261,7 @@ class RequestState:
             if stopped:
                 self._end(FinishReason.STOP, self._text.stop_string)
                 return
-        if output.finish_reason is FinishReason.ERROR:
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.INVALID):
             # Text that was held back is no end of the answer, even if it holds a stop string.
             self._end(output.finish_reason, output.stop_reason)
         elif output.finish_reason is not None:

@@ -29,6 +29,8 @@ MEMORY_BYTES = 1 << 30
 """Address space of the process."""
 MAX_REASON_CHARS = 4096
 """Longest error message of the compiler: it may repeat the grammar."""
+MAX_STEPS = 8
+"""Tokens of one way through a grammar: its parser may need more than its limits at the first."""
 STACK_BYTES = 1 << 20
 """A worker's threads have at least twice this."""
 
@@ -116,7 +118,7 @@ def _serve(limits: Mapping[str, int]) -> None:
 
 
 def _reason(lark: str, limits: Mapping[str, int]) -> str:
-    """Compile a grammar and take its first step, with tokens of one byte."""
+    """Compile a grammar and take its first steps, with tokens of one byte."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     parser_limits = LLParserLimits(**limits, verbose_errors=False)  # type: ignore[arg-type]
@@ -127,7 +129,15 @@ def _reason(lark: str, limits: Mapping[str, int]) -> str:
     # Ids of special tokens are the model's own; here one id replaces all.
     lark = _TOKEN_IDS.sub(f"<[{tokenizer.vocab_size - 1}]>", lark)
     matcher = LLMatcher(tokenizer, lark, log_level=0, limits=parser_limits)
-    matcher.compute_bitmask()
+    for _ in range(MAX_STEPS):
+        mask = matcher.compute_bitmask()
+        if matcher.get_error():
+            break
+        token = next(
+            (8 * at + (bits & -bits).bit_length() - 1 for at, bits in enumerate(mask) if bits), None
+        )
+        if token is None or token >= tokenizer.vocab_size - 1 or not matcher.consume_token(token):
+            break
     return matcher.get_error()
 
 

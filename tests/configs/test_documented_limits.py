@@ -11,6 +11,7 @@ from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.cli.doctor import ray_hosts
 from swell.cluster.client.admission import WINDOW_S
 from swell.cluster.control import autoscaler, backoff, load_signals, node_drains, placement
+from swell.cluster.text.json_grammar import number_ranges, string_terminals
 from swell.cluster.text.schema import strict_json
 from swell.configs import network, schema, yaml_text
 from swell.coordinator import handshakes
@@ -48,6 +49,13 @@ LIMITS = {
     "network": [
         f"{CHOSEN_PORTS[0]}-{CHOSEN_PORTS[-1]}",
         f"the first {COUNTS[network._KEPT_PART]}",
+    ],
+    "structured-output": [
+        f"**Numbers** have {number_ranges.MAX_INT_DIGITS} digits before the point at most, "
+        f"{number_ranges.MAX_FRACTION_DIGITS} behind it, and an exponent of "
+        f"{number_ranges.MAX_EXPONENT_DIGITS} digits",
+        f"up to {number_ranges.MAX_BOUND_DIGITS})",
+        f"are at most 10^{len(str(string_terminals.MAX_MULTIPLE)) - 1}",
     ],
     "doctor": [f"one attempt of {ray_hosts._LINK_S:g} s in each direction"],
 }

@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 MAX_CACHED_GRAMMARS = 32
 """Compiled grammars that are kept for later requests: some hundred KB each."""
+_REFUSED_TOKEN = "satisfy the grammar"
+"""In the library's error about a token that it did not allow: a defect, not the client's fault."""
 MAX_THREADS = 8
 """Threads that compute the masks of one step."""
 
@@ -104,7 +106,7 @@ class GrammarMask(LogitsProcessor):
             batch.sample_slots_np[rows_np].tolist(), grammar_states, strict=True
         ):
             if state.failure:
-                self._failed.add(slot, state.failure)
+                self._failed.add(slot, state.failure, is_invalid=state.is_invalid)
         if self._tensor.size > 1:
             failed = np.array([bool(state.failure) for state in grammar_states], dtype=np.int64)
             self._failed_ranks = self._tensor.all_reduce(to_device(failed, device))
@@ -206,6 +208,8 @@ class GrammarState:
 
     failure = ""
     """Why the row fails; empty: it has not failed."""
+    is_invalid = False
+    """It fails by what the grammar asks for, so the same grammar fails on any engine."""
 
     def __init__(self, first: Future[LLMatcher], outputs: Sequence[int]) -> None:
         """`outputs`: tokens of the answer that exist already."""
@@ -224,7 +228,7 @@ class GrammarState:
             for token in self._outputs:
                 self.accept_token(token)
         if self._matcher is not None and self._matcher.is_error():
-            self._fail(self._matcher.get_error())
+            self._fail(self._matcher.get_error(), is_invalid=True)
         return None if self.failure else self._matcher
 
     def accept_token(self, token: int) -> None:
@@ -233,7 +237,8 @@ class GrammarState:
         if matcher is None:
             return
         if not matcher.consume_token(token):
-            self._fail(matcher.get_error() or f"token {token} does not continue it")
+            reason = matcher.get_error() or f"token {token} does not {_REFUSED_TOKEN}"
+            self._fail(reason, is_invalid=_REFUSED_TOKEN not in reason)
         self._taken += 1
 
     def ahead(self) -> StateAhead | None:
@@ -245,12 +250,14 @@ class GrammarState:
         """The row fails, because no token of the model continues its grammar."""
         if self.matcher() is not None:
             self._fail(
-                f"behind {self._taken} tokens none of the model's {vocab} continues or ends it"
+                f"behind {self._taken} tokens none of the model's {vocab} continues or ends it",
+                is_invalid=True,
             )
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, *, is_invalid: bool = False) -> None:
         if not self.failure:
             line = (reason.splitlines() or ["unknown"])[0]
+            self.is_invalid = is_invalid
             self.failure = f"its grammar cannot be followed: {line}"
             self._report(line)
 

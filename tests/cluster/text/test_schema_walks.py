@@ -1,0 +1,157 @@
+"""Any schema that is accepted can be followed to an end, and what is written then fits it.
+
+Schemas are drawn at random; a text is drawn byte by byte among those that the grammar allows, and
+`jsonschema` judges it. A place from which nothing continues fails the draw itself.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.structured_output import compile_grammar
+
+BYTES = LLTokenizer("byte")
+END = BYTES.eos_token
+CLOSERS = b'"}]'
+MAX_BYTES = 300
+Schema = dict[str, Any]
+
+_NAMES = ("a", "b", "ab", "é", 'q"')
+_VALUES = st.sampled_from([None, True, 0, 1, 2.5, "a", "", "ab", [1], {"a": 1}, [], {}])
+_LEAVES = st.one_of(
+    st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"]).map(
+        lambda name: {"type": name}
+    ),
+    st.lists(_VALUES, min_size=1, max_size=3).map(lambda values: {"enum": values}),
+    _VALUES.map(lambda value: {"const": value}),
+    st.builds(
+        lambda low, high: {"type": "integer", "minimum": low, "maximum": low + high},
+        st.integers(-30, 30),
+        st.integers(-1, 20),
+    ),
+    st.builds(
+        lambda low, high: {"type": "string", "minLength": low, "maxLength": high},
+        st.integers(0, 2),
+        st.integers(0, 4),
+    ),
+    st.sampled_from(["^a", "b$", "^a?b*$", "^(?!a)[ab]+$"]).map(
+        lambda pattern: {"type": "string", "pattern": pattern}
+    ),
+    st.sampled_from([{}, True, False, {"$ref": "#/$defs/x"}, {"$ref": "#"}]),
+)
+
+
+@st.composite
+def objects(draw: st.DrawFn, parts: st.SearchStrategy[Any]) -> Schema:
+    names = draw(st.lists(st.sampled_from(_NAMES), unique=True, max_size=3))
+    schema: Schema = {"type": "object", "properties": {name: draw(parts) for name in names}}
+    schema["required"] = draw(st.lists(st.sampled_from(_NAMES), unique=True, max_size=2))
+    if draw(st.booleans()):
+        schema["additionalProperties"] = draw(st.just(False) | parts)
+    if draw(st.integers(0, 3)) == 0:
+        patterns = draw(st.lists(st.sampled_from(["^a", "^a$", "b$", "^(x|b)$"]), max_size=2))
+        schema["patternProperties"] = {pattern: draw(parts) for pattern in patterns}
+    for keyword in ("minProperties", "maxProperties"):
+        if draw(st.integers(0, 4)) == 0:
+            schema[keyword] = draw(st.integers(0, 3))
+    return schema
+
+
+@st.composite
+def arrays(draw: st.DrawFn, parts: st.SearchStrategy[Any]) -> Schema:
+    schema: Schema = {"type": "array"}
+    if draw(st.booleans()):
+        schema["items"] = draw(parts)
+    if draw(st.booleans()):
+        schema["prefixItems"] = draw(st.lists(parts, max_size=2))
+    if draw(st.booleans()):
+        schema["minItems"] = draw(st.integers(0, 2))
+    if draw(st.booleans()):
+        schema["maxItems"] = draw(st.integers(0, 3))
+    return schema
+
+
+def _combined(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    several = st.lists(parts, min_size=1, max_size=3)
+    return st.one_of(
+        objects(parts),
+        arrays(parts),
+        several.map(lambda schemas: {"anyOf": schemas}),
+        several.map(lambda schemas: {"allOf": schemas}),
+        st.builds(lambda one, two: {**one, "anyOf": two}, objects(parts), several),
+    )
+
+
+_SCHEMAS = st.recursive(_LEAVES, _combined, max_leaves=5)
+
+
+def walk(lark: str, seed: int) -> str | None:
+    """A text of the grammar; None: it has no end yet. Brackets and quotes are closed early."""
+    matcher = LLMatcher(BYTES, lark, log_level=0)
+    rng, text = random.Random(seed), bytearray()
+    while len(text) < MAX_BYTES:
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        assert allowed, (bytes(text), matcher.get_error()[:200])
+        if END in allowed and (len(allowed) == 1 or rng.random() < 0.4):
+            return text.decode()
+        tokens = [token for token in allowed if token != END]
+        closers = [token for token in tokens if token in CLOSERS]
+        token = rng.choice(closers if closers and rng.random() < 0.5 else tokens)
+        assert matcher.consume_token(token), matcher.get_error()[:200]
+        text.append(token)
+    return None
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(_SCHEMAS, _SCHEMAS, st.integers(0, 2**32))
+@example({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, True, 0)
+@example(
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "patternProperties": {"^a$": {"type": "integer"}},
+        "additionalProperties": False,
+    },
+    True,
+    0,
+)
+@example({"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}}, {"$ref": "#/$defs/x"}, 0)
+@example({"anyOf": [{"type": "array", "items": False, "minItems": 1}, {"type": "null"}]}, {}, 0)
+def test_what_is_accepted_is_followed_to_a_value_that_fits(
+    schema: Any, inner: Any, seed: int
+) -> None:
+    schema = {**schema, "$defs": {"x": inner}} if isinstance(schema, dict) else schema
+    lark = compiled(schema)
+    for number in range(3) if lark else ():
+        text = walk(lark, seed + number)
+        if text is not None:
+            assert fits(schema, json.loads(text)), (schema, text)
+
+
+def compiled(schema: Any) -> str:
+    """Its grammar; empty: it is refused."""
+    try:
+        return compile_grammar(StructuredOutputs(json=schema)).lark
+    except BadRequest:
+        return ""
+
+
+def fits(schema: Any, value: Any) -> bool:
+    try:
+        jsonschema.Draft202012Validator(schema).validate(value)
+    except jsonschema.ValidationError:
+        return False
+    except RecursionError:  # the schema refers to itself at once, which says nothing
+        return True
+    return True
