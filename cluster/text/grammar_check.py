@@ -29,8 +29,11 @@ MEMORY_BYTES = 1 << 30
 """Address space of the process."""
 MAX_REASON_CHARS = 4096
 """Longest error message of the compiler: it may repeat the grammar."""
-MAX_STEPS = 8
-"""Tokens of one way through a grammar: its parser may need more than its limits at the first."""
+MAX_STEPS = 64
+"""Tokens of one way through a grammar: its parser may need more than its limits behind the first.
+So many reach the second member of an object."""
+_BYTES = sorted(range(256), key=lambda byte: (byte != 0x22, byte <= 0x20, byte))
+"""Those that are taken first: quotes, which end strings, and spaces last."""
 STACK_BYTES = 1 << 20
 """A worker's threads have at least twice this."""
 
@@ -131,12 +134,8 @@ def _reason(lark: str, limits: Mapping[str, int]) -> str:
     matcher = LLMatcher(tokenizer, lark, log_level=0, limits=parser_limits)
     for _ in range(MAX_STEPS):
         mask = matcher.compute_bitmask()
-        if matcher.get_error():
-            break
-        token = next(
-            (8 * at + (bits & -bits).bit_length() - 1 for at, bits in enumerate(mask) if bits), None
-        )
-        if token is None or token >= tokenizer.vocab_size - 1 or not matcher.consume_token(token):
+        allowed = [byte for byte in _BYTES if mask[byte // 8] >> byte % 8 & 1]
+        if matcher.get_error() or not allowed or not matcher.consume_token(allowed[0]):
             break
     return matcher.get_error()
 

@@ -163,7 +163,10 @@ def inline_json(schema: dict[str, Any]) -> str:
         raise SchemaError("is nested too deeply") from None
     if size > MAX_BYTES:
         raise SchemaTooLong(f"has {size} bytes; at most {MAX_BYTES} are allowed")
-    return json_grammar(SchemaKeywords().clean(schema), _is_empty)
+    try:
+        return json_grammar(SchemaKeywords().clean(schema), _is_empty)
+    except RecursionError:
+        raise SchemaError("is nested too deeply") from None
 
 
 def _is_empty(expression: str) -> bool:

@@ -20,6 +20,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from swell.cluster.text.json_grammar.disjoint_schemas import check_one_ofs
 from swell.cluster.text.json_grammar.number_ranges import (
     NumberRange,
     UnsupportedNumber,
@@ -72,6 +73,7 @@ class _Writer:
             for shape in shapes:
                 for place in _parts(shape):
                     self._index(place)
+        check_one_ofs(self._merger)
         self._find_writable()
         if root not in self._writable:
             why = f": {self._merger.reasons[0]}" if self._merger.reasons else ""

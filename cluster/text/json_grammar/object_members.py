@@ -1,11 +1,17 @@
 r"""The members of one object in their order, as rules in Lark.
 
-A *state* is how many of the known properties are behind, and how many members were written: up to
-1 where no bound depends on it, since all that matters then is whether a comma is due. Each state
-is a rule, and goes on with the states of the next property:
+Behind the first member each of the others has a comma before it, and may be left out or not:
 
-    s_0_0: "\"a\"" ":" r1 s_1_1 | s_1_0          "a" may be left out
-    s_1_1: ("," "\"b\"" ":" r2)? ...
+    ("," m1)? "," m2 ("," m3)? ("," other)*
+
+The first member is any of those up to the first that is required, so such a rest is needed from
+each of them on. Rests are made of rules for 2, 4, 8 ... members: a rule for each, which goes on
+with the next, would be nested as deeply as there are properties, and the library's stack ends at
+some hundred.
+
+Where a bound depends on the number of members, a *state* is how many of the known properties are
+behind, and how many members were written. Each state is a rule, and goes on with those of the
+next property.
 """
 
 from __future__ import annotations
@@ -19,6 +25,8 @@ from swell.cluster.text.json_grammar.schema_nodes import SchemaError
 State = tuple[int, int]
 """Known properties behind, members written."""
 MAX_STATES = 5000
+MAX_COUNTED = 64
+"""Properties of an object with such a bound."""
 _EMPTY = '""'
 
 
@@ -42,6 +50,29 @@ class ObjectMembers:
         if all(can_write(shape.properties[name]) for name in shape.required):
             self._find_live()
 
+    def _flat(self, prefix: str, items: Mapping[str, str], other: str) -> tuple[str, list[str]]:
+        lines = [f"{prefix}m{at}: {items[name]}" for at, name in enumerate(self.names)]
+        parts = [
+            f'"," {prefix}m{at}' if name in self._required else f'("," {prefix}m{at})?'
+            for at, name in enumerate(self.names)
+        ]
+        parts += [f'("," {other})*'] if self.others else []
+        rests = _Rests(prefix, parts)
+        firsts = []
+        for at, name in enumerate(self.names):
+            # Not by the rule of the member, which would be one more item of the parser for each.
+            firsts.append(f"{items[name]} {rests.rest(at + 1)}".rstrip())
+            if name in self._required:
+                break
+        else:
+            firsts += [f'{other} ("," {other})*'] if self.others else []
+            if not firsts:
+                return "", []
+            firsts = [f"({' | '.join(firsts)})?"]
+        lines += [f"{name}: {run}" for name, run in rests.lines.items()]
+        lines.append(f"{prefix}: {' | '.join(firsts)}")
+        return prefix, lines
+
     @property
     def is_possible(self) -> bool:
         return (0, 0) in self._live
@@ -63,7 +94,7 @@ class ObjectMembers:
                 state for one in levels[-1] for state in self._next(one) if state and state[0] >= 0
             )
             num_states += len(states)
-            if num_states > MAX_STATES:
+            if num_states > MAX_STATES or (self._counts and len(self.names) > MAX_COUNTED):
                 raise SchemaError(
                     f"counts {len(self.names)} properties in minProperties or maxProperties, which "
                     "is more than can be held; leave the bounds out"
@@ -90,6 +121,8 @@ class ObjectMembers:
     def lines(self, prefix: str, items: Mapping[str, str], other: str) -> tuple[str, list[str]]:
         """The expression of all members, and the rules that it needs. `items`: name -> expression
         of the member; `other`: that of a member whose name is not known."""
+        if not self._counts:
+            return self._flat(prefix, items, other)
         lines, waiting, seen = [], [(0, 0)], {(0, 0)}
 
         def text(state: State) -> str:
@@ -118,6 +151,35 @@ class ObjectMembers:
             choice = f"({choice})?" if "" in options and choice else choice
             lines.append(f"{prefix}_{state[0]}_{state[1]}: {choice or _EMPTY}")
         return f"{prefix}_0_0", lines
+
+
+class _Rests:
+    """Rules for runs of members that have commas before them."""
+
+    def __init__(self, prefix: str, parts: list[str]) -> None:
+        self._prefix, self._parts = prefix, parts
+        self.lines: dict[str, str] = {}
+
+    def rest(self, start: int) -> str:
+        """All parts from this one on."""
+        found = []
+        while start < len(self._parts):
+            size = start & -start or 1 << len(self._parts).bit_length()
+            while start + size > len(self._parts):
+                size //= 2
+            found.append(self._run(start, size))
+            start += size
+        return " ".join(found)
+
+    def _run(self, start: int, size: int) -> str:
+        if size == 1:
+            return self._parts[start]
+        name = f"{self._prefix}_{start}_{size}"
+        if name not in self.lines:
+            half = size // 2
+            self.lines[name] = ""  # its place; a run is never part of itself
+            self.lines[name] = f"{self._run(start, half)} {self._run(start + half, half)}"
+        return name
 
 
 def comma_list(item: str, fewest: int, most: int | None, *, begins: bool) -> str:

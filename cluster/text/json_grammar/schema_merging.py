@@ -57,6 +57,10 @@ _CONSTRAINTS = frozenset(
 _STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 MAX_SCHEMAS = 500
 """Schemas about one value."""
+MAX_MERGED = 100_000
+"""Schemas that are read in all, each as often as it is combined with others: half a second."""
+MAX_PROBES = 500
+"""Comparisons of a name or a pattern with a pattern: each takes a millisecond."""
 
 
 class LiteralShape(msgspec.Struct, frozen=True):
@@ -97,8 +101,12 @@ class SchemaMerger:
     def __init__(self, root: Node, is_empty: Callable[[str], bool]) -> None:
         """`is_empty`: whether no text fits the expression of a terminal."""
         self._references = References(root)
+        self._num_probes = self._num_merged = 0
+        self.one_ofs: list[tuple[str, list[Place]]] = []
+        """Path and places of each `oneOf` that is still to be checked."""
         self._paths = _paths_of(root)
-        self._is_empty = is_empty
+        self._probe = is_empty
+        self._shapes: dict[tuple[int, ...], list[Shape]] = {}
         self.reasons: list[str] = []
         """Why some kinds of values are not allowed."""
         self._kept: dict[int, Node] = {}
@@ -120,6 +128,23 @@ class SchemaMerger:
 
     def shapes(self, place: Place) -> list[Shape]:
         """What may be written at a place; empty: nothing."""
+        if place is None:
+            return []
+        key = tuple(map(id, place))
+        if key not in self._shapes:
+            self._shapes[key] = self._merge(place)
+        return self._shapes[key]
+
+    def _is_empty(self, expression: str) -> bool:
+        self._num_probes += 1
+        if self._num_probes > MAX_PROBES:
+            raise SchemaError(
+                f"needs more than {MAX_PROBES} comparisons of patterns with names; use fewer "
+                "patterns in patternProperties"
+            )
+        return self._probe(expression)
+
+    def _merge(self, place: Place) -> list[Shape]:
         nodes = self._flatten(place)
         if nodes is None:
             return []
@@ -162,8 +187,12 @@ class SchemaMerger:
                 continue
             self._check(node)
             seen.add(id(node))
-            if len(seen) > MAX_SCHEMAS:
-                raise SchemaError(f"has more than {MAX_SCHEMAS} schemas about one value")
+            self._num_merged += 1
+            if len(seen) > MAX_SCHEMAS or self._num_merged > MAX_MERGED:
+                raise SchemaError(
+                    f"has more than {MAX_SCHEMAS} schemas about one value, or its allOf and anyOf "
+                    f"combine {MAX_MERGED}; write fewer alternatives"
+                )
             self._kept[id(node)] = node
             rest = self._without(node, "$ref", "allOf") if {"$ref", "allOf"} & set(node) else node
             if _CONSTRAINTS & set(rest):
@@ -177,14 +206,11 @@ class SchemaMerger:
         rest = [self._without(one, keyword) if one is node else one for one in nodes]
         options = [self.place(*rest, option) for option in listed(node, keyword, "")]
         if keyword == "oneOf":
-            for index, one in enumerate(options):
-                for two in options[index + 1 :]:
-                    if not self.are_disjoint(one, two):
-                        path = at(self._paths.get(id(node), ""), "oneOf")
-                        raise SchemaError(
-                            f"has {path}, which is only held where its schemas evidently exclude "
-                            "each other; use anyOf"
-                        )
+            self.one_ofs.append((at(self._paths.get(id(node), ""), "oneOf"), options))
+        texts = [plain_texts(option) for option in options]
+        if texts and all(one is not None for one in texts):
+            # One rule instead of one for each text.
+            return self._strings([], [*dict.fromkeys(text for one in texts for text in one or ())])
         return [PlaceShape(option) for option in options if option is not None]
 
     def _of_kinds(self, nodes: list[Node]) -> list[Shape]:
@@ -302,38 +328,15 @@ class SchemaMerger:
             return None
         return ArrayShape(places, self.place(*tails), least, most)
 
-    def are_disjoint(self, one: Place, two: Place, depth: int = 4) -> bool:
-        """Whether evidently no value fits both places."""
-        if one is None or two is None:
-            return True
-        if depth == 0:
-            return False
-        shapes = self.shapes(one), self.shapes(two)
-        return all(self._exclude(a, b, depth) for a in shapes[0] for b in shapes[1])
 
-    def _exclude(self, one: Shape, two: Shape, depth: int) -> bool:
-        if isinstance(one, PlaceShape):
-            return depth > 0 and all(
-                self._exclude(shape, two, depth - 1) for shape in self.shapes(one.place)
-            )
-        if isinstance(two, PlaceShape):
-            return self._exclude(two, one, depth)
-        if type(one) is not type(two):
-            return True
-        if isinstance(one, LiteralShape) and isinstance(two, LiteralShape):
-            return not set(one.texts) & set(two.texts)
-        if isinstance(one, NumberShape) and isinstance(two, NumberShape):
-            return one.numbers.intersect(two.numbers).is_empty
-        if isinstance(one, StringShape) and isinstance(two, StringShape):
-            both = one.texts is not None and two.texts is not None
-            return both and not set(one.texts or ()) & set(two.texts or ())
-        if isinstance(one, ObjectShape) and isinstance(two, ObjectShape):
-            required = one.required | two.required
-            return any(
-                self.are_disjoint(one.value_of(name), two.value_of(name), depth - 1)
-                for name in required
-            )
-        return False
+def plain_texts(place: Place) -> list[str] | None:
+    """The texts of a place that has one schema, which only lists texts; None: it is another one."""
+    if place is None or len(place) != 1 or _CONSTRAINTS & set(place[0]) - {"const", "enum", "type"}:
+        return None
+    values = allowed_values([*place])
+    if not values or not all(isinstance(value, str) for value in values):
+        return None
+    return values if "string" in allowed_kinds([*place])[0] else None
 
 
 def _paths_of(root: Node) -> dict[int, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
@@ -22,7 +23,8 @@ from swell.cluster.text.structured_output import compile_grammar
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token
 CLOSERS = b'"}]'
-MAX_BYTES = 300
+OPENERS = b"[{,"
+LONG_BYTES, MAX_BYTES = 150, 1000
 Schema = dict[str, Any]
 
 _NAMES = ("a", "b", "ab", "é", 'q"')
@@ -94,22 +96,26 @@ def _combined(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 _SCHEMAS = st.recursive(_LEAVES, _combined, max_leaves=5)
 
 
-def walk(lark: str, seed: int) -> str | None:
-    """A text of the grammar; None: it has no end yet. Brackets and quotes are closed early."""
+def walk(lark: str, seed: int) -> str:
+    """A text of the grammar. Brackets and quotes are closed early, and a long text is ended as soon
+    as it can be."""
     matcher = LLMatcher(BYTES, lark, log_level=0)
     rng, text = random.Random(seed), bytearray()
-    while len(text) < MAX_BYTES:
+    while True:
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
         assert allowed, (bytes(text), matcher.get_error()[:200])
-        if END in allowed and (len(allowed) == 1 or rng.random() < 0.4):
+        is_long = len(text) > LONG_BYTES
+        if END in allowed and (is_long or len(allowed) == 1 or rng.random() < 0.4):
             return text.decode()
         tokens = [token for token in allowed if token != END]
         closers = [token for token in tokens if token in CLOSERS]
-        token = rng.choice(closers if closers and rng.random() < 0.5 else tokens)
+        if is_long:
+            tokens = [token for token in tokens if token not in OPENERS] or tokens
+        token = rng.choice(closers if closers and (is_long or rng.random() < 0.5) else tokens)
         assert matcher.consume_token(token), matcher.get_error()[:200]
         text.append(token)
-    return None
+        assert len(text) < MAX_BYTES, f"a text that has no end: {bytes(text[:80])!r}"
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
@@ -135,8 +141,74 @@ def test_what_is_accepted_is_followed_to_a_value_that_fits(
     lark = compiled(schema)
     for number in range(3) if lark else ():
         text = walk(lark, seed + number)
-        if text is not None:
-            assert fits(schema, json.loads(text)), (schema, text)
+        assert fits(schema, json.loads(text)), (schema, text)
+
+
+_KEYWORDS = st.sampled_from(
+    [
+        *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "$id", "not", "if"),
+        *("then", "minimum", "exclusiveMaximum", "multipleOf", "minLength", "pattern", "format"),
+        *("items", "prefixItems", "minItems", "uniqueItems", "contains", "properties", "required"),
+        *("patternProperties", "additionalProperties", "propertyNames", "minProperties"),
+        *("dependentRequired", "unevaluatedProperties", "unevaluatedItems", "$anchor"),
+    ]
+)
+_JUNK = st.recursive(
+    st.sampled_from(
+        [None, True, False, 0, -1, 1.5, 1e308, 10**40, "", "a", "string", "#", "#/$defs/a", "(["]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(_KEYWORDS | st.sampled_from(["a", "^a"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(_KEYWORDS, _JUNK, min_size=1, max_size=4))
+@example({"not": {"not": {}}})
+@example({"propertyNames": {"enum": [1, "a"]}, "properties": {"b": {}}})
+@example({"$ref": "#"})
+@example({"$defs": {"a": {"$anchor": "x", "type": "null"}}, "$ref": "#x"})
+@example({"type": ["string", ["null"]]})
+def test_any_object_is_a_schema_or_refused(schema: Schema) -> None:
+    compiled(schema)
+
+
+def wide(keyword: str, count: int) -> Schema:
+    return {keyword: [{"anyOf": [{"minimum": n + m} for m in range(4)]} for n in range(count)]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        wide("allOf", 30),
+        {"oneOf": [{"type": "object", "required": [f"a{n}"]} for n in range(300)]},
+        {
+            "properties": {f"a{n}": {} for n in range(200)},
+            "patternProperties": {f"^b{n}": {} for n in range(5)},
+        },
+        {"type": "object", "properties": {f"a{n}": {} for n in range(900)}, "minProperties": 99},
+        {"allOf": [{"minLength": n} for n in range(600)]},
+        {
+            "type": "object",
+            "properties": {f"field {n}": {"type": "string"} for n in range(900)},
+            "additionalProperties": False,
+        },
+    ],
+    ids=["combinations", "one of", "patterns", "counts", "all of", "optional"],
+)
+def test_a_schema_that_means_much_work_is_refused(schema: Schema) -> None:
+    assert compiled(schema) == ""
+
+
+def test_long_lists_that_mean_little_work_are_held() -> None:
+    assert compiled({"oneOf": [{"const": f"text {n}", "title": "x"} for n in range(1000)]})
+    names = {f"field {n}": {"type": "string"} for n in range(600)}
+    assert compiled({"type": "object", "properties": names, "additionalProperties": False})
+    assert compiled({"type": "object", "properties": names, "required": [*names]})
+    assert compiled({"enum": [*range(2000)]})
 
 
 def compiled(schema: Any) -> str:
