@@ -7,6 +7,7 @@ check may take long: call from a thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,8 @@ MAX_SCHEMA_DEPTH = 100
 MAX_CHOICES = 10_000
 MAX_CHECKED_PATTERNS = 64
 """Patterns of a refused schema that are checked one by one, to name the one at fault."""
+MAX_SEARCH_S = 5.0
+"""Longest search for the part at fault of what is refused in any case."""
 _NO_CHARACTER = "is empty; an answer has at least one character"
 
 _KINDS = StructuredOutputs.__struct_fields__
@@ -104,7 +107,8 @@ def compile_schema(schema: dict[str, Any], subject: str, param: str) -> Grammar:
 def _check_patterns(schema: Any, subject: str, param: str | None = None) -> None:
     """Raise BadRequest for the first pattern that is no expression."""
     level, checked = [("", schema)], 0
-    while level and checked < MAX_CHECKED_PATTERNS:
+    end_s = time.monotonic() + MAX_SEARCH_S
+    while level and checked < MAX_CHECKED_PATTERNS and time.monotonic() < end_s:
         path, node = level.pop()
         if not isinstance(node, dict):
             continue

@@ -82,6 +82,8 @@ class SchemaKeywords:
             if not isinstance(node, dict):
                 continue
             level += children(node, path)
+            for key in DEFINITIONS if path else ():
+                level += [(at(at(path, key), name), one) for name, one in node.get(key, {}).items()]
             if "$ref" not in node:
                 continue
             steps, target = references.resolve(node["$ref"], at(path, "$ref"))

@@ -9,6 +9,7 @@ refers to itself is a place that is met again.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,8 @@ MAX_MERGED = 100_000
 """Schemas that are read in all, each as often as it is combined with others: half a second."""
 MAX_PROBES = 500
 """Comparisons of a name or a pattern with a pattern: each takes a millisecond."""
+MAX_PROBES_S = 10.0
+"""All comparisons together, on a busy machine; a hostile pattern takes half a second each time."""
 
 
 class LiteralShape(msgspec.Struct, frozen=True):
@@ -102,6 +105,7 @@ class SchemaMerger:
         """`is_empty`: whether no text fits the expression of a terminal."""
         self._references = References(root)
         self._num_probes = self._num_merged = 0
+        self._probes_s = 0.0
         self.one_ofs: list[tuple[str, list[Place]]] = []
         """Path and places of each `oneOf` that is still to be checked."""
         self._paths = _paths_of(root)
@@ -136,13 +140,17 @@ class SchemaMerger:
         return self._shapes[key]
 
     def _is_empty(self, expression: str) -> bool:
-        self._num_probes += 1
-        if self._num_probes > MAX_PROBES:
+        if self._num_probes == MAX_PROBES or self._probes_s > MAX_PROBES_S:
             raise SchemaError(
-                f"needs more than {MAX_PROBES} comparisons of patterns with names; use fewer "
-                "patterns in patternProperties"
+                f"needs more than {MAX_PROBES} comparisons of patterns with names, or more than "
+                f"{MAX_PROBES_S:g} s for them; use fewer patterns, and shorter ones"
             )
-        return self._probe(expression)
+        self._num_probes += 1
+        begun_s = time.monotonic()
+        try:
+            return self._probe(expression)
+        finally:
+            self._probes_s += time.monotonic() - begun_s
 
     def _merge(self, place: Place) -> list[Shape]:
         nodes = self._flatten(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -113,7 +114,9 @@ def kind_of(value: Any) -> str:
 
 
 def decimal_of(value: float) -> Decimal:
-    """A number of JSON in all its digits."""
+    """A number of JSON in all its digits. SchemaError for one that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SchemaError(f"has the number {value}, which JSON does not have")
     return Decimal(repr(value))
 
 

@@ -3,13 +3,15 @@ tool."""
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
 from swell.cluster.text.json_grammar.schema_nodes import SchemaError
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import parameters_of
-from swell.cluster.text.structured_output import compile_schema
+from swell.cluster.text.structured_output import MAX_SEARCH_S, compile_schema
 
 
 def cleaned_tool(tool: Tool, keywords: SchemaKeywords) -> Tool:
@@ -26,5 +28,8 @@ def cleaned_tool(tool: Tool, keywords: SchemaKeywords) -> Tool:
 
 def check_each_tool(tools: list[Tool]) -> None:
     """Raise BadRequest for the first tool whose schema alone makes no grammar."""
+    end_s = time.monotonic() + MAX_SEARCH_S
     for tool in tools:
+        if time.monotonic() > end_s:
+            return
         compile_schema(parameters_of(tool), f"tools: schema of tool {tool.name!r}", "tools")

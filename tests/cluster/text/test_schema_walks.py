@@ -176,6 +176,12 @@ def test_any_object_is_a_schema_or_refused(schema: Schema) -> None:
     compiled(schema)
 
 
+@pytest.mark.parametrize("keyword", ["minimum", "const", "multipleOf"])
+def test_numbers_that_json_does_not_have_are_refused(keyword: str) -> None:
+    for number in (float("nan"), float("inf")):
+        assert compiled({keyword: number}) == ""
+
+
 def wide(keyword: str, count: int) -> Schema:
     return {keyword: [{"anyOf": [{"minimum": n + m} for m in range(4)]} for n in range(count)]}
 
