@@ -8,12 +8,13 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from swell.cluster.api.server_info import START_FAILED
 from swell.cluster.cli.host_checks import check_hosts
@@ -59,6 +60,7 @@ def serve(args: argparse.Namespace) -> int:
         _on_signals(lambda *_: stop.set())
 
     take_signals()
+    ended_before_us = False
     limit_s = config.cluster.start_timeout_s
     with (
         _files() as folder,
@@ -69,7 +71,18 @@ def serve(args: argparse.Namespace) -> int:
         take_signals()  # Ray has set its own
         if not stop.is_set():
             _serve_until(stop, config, args.address, screen, is_lost, download)
+        ended_before_us = is_lost()
+    if ended_before_us:
+        _exit_at_once()
     return 0
+
+
+def _exit_at_once() -> NoReturn:
+    """Leave without the ends of libraries: Ray's waits a minute for a GCS that is gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(0)
 
 
 def _print(text: str) -> None:
@@ -178,6 +191,8 @@ def _ray(
         ray.init(
             address=address, namespace="swell", log_to_driver=False, logging_level=logging.ERROR
         )
+    except SystemExit:  # SIGTERM, by Ray's own handler
+        raise Stopped from None
     except Exception as error:
         raise StartupError(
             f"no connection to Ray at --address={address!r}: {last_line(str(error))}; a process "

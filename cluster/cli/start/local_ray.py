@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from swell.cluster.cli.deadline_call import within
 from swell.cluster.cli.start import ray_settings
 from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.start_screen import StartScreen
@@ -18,6 +19,8 @@ _QUICK_S = 20.0
 """A start that fails sooner has not failed for lack of time."""
 _MAX_QUICK_FAILURES = 2
 _BETWEEN_S = 1.0
+_SHUTDOWN_S = 2.0
+"""How long the client of a Ray that has ended may take to end itself."""
 _NEVER_LATER = (ValueError, TypeError, PermissionError, FileNotFoundError, NotADirectoryError)
 """Errors that a second attempt would meet as well."""
 _REMEDY = (
@@ -47,7 +50,10 @@ def local_ray(
     finally:
         if processes.has_lost_one():
             processes.end()
-        ray.shutdown()
+            with contextlib.suppress(TimeoutError):  # it waits a minute for its GCS
+                within(_SHUTDOWN_S, ray.shutdown)
+        else:
+            ray.shutdown()
 
 
 def _start(
