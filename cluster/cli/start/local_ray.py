@@ -64,6 +64,8 @@ def _start(
     limit_s: float,
     take_signals: Callable[[], None],
 ) -> None:
+    import ray
+
     began_s = time.monotonic()
     deadline_s = began_s + limit_s
     quick_failures, attempts = 0, 0
@@ -73,6 +75,7 @@ def _start(
         try:
             with processes.recorded(lambda: 0.0 if stop.is_set() else deadline_s):
                 _init(folder)
+                processes.gcs_address = ray.get_runtime_context().gcs_address
             return
         except SystemExit:  # SIGTERM, by Ray's own handler
             _end_failed(processes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from typing import Any
 _END_S = 5.0
 """How long a process may take to be gone after SIGKILL."""
 _POLL_S = 0.5
+_PROBE_S = 1.0
+"""How long the GCS may take to accept a connection."""
 _NEEDED = ("gcs_server", "raylet")
 """Names of executables."""
 
@@ -32,6 +35,8 @@ class RayProcesses:
 
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[Any]] = []
+        self.gcs_address = ""
+        """`HOST:PORT` of Ray's GCS, once Ray has started."""
 
     @contextlib.contextmanager
     def recorded(self, deadline: Callable[[], float]) -> Iterator[None]:
@@ -76,12 +81,25 @@ class RayProcesses:
         return patient
 
     def has_lost_one(self) -> bool:
-        """Whether a process has ended without which there is no Ray."""
-        return any(
+        """Whether a process has ended without which there is no Ray, or its GCS is about to: after
+        a SIGTERM it closes its port, and stays a minute."""
+        return self._is_gcs_closed() or any(
             process.poll() is not None
             for process in self._started
             if os.path.basename(str(process.args[0])) in _NEEDED
         )
+
+    def _is_gcs_closed(self) -> bool:
+        host, _, port = self.gcs_address.rpartition(":")
+        if not host:
+            return False
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S):
+                return False
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # it is slow
+            return False
 
     def end(self) -> None:
         """End all at once, each with its children; for a start that has failed."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +58,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
     found = FakeRay()
     monkeypatch.setattr(ray, "init", found.init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
+    context = SimpleNamespace(gcs_address="")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(local_ray, "_BETWEEN_S", 0.0)
     monkeypatch.setattr(local_ray, "_QUICK_S", 0.0)  # every attempt has taken long
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -166,6 +170,16 @@ def test_no_node_is_awaited_whose_raylet_has_ended(
         assert processes.has_lost_one()
         with pytest.raises(RayEnded, match="has ended"):
             services.get_node("address", "id")
+
+
+def test_a_gcs_that_has_closed_its_port_is_lost() -> None:
+    """After SIGTERM its process stays for a minute, and answers nothing."""
+    processes = RayProcesses()
+    assert not processes.has_lost_one()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        processes.gcs_address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert not processes.has_lost_one()
+    assert processes.has_lost_one()
 
 
 def test_ray_starts_its_processes_by_the_functions_that_are_replaced() -> None:
