@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from swell.cluster.api.logprobs import ChatTokenLogprob, chat_logprobs
-from swell.cluster.client.outputs import CompletionOutput
+from swell.cluster.client.outputs import CompletionOutput, ContentLimit
 from swell.cluster.text.parsers import deltas as parts
 from swell.cluster.text.parsers.base import Parser
 
 
-def parse_output(parser: Parser, output: CompletionOutput) -> list[parts.AnswerDelta]:
-    """The parts of a delta, or of the whole answer."""
-    parsed = parser.push(output.text)
-    return parsed if output.finish_reason is None else parsed + parser.flush()
+class ContentCut:
+    """Passes on the parts of one answer whose content a stop string may cut: none of the content
+    beyond the limit, nor what follows that, before the limit has moved."""
+
+    def __init__(self) -> None:
+        self._num_chars = 0
+        """Characters of content that were passed on."""
+        self._held: Sequence[parts.AnswerDelta] = ()
+
+    def show(
+        self, parsed: list[parts.AnswerDelta], limit: ContentLimit | None
+    ) -> list[parts.AnswerDelta]:
+        """What of the parts that are held, and of these new ones, may be shown."""
+        if limit is None:
+            return parsed
+        waiting, shown = [*self._held, *parsed], list[parts.AnswerDelta]()
+        self._held = ()
+        for place, part in enumerate(waiting):
+            if not isinstance(part, parts.Content):
+                shown.append(part)
+                continue
+            room = limit.chars - self._num_chars
+            if room > 0:
+                shown.append(part if len(part.text) <= room else parts.Content(part.text[:room]))
+            if len(part.text) > room:
+                self._held = [parts.Content(part.text[room:]), *waiting[place + 1 :]]
+                self._num_chars += room
+                break
+            self._num_chars += len(part.text)
+            if limit.is_end and self._num_chars == limit.chars:
+                break
+        return shown
+
+
+class PartReader:
+    """The parts of one answer, whole or delta by delta."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+        self._cut = ContentCut()
+
+    def read(self, output: CompletionOutput) -> list[parts.AnswerDelta]:
+        parsed = self._parser.push(output.text)
+        if output.finish_reason is not None:
+            parsed += self._parser.flush()
+        return self._cut.show(parsed, output.content_limit)
 
 
 PartWithLogprobs = tuple[parts.AnswerDelta, list[ChatTokenLogprob]]
@@ -41,6 +83,8 @@ class LogprobPartReader:
     def __init__(self, parser: Parser, top: int) -> None:
         self._parser = parser
         self._top = top
+        self._cut = ContentCut()
+        self._limit: ContentLimit | None = None
         self._text = ""
         """The answer from character `_begin` on."""
         self._begin = 0
@@ -55,6 +99,7 @@ class LogprobPartReader:
     def read(self, output: CompletionOutput) -> list[PartWithLogprobs]:
         assert output.logprobs is not None, "a reader of logprobs needs them"
         ended = output.finish_reason is not None
+        self._limit = output.content_limit
         self._text += output.text
         logprobs = chat_logprobs(output.logprobs, self._top).content
         for one, offset in zip(logprobs, output.logprobs.offsets, strict=True):
@@ -70,9 +115,7 @@ class LogprobPartReader:
             self._next.popleft()
             parsed += self._push_token(token, max(end, self._at))
         self._text, self._begin = self._text[self._at - self._begin :], self._at
-        if ended:
-            parsed += self._attribute(self._parser.flush())
-        return parsed
+        return parsed + self._attribute(self._parser.flush() if ended else [])
 
     def _push_token(self, token: _Token, end: int) -> list[PartWithLogprobs]:
         """The parser is given the token's text, up to character `end` of the answer."""
@@ -85,7 +128,7 @@ class LogprobPartReader:
     def _attribute(self, parsed: list[parts.AnswerDelta]) -> list[PartWithLogprobs]:
         """The tokens of each content among the parser's new parts."""
         found: list[PartWithLogprobs] = []
-        for part in parsed:
+        for part in self._cut.show(parsed, self._limit):
             tokens = [] if isinstance(part, parts.ToolCall) else self._find(part.text)
             found.append((part, tokens if isinstance(part, parts.Content) else []))
         return found
@@ -137,5 +180,6 @@ def make_part_reader(
 ) -> Callable[[CompletionOutput], list[PartWithLogprobs]]:
     """`top_logprobs`: how many are reported beside each token; None: no log probabilities."""
     if top_logprobs is None:
-        return lambda output: [(part, []) for part in parse_output(parser, output)]
+        reader = PartReader(parser)
+        return lambda output: [(part, []) for part in reader.read(output)]
     return LogprobPartReader(parser, top_logprobs).read

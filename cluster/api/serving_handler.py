@@ -166,6 +166,7 @@ class ServingHandler:
                         text_start=request_params.text_start,
                         answer_version=version,
                         collector=collector,
+                        make_content_parser=request_params.make_content_parser,
                     )
                 )
                 record.journeys.append(states[-1].journey)

@@ -20,6 +20,7 @@ from swell.cluster.client.request_placer import RequestPlacer
 from swell.cluster.client.request_state import EngineGone, MigrationReason, RequestState
 from swell.cluster.client.router import NoEngine
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import Config
@@ -181,11 +182,13 @@ class AsyncLLM:
         text_start: TextStart = TextStart.NEW_TEXT,
         answer_version: AnswerVersion | None = None,
         collector: type[RequestOutputCollector] = RequestOutputCollector,
+        make_content_parser: Callable[[], Parser] | None = None,
     ) -> RequestState:
         """Send a request, which gives answer number `index` to its prompt, to an engine, or keep
         it until there is one. Its outputs come into the state's queue. Raises NoEngine if there
         never was an engine; if it raises, nothing of the request is kept. `answer_version` is
-        shared by all requests that answer together. `collector` is what its queue is."""
+        shared by all requests that answer together. `collector` is what its queue is.
+        `make_content_parser` as in `OutputText`."""
         if not self.has_seen_engine:
             raise NoEngine("no engine is ready yet")
         state = self._processor.add_request(
@@ -197,6 +200,7 @@ class AsyncLLM:
             index=index,
             text_start=text_start,
             answer_version=answer_version,
+            make_content_parser=make_content_parser,
         )
         try:
             self._placer.place(state)

@@ -19,6 +19,7 @@ from swell.cluster.client.request_state import RequestState
 from swell.cluster.client.stats import IterationStats, StatsSink
 from swell.cluster.client.token_pieces import one_by_one
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.cluster.text.token_texts import TokenTexts
 from swell.coordinator.ground import THREADS
@@ -78,10 +79,11 @@ class OutputProcessor:
         arrival_s: float | None = None,
         text_start: TextStart = TextStart.NEW_TEXT,
         answer_version: AnswerVersion | None = None,
+        make_content_parser: Callable[[], Parser] | None = None,
     ) -> RequestState:
         """Expect outputs of `request`. `prompt` is the text that was sent, if it was one;
         `arrival_s` is a reading of this processor's clock, where the request came earlier than
-        this call."""
+        this call. `make_content_parser` as in `OutputText`."""
         assert request.request_id not in self.request_states, request.request_id
         assert not request.output_token_ids, "a later attempt keeps its first state"
         texts, prompt_token_ids = self._texts, request.prompt_token_ids
@@ -89,7 +91,14 @@ class OutputProcessor:
         state = RequestState(
             request,
             params,
-            OutputText(params, self._detokenizer, texts, text_start, prompt_token_ids),
+            OutputText(
+                params,
+                self._detokenizer,
+                texts,
+                text_start,
+                prompt_token_ids,
+                make_content_parser,
+            ),
             LogprobsProcessor(request, texts, skip_special_tokens=skip, prompt=prompt),
             kind=kind,
             queue=queue,

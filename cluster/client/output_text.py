@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
+from swell.cluster.client.outputs import ContentLimit
 from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.text.parsers.base import Parser
+from swell.cluster.text.parsers.deltas import AnswerDelta, Content
 from swell.cluster.text.sampling_params import SamplingParams
 from swell.cluster.text.stop_strings import StopChecker
 from swell.cluster.text.token_texts import TextWriter, TokenTexts
 
 
 class OutputText:
-    """Detokenizes output tokens one by one. Text that may begin a stop string is held back; a stop
-    string ends the text."""
+    """Detokenizes output tokens one by one. A stop string ends the text.
+
+    Stop strings apply to what a client sees as content. If that is all text, then text that may
+    begin a stop string is held back, and the text is cut before the stop string. Otherwise a parser
+    of the answer's format finds the content while the text comes, since only the content decides
+    when the engine can stop. The text is then given whole, and `content_limit` says how much of its
+    content may be shown: its reader has a parser of its own. No stop string reaches across
+    reasoning or a call.
+    """
 
     def __init__(
         self,
@@ -19,7 +31,10 @@ class OutputText:
         texts: TokenTexts,
         text_start: TextStart,
         prompt_token_ids: list[int],
+        make_content_parser: Callable[[], Parser] | None = None,
     ) -> None:
+        """`make_content_parser` makes the parser that finds the content; None: all text is
+        content."""
         skip = params.skip_special_tokens
         self._machine = detokenizer.start(skip, text_start, prompt_token_ids)
         self._writer = TextWriter(texts, self._machine, skip)
@@ -29,8 +44,14 @@ class OutputText:
             include_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
+        self._parser: Parser | None = None
+        """Finds the content, where stop strings are to be found in it."""
+        if make_content_parser is not None and params.stop_strings:
+            self._parser = make_content_parser()
+        self._content_chars = 0
+        """Characters of content that may be shown; counted only where there is a parser."""
         self._pieces: list[str] = []
-        """Visible text; of a stream of deltas only what has not been taken."""
+        """Text that is given; of a stream of deltas only what has not been taken."""
         self._num_chars = 0
         """Of all text that was pushed with offsets, also of what is held back or comes after a stop
         string."""
@@ -39,6 +60,15 @@ class OutputText:
     def stop_string(self) -> str | None:
         """The stop string that ended the text."""
         return self._stops.matched
+
+    @property
+    def content_limit(self) -> ContentLimit | None:
+        """None: the text is cut where its content is."""
+        if self._parser is None:
+            return None
+        stops = self._stops
+        is_end = stops.include_in_output and stops.matched is not None
+        return ContentLimit(self._content_chars, is_end)
 
     def push(self, token_id: int, num_tokens: int) -> bool:
         """Append a token, output token number `num_tokens`. True: a stop string has ended the
@@ -62,11 +92,16 @@ class OutputText:
         """Append what was held back: the answer has ended. True: it holds a stop string."""
         if self._append(self._machine.flush(), num_tokens):
             return True
-        self._pieces.append(self._stops.flush())
+        if self._parser is None:
+            self._pieces.append(self._stops.flush())
+            return False
+        if self._read_content(self._parser.flush(), num_tokens):
+            return True
+        self._content_chars += len(self._stops.flush())
         return False
 
     def take(self, *, delta_only: bool) -> str:
-        """All visible text; with `delta_only`, what is new since the last time."""
+        """All text so far; with `delta_only`, what is new since the last time."""
         text = "".join(self._pieces)
         self._pieces = [] if delta_only else [text]
         return text
@@ -78,5 +113,20 @@ class OutputText:
         if not text:
             return False
         stops = self._stops
+        if self._parser is not None:
+            self._pieces.append(text)
+            return self._read_content(self._parser.push(text), num_tokens)
         self._pieces.append(stops.push(text, num_tokens))
         return stops.matched is not None
+
+    def _read_content(self, parsed: Iterable[AnswerDelta], num_tokens: int) -> bool:
+        """True: a stop string has ended the content."""
+        stops = self._stops
+        for part in parsed:
+            if isinstance(part, Content):
+                self._content_chars += len(stops.push(part.text, num_tokens))
+                if stops.matched is not None:
+                    return True
+            else:
+                self._content_chars += len(stops.flush())
+        return False

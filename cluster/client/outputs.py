@@ -107,6 +107,15 @@ class LogprobTable(Sequence[dict[int, Logprob] | None]):
         return table
 
 
+class ContentLimit(msgspec.Struct, frozen=True):
+    """How much of an answer's content may be shown, where a stop string may cut it."""
+
+    chars: int
+    """Characters of content, from the beginning of the answer."""
+    is_end: bool = False
+    """A stop string that is shown ends here: nothing of the answer follows, of whatever kind."""
+
+
 class CompletionOutput(msgspec.Struct, kw_only=True):
     """One answer, whole or in part (see `RequestOutputKind`)."""
 
@@ -123,6 +132,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """stop, length, abort or error."""
     stop_reason: int | str | None = None
     """The stop string or stop token that ended it, or the message of an error."""
+    content_limit: ContentLimit | None = None
+    """Of all that was given so far; None: `text` is cut already, or nothing can cut it."""
     pooled: bytes = b""
     """The vector of a request that pools: float32, little-endian."""
     routed_experts: RoutedExpertsTable | None = None
@@ -139,6 +150,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
         self.cumulative_logprob = newer.cumulative_logprob
         self.finish_reason = newer.finish_reason
         self.stop_reason = newer.stop_reason
+        self.content_limit = newer.content_limit
         self.routed_experts = newer.routed_experts
 
 

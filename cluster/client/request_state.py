@@ -307,6 +307,7 @@ class RequestState:
             cumulative_logprob=self._logprobs.cumulative,
             finish_reason=None if self.finish_reason is None else str(self.finish_reason),
             stop_reason=self.stop_reason,
+            content_limit=self._text.content_limit,
             pooled=self._pooled,
             routed_experts=self._routed_experts() if finished else None,
         )

@@ -92,6 +92,8 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: list[list[int]]
     make_parser: Callable[[], Parser]
     """Makes the parser of one answer."""
+    make_content_parser: Callable[[], Parser] | None = None
+    """As in `AnswerFormat`."""
     stream: bool
     priority: int
     cache_salt: str | None
@@ -224,6 +226,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
                 self.prompts.tokenizer, params.bad_words, vocab_size=vocab_size
             ),
             make_parser=answer.make_parser,
+            make_content_parser=answer.make_content_parser,
             stream=request.stream,
             priority=request.priority,
             cache_salt=_salt(request),

@@ -46,6 +46,9 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     keeps_special_tokens: bool
     """A marker is a special token, so these must stay in the text."""
     make_parser: Callable[[], Parser]
+    make_content_parser: Callable[[], Parser] | None = None
+    """The same for a parser of whose deltas only the content is read: it draws no ids of calls.
+    None: all text is content."""
     grammar: Callable[[], Grammar] | None
     """Compiles the form that the answer has; raises BadRequest."""
     keywords: SchemaKeywords
@@ -110,7 +113,7 @@ class ModelFormats:
         if name and calls and not (form and form.grammar):
             start_markers = tool_format(name).start_markers
 
-        def make() -> Parser:
+        def make(make_id: Callable[[], str] | None) -> Parser:
             parser = make_parser(
                 name,
                 kind,
@@ -141,7 +144,8 @@ class ModelFormats:
         return AnswerFormat(
             keeps_special_tokens=free.keeps_special_tokens
             or any(token in marker for marker in free.markers for token in self._special),
-            make_parser=make,
+            make_parser=partial(make, make_id),
+            make_content_parser=partial(make, _no_id) if name or kind or written else None,
             grammar=grammar if constrained or limited else None,
             keywords=keywords,
         )
@@ -219,6 +223,10 @@ class ModelFormats:
         except BadRequest:
             check_each_tool(wanted)
             raise
+
+
+def _no_id() -> str:
+    return ""
 
 
 def _check_after_reasoning(

@@ -88,7 +88,7 @@ class StopChecker:
     ) -> None:
         self.matched: str | None = None
         self._automaton = _automaton(tuple(stops)) if stops else None
-        self._include = include_in_output
+        self.include_in_output = include_in_output
         self._min_tokens = min_tokens
         self._node = 0
         self._held = ""
@@ -106,19 +106,19 @@ class StopChecker:
                 return self._match(stop, self._held + text[: index + 1])
         self._node = node
         shown = self._held + text
-        if self._include:
+        if self.include_in_output:
             return shown
         keep = len(shown) - automaton.held[node]
         self._held = shown[keep:]
         return shown[:keep]
 
     def flush(self) -> str:
-        """The answer has ended: what was held is text."""
+        """The text has ended: what was held is text, and no stop reaches across this place."""
         held, self._held, self._node = self._held, "", 0
         return held
 
     def _match(self, stop: str, shown: str) -> str:
         self.matched, self._held, self._node = stop, "", 0
-        if self._include:
+        if self.include_in_output:
             return shown
         return shown[: len(shown) - len(stop)]

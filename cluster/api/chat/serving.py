@@ -19,7 +19,7 @@ from swell.cluster.api.chat.protocol import (
     ToolCallDelta,
 )
 from swell.cluster.api.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs_body
-from swell.cluster.api.output_parts import parse_output
+from swell.cluster.api.output_parts import PartReader
 from swell.cluster.api.protocol_base import Usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage, usage_of
 from swell.cluster.api.routed_experts_body import routed_experts_body
@@ -46,7 +46,7 @@ class ChatResponseWriter(ResponseWriter):
         )
         self._body = body
         self._make_parser = make_parser
-        self._parsers: dict[int, Parser] = {}
+        self._readers: dict[int, PartReader] = {}
         self._called: set[int] = set()
         """Choices with a tool call."""
         self._echoed = body.echoed
@@ -72,7 +72,7 @@ class ChatResponseWriter(ResponseWriter):
         )
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
-        parsed = parts.collect(self._visible_parts(self._make_parser(), part))
+        parsed = parts.collect(self._visible_parts(PartReader(self._make_parser()), part))
         calls = [
             ToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
             for call in parsed.tool_calls
@@ -96,9 +96,9 @@ class ChatResponseWriter(ResponseWriter):
             routed_experts=routed_experts_body(part.routed_experts),
         )
 
-    def _visible_parts(self, parser: Parser, part: CompletionOutput) -> list[parts.AnswerDelta]:
+    def _visible_parts(self, reader: PartReader, part: CompletionOutput) -> list[parts.AnswerDelta]:
         """What the client gets of an output."""
-        parsed = parse_output(parser, part)
+        parsed = reader.read(part)
         if not self._hides_reasoning:
             return parsed
         return [one for one in parsed if not isinstance(one, parts.Reasoning)]
@@ -106,9 +106,9 @@ class ChatResponseWriter(ResponseWriter):
     # ---------------------------------------------------------------- as a stream
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
-        if not self._parsers:
+        if not self._readers:
             return [*self._begin(output), *self.delta(choice, output, part)]
-        parsed = self._visible_parts(self._parsers[choice], part)
+        parsed = self._visible_parts(self._readers[choice], part)
         for one in parsed:
             if isinstance(one, parts.ToolCall):
                 self._called.add(choice)
@@ -128,7 +128,7 @@ class ChatResponseWriter(ResponseWriter):
         ids = output.prompt_token_ids if self._body.return_token_ids else None
         usage = usage_of([output], 0) if self._continuous_usage else None
         for choice in range(self.n):
-            self._parsers[choice] = self._make_parser()
+            self._readers[choice] = PartReader(self._make_parser())
             yield self._stream.role(choice, ids if choice == 0 else None, usage)
             if self._echoed:
                 yield self._stream.chunk(self._echoed, choice, TEXT_ONLY, usage)

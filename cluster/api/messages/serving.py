@@ -25,7 +25,7 @@ from swell.cluster.api.messages.message import (
     messages_error,
 )
 from swell.cluster.api.messages.protocol import MessagesRequest
-from swell.cluster.api.output_parts import parse_output
+from swell.cluster.api.output_parts import PartReader
 from swell.cluster.api.protocol_base import Usage, named_event
 from swell.cluster.api.response_writer import ResponseWriter, usage_of
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
@@ -46,7 +46,7 @@ class MessagesResponseWriter(ResponseWriter):
         self._request_id = request_id
         self._max_tokens = body.max_tokens
         self._hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
-        self._parser = make_parser()
+        self._reader = PartReader(make_parser())
         self._content = ContentEvents(hides_thinking=self._hides_thinking)
         self._ending: Ending | None = None
         """How the stream ends, as far as known; None before it has begun."""
@@ -54,7 +54,7 @@ class MessagesResponseWriter(ResponseWriter):
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs
         (part,) = output.outputs
-        content = blocks(parse_output(self._parser, part), hides_thinking=self._hides_thinking)
+        content = blocks(self._reader.read(part), hides_thinking=self._hides_thinking)
         called = any(isinstance(block, ToolUseOutput) for block in content)
         message = self._message(content, self._ended(part, called=called), usage)
         message.timings = self.timings()
@@ -87,7 +87,7 @@ class MessagesResponseWriter(ResponseWriter):
             self._ending = Ending(stop_reason=None)
             usage = usage_of([output], part.num_output_tokens)
             yield named_event(MessageStart(message=self._message([], self._ending, usage)))
-        for one in parse_output(self._parser, part):
+        for one in self._reader.read(part):
             for event in self._content.push(one):
                 yield named_event(event)
         if part.finish_reason is not None:

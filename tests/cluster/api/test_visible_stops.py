@@ -1,0 +1,197 @@
+"""Stop strings apply to the content of an answer, whatever its format and however it is cut into
+tokens: a stop string in hidden text changes nothing, one in the content cuts there."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swell.cluster.api.output_parts import LogprobPartReader, PartReader
+from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.outputs import CompletionOutput, RequestOutputKind
+from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.text.parsers.base import ContentParser, Parser
+from swell.cluster.text.parsers.deltas import AnswerDelta, Content, merge
+from swell.cluster.text.sampling_params import SamplingParams, to_core_request
+from swell.engine.wire import EngineCoreOutput, FinishReason
+from swell.worker.sample.wire import TokenLogprobs
+from tests.cluster.text import tokenizers_for_tests as made
+from tests.cluster.text.parsers.sample_outputs import (
+    ALL,
+    Names,
+    parser,
+    read,
+    symbols,
+    texts,
+    whole,
+)
+
+TOKENIZER = made.byte_level()
+DETOKENIZER = Detokenizer(TOKENIZER)
+
+FORMATS = pytest.mark.parametrize("names", ALL[1:], ids=["-".join(map(str, n)) for n in ALL[1:]])
+
+
+class Answer:
+    """What a client gets of `text`, which comes in steps of `sizes` tokens."""
+
+    def __init__(
+        self, names: Names, text: str, sizes: list[int], *, logprobs: bool = False, **fields: Any
+    ) -> None:
+        params = SamplingParams(
+            skip_special_tokens=False, logprobs=0 if logprobs else None, **fields
+        )
+        core = to_core_request(
+            params,
+            external_req_id="r",
+            prompt_token_ids=[1],
+            max_tokens=9999,
+            eos_token_ids=[],
+        )
+        processor = OutputProcessor(DETOKENIZER)
+        processor.add_request(
+            core,
+            params,
+            kind=RequestOutputKind.DELTA,
+            make_content_parser=lambda: parser(names),
+        )
+        reader = LogprobPartReader(parser(names), 0) if logprobs else PartReader(parser(names))
+        self.parts: list[AnswerDelta] = []
+        self.logprobs: list[tuple[str, str]] = []
+        """Each content, and the text of the tokens that are told with it."""
+        self.aborted = False
+        ids, turn = TOKENIZER.encode(text).ids, itertools.cycle(sizes)
+        while True:
+            size = next(turn)
+            step, ids = ids[:size], ids[size:]
+            extras = [TokenLogprobs([id], [-1.0], 1) for id in step] if logprobs else []
+            reason = None if ids else FinishReason.LENGTH
+            result = processor.process_outputs(
+                [EngineCoreOutput(core.request_id, step, reason, extras=extras)]
+            )
+            self.aborted |= bool(result.reqs_to_abort)
+            for output in result.request_outputs:
+                (self.last,) = output.outputs
+                self._add(reader, self.last)
+            if not ids or result.reqs_to_abort:
+                break
+        self.parts = merge(self.parts)
+
+    def _add(self, reader: LogprobPartReader | PartReader, output: CompletionOutput) -> None:
+        if isinstance(reader, PartReader):
+            self.parts += reader.read(output)
+            return
+        for part, tokens in reader.read(output):
+            self.parts.append(part)
+            if isinstance(part, Content):
+                told = bytes(byte for token in tokens for byte in token.bytes)
+                self.logprobs.append((part.text, told.decode(errors="replace")))
+
+    @property
+    def reasons(self) -> tuple[str | None, int | str | None]:
+        return self.last.finish_reason, self.last.stop_reason
+
+
+def cut(parts: list[AnswerDelta], stop: str, *, include: bool) -> list[tuple[object, ...]] | None:
+    """The law: the first stop string within one run of content ends the answer. None: there is
+    none."""
+    known, run = symbols(parts), ""
+    for place, (kind, *rest) in enumerate(known):
+        run = run + str(rest[0]) if kind == "Content" else ""
+        if run.endswith(stop):
+            return known[: place + 1 - (0 if include else len(stop))]
+    return None
+
+
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
+
+
+@FORMATS
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_a_stop_string_cuts_content_alone(names: Names, data: st.DataObject) -> None:
+    text = data.draw(texts(names))
+    start = data.draw(st.integers(0, max(0, len(text) - 1)))
+    stop = text[start : start + data.draw(st.integers(1, 4))] or "x"
+    include, sizes = data.draw(st.booleans()), data.draw(SIZES)
+    plain = read(names, [text])
+    expected = cut(plain, stop, include=include)
+    logprobs = data.draw(st.booleans())
+    answer = Answer(
+        names, text, sizes, stop=[stop], include_stop_str_in_output=include, logprobs=logprobs
+    )
+    assert symbols(answer.parts) == (symbols(plain) if expected is None else expected)
+    assert answer.reasons == (("length", None) if expected is None else ("stop", stop))
+
+
+@FORMATS
+def test_a_stop_string_of_a_hidden_part_changes_nothing(names: Names) -> None:
+    """Every text of up to three characters that whole reasoning and calls have, and the content has
+    not, token by token and at once."""
+    for text in whole(names):
+        plain = read(names, [text])
+        shown = "\n".join(part.text for part in plain if isinstance(part, Content))
+        pieces = {text[at : at + size] for at in range(len(text)) for size in (1, 2, 3)}
+        hidden = sorted(piece for piece in pieces if piece not in shown)
+        assert hidden, "the format hides something"
+        for sizes in ([1], [9999]):
+            answer = Answer(names, text, sizes, stop=hidden)
+            assert answer.parts == plain and answer.reasons == ("length", None)
+
+
+@FORMATS
+def test_generation_ends_with_the_token_that_completes_the_stop_string(names: Names) -> None:
+    text = "".join(whole(names)) + "\n\n x one two three four five six"
+    if not isinstance(read(names, [text])[-1], Content):
+        pytest.skip("nothing of this format follows a call as content")
+    answer = Answer(names, text, [1], stop=["two"])
+    assert answer.aborted and answer.reasons == ("stop", "two")
+    told = TOKENIZER.decode(TOKENIZER.encode(text).ids[: answer.last.num_output_tokens])
+    assert told.endswith("two")
+
+
+@FORMATS
+def test_nothing_follows_a_stop_string_that_is_shown(names: Names) -> None:
+    """Also not a call that comes with the same output."""
+    for call in whole(names):
+        text = f"one two{call}"
+        plain = read(names, [text])
+        if not any(isinstance(part, Content) and part.text.startswith("one two") for part in plain):
+            continue  # it is reasoning, in this format
+        for sizes in ([1], [9999]):
+            answer = Answer(names, text, sizes, stop=["two"], include_stop_str_in_output=True)
+            assert answer.parts == [Content("one two")]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(ALL[1:]), st.data())
+def test_tokens_of_content_are_told_up_to_the_stop_string(
+    names: Names, data: st.DataObject
+) -> None:
+    """As without logprobs; the tokens that are told write the content that is shown."""
+    text = f"{data.draw(texts(names, 3))} one two three"
+    sizes = data.draw(SIZES)
+    plain = Answer(names, text, sizes, stop=["two"])
+    answer = Answer(names, text, sizes, stop=["two"], logprobs=True)
+    assert (answer.parts, answer.reasons) == (plain.parts, plain.reasons)
+    shown = "".join(content for content, _ in answer.logprobs)
+    if answer.reasons == ("stop", "two") and "three" not in shown:
+        assert not any("three" in told for _, told in answer.logprobs)
+
+
+def test_a_request_without_stop_strings_has_no_parser_beside_its_readers() -> None:
+    params, made_parsers = SamplingParams(), list[Parser]()
+
+    def make() -> Parser:
+        made_parsers.append(ContentParser())
+        return made_parsers[-1]
+
+    core = to_core_request(
+        params, external_req_id="r", prompt_token_ids=[1], max_tokens=9, eos_token_ids=[]
+    )
+    OutputProcessor(DETOKENIZER).add_request(core, params, make_content_parser=make)
+    assert not made_parsers
