@@ -11,9 +11,11 @@ class CompletionLogprobs(Body, kw_only=True):
     prompt's first."""
 
     tokens: list[str]
+    r"""Their texts; of one that is not whole characters its bytes, as `bytes:\xf0\x9f`."""
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    """By text; the token itself is always among them."""
+    """By the names of tokens; the token itself is always among them, and no two tokens have one
+    name."""
     text_offset: list[int]
     """Characters of the whole text, echoed prompt included, before each token."""
 
@@ -77,9 +79,9 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """The body for a completion, or for one delta of it.
 
-    `top`: how many of the most likely tokens are listed beside each token; of equal names the first
-    is kept. `by_id`: tokens are named by their ids, not by their texts. With `echo`, the tokens of
-    the prompt come first: in a stream, with the first delta alone. `echoed_chars` are those of the
+    `top`: how many of the most likely tokens are listed beside each token; one whose text is that
+    of a token before it is named by its id. `by_id`: all tokens are. With `echo`, the tokens of the
+    prompt come first: in a stream, with the first delta alone. `echoed_chars` are those of the
     echoed text: the answer's offsets count from behind them, in every delta.
     """
     body = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
@@ -88,10 +90,14 @@ def completion_logprobs(
             continue
         columns = zip(table.token_ids, table.logprobs, strict=True)
         for index, (token_ids, logprobs) in enumerate(columns):
-            name = _name_by_id if by_id else table.texts_at(index).text
-            listed: dict[str, float] = {}
+            name = _name_by_id if by_id else table.texts_at(index).name
+            likely: dict[int, float] = {}
             for token_id, logprob in zip(token_ids[: 1 + top], logprobs[: 1 + top], strict=False):
-                listed.setdefault(name(token_id), finite(logprob))
+                likely.setdefault(token_id, finite(logprob))
+            listed: dict[str, float] = {}
+            for token_id, logprob in likely.items():
+                own = name(token_id)
+                listed[_name_by_id(token_id) if own in listed else own] = logprob
             body.tokens.append(name(token_ids[0]))
             body.token_logprobs.append(finite(logprobs[0]) if logprobs else None)
             body.top_logprobs.append(listed if logprobs else None)

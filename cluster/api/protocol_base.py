@@ -9,10 +9,25 @@ class Body(msgspec.Struct, kw_only=True):
     """Base of every response."""
 
 
+def encode_line(body: object) -> bytes:
+    """JSON in one line, whatever ends a line: U+0085, U+2028 and U+2029, which JSON allows in
+    strings and readers made from Python's `str.splitlines` split at, are escaped too."""
+    line = msgspec.json.encode(body)
+    if line.isascii():
+        return line
+    for char, escaped in _LINE_ENDS.items():
+        line = line.replace(char, escaped)
+    return line
+
+
+_LINE_ENDS = {char.encode(): b"\\u%04x" % ord(char) for char in "\x85\u2028\u2029"}
+"""Of those beside control characters, which JSON escapes: UTF-8 -> as JSON may write them."""
+
+
 def named_event(event: msgspec.Struct) -> bytes:
     """A tagged body as a server-sent event, which its tag names in a line of its own."""
     name = str(event.__struct_config__.tag).encode()
-    return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(event))
+    return b"event: %b\ndata: %b\n\n" % (name, encode_line(event))
 
 
 class PromptTokensDetails(Body, kw_only=True):

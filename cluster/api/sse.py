@@ -1,7 +1,8 @@
 """Server-sent events of a stream, cheap: only what is new in a chunk is encoded anew.
 
 All chunks of one stream share id, time and model, so everything around the text is bytes made
-once. The result is, byte for byte, what the typed chunks of `chat/` and `completions/` encode to.
+once. The result is, byte for byte, what `encode_line` makes of the typed chunks of `chat/` and
+`completions/`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from swell.cluster.api.chat.protocol import ChatChunk, ChatDelta
 from swell.cluster.api.completions.protocol import CompletionChunk
 from swell.cluster.api.logprobs import ChatLogprobs, CompletionLogprobs
-from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.protocol_base import Usage, encode_line
 from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 from swell.cluster.api.timings import Timings
 
@@ -20,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 
 _CLOSE = b"}\n\n"
 """The end of a chunk and of its event."""
-_encode = msgspec.json.encode
+_encode = encode_line
 
 
 class ChunkFields(msgspec.Struct, frozen=True, kw_only=True):

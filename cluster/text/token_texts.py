@@ -40,6 +40,7 @@ class Texts(dict[int, bytes]):
         self._incremental = incremental
         self._at_beginning = at_beginning
         self._texts: dict[int, str] = {}
+        self._names: dict[int, str] = {}
 
     def __missing__(self, token_id: int) -> bytes:
         data = self._incremental.token_bytes(token_id, at_beginning=self._at_beginning)
@@ -52,6 +53,19 @@ class Texts(dict[int, bytes]):
         if text is None:
             text = self._texts[token_id] = self[token_id].decode(errors="replace")
         return text
+
+    def name(self, token_id: int) -> str:
+        r"""The text; of a token that is not whole characters its bytes, as OpenAI writes them:
+        `bytes:\xf0\x9f`."""
+        name = self._names.get(token_id)
+        if name is None:
+            data = self[token_id]
+            try:
+                name = data.decode()
+            except UnicodeDecodeError:
+                name = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            self._names[token_id] = name
+        return name
 
 
 class TokenTexts(Texts):

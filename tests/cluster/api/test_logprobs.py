@@ -178,7 +178,7 @@ def test_a_completions_offsets_point_into_its_text(
     text, all_ids = (prompt + answer, prompt_ids + ids) if echo else (answer, ids)
     tokens = [token for part in parts for token in part.tokens]
     offsets = [offset for part in parts for offset in part.text_offset]
-    assert tokens == [TEXTS["byte_level"].text(i) for i in all_ids]
+    assert tokens == [TEXTS["byte_level"].name(i) for i in all_ids]
     assert offsets == places(text, all_ids)
     values = [value for part in parts for value in part.token_logprobs]
     assert values == [None if echo and i == 0 else -0.5 for i in range(len(all_ids))]
@@ -234,11 +234,52 @@ def test_json_holds_finite_numbers(logprob: float) -> None:
         assert "null" not in text.replace('"refusal":null', "") and "inf" not in text.lower()
 
 
-def test_the_sampled_token_is_listed_among_equal_texts() -> None:
+def test_parts_of_a_character_are_listed_by_their_bytes() -> None:
     first, second = BYTE_LEVEL.encode("👩").ids[:2]
     part = completion_logprobs(table_of([(first, -3.0, [(second, -0.1)])]), 1)
-    assert part.tokens == ["\ufffd"]
-    assert part.top_logprobs == [{"\ufffd": -3.0}]
+    names = [
+        "bytes:" + "".join(f"\\x{byte:02x}" for byte in TEXTS["byte_level"][i])
+        for i in (first, second)
+    ]
+    assert part.tokens == names[:1] and names[0].startswith("bytes:\\xf0")
+    assert part.top_logprobs == [{names[0]: -3.0, names[1]: -0.1}]
+
+
+def test_two_tokens_with_one_text_are_both_listed() -> None:
+    """Here two ids without a text; the second has the name of its id."""
+    unknown = VOCAB + 7
+    part = completion_logprobs(table_of([(unknown, -3.0, [(unknown + 1, -0.1)])]), 1)
+    assert part.top_logprobs == [{"": -3.0, f"token_id:{unknown + 1}": -0.1}]
+
+
+def is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_every_likely_token_of_a_completion_is_found(name: str, data: st.DataObject) -> None:
+    """Under a name of its own, from which its bytes can be read."""
+    texts, size = TEXTS[name], KINDS[name]().get_vocab_size()
+    parts_first = sorted(range(size), key=lambda id: is_text(texts[id]))
+    few = st.sampled_from(parts_first[:8]) | st.integers(0, size + 2)
+    ids = data.draw(st.lists(few, min_size=1, max_size=7))
+    logprobs = [-float(id) for id in ids]
+    table = LogprobTable(texts, [ids], [logprobs], [1], [0])
+    (listed,) = completion_logprobs(table, len(ids) - 1).top_logprobs
+    assert listed is not None
+    assert sorted(listed.values()) == sorted(set(logprobs))
+    for told, logprob in listed.items():
+        id = round(-logprob)
+        if told.startswith("bytes:\\x"):
+            assert bytes.fromhex(told.removeprefix("bytes:").replace("\\x", "")) == texts[id]
+        elif told != f"token_id:{id}":
+            assert told.encode() == texts[id]
 
 
 def test_a_prompt_under_its_ids() -> None:

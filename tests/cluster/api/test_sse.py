@@ -22,7 +22,15 @@ from swell.cluster.api.chat.protocol import (
 )
 from swell.cluster.api.completions.protocol import CompletionChunk, CompletionChunkChoice
 from swell.cluster.api.logprobs import ChatLogprobs, ChatTokenLogprob, TopLogprob
-from swell.cluster.api.protocol_base import ErrorBody, ErrorDetail, Usage, usage
+from swell.cluster.api.messages.message import BlockDelta, TextDelta
+from swell.cluster.api.protocol_base import (
+    ErrorBody,
+    ErrorDetail,
+    Usage,
+    encode_line,
+    named_event,
+    usage,
+)
 from swell.cluster.api.sse import TEXT_ONLY, ChunkFields
 
 TEXT = st.text(max_size=5)
@@ -98,7 +106,7 @@ def test_chunks_are_the_typed_ones(
     )
     plain = CompletionChunk(**head, choices=[typed_choice], **tail)
     stream = sse.CompletionStream("x-1", 7, model, include_usage=with_usage)
-    assert payload(stream.chunk(text, index, rest, used)) == msgspec.json.encode(plain)
+    assert payload(stream.chunk(text, index, rest, used)) == encode_line(plain)
     chats = sse.ChatStream("x-1", 7, model, include_usage=with_usage)
     rest = rest if rest is TEXT_ONLY else msgspec.structs.replace(rest, prompt_token_ids=UNSET)
     for said, got in (
@@ -106,7 +114,7 @@ def test_chunks_are_the_typed_ones(
         (delta, chats.delta(delta, index, rest, used)),
     ):
         chunk = ChatChunk(**head, choices=[ChatChunkChoice(delta=said, **fields)], **tail)
-        assert payload(got) == msgspec.json.encode(chunk)
+        assert payload(got) == encode_line(chunk)
 
 
 @settings(max_examples=50, deadline=None)
@@ -119,7 +127,7 @@ def test_the_role_is_the_typed_chunk(ids: Any, used: Usage | None, with_usage: b
     )
     stream = sse.ChatStream("x-1", 7, "m", include_usage=with_usage)
     event = stream.role(1, None if ids is UNSET else ids, used)
-    assert payload(event) == msgspec.json.encode(chunk)
+    assert payload(event) == encode_line(chunk)
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
@@ -140,6 +148,37 @@ def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
     assert chunks[3].usage.total_tokens == 3
     keys = [json.loads(payload(event)).keys() for event in events]
     assert all(("usage" in key) == with_usage for key in keys[:3])
+
+
+BREAKS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+"""Where Python's `str.splitlines` ends a line, and so do readers that are made from it."""
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(st.sampled_from(BREAKS + 'aé😀\\"\u2027\u202a\x84'), max_size=6))
+def test_the_data_of_an_event_are_one_line_for_every_reader(text: str) -> None:
+    fields = ChunkFields(stop_reason=text, finish_reason="stop")
+    calls = [ToolCallDelta(index=0, function=FunctionDelta(arguments=text))]
+    events = {
+        sse.ChatStream("i", 7, "m").chunk(text, 0): '{"content"',
+        sse.ChatStream("i", 7, text).chunk("", 0, fields): '"stop_reason"',
+        sse.ChatStream("i", 7, "m").delta(ChatDelta(tool_calls=calls), 0, TEXT_ONLY): "arguments",
+        sse.CompletionStream("i", 7, "m").chunk(text, 0): '"text"',
+        sse.event(ErrorBody(error=ErrorDetail(message=text))): "message",
+        named_event(BlockDelta(index=0, delta=TextDelta(text=text))): "text_delta",
+    }
+    for event, holds in events.items():
+        *_, data, empty = event.decode().splitlines()
+        assert empty == "" and data.startswith("data: ") and holds in data
+        assert text in strings(json.loads(data.removeprefix("data: ")))
+
+
+def strings(value: Any) -> set[str]:
+    """Every string of a JSON value."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return {one for part in inner for one in strings(part)}
+    return {value} if isinstance(value, str) else set()
 
 
 def test_errors_and_the_end() -> None:
