@@ -144,7 +144,11 @@ class Ingress:
         convert = chat_convert.to_generation_request
         params = await self._process(request, convert, body, identity)
         id, model = f"chatcmpl-{identity.id}", self.services.model_name(body.model)
-        writer = ChatResponseWriter(id, model, body, params.make_parser, identity.created)
+        writer = ChatResponseWriter(
+            *(id, model, body, params.make_parser),
+            created=identity.created,
+            counter=self.services.input_processor,
+        )
         return await self.services.serving.answer(request, params, writer, identity)
 
     async def _messages(self, request: Request) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -34,11 +35,18 @@ class PromptTokensDetails(Body, kw_only=True):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(Body, kw_only=True):
+    reasoning_tokens: int
+    """Those of the text of the reasoning, counted anew."""
+
+
 class Usage(Body, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Of chat answers; not of each chunk with `continuous_usage_stats`."""
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:

@@ -29,6 +29,8 @@ class AnswerWriter(ABC):
 
     operation = "chat"
     """As OpenTelemetry's conventions name it."""
+    token_bytes = 1
+    """So many bytes of a body are read in the time in which a token of the answer is written."""
 
     def __init__(
         self,
@@ -86,6 +88,10 @@ class ResponseWriter(AnswerWriter):
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
         """Events for the new output of a choice."""
 
+    async def complete_usage(self, usage: Usage) -> Usage:
+        """The usage of a stream that went well, with what its text says about it."""
+        return usage
+
     @abstractmethod
     def stream_end(self, usage: Usage) -> Iterable[bytes]:
         """The last events of a stream that went well."""
@@ -118,7 +124,7 @@ class ResponseWriter(AnswerWriter):
             self.failed = True
             chunks += self.stream_error(error_info(error))
         else:
-            chunks += self.stream_end(stream_usage(last, self.n))
+            chunks += self.stream_end(await self.complete_usage(stream_usage(last, self.n)))
         if engines() != sent_engines:
             chunks.append(comment(f"{ENGINES} {engines()}"))
         chunks += self.stream_done()

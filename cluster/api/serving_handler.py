@@ -134,7 +134,7 @@ class ServingHandler:
         ending.close()
         usage = usage_of(prompts, outputs.num_output_tokens)
         whole = await self._offload.run_sized(
-            sum(map(_tokens, prompts)),  # a token is written as fast as a byte is read
+            answer.token_bytes * sum(map(_tokens, prompts)),
             lambda: msgspec.json.encode(answer.full_response(prompts, usage)),
         )
         return json_response(whole, headers=_headers(outputs))

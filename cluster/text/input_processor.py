@@ -391,10 +391,22 @@ class AsyncInputProcessor:
         )
         return token_ids
 
-    async def count_tokens(self, text: str) -> int:
-        """The number of tokens of a text, without special tokens. Raises `BadRequest` if the
-        context is too short for it."""
-        return len(await self.tokenize(lambda: ([text], TEMPLATE_TEXT), len(text)))
+    def reasoning_tokens(self, texts: Sequence[str], most: int) -> int:
+        """The tokens of the reasoning of answers that have `most` tokens: the texts are counted
+        anew, which may take long. Written otherwise than the model did, they may have more."""
+        count = 0
+        for text in texts:
+            try:
+                if text:
+                    count += len(self._processor.tokenize([text], TEMPLATE_TEXT)[0])
+            except BadRequest:  # it would not fit
+                return most
+        return min(count, most)
+
+    async def reasoning_tokens_offloaded(self, texts: Sequence[str], most: int) -> int:
+        """The same without delay for other requests."""
+        size = sum(map(len, texts))
+        return await self._offloads.bodies.run_sized(size, self.reasoning_tokens, texts, most)
 
 
 def _salt(request: GenerationRequest) -> str | None:

@@ -42,7 +42,9 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     inputs: Sequence[Input]
     fields: Sequence[str]
-    """What error messages call each of them."""
+    """What error messages call each of them; of a pair its second text."""
+    first_fields: Sequence[str] = ()
+    """The same of the first text of each pair."""
     activates: bool | None = None
     """Normalize embeddings, or turn scores into probabilities; None: as the model's files say."""
     dimensions: int | None = None
@@ -95,8 +97,13 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         check_length(request.fields[-1].partition("[")[0], request.inputs, "texts", limit)
         prefix = self._prefix(request)
         prompts = [
-            self._processed(one, prefix, request.tokenize_options, field)
-            for one, field in zip(request.inputs, request.fields, strict=True)
+            self._processed(one, prefix, request.tokenize_options, *fields)
+            for one, *fields in zip(
+                request.inputs,
+                request.first_fields or request.fields,
+                request.fields,
+                strict=True,
+            )
         ]
         return RequestParams(
             prompts=prompts,
@@ -146,7 +153,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         return _OF_PROBLEMS.get(spec.problem or "", one)
 
     def _processed(
-        self, one: Input, prefix: str, options: TokenizeOptions, field: str
+        self, one: Input, prefix: str, options: TokenizeOptions, first_field: str, field: str
     ) -> ProcessedPrompt:
         if isinstance(one, list):
             return ProcessedPrompt(self.prompts.encode(one, options, field), None, 0)
@@ -158,7 +165,8 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
                 rule = "would cut the template of a pair (model.pair_template); leave it out"
                 raise bad_value("truncate_prompt_tokens", options.truncation.tokens, rule)
             first, second = self._written(first, second), None
-        ids, segment_start = self._tokenize(prefix + first, second, options, field)
+        fields = (first_field, field)
+        ids, segment_start = self._tokenize(prefix + first, second, options, fields)
         self.prompts.check_ids(ids, field)
         return ProcessedPrompt(ids, None, 0, segment_start)
 
@@ -170,9 +178,10 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         return f"{begin}{pair[0]}{between}{pair[1]}{end}"
 
     def _tokenize(
-        self, first: str, second: str | None, options: TokenizeOptions, field: str
+        self, first: str, second: str | None, options: TokenizeOptions, fields: tuple[str, str]
     ) -> tuple[list[int], int]:
         """The ids of a text or a pair, and the position of a second segment."""
+        field = fields[-1]
         if second is None and options.truncation is None:
             return self.prompts.encode(first, options, field), 0
         backend = getattr(self.prompts.tokenizer, "backend_tokenizer", None)
@@ -180,8 +189,10 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
             rule = "is a pair or is cut, which the model's tokenizer, a slow one, does not do"
             raise bad_value(field, first, rule, "unsupported_value")
         parts = []
-        for text in (first,) if second is None else (first, second):
-            self.prompts.check_text(text, options, field)
+        for text, name in zip((first, second), fields, strict=True):
+            if text is None:
+                continue
+            self.prompts.check_text(text, options, name)
             parts += backend.encode_batch_fast([text], add_special_tokens=False)
         adds = options.add_special_tokens
         if options.truncation is not None:

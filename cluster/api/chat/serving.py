@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -20,7 +22,7 @@ from swell.cluster.api.chat.protocol import (
 )
 from swell.cluster.api.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs_body
 from swell.cluster.api.output_parts import PartReader
-from swell.cluster.api.protocol_base import Usage
+from swell.cluster.api.protocol_base import CompletionTokensDetails, Usage
 from swell.cluster.api.response_writer import ResponseWriter, choice_usage, usage_of
 from swell.cluster.api.routed_experts_body import routed_experts_body
 from swell.cluster.api.sse import DONE, TEXT_ONLY, ChatStream, ChunkFields
@@ -30,8 +32,19 @@ from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.schema.chat_messages import call_rules
 
 
+class ReasoningCounter(Protocol):
+    """Counts the tokens of reasoning, as `AsyncInputProcessor`."""
+
+    def reasoning_tokens(self, texts: Sequence[str], most: int) -> int: ...
+
+    async def reasoning_tokens_offloaded(self, texts: Sequence[str], most: int) -> int: ...
+
+
 class ChatResponseWriter(ResponseWriter):
     """`make_parser` makes what reads one choice."""
+
+    token_bytes = 4
+    """Reasoning is tokenized again."""
 
     def __init__(
         self,
@@ -39,6 +52,8 @@ class ChatResponseWriter(ResponseWriter):
         model: str,
         body: ChatCompletionRequest,
         make_parser: Callable[[], Parser],
+        *,
+        counter: ReasoningCounter,
         created: int | None = None,
     ) -> None:
         super().__init__(
@@ -47,6 +62,10 @@ class ChatResponseWriter(ResponseWriter):
         self._body = body
         self._make_parser = make_parser
         self._readers: dict[int, PartReader] = {}
+        self._counter = counter
+        self._reasoning: defaultdict[int, list[str]] = defaultdict(list)
+        """Of each choice, where it is counted."""
+        self._counts_reasoning = body.include_usage or not body.stream
         self._called: set[int] = set()
         """Choices with a tool call."""
         self._echoed = body.echoed
@@ -59,12 +78,14 @@ class ChatResponseWriter(ResponseWriter):
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs
         body, prompt = self._body, output.prompt_logprobs
+        choices = [self._choice(part) for part in output.outputs]
+        count = self._counter.reasoning_tokens(self._reasoning_texts(), usage.completion_tokens)
         return ChatCompletion(
             id=self.id,
             created=self.created,
             model=self.model,
-            choices=[self._choice(part) for part in output.outputs],
-            usage=usage,
+            choices=choices,
+            usage=_with_reasoning(usage, count),
             system_fingerprint=output.version or None,
             prompt_token_ids=output.prompt_token_ids if body.return_token_ids else None,
             prompt_logprobs=None if prompt is None else prompt_logprobs_body(prompt),
@@ -99,9 +120,15 @@ class ChatResponseWriter(ResponseWriter):
     def _visible_parts(self, reader: PartReader, part: CompletionOutput) -> list[parts.AnswerDelta]:
         """What the client gets of an output."""
         parsed = reader.read(part)
+        if self._counts_reasoning:
+            said = [one.text for one in parsed if isinstance(one, parts.Reasoning)]
+            self._reasoning[part.index] += said
         if not self._hides_reasoning:
             return parsed
         return [one for one in parsed if not isinstance(one, parts.Reasoning)]
+
+    def _reasoning_texts(self) -> list[str]:
+        return ["".join(said) for said in self._reasoning.values()]
 
     # ---------------------------------------------------------------- as a stream
 
@@ -112,10 +139,42 @@ class ChatResponseWriter(ResponseWriter):
         for one in parsed:
             if isinstance(one, parts.ToolCall):
                 self._called.add(choice)
-        fields = self._chunk_fields(choice, part)
         usage = choice_usage(output) if self._continuous_usage else None
+        if part.finish_reason is not None:
+            return self._last_events(choice, part, parsed, usage)
+        fields = self._data_fields(part)
         if not parsed:
             return [] if fields is TEXT_ONLY else [self._stream.chunk("", choice, fields, usage)]
+        return self._events(choice, parsed, fields, usage)
+
+    def _last_events(
+        self,
+        choice: int,
+        part: CompletionOutput,
+        parsed: list[parts.AnswerDelta],
+        usage: Usage | None,
+    ) -> list[bytes]:
+        """The last chunk of a choice has an empty delta and tells why it ends, as OpenAI's."""
+        data = self._data_fields(part)
+        events = self._events(choice, parsed, data, usage) if parsed else []
+        if parsed:
+            data = ChunkFields(token_ids=[]) if self._body.return_token_ids else TEXT_ONLY
+        end = msgspec.structs.replace(
+            data,
+            finish_reason=self._reason(part, called=choice in self._called),
+            stop_reason=part.stop_reason,
+            routed_experts=routed_experts_body(part.routed_experts),
+        )
+        return [*events, self._stream.delta(ChatDelta(), choice, end, usage)]
+
+    def _events(
+        self,
+        choice: int,
+        parsed: list[parts.AnswerDelta],
+        fields: ChunkFields,
+        usage: Usage | None,
+    ) -> list[bytes]:
+        """An event of each part; the last one has the fields."""
         *before, last = parsed
         event = self._event(choice, last, fields, usage)
         if not before:
@@ -150,20 +209,13 @@ class ChatResponseWriter(ResponseWriter):
                 delta = ChatDelta(tool_calls=[call])
         return self._stream.delta(delta, choice, fields, usage)
 
-    def _chunk_fields(self, choice: int, part: CompletionOutput) -> ChunkFields:
-        """What the last event of an output has beside its text."""
-        if (
-            part.finish_reason is None
-            and part.logprobs is None
-            and not self._extra_fields_per_chunk
-        ):
+    def _data_fields(self, part: CompletionOutput) -> ChunkFields:
+        """What the last event of an output's text has beside it."""
+        if part.logprobs is None and not self._extra_fields_per_chunk:
             return TEXT_ONLY
         return ChunkFields(
             logprobs=self._logprobs(part),
-            finish_reason=self._reason(part, called=choice in self._called),
-            stop_reason=part.stop_reason,
             token_ids=part.token_ids if self._body.return_token_ids else UNSET,
-            routed_experts=routed_experts_body(part.routed_experts),
         )
 
     def _logprobs(self, part: CompletionOutput) -> ChatLogprobs | None:
@@ -177,8 +229,20 @@ class ChatResponseWriter(ResponseWriter):
         chose = called and not call_rules(self._body.tool_choice).single
         return "tool_calls" if chose and part.finish_reason == "stop" else part.finish_reason
 
+    async def complete_usage(self, usage: Usage) -> Usage:
+        if not self._counts_reasoning:
+            return usage
+        count = self._counter.reasoning_tokens_offloaded
+        texts = self._reasoning_texts()
+        return _with_reasoning(usage, await count(texts, usage.completion_tokens))
+
     def stream_end(self, usage: Usage) -> Iterable[bytes]:
         return self._stream.end(usage if self._body.include_usage else UNSET, self.timings())
 
     def stream_done(self) -> Iterable[bytes]:
         yield DONE
+
+
+def _with_reasoning(usage: Usage, count: int) -> Usage:
+    details = CompletionTokensDetails(reasoning_tokens=count)
+    return msgspec.structs.replace(usage, completion_tokens_details=details)

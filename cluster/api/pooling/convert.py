@@ -77,14 +77,24 @@ def score_request(
     """`embeds`: the model gives a vector for each text, first those of `pairs.firsts`; else one
     score for each pair."""
     firsts, seconds = pairs.firsts, pairs.seconds
-    fields = _fields(pairs.fields[1], len(seconds))
+    first_fields, fields = (
+        _fields(name, len(texts))
+        for name, texts in zip(pairs.fields, (firsts, seconds), strict=True)
+    )
     inputs: Sequence[Input]
     if embeds:
-        inputs = [*firsts, *seconds]
-        fields = [*_fields(pairs.fields[0], len(firsts)), *fields]
+        inputs, fields, first_fields = [*firsts, *seconds], [*first_fields, *fields], []
     else:
-        inputs = list(zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True))
-    return _request(body, "score", inputs, fields, activates=body.use_activation)
+        times = len(seconds) // len(firsts)
+        inputs, first_fields = list(zip(firsts * times, seconds, strict=True)), first_fields * times
+    return _request(
+        body,
+        "score",
+        inputs,
+        fields,
+        first_fields=first_fields,
+        activates=body.use_activation,
+    )
 
 
 def _request(

@@ -209,16 +209,13 @@ class ResponseRoutes:
             await self._background.store(answer.key, answer.stored)
 
     async def _count_reasoning(self, response: ResponseBody) -> None:
-        usage, count = response.usage, 0
+        usage = response.usage
         if usage is None:
             return
         reasoning = [item for item in response.output if isinstance(item, ReasoningItem)]
-        for text in [part.text for item in reasoning for part in item.content if part.text]:
-            try:
-                count += await self._services.input_processor.count_tokens(text)
-            except BadRequest:  # written otherwise than the model did, it would not fit
-                count = usage.output_tokens
-        usage.output_tokens_details.reasoning_tokens = min(count, usage.output_tokens)
+        texts = [part.text for item in reasoning for part in item.content]
+        count = self._services.input_processor.reasoning_tokens_offloaded
+        usage.output_tokens_details.reasoning_tokens = await count(texts, usage.output_tokens)
 
     # ---------------------------------------------------------------- in the background
 

@@ -91,7 +91,7 @@ def test_every_chunk_has_usage_under_continuous_usage_stats() -> None:
     """The chunk of the role counts no output token yet."""
     deltas = [(choice, one) for choice in range(2) for one in outputs(["a", "b"], index=choice)]
     events = stream(chat_answer(n=2, stream=True, stream_options=OPTIONS), deltas, 2)
-    assert [one["usage"]["completion_tokens"] for one in events] == [0, 0, 1, 2, 1, 2, 4]
+    assert [one["usage"]["completion_tokens"] for one in events] == [0, 0, 1, 2, 2, 1, 2, 2, 4]
     for one in events:
         usage = one["usage"]
         assert usage["prompt_tokens"] == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -33,11 +33,23 @@ TEXTS = [
 ]
 
 
+class WordCounter:
+    """Counts words as tokens."""
+
+    def reasoning_tokens(self, texts: Sequence[str], most: int) -> int:
+        return min(most, sum(len(text.split()) for text in texts))
+
+    async def reasoning_tokens_offloaded(self, texts: Sequence[str], most: int) -> int:
+        return self.reasoning_tokens(texts, most)
+
+
 def chat_answer(**fields: Any) -> ChatResponseWriter:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
     request = decode(json.dumps(body).encode(), ChatCompletionRequest)
     return ChatResponseWriter(
-        "id", "m", request, lambda: make_parser("hermes", "think", lambda: "call_1")
+        *("id", "m", request),
+        lambda: make_parser("hermes", "think", lambda: "call_1"),
+        counter=WordCounter(),
     )
 
 
@@ -129,7 +141,7 @@ def fold_chat(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
                 known["name"] += call["function"].get("name", "")
                 known["arguments"] += call["function"].get("arguments", "")
             if choice["finish_reason"]:
-                assert "finish" not in mine
+                assert "finish" not in mine and delta == {}
                 mine["finish"] = choice["finish_reason"]
     return folded
 
@@ -152,6 +164,9 @@ def test_chat(both: tuple[list[RequestOutput], list[Any]], named: bool) -> None:
         )
     chunks = stream(chat_answer(**fields), deltas, 2)
     assert chunks[-1]["usage"] == body["usage"]
+    reasoned = [choice["message"]["reasoning_content"] or "" for choice in body["choices"]]
+    count = min(drawn(whole), sum(len(text.split()) for text in reasoned))
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
     folded = fold_chat(chunks)
     for choice in body["choices"]:
         mine, message = folded[choice["index"]], choice["message"]
@@ -190,6 +205,52 @@ def test_completions(both: tuple[list[RequestOutput], list[Any]], echo: bool, id
         assert mine["finish"] == choice["finish_reason"]
         if echo:
             assert choice["text"].startswith(f"<{choice['index'] // 2 + 1}>")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_reasoning_that_is_hidden_is_counted(streamed: bool) -> None:
+    """As OpenAI counts it, of all choices."""
+    text = "<think>one two three</think>four"
+    parts = [
+        CompletionOutput(
+            index=index, text=text, token_ids=[1] * 9, num_output_tokens=9, finish_reason="stop"
+        )
+        for index in range(2)
+    ]
+    fields: dict[str, Any] = {"n": 2, "include_reasoning": False}
+    if streamed:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        deltas = [(part.index, output(2, part)) for part in parts]
+        used = stream(chat_answer(**fields), deltas, 2)[-1]["usage"]
+    else:
+        whole = output(2, parts[0])
+        whole.outputs = parts
+        answer = chat_answer(**fields).full_response([whole], usage_of([whole], 18))
+        used = msgspec.to_builtins(answer)["usage"]
+        assert answer.choices[0].message.reasoning_content is None  # type: ignore[attr-defined]
+    assert used["completion_tokens_details"] == {"reasoning_tokens": 6}
+
+
+def test_the_last_chunk_has_the_tokens_that_no_text_was_told_with() -> None:
+    """Those of an end without a text; else the chunk of the text has them."""
+
+    def last(text: str) -> list[dict[str, Any]]:
+        part = CompletionOutput(
+            index=0, text=text, token_ids=[7], num_output_tokens=1, finish_reason="stop"
+        )
+        body = {"stream": True, "return_token_ids": True}
+        chunks = stream(chat_answer(**body), [(0, output(2, part))], 1)
+        return [chunk["choices"][0] for chunk in chunks]
+
+    _role, end = last("")
+    assert (end["delta"], end["token_ids"], end["finish_reason"]) == ({}, [7], "stop")
+    _role, text, end = last("a")
+    assert (text["delta"], text["token_ids"], text["finish_reason"]) == (
+        {"content": "a"},
+        [7],
+        None,
+    )
+    assert (end["delta"], end["token_ids"], end["finish_reason"]) == ({}, [], "stop")
 
 
 def test_usage_counts_a_prompt_once() -> None:

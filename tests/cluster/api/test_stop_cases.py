@@ -162,6 +162,29 @@ def test_a_stop_string_in_the_content_behind_reasoning_cuts(
     assert found["reasons"] == ("stop", "two")
 
 
+@STREAM
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tokens_of_reasoning_are_counted(
+    thinking: tuple[str, InProcessServer], stream: bool, seed: int
+) -> None:
+    """As many as its text has."""
+    name, server = thinking
+    body = case(BEHIND_REASONING[name], seed=seed, stop=[])
+    reasoning = chat(server, body, stream=False)["reasoning"]
+    if stream:
+        options = {"stream_options": {"include_usage": True}}
+        usage = chunks(server, "chat/completions", body | options)[-1]["usage"]
+    else:
+        usage = post(server, "chat/completions", body)["usage"]
+    count = 0
+    if reasoning:
+        response = server.client.post(
+            "/tokenize", json={"prompt": reasoning, "add_special_tokens": False}
+        )
+        count = min(response.json()["count"], usage["completion_tokens"])
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+
+
 def test_as_many_top_logprobs_as_were_requested(nano: InProcessServer) -> None:
     """At each position that has them, and the most likely token among them."""
     body = case("f8_top_logprobs_collapse.completions")

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from swell.cluster.api.pooling import convert
+from swell.cluster.api.pooling.protocol import RerankRequest, ScoreRequest
 from swell.cluster.text.pooling_processor import (
     PoolingProcessor,
     PoolingRequest,
@@ -121,6 +123,27 @@ def test_a_pair_is_that_of_its_tokenizer(tokenizer, room, pair):
 def test_a_refusal_advises_what_the_model_can_do(tokenizer, values, can):
     message = str(generation_refusal(processor(tokenizer, **values).spec))
     assert ("model.runner=generate" in message) == can
+
+
+PAIRS = [
+    (convert.rerank_pairs, RerankRequest(query="", documents=["a", "b"]), "query"),
+    (convert.rerank_pairs, RerankRequest(query="a " * 9999, documents=["a", "b"]), "query"),
+    (convert.rerank_pairs, RerankRequest(query="a", documents=["a", ""]), "documents[1]"),
+    (convert.score_pairs, ScoreRequest(text_1=["a", ""], text_2=["a", "b"]), "text_1[1]"),
+    (convert.score_pairs, ScoreRequest(text_1="", text_2=["a", "b"]), "text_1"),
+    (convert.score_pairs, ScoreRequest(queries="a", documents=["", "b"]), "documents[0]"),
+]
+
+
+@pytest.mark.parametrize(("read", "body", "field"), PAIRS)
+@pytest.mark.parametrize("embeds", [False, True])
+def test_an_error_of_a_pair_names_the_text_that_is_wrong(
+    tokenizer: Any, read: Any, body: Any, field: str, embeds: bool
+) -> None:
+    asked = convert.score_request(body, read(body), embeds=embeds)
+    with pytest.raises(BadRequest) as caught:
+        processor(tokenizer, **({} if embeds else ONE)).process(asked)
+    assert caught.value.param == field and field in str(caught.value)
 
 
 @given(first=st.integers(1, 12), second=st.integers(1, 12), room=st.integers(2, 20))
