@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.responses.convert import chat_request
 from swell.cluster.api.responses.items import Item
@@ -151,11 +152,46 @@ class BackgroundRunner:
                 await self._store.call(self._running[key])
 
 
+class LiveEvents:
+    """The events of a response in the background, for the client that has begun it. The work never
+    waits for this client, nor ends with it: what waits for it is at most the events of one answer,
+    and is dropped when it leaves."""
+
+    def __init__(self) -> None:
+        self._waiting: asyncio.Queue[bytes] | None = asyncio.Queue()
+
+    def put(self, events: bytes) -> None:
+        if self._waiting is not None:
+            self._waiting.put_nowait(events)
+
+    async def pass_on(self, reply: EventStreamResponse) -> None:
+        """Run the work whose events these are."""
+        async with reply.opened() as events:
+            async for event in events:
+                self.put(event)
+
+    def end(self) -> None:
+        self.put(b"")
+
+    def response(self) -> EventStreamResponse:
+        return EventStreamResponse(self._events(), {}, on_end=self._leave)
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        while self._waiting is not None and (events := await self._waiting.get()):
+            yield events
+
+    def _leave(self) -> None:
+        self._waiting = None
+
+
 def make_job(request: Request, body: ResponsesRequest, adapter: Adapter | None) -> Job:
-    """Small: what is not set is left out, and so is the input, which is kept as items."""
+    """Small: what is not set is left out, and so is the input, which is kept as items. An ingress
+    that takes it over has no client to whom it could stream."""
     headers = {**trace_headers(request), REQUEST_ID: request_id(request)}
     return Job(
-        msgspec.json.encode(msgspec.structs.replace(body, input=[])),
+        msgspec.json.encode(
+            msgspec.structs.replace(body, input=[], stream=None, stream_options=None)
+        ),
         [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()],
         adapter,
     )

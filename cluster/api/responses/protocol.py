@@ -109,7 +109,8 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     store: bool | None = None
     """Store the response for later requests; true unless the server stores none."""
     background: bool | None = None
-    """Answer at once, compute meanwhile; the response is to be retrieved."""
+    """Answer at once, compute meanwhile; the response is to be retrieved. With `stream` its events
+    are sent while the client is there, and it is computed without the client too."""
     metadata: dict[str, str] | None = None
     user: str | None = None
     """This and the next fields are sent back and change nothing in the answer."""
@@ -193,13 +194,6 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
             )
         if not self.background:
             return
-        if self.stream:
-            raise BadRequest(
-                "background=true with stream=true is not supported; leave out stream, and "
-                "poll GET /v1/responses/{id} for its status",
-                "stream",
-                "unsupported_value",
-            )
         if self.store is False:
             raise BadRequest(
                 "background=true needs store=true: the answer can only be retrieved", "store"

@@ -18,11 +18,13 @@ from swell.cluster.api.body_reader import body_bytes, warn_of_keywords
 from swell.cluster.api.chat.convert import to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.http_errors import HTTPError, error_info
 from swell.cluster.api.query import checked_query
 from swell.cluster.api.response_writer import ENGINES, VERSION
 from swell.cluster.api.responses.background import (
     BackgroundRunner,
+    LiveEvents,
     detached_request,
     items_of,
     make_job,
@@ -226,17 +228,22 @@ class ResponseRoutes:
         params: RequestParams,
         writer: ResponsesWriter,
         identity: AnswerIdentity,
-    ) -> Response:
-        """The reply says `queued`; a later request sees `in_progress`, also while the response
-        waits for an engine or for another ingress."""
+    ) -> Response | EventStreamResponse:
+        """The reply says `queued`, or streams; a later request sees `in_progress`, also while the
+        response waits for an engine or for another ingress."""
         queued = _encode(msgspec.structs.replace(answer.response, status="queued"))
         job = make_job(request, answer.body, params.adapter)
         again = detached_request(job)
         again.state.deadline = getattr(request.state, "deadline", None)
         handle = partial(self._services.serving.answer, again, params, identity=identity)
-        work = partial(self._run, handle, writer)
+        if not params.stream:
+            work = partial(self._run, handle, writer)
+            await self._background.begin(answer.key, answer.stored, job, work)
+            return json_response(queued)
+        live = LiveEvents()
+        work = partial(self._run_live, handle, writer, live)
         await self._background.begin(answer.key, answer.stored, job, work)
-        return json_response(queued)
+        return live.response()
 
     async def _resume(self, begun: Begin) -> None:
         """Compute again, to the same answer, what another ingress has left."""
@@ -262,6 +269,24 @@ class ResponseRoutes:
         except Exception as error:
             writer.fail(error_info(error).message)
         await writer.finalize()
+
+    async def _run_live(
+        self,
+        handle: Callable[[ResponsesWriter], Awaitable[Any]],
+        writer: ResponsesWriter,
+        live: LiveEvents,
+    ) -> None:
+        """The same for a client that reads the events: the first ones have the id, and come at
+        once."""
+        try:
+            live.put(b"".join(writer.stream_start(1)))
+            await live.pass_on(await handle(writer))
+        except Exception as error:
+            writer.fail(error_info(error).message)
+            await writer.finalize()
+            live.put(writer.last_event())
+        finally:
+            live.end()
 
     # ---------------------------------------------------------------- what is kept
 

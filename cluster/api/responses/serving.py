@@ -83,9 +83,15 @@ class ResponsesWriter(ResponseWriter):
             async for event in answer:
                 yield event
         await self.finalize()
-        yield self._event(_LAST[self.response.status](response=self.response))
+        yield self.last_event()
+
+    def last_event(self) -> bytes:
+        """Of a response that has ended."""
+        return self._event(_LAST[self.response.status](response=self.response))
 
     def stream_start(self, choices: int) -> Iterable[bytes]:
+        if self._sequence:
+            return  # they were sent before the first output
         yield self._event(events.Created(response=self.response))
         yield self._event(events.InProgress(response=self.response))
 

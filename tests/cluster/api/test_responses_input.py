@@ -161,7 +161,6 @@ def test_a_wrong_item_is_named(payload: dict[str, Any], param: str, says: str) -
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
-        ({"background": True, "stream": True}, "stream"),
         ({"background": True, "store": False}, "store"),
         ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
         ({"metadata": {"k": "v" * 513}}, "metadata"),
