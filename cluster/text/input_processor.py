@@ -257,13 +257,10 @@ class InputProcessor(msgspec.Struct, frozen=True):
         form, grammar = request.params.structured_outputs, None
         keywords = SchemaKeywords(ignore=self.schema_keywords == "ignore")
         if form is not None:
-            field = request.structured_outputs_field
-            grammar = partial(compile_grammar, form, field, keywords)
+            grammar = partial(compile_grammar, form, request.structured_outputs_field, keywords)
+        keeps, parser = False, ContentParser
         return AnswerFormat(
-            keeps_special_tokens=False,
-            make_parser=ContentParser,
-            grammar=grammar,
-            keywords=keywords,
+            keeps_special_tokens=keeps, make_parser=parser, grammar=grammar, keywords=keywords
         )
 
     def _tokenize(self, request: GenerationRequest) -> list[list[int]]:

@@ -9,9 +9,9 @@ whole answer has the object in it, without what is unfinished at its end:
                                     and the input is  {"a": [1, {"b": "x"}]}
 
 So both are the same to a client that reads unfinished JSON, as Anthropic's does. Strings are
-written anew: a line break that a model forgot to escape ends nothing. Numbers stay as they were
-written, also those that no double holds, as `1e999`; a template, which needs the number itself,
-gets the largest double.
+written anew: a line break that a model forgot to escape ends nothing. Numbers that no double holds,
+as `1e999`, stay as they were written; a template, which needs the number itself, gets the largest
+double.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ A block ends where one of another kind, or the next call, begins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -45,8 +46,16 @@ def blocks(said: Iterable[parts.AnswerDelta], *, hides_thinking: bool) -> list[O
                 content.append(call)
             case parts.Arguments(_, text):
                 assert call is not None, "a call is announced before its arguments"
-                call.input = msgspec.Raw(partial_object_json(text).encode())
+                call.input = _input(partial_object_json(text))
     return content
+
+
+def _input(written: str) -> dict[str, Any] | msgspec.Raw:
+    try:
+        value: dict[str, Any] = msgspec.json.decode(written)
+    except msgspec.DecodeError:  # a number that no double holds
+        return msgspec.Raw(written.encode())
+    return value
 
 
 class ContentEvents:

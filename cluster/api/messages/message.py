@@ -31,7 +31,7 @@ class ToolUseOutput(Body, kw_only=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: Annotated[Any, Meta(extra_json_schema={"type": "object"})]
-    """An object, or JSON text of one: no value holds all numbers that a model may write."""
+    """An object; as JSON text where it has a number that no double holds."""
 
 
 OutputBlock = TextOutput | ThinkingOutput | ToolUseOutput

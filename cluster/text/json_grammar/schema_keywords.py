@@ -105,12 +105,12 @@ class SchemaKeywords:
             )
         if depth and "$id" in node and "'$ref'" in repr(node):
             raise SchemaError(f"has {at(path, '$id')}, and references in that part; leave it out")
-        cleaned: dict[str, Any] | None = dict(node)
+        cleaned = dict(node)
         for keyword in [keyword for keyword in node if keyword in _RULES]:
-            cleaned = _RULES[keyword](self, cleaned, path)
-            if cleaned is None:
+            rest = _RULES[keyword](self, cleaned, path)
+            if rest is None:
                 return False
-        assert cleaned is not None
+            cleaned = rest
         try:
             check_values(cleaned)
         except SchemaError as error:

@@ -260,7 +260,9 @@ class SchemaMerger:
         numbers: NumberRange,
         limits: list[Node],
     ) -> list[Shape]:
-        literals, texts, shapes = [], [], []
+        literals: list[str] = []
+        texts: list[str] = []
+        shapes: list[Shape] = []
         rest = [self._without(node, "const", "enum") for node in nodes]
         for value in values:
             kind = kind_of(value)

@@ -48,11 +48,13 @@ def children(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def listed(node: dict[str, Any], key: str, path: str) -> list[Any]:
-    return _typed(node, key, path, list, "a list")
+    found: list[Any] = _typed(node, key, path, list, "a list")
+    return found
 
 
 def mapped(node: dict[str, Any], key: str, path: str) -> dict[str, Any]:
-    return _typed(node, key, path, dict, "an object")
+    found: dict[str, Any] = _typed(node, key, path, dict, "an object")
+    return found
 
 
 def _typed(node: dict[str, Any], key: str, path: str, kind: type, name: str) -> Any:
@@ -74,7 +76,8 @@ class References:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._id = root.get("$id") if isinstance(root.get("$id"), str) else ""
+        own = root.get("$id")
+        self._id = own.rstrip("#") if isinstance(own, str) else ""
         self._anchors: dict[str, Any] | None = None
 
     def resolve(self, reference: Any, path: str) -> tuple[tuple[str, ...], Schema]:
@@ -82,8 +85,7 @@ class References:
         anchor is one step that begins with `#`."""
         if not isinstance(reference, str):
             raise SchemaError(f"has {path}={shown_value(reference)}, which must be a text")
-        own = self._id.rstrip("#")
-        where = reference.removeprefix(own) if own else reference
+        where = reference.removeprefix(self._id)
         pointer = unquote(where.removeprefix("#"))
         if where and not where.startswith("#"):
             raise SchemaError(f"refers to {shown_value(reference)}, which is not in it")

@@ -107,7 +107,8 @@ def test_a_number_stays_as_it_was_written(number: str, step: int) -> None:
     given = "".join(reader.push(text[at : at + step]) for at in range(0, len(text), step))
     assert given == text == partial_object_json(text)
     calls = [deltas.ToolCall(0, "c", "f"), deltas.Arguments(0, text)]
-    assert text.encode() in msgspec.json.encode(blocks(calls, hides_thinking=False))
+    (block,) = json.loads(msgspec.json.encode(blocks(calls, hides_thinking=False)))
+    assert block["input"] == json.loads(text)
     value = read_partial_object(text)
     assert value["a"] == value["b"][0] and value["b"][1] == "x" and value["c"] == 1
     assert math.isfinite(value["a"])
