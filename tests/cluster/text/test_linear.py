@@ -23,6 +23,9 @@ from swell.cluster.api.responses.convert import chat_messages, name_of
 from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.server.access import host_name
 from swell.cluster.text import lark_compiler, structured_output, user_grammar
+from swell.cluster.text.json_grammar import string_patterns
+from swell.cluster.text.json_grammar.object_merging import literal
+from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
 from swell.cluster.text.object_text import PartialObject
 from swell.cluster.text.parsers import PARSERS, REASONING, make_parser
 from swell.cluster.text.parsers.reasoning import ThinkParser
@@ -114,8 +117,10 @@ READERS: dict[str, Callable[[str], object]] = {
     "GBNF escapes": lambda text: user_grammar._GBNF_ESCAPE.sub(user_grammar._plain_escape, text),
     "excerpts": lambda text: lark_compiler._EXCERPT.split("\n" + text),
     "places": lambda text: lark_compiler._PLACE.sub("", "at 1(1" + text),
-    "quoted": structured_output._quoted,
-    "regex": lambda text: structured_output._regex(text, "p"),
+    "quoted": literal,
+    "regex": lambda text: structured_output._regex(text, "p", SchemaKeywords()),
+    "parts that look ahead": lambda text: string_patterns.split_lookahead(f"^(?!{text})"),
+    "patterns that are lists": lambda text: string_patterns.fixed_texts(f"^({text})$"),
     "counted": lambda text: list(count_json(text.encode())),
     "counted outside": lambda text: list(count_json(text.replace('"', "").encode())),
     "strict": strict,
