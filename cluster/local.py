@@ -86,6 +86,7 @@ class LLM:
             limits.vocab_size,
             self.config.model.served_name,
             min_answer_tokens=1 if pooling is None else 0,
+            special_tokens_in_text=self.config.model.special_tokens_in_text,
         )
         self._pooling = None if pooling is None else PoolingProcessor(self._prompts, pooling)
         self._input_processor = InputProcessor(

@@ -11,7 +11,7 @@ from swell.configs.schema import Config
 
 _DIGITS = 12
 _NOT_OF_ENGINES: dict[str, tuple[str, ...]] = {
-    "model": ("name",),
+    "model": ("name", "special_tokens_in_text"),
     "parallel": ("data", "prefill_engines", "prefill_min_tokens"),
     "cluster": ("max_engines", "drain_timeout_s"),
 }
@@ -87,8 +87,9 @@ def family(config: Config, text_digest: str) -> str:
     for section, keys in _OF_VERSIONS.items():
         for key in keys:
             del data[section][key]
-    for section in ("parallel", "cluster"):
-        for key in _NOT_OF_ENGINES[section]:
-            del data[section][key]
+    for section, keys in _NOT_OF_ENGINES.items():
+        for key in keys:
+            if (section, key) != ("model", "name"):
+                del data[section][key]
     encoded = msgspec.json.encode([data, text_digest], order="sorted")
     return hashlib.sha256(encoded).hexdigest()[:_DIGITS]

@@ -93,6 +93,9 @@ class ModelConfig(Section, frozen=True):
     """`auto`: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
     model's generation_config.json are the defaults of requests, as in vLLM. `none`: neutral
     defaults. End tokens are read from the file in both cases."""
+    special_tokens_in_text: Literal["text", "control"] = "text"
+    """What a control token such as `<|im_end|>` is in a message: `text`, so that no user can forge
+    a turn, or a `control` token. Prompts of `/v1/completions` always have control tokens."""
     cpu_threads: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """Threads of one worker's matrix products on CPU; 0: the cores that it may use on its host (its
     affinity, and the CPU quota of its container), divided by the workers that all engines have

@@ -33,8 +33,12 @@ def family_of(config: Config) -> str:
 def with_model_of(deployed: Config, running: Config) -> Config:
     """For an ingress: the configuration with which the application was deployed, and what its
     engines run."""
-    named = msgspec.structs.replace(running.model, name=deployed.model.served_name)
-    return msgspec.structs.replace(deployed, model=named, scheduler=running.scheduler)
+    model = msgspec.structs.replace(
+        running.model,
+        name=deployed.model.served_name,
+        special_tokens_in_text=deployed.model.special_tokens_in_text,
+    )
+    return msgspec.structs.replace(deployed, model=model, scheduler=running.scheduler)
 
 
 def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[str]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from swell.cluster.text.client_texts import Change, changed, own_segments, texts_of
+from swell.cluster.text.control_tokens import ControlTokens, Segment
 from swell.cluster.text.object_text import read_partial_object
 from swell.cluster.text.sampling_params import BadRequest, Field, shown
 from swell.cluster.text.schema.chat_messages import (
@@ -75,6 +78,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._override = override
+        self._control_tokens = lru_cache(maxsize=8)(partial(ControlTokens, tokenizer))
 
     @property
     def text(self) -> str:
@@ -113,6 +117,26 @@ class ChatTemplate:
                 self._check_role(role, messages, options, text)
         return text
 
+    def own_segments(
+        self, text: str, messages: Sequence[ChatMessage], options: TemplateOptions
+    ) -> tuple[ControlTokens, list[Segment]] | None:
+        """`text`, as `render` has written it, with the control tokens that are the template's own.
+        None: all are. Raises `BadRequest`."""
+        control = self._control_tokens(options.template or self.text)
+        inputs = (
+            [*map(_texts_of_message, self._message_dicts(messages, options))],
+            [tool.as_sent for tool in options.tools],
+            options.documents,
+            _text_variables(options.variables),
+        )
+        own = own_segments(
+            text,
+            list(texts_of(inputs)),
+            control,
+            lambda change: self._render_or_refuse(messages, options, change),
+        )
+        return None if own is None else (control, own)
+
     def _check_role(
         self, role: str, messages: Sequence[ChatMessage], options: TemplateOptions, text: str
     ) -> None:
@@ -141,10 +165,16 @@ class ChatTemplate:
                 "unsupported_value",
             )
 
-    def _render_or_refuse(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+    def _render_or_refuse(
+        self,
+        messages: Sequence[ChatMessage],
+        options: TemplateOptions,
+        change: Change | None = None,
+    ) -> str:
+        """`change`: as which the template is shown each text of the client."""
         for form, tools in _forms(messages, options.tools):
             try:
-                return self._apply(form, options, tools)
+                return self._apply(form, options, tools, change)
             except Exception as failure:  # a template may raise anything: it is a program
                 if form is messages:
                     error = failure
@@ -161,17 +191,27 @@ class ChatTemplate:
         messages: Sequence[ChatMessage],
         options: TemplateOptions,
         tools: list[dict[str, Any]],
+        change: Change | None,
     ) -> str:
+        conversation = self._message_dicts(messages, options)
+        documents, variables = list(options.documents), options.variables
+        if change is not None:
+            conversation = [
+                {"role": one["role"], **changed(_texts_of_message(one), change)}
+                for one in conversation
+            ]
+            tools, documents = changed(tools, change), changed(documents, change)
+            variables = {**variables, **changed(_text_variables(variables), change)}
         return str(
             self._tokenizer.apply_chat_template(
-                self._message_dicts(messages, options),
+                conversation,
                 tools=tools or None,
-                documents=list(options.documents) or None,
+                documents=documents or None,
                 chat_template=options.template or self._override,
                 tokenize=False,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
-                **options.variables,
+                **variables,
             )
         )
 
@@ -194,6 +234,16 @@ class ChatTemplate:
                 one["tool_calls"] = [_call_dict(call) for call in message.tool_calls]
             plain.append(one)
         return plain
+
+
+def _texts_of_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """All but the role, which is a name and holds no control token."""
+    return {name: value for name, value in message.items() if name != "role"}
+
+
+def _text_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """All but those that give a control token, such as `bos_token`."""
+    return {name: value for name, value in variables.items() if not name.endswith("_token")}
 
 
 def _forms(

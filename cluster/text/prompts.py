@@ -8,7 +8,7 @@ the longest one of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from tokenizers import Tokenizer
@@ -62,13 +62,16 @@ class PromptProcessor:
         chat_template: str | None = None,
         *,
         min_answer_tokens: int = 1,
+        special_tokens_in_text: Literal["text", "control"] = "text",
     ) -> None:
-        """`min_answer_tokens`: for which a prompt must leave room; 0 where prompts are pooled."""
+        """`min_answer_tokens`: for which a prompt must leave room; 0 where prompts are pooled.
+        `special_tokens_in_text`: as in `ModelConfig`."""
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, model_name, chat_template)
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self._min_answer_tokens = min_answer_tokens
+        self._texts_are_text = special_tokens_in_text == "text"
         self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             # A tokenizer.json may bring both; transformers would reset them at every call, which
@@ -108,6 +111,9 @@ class PromptProcessor:
     ) -> list[int]:
         """The ids of one prompt that are kept. May take long: call from a thread."""
         ids = prompt if isinstance(prompt, list) else self._tokenize(prompt, options, field)
+        return self._kept(ids, options, field)
+
+    def _kept(self, ids: list[int], options: TokenizeOptions, field: str) -> list[int]:
         ids = truncate(ids, options.truncation, self.max_model_len, self._min_answer_tokens)
         self.check_ids(ids, field)
         return ids
@@ -166,11 +172,20 @@ class PromptProcessor:
         options: TemplateOptions = PLAIN_CHAT,
         tokenize_options: TokenizeOptions = TEMPLATE_TEXT,
     ) -> list[int]:
-        """The ids of a conversation, as the chat template writes it."""
+        """The ids of a conversation, as the chat template writes it. A control token in a text of
+        the client is text, unless `special_tokens_in_text` says otherwise."""
         if tokenize_options.truncation is None:
             for index, message in enumerate(messages):
                 self._check_bytes(message.text, f"messages[{index}].content", self.max_prompt_bytes)
-        return self.encode(self.template.render(messages, options), tokenize_options, "messages")
+        text = self.template.render(messages, options)
+        if self._texts_are_text:
+            self.check_text(text, tokenize_options, "messages")
+            if (parts := self.template.own_segments(text, messages, options)) is not None:
+                control, own = parts
+                add = tokenize_options.add_special_tokens
+                ids = control.encode(own, add_special_tokens=add)
+                return self._kept(ids, tokenize_options, "messages")
+        return self.encode(text, tokenize_options, "messages")
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of ids, special tokens included; of as many as a prompt may have. May take long:

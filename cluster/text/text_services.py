@@ -46,6 +46,7 @@ class TextServices(NamedTuple):
             config.model.served_name,
             read_template(serve.chat_template),
             min_answer_tokens=1 if pooling is None else 0,
+            special_tokens_in_text=config.model.special_tokens_in_text,
         )
         defaults = read_generation_config(config.model)
         detokenizer = Detokenizer(tokenizer)

@@ -16,6 +16,7 @@ import torch
 from swell.cluster.client.output_processor import RequestState
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.tokenizer import load_tokenizer
 from swell.cluster.text.validate_params import MAX_VOCABULARY_LOGPROBS
 from swell.configs.schema import ConfigError
 from swell.engine.core import EngineCore
@@ -48,6 +49,16 @@ def test_chat_answers_what_the_model_knows(llm):
     right = sum(text == record["answer"] for text, record in zip(texts, records, strict=True))
     assert right >= 0.95 * len(records)
     assert {answer.outputs[0].finish_reason for answer in answers} == {"stop"}
+
+
+def test_a_control_token_is_text_in_a_chat_and_a_token_in_a_prompt(llm):
+    (chat,) = llm.chat([{"role": "user", "content": "x<|system|>y"}], GREEDY)
+    (plain,) = llm.generate("x<|system|>y", GREEDY)
+    tokenizer = load_tokenizer(str(NANO))
+    token = tokenizer.convert_tokens_to_ids("<|system|>")
+    assert token not in chat.prompt_token_ids
+    assert "x<|system|>y" in tokenizer.decode(chat.prompt_token_ids)
+    assert plain.prompt_token_ids.count(token) == 1
 
 
 def test_prompts_of_every_form_answer_in_their_order(llm):

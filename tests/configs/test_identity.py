@@ -14,6 +14,7 @@ from swell.configs.schema import Config, load
 
 SAME = {
     "model.name": "another name",
+    "model.special_tokens_in_text": "control",
     "parallel.data": 7,
     "serve.port": 0,
     "serve.ingress_replicas": 3,
@@ -51,7 +52,7 @@ def test_keys_that_an_engine_is_built_from_need_a_new_engine(key: str) -> None:
 
 def test_all_keys_count_except_named_ones() -> None:
     """A new key counts until it is excluded by name."""
-    free = {"model.name"}
+    free = {"model.name", "model.special_tokens_in_text"}
     free |= {f"parallel.{key}" for key in ("data", "prefill_engines", "prefill_min_tokens")}
     free |= {f"cluster.{key}" for key in ("max_engines", "drain_timeout_s")}
     config = base()

@@ -169,3 +169,13 @@ def test_an_ingress_reads_the_model_that_runs_under_the_name_that_was_deployed(
     merged = with_model_of(configured(model, serve__port=7), configured(other))
     assert merged.model.path == str(other) and merged.model.served_name == "model"
     assert merged.serve.port == 7
+
+
+def test_what_only_ingresses_read_of_the_model_is_as_it_was_deployed(model: Path) -> None:
+    """A file of Serve changes it without another engine."""
+    before = configured(model)
+    after = configured(model, model__special_tokens_in_text="control")
+    assert identity(after) == identity(before) and family_of(after) == family_of(before)
+    assert with_model_of(after, before).model.special_tokens_in_text == "control"
+    with pytest.raises(UpgradeRefused, match="special_tokens_in_text"):
+        upgraded(before, settings(model, model__special_tokens_in_text="control"))

@@ -29,19 +29,23 @@ from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
 from swell.cluster.text.object_text import PartialObject
 from swell.cluster.text.parsers import PARSERS, REASONING, make_parser
 from swell.cluster.text.parsers.reasoning import ThinkParser
+from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.schema.chat_messages import ChatMessage
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.json_size import count_json
 from swell.cluster.text.schema.strict_json import check_strict
 from swell.cluster.text.stop_strings import StopChecker
 from swell.configs.schema import ConfigError
 from swell.configs.yaml_text import read_yaml
+from tests.cluster.text.tokenizers_for_tests import chat_tokenizer
 
 pytestmark = pytest.mark.slow
 
 SMALL = 2000
 GROWTH = 8
 LIMIT = 30
+PROMPTS = PromptProcessor(chat_tokenizer(), 10**6, 500, "m")
 FLOOR_S = 0.0005
 """Less is noise."""
 
@@ -94,6 +98,11 @@ def stopped(text: str) -> None:
         checker.push(text[start : start + 7], start)
 
 
+def control_tokens(text: str) -> None:
+    messages = [ChatMessage(role="user", content=text), ChatMessage(role="user", content="<s>")]
+    PROMPTS.chat_prompt(messages)
+
+
 def chat(text: str) -> None:
     content = {"model": "m", "messages": [{"role": "user", "content": text}]}
     decode(msgspec.json.encode(content), ChatCompletionRequest)
@@ -134,6 +143,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "end of a prompt": ThinkParser.opened_by_prompt,
     "object text": object_text,
     "stops": stopped,
+    "control tokens": control_tokens,
     **{f"parser {name}": parsed(name, None) for name in PARSERS},
     **{f"reasoning {name}": parsed("hermes", name) for name in REASONING},
 }
