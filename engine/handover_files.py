@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
+from swell.configs.private_files import check_file, enter_folder
 from swell.configs.schema import Config
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER
 
@@ -21,12 +23,18 @@ def make_claim(config: Config) -> Claim:
         if folder is None:
             return False
         try:
-            for rank in range(world):
-                path = os.path.join(folder, HANDOVER_FOLDER, f"{name}.{rank}")
-                os.rename(path, path + CLAIMED)
-                os.utime(path + CLAIMED)  # it counts as new
+            with enter_folder(Path(folder, HANDOVER_FOLDER)) as inside:
+                for rank in range(world):
+                    _claim_part(inside, f"{name}.{rank}")
         except OSError:
             return False
         return True
 
     return claim
+
+
+def _claim_part(folder: int, name: str) -> None:
+    check_file(folder, os.stat(name, dir_fd=folder, follow_symlinks=False), name)
+    claimed = name + CLAIMED
+    os.rename(name, claimed, src_dir_fd=folder, dst_dir_fd=folder)
+    os.utime(claimed, dir_fd=folder, follow_symlinks=False)  # it counts as new

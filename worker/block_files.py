@@ -7,7 +7,8 @@
 A file has, for each cache of the worker, its part of all blocks, one behind the other. It appears
 whole under its name, and is removed by its reader. One that is not read is removed by the next
 writer, once it is old. `swell-kv`, for its owner alone, is in a folder that the hosts of both
-engines see.
+engines see, and perhaps other accounts: what they have made there is neither written to nor read
+(`configs/private_files.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from io import RawIOBase
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from swell.configs.log import StructuredLogger
+from swell.configs.private_files import create_file, enter_folder, open_file
 from swell.configs.schema import CacheConfig
 from swell.worker.kv_cache import block_rows
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, BlockFile
@@ -61,38 +64,45 @@ class BlockFiles:
         """Write the blocks; without room, or where the disk fails, nothing: then they are computed
         again."""
         size = len(file.block_ids) * sum(self._block_bytes)
-        path = self._path(file.name)
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._remove_old() + size > self._limit_bytes:
-                self._log.warning("no room", name=file.name, bytes=size, limit=self._limit_bytes)
-                return
-            own = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                self._write(own, file.block_ids)
-                own.rename(path)
-            finally:
-                own.unlink(missing_ok=True)
+            with enter_folder(self._folder, make=True) as folder:
+                if self._remove_old(folder) + size > self._limit_bytes:
+                    limit = self._limit_bytes
+                    self._log.warning("no room", name=file.name, bytes=size, limit=limit)
+                    return
+                name = f"{file.name}.{self._rank}"
+                own = f".{name}.{os.getpid()}"
+                descriptor = create_file(folder, own)
+                try:
+                    self._write(descriptor, file.block_ids)
+                    os.rename(own, name, src_dir_fd=folder, dst_dir_fd=folder)
+                finally:
+                    with suppress(FileNotFoundError):
+                        os.unlink(own, dir_fd=folder)
         except OSError as error:
             self._log.warning("not written", name=file.name, error=str(error))
 
     def read(self, file: BlockFile) -> None:
         """Copy what `file.places` are in the file to the blocks, and remove it. Raises OSError: the
         engine has seen the file."""
-        path = self._path(file.name, CLAIMED)
-        if file.places and self._caches:
-            self._read(path, file)
-        path.unlink(missing_ok=True)
+        name = f"{file.name}.{self._rank}{CLAIMED}"
+        with enter_folder(self._folder) as folder:
+            if file.places and self._caches:
+                with open_file(folder, name) as stored:
+                    self._read(stored, name, file)
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
 
-    def _read(self, path: Path, file: BlockFile) -> None:
-        size, per_block = path.stat().st_size, sum(self._block_bytes)
+    def _read(self, source: BinaryIO, name: str, file: BlockFile) -> None:
+        size, per_block = os.fstat(source.fileno()).st_size, sum(self._block_bytes)
         count, offset = size // per_block, 0
         if size % per_block or max(file.places) >= count:
             raise OSError(
-                f"{path} has {size} bytes: no {max(file.places) + 1} blocks of {per_block}"
+                f"{self._folder / name} has {size} bytes: no {max(file.places) + 1} blocks of "
+                f"{per_block}"
             )
         for cache, block_bytes in zip(self._caches, self._block_bytes, strict=True):
-            stored = np.memmap(path, np.uint8, "r", offset, (count, block_bytes))
+            stored = np.memmap(source, np.uint8, "r", offset, (count, block_bytes))
             offset += count * block_bytes
             for places, blocks in _parts(file.places, file.block_ids):
                 if cache.is_cuda:
@@ -103,9 +113,8 @@ class BlockFiles:
                     block_rows(cache).numpy()[blocks] = stored[places]
                 self._progress()
 
-    def _write(self, path: Path, block_ids: Sequence[int]) -> None:
+    def _write(self, descriptor: int, block_ids: Sequence[int]) -> None:
         """Raises OSError unless all of it is there."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb", buffering=0) as out:
             for cache in self._caches:
                 rows = block_rows(cache)
@@ -118,23 +127,20 @@ class BlockFiles:
                     _write_all(out, staged.data.cast("B"))
                     self._progress()
 
-    def _remove_old(self) -> int:
+    def _remove_old(self, folder: int) -> int:
         """Remove files that are old; returns the bytes of the others, of workers with this rank."""
         oldest_s, size = time.time() - MAX_AGE_S, 0
-        with os.scandir(self._folder) as entries:
+        with os.scandir(folder) as entries:
             for entry in entries:
                 if not _OURS.fullmatch(entry.name):
                     continue
                 with suppress(OSError):
-                    found = entry.stat()
+                    found = entry.stat(follow_symlinks=False)
                     if found.st_mtime < oldest_s:
-                        os.unlink(entry.path)
+                        os.unlink(entry.name, dir_fd=folder)
                     elif entry.name.removesuffix(CLAIMED).endswith(f".{self._rank}"):
                         size += found.st_size
         return size
-
-    def _path(self, name: str, end: str = "") -> Path:
-        return self._folder / f"{name}.{self._rank}{end}"
 
 
 def _parts(places: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from swell.cluster.api.server.api_keys import key_file_warnings
 from swell.cluster.api.server_info import START_FAILED
 from swell.cluster.cli.host_checks import check_hosts
 from swell.cluster.cli.start.application import APP, SERVE_S, Stopped, application
@@ -46,6 +47,8 @@ def serve(args: argparse.Namespace) -> int:
     own = {key: value for key, value in own.items() if value is not None}
     config = load(args.config, {**dict(args.set), **own})
     check(config)
+    for warning in key_file_warnings(config.serve):
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     download = Download()
     if args.address is not None:
         probe_address(args.address)

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from swell.configs.schema import CacheConfig
+from swell.configs.schema import CacheConfig, load
+from swell.engine.handover_files import make_claim
 from swell.worker import block_files
 from swell.worker.block_files import MAX_AGE_S, BlockFiles
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, BlockFile
@@ -157,3 +158,47 @@ def test_more_blocks_than_are_staged_at_once(tmp_path: Path) -> None:
         files(target, tmp_path).read(BlockFile(NAME, [7, 6, 5, 4, 3, 2, 1, 0], [*range(1, 9)]))
         for of, to in zip(source, target, strict=True):
             assert torch.equal(to[1:9], of[:8].flip(0))
+
+
+def handed_over(tmp_path: Path) -> bool:
+    """Whether one engine continues with what another one has written."""
+    config = load(
+        {"model": {"path": "m"}},
+        {"cache.handover_folder": str(tmp_path), "parallel.data": 1},
+    )
+    source, target = caches(1), caches(2)
+    files(source, tmp_path).write(BlockFile(NAME, [0], [7]))
+    if not make_claim(config)(NAME):
+        return False
+    files(target, tmp_path).read(BlockFile(NAME, [0], [4]))
+    return bool(torch.equal(target[0][4], source[0][7]))
+
+
+def test_nothing_goes_through_a_folder_in_which_others_write(tmp_path: Path) -> None:
+    assert handed_over(tmp_path)
+    folder = tmp_path / HANDOVER_FOLDER
+    folder.chmod(0o777)
+    assert not handed_over(tmp_path)
+    assert not os.listdir(folder)
+    folder.rmdir()
+    (tmp_path / "other").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "other")
+    assert not handed_over(tmp_path)
+    assert not os.listdir(tmp_path / "other")
+
+
+def test_links_in_the_place_of_files_are_neither_written_nor_claimed(tmp_path: Path) -> None:
+    """As another account would lay them, which had the folder before."""
+    folder = tmp_path / HANDOVER_FOLDER
+    folder.mkdir(mode=0o700)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"a")
+    (folder / f".{NAME}.0.{os.getpid()}").symlink_to(victim)
+    assert not handed_over(tmp_path)
+    assert victim.read_bytes() == b"a"
+    (folder / f"{NAME}.0").symlink_to(victim)
+    assert not handed_over(tmp_path)
+    (folder / f"{NAME}.0").unlink()
+    (folder / f"{NAME}.0{CLAIMED}").symlink_to(victim)
+    with pytest.raises(OSError):
+        files(caches(2), tmp_path).read(BlockFile(NAME, [0], [4]))

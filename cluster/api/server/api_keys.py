@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from starlette.requests import Request
 
 from swell.cluster.api.http_errors import HTTPError
-from swell.configs.schema import ConfigError
+from swell.configs.log import StructuredLogger
+from swell.configs.schema import ConfigError, ServeConfig
 from swell.configs.secret import SecretBytes, SecretText
 
+_FILES = ("api_keys_file", "admin_keys_file")
+_LOG = StructuredLogger("cluster.api_keys")
 MAX_FILE_BYTES = 1024 * 1024
 _LINE = re.compile(rb"[ \t]*(?:([!-\"$-~]+)[ \t]*|([!-\"$-~]+)[ \t]+#.*|#.*)?")
 """Nothing, a key, a key and a comment, or a comment. A key is visible ASCII, as a header carries
@@ -30,9 +36,17 @@ class ApiKeys:
             return
         try:
             with Path(path).open("rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
                 content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise ConfigError(f"{setting}={path!r} cannot be read: {error.strerror}") from None
+        if mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"{setting}={path!r} has the mode {stat.S_IMODE(mode):o}: every account may add "
+                "a key; chmod 600 it"
+            )
+        if (text := _read_by_others(setting, path, mode)) is not None:
+            _LOG.warning(text)
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(
                 f"{setting}={path!r} has more than {MAX_FILE_BYTES} bytes; at most so many are read"
@@ -66,6 +80,25 @@ class ApiKeys:
             "send a valid key: 'Authorization: Bearer KEY', or 'x-api-key: KEY'",
             "invalid_api_key",
         )
+
+
+def key_file_warnings(config: ServeConfig) -> list[str]:
+    """A line for each file of keys that every account of this host may read."""
+    found = []
+    for name in _FILES:
+        if (path := getattr(config, name)) is not None:
+            with contextlib.suppress(OSError):  # it is not here, or it cannot be read either
+                found.append(_read_by_others(f"serve.{name}", path, os.stat(path).st_mode))
+    return [text for text in found if text is not None]
+
+
+def _read_by_others(setting: str, path: str, mode: int) -> str | None:
+    if not mode & stat.S_IROTH:
+        return None
+    return (
+        f"{setting}={path!r} has the mode {stat.S_IMODE(mode):o}: every account of the host may "
+        "read the keys; chmod 600 it"
+    )
 
 
 def _check_single(request: Request) -> None:

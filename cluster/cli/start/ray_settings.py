@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import tempfile
 from pathlib import Path
 
 _SETTINGS = {
@@ -39,6 +41,8 @@ _SETTINGS = {
 }
 
 _LEAST_CPUS = 16
+_OTHERS = 0o077
+"""Rights of other accounts, in a file's mode."""
 
 
 def local_cpus() -> int:
@@ -47,18 +51,43 @@ def local_cpus() -> int:
 
 
 def set_defaults(start_s: float) -> None:
-    """Set variables that the user has not set. Call it before `ray.init`. `start_s`: how long Ray's
-    GCS may take to start."""
+    """Set variables that the user has not set, and take Ray's token away from other accounts. Call
+    it before `ray.init`. `start_s`: how long Ray's GCS may take to start."""
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(int(start_s)))
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
+    protect_token()
 
 
 def protect_token() -> None:
-    """Take Ray's token, which Ray writes for everybody to read, away from other accounts. Call it
-    after `ray.init`."""
-    with contextlib.suppress(OSError, RuntimeError):  # no home, no token, or somebody else's
-        (Path.home() / ".ray" / "auth_token").chmod(0o600)
+    """Make Ray's token a file that no other account reads: Ray would write one for everybody,
+    and to take it away afterwards is too late."""
+    environment = os.environ
+    if environment.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    if environment.get("RAY_AUTH_TOKEN"):
+        return
+    named = environment.get("RAY_AUTH_TOKEN_PATH")
+    # There may be no home, or nothing can be written there, or it is somebody else's.
+    with contextlib.suppress(OSError, RuntimeError):
+        token = Path(named) if named else Path.home() / ".ray" / "auth_token"
+        if not named and not token.exists():
+            _make_token(token)
+        if token.stat().st_mode & _OTHERS:
+            token.chmod(0o600)
+
+
+def _make_token(token: Path) -> None:
+    """The file appears whole: another start may read it."""
+    token.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, own = tempfile.mkstemp(dir=token.parent)  # mode 600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(own, token)
+    finally:
+        os.unlink(own)
 
 
 def end_idle_daemons() -> None:

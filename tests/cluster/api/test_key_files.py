@@ -1,0 +1,56 @@
+"""A file of keys that other accounts may change is refused, and one that they may read is said."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from swell.cluster.api.server.access import Access
+from swell.cluster.api.server.api_keys import key_file_warnings
+from swell.configs.schema import ConfigError, ServeConfig
+
+FILES = ("api_keys_file", "admin_keys_file")
+
+
+def config(path: Path, name: str) -> ServeConfig:
+    return ServeConfig(**{name: str(path)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("mode", [0o602, 0o666, 0o777])
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path, name: str, mode: int) -> None:
+    path = tmp_path / "keys"
+    path.write_text("abc\n")
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"serve\.{name}=.*{mode:o}.*chmod 600"):
+        Access(config(path, name))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o600, 0o440])
+def test_a_file_that_others_may_read_is_said(
+    tmp_path: Path,
+    name: str,
+    mode: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text("abc\n")
+    path.chmod(mode)
+    monkeypatch.setattr(logging.getLogger("swell"), "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        Access(config(path, name))
+    warnings = key_file_warnings(config(path, name))
+    assert bool(warnings) == bool(mode & 0o004)
+    assert [record.getMessage() for record in caplog.records] == warnings
+    for text in warnings:
+        assert f"serve.{name}" in text and f"{mode:o}" in text and "chmod 600" in text
+        assert "abc" not in text
+
+
+def test_a_file_that_is_not_on_this_host_has_no_warning(tmp_path: Path) -> None:
+    assert key_file_warnings(config(tmp_path / "none", "api_keys_file")) == []
+    assert key_file_warnings(ServeConfig()) == []
