@@ -42,6 +42,11 @@ class ServeConfig(SessionLimits, frozen=True):
     admin_keys_file: FilledText | None = None
     """Keys of the admin API. None: it is open if `api_keys_file` is None too, else refused, since a
     user's key is not an operator's."""
+    share_prefixes: Literal["key", "all"] = "key"
+    """With `api_keys_file`: whose prefixes in the KV cache a request finds. `key`: those of its own
+    key; what is cached of a prompt (`cached_tokens`, a faster answer) else tells one key what
+    another one has sent. `all`: keys of clients that trust each other share them, which saves the
+    computing of prompts that they have in common."""
     max_body_bytes: Annotated[int, Meta(ge=1, le=MAX_BODY_BYTES)] = 16 * 1024 * 1024
     """Longest HTTP body that is read. A conversation that fills a context of a million tokens has
     5 MB, and twice that with everything but ASCII escaped; the number of values in a body has its

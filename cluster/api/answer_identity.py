@@ -11,6 +11,7 @@ from starlette.requests import Request
 from swell.cluster.api.routing import request_id
 from swell.cluster.text.randomness import SYSTEM_RANDOM
 from swell.configs.lora import Adapter
+from swell.configs.secret import SecretText
 
 
 class AnswerIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +19,8 @@ class AnswerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Its id, without what an API puts in front."""
     created: int
     """In seconds since 1970."""
+    owner: SecretText = ""
+    """The user's key, as `Access.check_user` names it."""
     random: Random = SYSTEM_RANDOM
     """The ids of its parts are drawn from it."""
     is_repeatable: bool = False
@@ -29,6 +32,6 @@ class AnswerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The version of weights that gave what its client has already; None: it has nothing."""
 
 
-def new_identity(request: Request) -> AnswerIdentity:
+def new_identity(request: Request, owner: SecretText = "") -> AnswerIdentity:
     """Of an answer that is computed once."""
-    return AnswerIdentity(id=request_id(request), created=int(time.time()))
+    return AnswerIdentity(id=request_id(request), created=int(time.time()), owner=owner)

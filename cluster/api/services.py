@@ -125,10 +125,15 @@ class Services:
         if adapter is None:
             self.check_model(model)  # it may have been unloaded a moment ago
             adapter = self._adapter_of(model)
-        return await self.input_processor.process(
-            lambda: msgspec.structs.replace(convert(), random=identity.random, adapter=adapter),
-            size_bytes,
-        )
+
+        def work() -> GenerationRequest:
+            made = convert()
+            salt = self.access.prefix_salt(identity.owner, made.cache_salt)
+            return msgspec.structs.replace(
+                made, random=identity.random, adapter=adapter, cache_salt=salt
+            )
+
+        return await self.input_processor.process(work, size_bytes)
 
     def model_name(self, model: str | None) -> str:
         """What answers where a checked body has `model`: the model, or an adapter of it."""

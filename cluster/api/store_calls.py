@@ -19,6 +19,12 @@ def store_key(owner: SecretText, id: str) -> SecretText:
     return f"{owner}/{id}" if owner else id
 
 
+def owner_of(key: SecretText) -> SecretText:
+    """The `owner` of a `store_key`."""
+    owner, separator, _ = key.partition("/")
+    return owner if separator else ""
+
+
 class StoreUnavailable(HTTPError):
     """The store does not answer: perhaps it is being replaced. The log has the reason: it may name
     hosts, which are nothing for users."""

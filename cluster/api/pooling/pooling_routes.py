@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
@@ -35,6 +36,7 @@ class PoolingRoutes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._access = services.access
         self._read = services.read_for_answer
         self._serving = services.serving
         self._offload = services.offloads.bodies
@@ -90,5 +92,11 @@ class PoolingRoutes:
 
     async def _process(self, request: Request, make: Callable[[], PoolingRequest]) -> RequestParams:
         """A long body is tokenized in a thread."""
-        work = self._offload.run_sized(body_bytes(request), lambda: self._pooling.process(make()))
-        return await with_deadline(request, work)
+        owner = self._access.check_user(request)
+
+        def process() -> RequestParams:
+            made = make()
+            salt = self._access.prefix_salt(owner, made.cache_salt)
+            return self._pooling.process(msgspec.structs.replace(made, cache_salt=salt))
+
+        return await with_deadline(request, self._offload.run_sized(body_bytes(request), process))

@@ -53,7 +53,7 @@ from swell.cluster.api.responses.serving import ResponsesWriter
 from swell.cluster.api.responses.store_client import ResponseStoreClient
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
-from swell.cluster.api.store_calls import store_key
+from swell.cluster.api.store_calls import owner_of, store_key
 from swell.cluster.text.input_processor import RequestParams
 from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, bad_value
 from swell.configs.secret import HoldsSecrets, SecretText
@@ -252,7 +252,9 @@ class ResponseRoutes:
         body, response, chat = restored
         answer = _Answer(begun.id, begun.kept.items, body, response)
         again = detached_request(begun.job)
-        identity = msgspec.structs.replace(new_identity(again), adapter=begun.job.adapter)
+        identity = msgspec.structs.replace(
+            new_identity(again, owner_of(begun.id)), adapter=begun.job.adapter
+        )
         try:
             params = await self._process_chat(chat, size, identity)
         except BadRequest as error:  # this ingress has other limits

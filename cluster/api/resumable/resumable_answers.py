@@ -94,7 +94,7 @@ class ResumableAnswers:
         """The response to a request of the caller `owner`, whose body was checked."""
         sent = read_headers(request)
         if sent is None:
-            return await begin(request, new_identity(request))
+            return await begin(request, new_identity(request, owner))
         self._check_possible(body, sent.last_event)
         name = await self._offload.run_sized(
             body_bytes(request), answer_name, owner, route_path(request.scope), sent.key, body
@@ -117,7 +117,7 @@ class ResumableAnswers:
             if last is not None:
                 self._check_origin(last, digest)
             generation = Generation(owner, sent.key, name, digest)
-            new = self._begin(request, generation, _identity(name, adapter, last), begin)
+            new = self._begin(request, generation, _identity(name, owner, adapter, last), begin)
             self._count("begun" if last is None else "recomputed")
             self._join(new, reading)
             await with_deadline(request, new.begun())
@@ -265,11 +265,14 @@ class ResumableAnswers:
             self._table.remove(generation)
 
 
-def _identity(name: str, adapter: Adapter | None, last: EventId | None) -> AnswerIdentity:
+def _identity(
+    name: str, owner: str, adapter: Adapter | None, last: EventId | None
+) -> AnswerIdentity:
     """`last` is of the same answer, which was begun elsewhere."""
     return AnswerIdentity(
         id=name,
         created=int(time.time()) if last is None else last.origin.created,
+        owner=owner,
         random=Random(name),
         is_repeatable=True,
         adapter=adapter,

@@ -16,6 +16,7 @@ reach, one on a loopback address above all:
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 import socket
@@ -24,7 +25,7 @@ from starlette.requests import Request
 
 from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.server.api_keys import ApiKeys
-from swell.cluster.text.sampling_params import shown
+from swell.cluster.text.sampling_params import DERIVED_SALT, shown
 from swell.configs.schema import ServeConfig
 from swell.configs.secret import SecretText
 
@@ -40,6 +41,7 @@ class Access:
         self._hosts = own | {name.lower() for name in config.allowed_hosts}
         self._origins = {origin.lower().rstrip("/") for origin in config.allowed_origins}
         self._checks_host = bool(config.allowed_hosts) or _is_loopback(config.host)
+        self._shares_prefixes = config.share_prefixes == "all"
         self._user_keys = ApiKeys(config.api_keys_file, "serve.api_keys_file")
         self._admin_keys = ApiKeys(config.admin_keys_file, "serve.admin_keys_file")
         self._admin_closed = config.admin_keys_file is None and config.api_keys_file is not None
@@ -51,6 +53,14 @@ class Access:
         if self._checks_host:
             self._check_host(request)
         return self._user_keys.check(request)
+
+    def prefix_salt(self, owner: SecretText, cache_salt: str | None) -> str | None:
+        """The cache salt of a request of the user `owner` (`check_user`), which sent `cache_salt`:
+        users find no prefixes of each other, unless `serve.share_prefixes` lets them."""
+        if not owner or self._shares_prefixes:
+            return cache_salt
+        text = f"{owner} {'' if cache_salt is None else 'salt ' + cache_salt}"
+        return DERIVED_SALT + hashlib.blake2b(text.encode(), person=b"swell-key").hexdigest()
 
     def check_admin(self, request: Request) -> None:
         """Check a request of an operator, which needs a key of `serve.admin_keys_file`. If only
