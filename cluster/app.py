@@ -35,6 +35,8 @@ from swell.cluster.control.placement import Placement
 from swell.cluster.control.ray_cluster import RayCluster
 from swell.cluster.control.room import resolve_device
 from swell.cluster.control.upgrade_check import (
+    Make,
+    ModelFileReads,
     family_of,
     upgraded,
     version_identity,
@@ -105,6 +107,7 @@ class ManagerDeployment:
         self._app = serve.get_replica_context().app_name
         namespace = f"swell-{self._app}"
         self._family, given = family, identity(config)
+        self._reads = ModelFileReads()
         self._ports = ingress_ports(config.cluster.port_range)
         self._serve = with_host(config, ray.util.get_node_ip_address()).serve
         cluster, ground = RayCluster(config.cluster), ThreadGround()
@@ -156,13 +159,11 @@ class ManagerDeployment:
         return await self._begin_version(with_other_weights, path, in_place=True)
 
     async def _begin_version(
-        self, make: Callable[..., tuple[Config, list[str]]], wanted: Any, *, in_place: bool = False
+        self, make: Make, wanted: Any, *, in_place: bool = False
     ) -> ChangeResult:
-        """`make`: the configuration that follows from the running one and from what is wanted, and
-        the keys that stay as they are. It reads files."""
         manager = self._manager
         try:
-            given, kept = await asyncio.to_thread(make, manager.upgrader.wanted.config, wanted)
+            given, kept = await self._reads.run(make, manager.upgrader.wanted.config, wanted)
             config = resolve_device(given, await asyncio.to_thread(self._resources))
             name = identity(config)
             if not in_place:

@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from swell.configs.bounded_files import MAX_CONFIG_BYTES, read_file
 from swell.configs.json_text import parse_json
 from swell.configs.schema import Config, ConfigError, ModelConfig, ParallelConfig
 
@@ -102,17 +103,14 @@ def read_index(folder: Path) -> ShardedIndex:
     """The index of a folder. Raises ConfigError if it is missing or wrong in itself."""
     path = folder / INDEX_NAME
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_INDEX_BYTES + 1)
+        data = read_file(path, MAX_INDEX_BYTES)
     except FileNotFoundError:
         raise ConfigError(
             f"model {str(folder)!r} has no {INDEX_NAME}, which model.load_format=sharded needs; "
             "write it with `swell save-sharded`, or set model.load_format=auto"
         ) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if len(data) > MAX_INDEX_BYTES:
-        raise ConfigError(f"{path} has more than {MAX_INDEX_BYTES} bytes: it is damaged; {AGAIN}")
+        raise ConfigError(f"{path} cannot be read ({error}); {AGAIN}") from None
     try:
         version = parse_json(data)["format"]
     except (ValueError, KeyError, TypeError) as error:
@@ -147,7 +145,7 @@ def config_digest(folder: Path) -> str:
     """Of `config.json`, whatever its layout. Raises ConfigError if it cannot be read."""
     path = folder / "config.json"
     try:
-        values = parse_json(path.read_bytes())
+        values = parse_json(read_file(path, MAX_CONFIG_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     return digest_of(json.dumps(values, sort_keys=True).encode())

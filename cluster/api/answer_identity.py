@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from random import Random
 
-import msgspec
 from starlette.requests import Request
 
 from swell.cluster.api.routing import request_id
 from swell.cluster.text.randomness import SYSTEM_RANDOM
 from swell.configs.lora import Adapter
-from swell.configs.secret import SecretText
+from swell.configs.secret import HoldsSecrets, SecretText
 
 
-class AnswerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerIdentity(HoldsSecrets, frozen=True, kw_only=True):
     id: str
     """Its id, without what an API puts in front."""
     created: int

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,46 @@ from swell.cluster.control.upgrade import UpgradeRefused
 from swell.cluster.control.versions import Version
 from swell.cluster.text.model_folder import check
 from swell.cluster.text.text_files import text_digest, text_files
+from swell.configs.hanging_calls import HangingCalls, TooManyCalls
 from swell.configs.identity import family, identity, versioned_keys
 from swell.configs.schema import Config, ConfigError, ModelConfig, load
+from swell.configs.schema import check as check_config
 
 _OF_APPLICATION = ("serve", "cluster", "autoscaling")
 """Sections that stay as they are."""
 _OF_OPERATOR = "parallel.data"
 """`swell scale` changes it."""
+
+
+READ_LIMIT_S = 20.0
+"""The longest that the files of a model may take: what asks the manager waits 30 s."""
+_MAX_READS = 4
+
+Make = Callable[[Config, Any], tuple[Config, list[str]]]
+"""The configuration that follows from the running one and from what is wanted, and the keys that
+stay as they are. It reads files."""
+
+
+class ModelFileReads:
+    """Reads of model folders for a process whose event loop goes on meanwhile, also where one hangs
+    with its file server."""
+
+    def __init__(self, limit_s: float = READ_LIMIT_S) -> None:
+        self._calls = HangingCalls("swell-model-files", _MAX_READS)
+        self._limit_s = limit_s
+
+    async def run(self, make: Make, running: Config, wanted: Any) -> tuple[Config, list[str]]:
+        """Raises UpgradeRefused, also after the limit."""
+        try:
+            future = self._calls.submit(lambda: make(running, wanted))
+            return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)
+        except TooManyCalls as error:
+            raise UpgradeRefused(str(error)) from None
+        except TimeoutError:
+            raise UpgradeRefused(
+                f"the files of the model were not read within {self._limit_s:g} s on the manager's "
+                "host: perhaps their file server is gone; try again, or give a folder that answers"
+            ) from None
 
 
 def family_of(config: Config) -> str:
@@ -46,9 +80,10 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
     they are: defaults that nobody has written are no wish. Reads files of both models. Raises
     UpgradeRefused."""
     try:
-        requested = load(settings)
+        requested = _load(settings)
     except ConfigError as error:
         raise UpgradeRefused(str(error)) from None
+    _refuse_relative(running, requested)
     _refuse_experts(running, requested)
     before, after = msgspec.to_builtins(running), msgspec.to_builtins(requested)
     before["model"]["name"] = running.model.served_name
@@ -69,11 +104,11 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
                     f"{name}={new!r} differs from {old!r}, which the ingresses of this cluster "
                     "use: all versions have the same; deploy a second cluster for another one"
                 )
-    merged = load(before)
+    merged = _load(before)
     try:
         _compare_text(running.model, merged.model)
         check(merged)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, ValueError) as error:
         raise UpgradeRefused(f"{error}; the manager's host reads it") from None
     return merged, kept
 
@@ -107,6 +142,32 @@ def with_other_weights(running: Config, path: str) -> tuple[Config, list[str]]:
             "again; use an upgrade (swell upgrade)"
         )
     return merged, kept
+
+
+def _load(data: Mapping[str, Any]) -> Config:
+    """The configuration with its models where it says: a relative path would mean another folder to
+    each process, by the folder in which it runs. Raises ConfigError."""
+    config, given = load(data), check_config(data)
+    if not Path(given.model.path).is_absolute():
+        config = msgspec.structs.replace(config, model=given.model)
+    small = given.drafts.model
+    if small is not None and not Path(small.path).is_absolute():
+        config = msgspec.structs.replace(config, drafts=given.drafts)
+    return config
+
+
+def _refuse_relative(running: Config, requested: Config) -> None:
+    """The hub id of a model that runs may stay: nothing of its text changes."""
+    for key, old, new in (
+        ("model.path", running.model, requested.model),
+        ("drafts.model.path", running.drafts.model, requested.drafts.model),
+    ):
+        if new is None or Path(new.path).is_absolute() or (old and old.path == new.path):
+            continue
+        raise UpgradeRefused(
+            f"{key}={new.path!r} is no folder here: it must be an absolute path, of a folder on "
+            "every host; download a hub's model to one"
+        )
 
 
 def _refuse_experts(running: Config, requested: Config) -> None:

@@ -5,6 +5,7 @@ Every check raises ConfigError with one line: what, its value, the limit, the wa
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,20 @@ from swell.cluster.text.generation_config import read_generation_config
 from swell.cluster.text.tokenizer import load_model_eos_token_ids
 from swell.configs import model_path
 from swell.configs.adapter_files import check_adapters
+from swell.configs.bounded_files import (
+    MAX_CONFIG_BYTES,
+    MAX_INDEX_BYTES,
+    open_regular,
+    read_file,
+)
 from swell.configs.json_text import parse_json
 from swell.configs.schema import Config, ConfigError
 from swell.configs.sharded_index import INDEX_NAME, check_sharded, is_sharded
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, as the format has it."""
 
 
 def check(config: Config) -> None:
@@ -61,11 +70,13 @@ def _check_draft_model(config: Config) -> None:
         raise ConfigError(f"drafts.model={small.path!r}: {error}", "drafts.model") from None
 
 
-def _read_json(path: Path, why: str) -> dict[str, Any]:
+def _read_json(path: Path, why: str, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     try:
-        data = parse_json(path.read_text())
-    except OSError:
+        data = parse_json(read_file(path, limit_bytes))
+    except FileNotFoundError:
         raise ConfigError(f"{path} cannot be read; {why}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {why}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict):
@@ -82,7 +93,8 @@ def _check_weights(folder: Path) -> None:
             f"{folder} holds no weights: neither {_WEIGHTS} nor {_INDEX}; copy them there, or set "
             "model.load_format=dummy to run with random ones"
         )
-    shards = set(_read_json(folder / _INDEX, "it lists the shards").get("weight_map", {}).values())
+    index = _read_json(folder / _INDEX, "it lists the shards", MAX_INDEX_BYTES)
+    shards = set(index.get("weight_map", {}).values())
     missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
         raise ConfigError(
@@ -95,10 +107,14 @@ def _check_weights(folder: Path) -> None:
 
 def _check_whole(path: Path) -> None:
     """A safetensors file states its own length: 8 bytes, a header of so many, and the tensors."""
-    size_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        text = file.read(header_bytes) if header_bytes < size_bytes else b""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            header_bytes = int.from_bytes(file.read(8), "little")
+            is_bounded = header_bytes < min(size_bytes, _MAX_HEADER_BYTES)
+            text = file.read(header_bytes) if is_bounded else b""
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     try:
         header = parse_json(text)
         data_bytes = max(

@@ -9,6 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swell.cluster.text.prompt_embeds import load_embeds_width
+from swell.configs.bounded_files import (
+    MAX_CONFIG_BYTES,
+    MAX_TEXT_FILE_BYTES,
+    digest_file,
+    read_file,
+)
 from swell.configs.json_text import parse_json
 from swell.configs.schema import ModelConfig
 
@@ -41,8 +47,12 @@ def text_files(model: ModelConfig) -> dict[str, str]:
     folder = Path(model.path)
     if not folder.is_dir():
         return {"model.path": model.path}
-    found = {file.name: _digest(file.read_bytes()) for file in _files(folder)}
-    config = parse_json((folder / _CONFIG).read_bytes())
+    found = {
+        file.name: digest_file(file, MAX_TEXT_FILE_BYTES, _DIGITS // 2) for file in _files(folder)
+    }
+    config = parse_json(read_file(folder / _CONFIG, MAX_CONFIG_BYTES))
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / _CONFIG} holds no JSON object")
     for key in _CONFIG_KEYS:
         found[f"{_CONFIG}: {key}"] = json.dumps(config.get(key))
     width = load_embeds_width(model)

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from swell.configs.bounded_files import MAX_CONFIG_BYTES, read_file
 from swell.configs.json_text import parse_json
 from swell.configs.schema import ConfigError
 
@@ -107,7 +108,7 @@ def read_json_value(path: str, name: str) -> Any:
     if file is None:
         return None
     try:
-        return parse_json(file.read_text())
+        return parse_json(read_file(file, MAX_CONFIG_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from swell.cluster.control.room import resolve_device
 from swell.cluster.control.upgrade import UpgradeRefused, begin, take_over
 from swell.cluster.control.upgrade_check import (
+    ModelFileReads,
     family_of,
     upgraded,
     version_identity,
@@ -179,3 +183,87 @@ def test_what_only_ingresses_read_of_the_model_is_as_it_was_deployed(model: Path
     assert with_model_of(after, before).model.special_tokens_in_text == "control"
     with pytest.raises(UpgradeRefused, match="special_tokens_in_text"):
         upgraded(before, settings(model, model__special_tokens_in_text="control"))
+
+
+SPARSE_BYTES = 2**40
+JSON_FILES = ("config.json", "generation_config.json")
+FILES = (*JSON_FILES, "tokenizer.json", "model.safetensors", "model.safetensors.index.json")
+
+
+def spoil(path: Path, how: str) -> None:
+    path.unlink(missing_ok=True)
+    if how == "a fifo":
+        os.mkfifo(path)
+    elif how == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            if path.suffix == ".safetensors":  # a header as long as the file
+                file.write((SPARSE_BYTES - 8).to_bytes(8, "little"))
+            file.truncate(SPARSE_BYTES)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("how", ["a fifo", "a device", "huge"])
+def test_files_that_have_no_end_are_refused_and_not_read(
+    model: Path, tmp_path: Path, name: str, how: str
+) -> None:
+    """A manager that read one would hang, or have no memory left."""
+    other = make_model(tmp_path / "other")
+    spoil(other / name, how)
+    wanted = settings(other, model__load_format="dummy" if name in JSON_FILES else "auto")
+    with pytest.raises(UpgradeRefused) as caught:
+        upgraded(configured(model), wanted)
+    message = str(caught.value)
+    # Only files can have the names of tokenizers and weights: others count as missing.
+    is_missing = how != "huge" and name not in JSON_FILES
+    assert (name in message) or (is_missing and "weights" in message), message
+
+
+@pytest.mark.parametrize("path", ["other", "./other", "other/sub", "../other"])
+def test_a_relative_path_is_refused_wherever_the_manager_runs(
+    model: Path, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be another folder on each host."""
+    make_model(tmp_path / "other").rename(tmp_path / "moved")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "moved").rename(tmp_path / "other" / "sub")
+    monkeypatch.chdir(tmp_path)
+    wanted = settings(model)
+    for section in (
+        {"model": {"path": path}},
+        {"drafts": {"method": "model", "model": {"path": path}}},
+    ):
+        merged = {name: {**wanted[name], **section.get(name, {})} for name in wanted}
+        with pytest.raises(UpgradeRefused, match=r"(model\.path|drafts\.model).*absolute"):
+            upgraded(configured(model), merged)
+
+
+def test_the_hub_id_that_runs_may_stay() -> None:
+    running = load({"model": {"path": "owner/name", "generation_config": "none"}})
+    wanted = {"model": {"path": "owner/name", "generation_config": "none"}}
+    wanted["model"]["dtype"] = "float32"
+    merged, _ = upgraded(running, wanted)
+    assert merged.model.path == "owner/name" and merged.model.dtype == "float32"
+
+
+def test_files_that_hang_hold_up_neither_the_manager_nor_other_upgrades(model: Path) -> None:
+    running, released = configured(model), threading.Event()
+
+    def hang(config: Config, _wanted: Any) -> tuple[Config, list[str]]:
+        released.wait()
+        return config, []
+
+    async def run() -> None:
+        reads = ModelFileReads(limit_s=0.05)
+        for _ in range(4):
+            with pytest.raises(UpgradeRefused, match="not read within"):
+                await reads.run(hang, running, None)
+        with pytest.raises(UpgradeRefused, match="under way"):
+            await reads.run(hang, running, None)
+        assert await ModelFileReads().run(lambda one, _: (one, []), running, None) == (running, [])
+
+    try:
+        asyncio.run(run())
+    finally:
+        released.set()
