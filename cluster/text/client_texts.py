@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from swell.cluster.text.control_tokens import ControlTokens, Segment
@@ -131,7 +132,7 @@ def _unused(count: int, texts: Sequence[str]) -> list[str]:
     for text in texts:
         used.update(text)
         used.update(chr(int(code, 16)) for code in _ESCAPED.findall(text))
-    free = [char for code in _PRIVATE if (char := chr(code)) not in used]
+    free = list(islice((char for char in map(chr, _PRIVATE) if char not in used), count))
     if len(free) < count:
         raise BadRequest(
             f"messages hold all but {len(free)} of the {len(_PRIVATE)} private-use characters of "
@@ -139,4 +140,4 @@ def _unused(count: int, texts: Sequence[str]) -> list[str]:
             "set model.special_tokens_in_text=control",
             "messages",
         )
-    return free[:count]
+    return free

@@ -43,7 +43,7 @@ class ControlTokens:
         self._finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
         self._finder.add_tokens([AddedToken(text, normalized=False) for text in self._ids])
 
-    @property
+    @cached_property
     def edges(self) -> frozenset[str]:
         """The first and last character of each."""
         return frozenset(edge for text in self._ids for edge in (text[0], text[-1]))

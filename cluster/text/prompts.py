@@ -178,14 +178,16 @@ class PromptProcessor:
             for index, message in enumerate(messages):
                 self._check_bytes(message.text, f"messages[{index}].content", self.max_prompt_bytes)
         text = self.template.render(messages, options)
+        self.check_text(text, tokenize_options, "messages")
+        add, parts = tokenize_options.add_special_tokens, None
         if self._texts_are_text:
-            self.check_text(text, tokenize_options, "messages")
-            if (parts := self.template.own_segments(text, messages, options)) is not None:
-                control, own = parts
-                add = tokenize_options.add_special_tokens
-                ids = control.encode(own, add_special_tokens=add)
-                return self._kept(ids, tokenize_options, "messages")
-        return self.encode(text, tokenize_options, "messages")
+            parts = self.template.own_segments(text, messages, options)
+        if parts is None:
+            ids = encode_text(self.tokenizer, text, add_special_tokens=add)
+        else:
+            control, own = parts
+            ids = control.encode(own, add_special_tokens=add)
+        return self._kept(ids, tokenize_options, "messages")
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of ids, special tokens included; of as many as a prompt may have. May take long:
