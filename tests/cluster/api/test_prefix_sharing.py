@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from swell.cluster.api.responses import background
 from tests.cluster.api.responses_server import ResponsesServer, wait_until
-from tests.cluster.fake_cluster import FakeCluster
+from tests.cluster.api.test_responses_background import pass_lease
+from tests.cluster.fake_cluster import FakeCluster, until
 from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
 from tests.conformance.in_process_server import start_in_process_server
@@ -73,33 +75,40 @@ def serving(tmp_path: Path, keys: str, **settings: Any) -> FakeCluster:
     return FakeCluster(tmp_path, [5] * 16, **{"serve.api_keys_file": keys, **settings})
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_every_api_names_prefixes_by_key(tmp_path: Path, keys: str, path: str) -> None:
+def test_every_api_names_prefixes_by_key(tmp_path: Path, keys: str) -> None:
+    """All of them by the same name."""
+
     async def run() -> None:
+        found = set()
         async with serving(tmp_path, keys).serving() as cluster:
             await cluster.join(0)
-            one, other, again = [await arrived(cluster, path, key) for key in KEYS]
-            assert one == again != other and None not in (one, other)
-            salted = [await arrived(cluster, path, key, cache_salt="own") for key in KEYS]
-            assert salted[0] == salted[2] and len({one, other, *salted}) == 4
-            assert "alpha" not in f"{one}{salted}"
+            for path in BODIES:
+                one, other, again = [await arrived(cluster, path, key) for key in KEYS]
+                assert one == again != other and None not in (one, other), path
+                salted = [await arrived(cluster, path, key, cache_salt="own") for key in KEYS]
+                assert salted[0] == salted[2] and len({one, other, *salted}) == 4, path
+                assert "alpha" not in f"{one}{salted}"
+                found.add((one, other, *salted))
+        assert len(found) == 1
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("key", ["serve.share_prefixes", "serve.api_keys_file"])
 def test_all_share_where_it_is_set_and_where_there_are_no_keys(
-    tmp_path: Path, keys: str, path: str
+    tmp_path: Path, keys: str, key: str
 ) -> None:
-    async def run(settings: dict[str, Any]) -> None:
+    settings = {key: "all" if key.endswith("prefixes") else None}
+
+    async def run() -> None:
         async with serving(tmp_path, keys, **settings).serving() as cluster:
             await cluster.join(0)
-            for key in KEYS:
-                assert await arrived(cluster, path, key) is None
-                assert await arrived(cluster, path, key, cache_salt="own") == "own"
+            for path in BODIES:
+                for sender in KEYS[:2]:
+                    assert await arrived(cluster, path, sender) is None
+                    assert await arrived(cluster, path, sender, cache_salt="own") == "own"
 
-    asyncio.run(run({"serve.share_prefixes": "all"}))
-    asyncio.run(run({"serve.api_keys_file": None}))
+    asyncio.run(run())
 
 
 def test_an_answer_that_is_computed_again_has_the_names_of_its_key(
@@ -122,9 +131,10 @@ def test_an_answer_that_is_computed_again_has_the_names_of_its_key(
 
 
 def test_a_response_that_another_ingress_takes_over_has_the_names_of_its_key(
-    tmp_path: Path, keys: str
+    tmp_path: Path, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.cluster.api.test_responses_background import pass_lease, until
+    monkeypatch.setattr(background, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(background, "IDLE_HEARTBEAT_S", 0.01)
 
     async def run() -> None:
         settings = {"serve.api_keys_file": keys}
