@@ -67,6 +67,15 @@ class ServeConfig(SessionLimits, frozen=True):
     transfer_timeout_s: Seconds = 60.0
     """Longest time in which a client sends no byte of an unfinished body (408), or reads no byte of
     an answer; a body also needs 1 KiB/s on average."""
+    keep_alive_s: Seconds = 10.0
+    """Longest pause in which a streamed answer sends nothing, from the end of its request on: then
+    its head leaves, and a comment or a `ping` event. A whole answer does so only for a client that
+    sends `x-swell-early-head: 1`. Proxies end an answer without a byte after 60 s (nginx, ALB), and
+    some after 15 s."""
+    idle_timeout_s: Seconds = 620.0
+    """How long a connection may wait for its next request. A proxy that uses one again in the
+    moment in which it is closed answers 502, so its own limit must be the shorter one: that of
+    Google's load balancers is 600 s, and cannot be changed."""
     allowed_hosts: Names = []
     """Names under which clients reach the server, as in the header `Host`, without port; `*` allows
     all. Addresses, `localhost`, `host` and the machine's own name are always allowed. The admin API

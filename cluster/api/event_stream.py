@@ -13,6 +13,11 @@ from swell.cluster.api.disconnect import run_until_disconnect
 
 IS_EVENT_STREAM = "swell.events"
 """Key of the request's state: its answer is a stream of events, each in a chunk of its own."""
+EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
 class EventStreamResponse:
@@ -29,14 +34,7 @@ class EventStreamResponse:
         self.has_failed = has_failed
         self._events = events
         self._on_end = on_end
-        self.headers = MutableHeaders(
-            {
-                "content-type": "text/event-stream; charset=utf-8",
-                "cache-control": "no-cache",
-                "x-accel-buffering": "no",
-                **headers,
-            }
-        )
+        self.headers = MutableHeaders({**EVENT_HEADERS, **headers})
 
     def add_end(self, callback: Callable[[], None]) -> None:
         """Call this, too, when the stream ends, after what is called then already."""

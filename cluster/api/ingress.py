@@ -25,6 +25,7 @@ from swell.cluster.api.completions import convert as completion_convert
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.completions.serving import CompletionResponseWriter
 from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.api.keep_alive import KeepAliveMiddleware
 from swell.cluster.api.messages import convert as messages_convert
 from swell.cluster.api.messages.message import TokenCount
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
@@ -96,6 +97,7 @@ class Ingress:
                 Middleware(Cors, CorsRules.of(services.config.serve)),
                 Middleware(StripTrailingSlash),
                 Middleware(RequestThrottle),
+                Middleware(KeepAliveMiddleware, services.config.serve.keep_alive_s),
             ],
         )
         self.app.router.redirect_slashes = False

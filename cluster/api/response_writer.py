@@ -110,7 +110,9 @@ class ResponseWriter(AnswerWriter):
         """Server-sent events, as many together as there are at once; `outputs` are deltas with the
         number of their choice. `sent_engines` is the header that was sent; where `engines` has
         changed since, a comment names them at the end."""
-        chunks = [*self.stream_start(choices)]
+        if begun := b"".join(self.stream_start(choices)):
+            yield begun
+        chunks: list[bytes] = []
         last: dict[int, RequestOutput] = {}
         try:
             async for batch in outputs:

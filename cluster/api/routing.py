@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,8 +15,18 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swell.cluster.api.http_errors import HTTPError, error_body, error_info
-from swell.cluster.api.messages.message import messages_error, messages_status
+from swell.cluster.api.keep_alive import (
+    EarlyHead,
+    keep_alive_of,
+    stream_head,
+    wants_early_head,
+    whole_head,
+)
+from swell.cluster.api.messages.message import Ping, messages_error, messages_status
 from swell.cluster.api.messages.models import ANTHROPIC_VERSION
+from swell.cluster.api.protocol_base import named_event
+from swell.cluster.api.responses.events import ErrorEvent
+from swell.cluster.api.sse import DONE, PING, event
 from swell.cluster.text.field_path import rename_roots
 from swell.cluster.text.sampling_params import BadRequest, shown
 
@@ -56,6 +67,30 @@ def error_response(error: Exception, request: Request) -> Response:
     return json_response(body, status, info.headers)
 
 
+def error_events(error: Exception, request: Request) -> bytes:
+    """The error as the last events of a stream whose head left before there was an answer."""
+    if isinstance(error, BadRequest):
+        error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
+    info = error_info(error)
+    if is_anthropic(request):
+        return named_event(messages_error(info.message, info.status, request_id(request)))
+    if route_path(request.scope) == "/v1/responses":
+        return named_event(ErrorEvent(code=info.code, message=info.message, param=info.param))
+    return event(error_body(info)) + DONE
+
+
+def arm_keep_alive(request: Request, *, stream: bool) -> None:
+    """The request was read, and may wait now. Raises BadRequest."""
+    keep_alive, wants_head = keep_alive_of(request), wants_early_head(request)
+    if keep_alive is None:
+        return
+    if stream:
+        ping = named_event(Ping()) if is_anthropic(request) else PING
+        keep_alive.arm(stream_head(partial(_common_headers, request), ping))
+    elif wants_head:
+        keep_alive.arm(whole_head(partial(_common_headers, request)))
+
+
 def is_anthropic(request: Request) -> bool:
     """Whether the route is one of Anthropic's API, also where there is none. `/v1/models` belongs
     to both APIs: a header tells which client asks."""
@@ -91,18 +126,35 @@ def with_error_handling(handler: Handler) -> Handler:
         try:
             _check_request_id(request)
             response = await handler(request)
+            _settle(request)
         except ClientDisconnect:
             response = Response(status_code=499)
         except Exception as error:
-            response = error_response(error, request)
-        response.headers[REQUEST_ID] = request_id(request)
-        if warning := getattr(request.state, "warning", None):
-            response.headers[WARNING] = warning
-        if is_anthropic(request):
-            response.headers[ANTHROPIC_REQUEST_ID] = request_id(request)
+            head = _settle(request)
+            if head is not None and head.is_stream:
+                response = Response(error_events(error, request))
+            else:
+                response = error_response(error, request)
+        response.headers.update(_common_headers(request))
         return response
 
     return run
+
+
+def _settle(request: Request) -> EarlyHead | None:
+    """The head that has left before the answer was known."""
+    keep_alive = keep_alive_of(request)
+    return None if keep_alive is None else keep_alive.settle()
+
+
+def _common_headers(request: Request) -> dict[str, str]:
+    """What every answer to the request has."""
+    headers = {REQUEST_ID: request_id(request)}
+    if warning := getattr(request.state, "warning", None):
+        headers[WARNING] = warning
+    if is_anthropic(request):
+        headers[ANTHROPIC_REQUEST_ID] = request_id(request)
+    return headers
 
 
 def route(path: str, handler: Handler, *methods: str) -> Route:

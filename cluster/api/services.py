@@ -15,6 +15,7 @@ from swell.cluster.api.body_reader import BodyReader
 from swell.cluster.api.disconnect import with_deadline
 from swell.cluster.api.request_recorder import RequestRecorder
 from swell.cluster.api.resumable.resumable_answers import ResumableAnswers
+from swell.cluster.api.routing import arm_keep_alive
 from swell.cluster.api.server.access import Access
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
 from swell.cluster.api.serving_handler import ServingHandler
@@ -153,6 +154,7 @@ class Services:
         NoEngine and RequestTimedOut."""
         self.access.check_user(request)
         body = await self.reader.read(request, kind)
+        arm_keep_alive(request, stream=bool(getattr(body, "stream", None)))
         model = getattr(body, "model", None)
         if self.llm.has_seen_view and not is_kept:
             self.check_model(model)

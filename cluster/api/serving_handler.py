@@ -14,6 +14,7 @@ from starlette.requests import Request
 from swell.cluster.api.answer_identity import AnswerIdentity, new_identity
 from swell.cluster.api.disconnect import run_until_disconnect
 from swell.cluster.api.event_stream import EventStreamResponse
+from swell.cluster.api.keep_alive import keep_alive_of
 from swell.cluster.api.request_recorder import RequestRecorder
 from swell.cluster.api.response_writer import (
     ENGINES,
@@ -94,11 +95,16 @@ class ServingHandler:
             outputs = merge(states, request_params.params, kind)
             if not request_params.stream:
                 return await self._whole(request, outputs, answer, ending)
-            # The status line waits for the first token: what fails before it has a status.
+            # The status line waits for the first token, but not for longer than
+            # `serve.keep_alive_s`: what fails before it has a status.
+            keep_alive = keep_alive_of(request)
+            if keep_alive is not None:
+                keep_alive.call_on_head(outputs.release_first)
             await run_until_disconnect(request.receive, outputs.first())
             # The headers leave with the first token, and uvicorn sends no trailers: ranks that
             # serve later are in a comment at the stream's end.
-            ranks = outputs.served_ranks
+            is_early = keep_alive is not None and keep_alive.head_left is not None
+            ranks = "" if is_early else outputs.served_ranks
             events = answer.stream(
                 outputs, len(states), sent_engines=ranks, engines=lambda: outputs.served_ranks
             )

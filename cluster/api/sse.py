@@ -18,6 +18,8 @@ from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 from swell.cluster.api.timings import Timings
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+"""A comment, which leaves while a stream waits."""
 
 _CLOSE = b"}\n\n"
 """The end of a chunk and of its event."""

@@ -30,6 +30,7 @@ class MergedOutputs:
         self._ready = Event()
         self._ready.set()  # there may be outputs already
         self._first: OutputBatch | None = None
+        self._released = False
         self._error: Exception | None = None
         self._unfinished = {}
         for number, state in enumerate(states):
@@ -65,10 +66,17 @@ class MergedOutputs:
         return [outputs[prompt] for prompt in range(len(self._parents))]
 
     async def first(self) -> OutputBatch:
-        """The first batch, which the iterator then returns again. Raises what a request failed
-        with."""
-        self._first = await anext(self)
-        return self._first
+        """The first batch, which the iterator then returns again; empty if `release_first` came
+        before it. Raises what a request failed with."""
+        batch = await self._next(or_released=True)
+        if batch:
+            self._first = batch
+        return batch
+
+    def release_first(self) -> None:
+        """Nobody waits for the first batch any more."""
+        self._released = True
+        self._ready.set()
 
     def __aiter__(self) -> MergedOutputs:
         return self
@@ -76,10 +84,11 @@ class MergedOutputs:
     async def __anext__(self) -> OutputBatch:
         """Raises what a request failed with, after everything that was there before."""
         first, self._first = self._first, None
-        if first is not None:
-            return first
+        return await self._next() if first is None else first
+
+    async def _next(self, *, or_released: bool = False) -> OutputBatch:
         batch: OutputBatch = []
-        while not batch:
+        while not batch and not (or_released and self._released):
             if self._error is not None:
                 raise self._error
             if not self._unfinished:

@@ -204,10 +204,16 @@ def _find_os_error(error: BaseException) -> OSError | None:
     return None
 
 
+_RANKS = ": x-swell-engine "
+"""The comment of a stream that moved, or whose head left before its engine was known."""
+
+
 async def _read_events(answer: Answer, response: httpx.Response) -> None:
     async for line in response.aiter_lines():
         if line == "data: [DONE]":
             return
+        if line.startswith(_RANKS):
+            answer.engines = line.removeprefix(_RANKS)
         if line.startswith("data: "):
             answer.chunks_s.append(time.monotonic())
             _take(answer, line[6:].encode())

@@ -138,6 +138,10 @@ class MessageStop(Event, kw_only=True, tag="message_stop"):
     pass
 
 
+class Ping(Event, kw_only=True, tag="ping"):
+    """Leaves while a stream waits, also before `message_start`: clients skip it."""
+
+
 class MessagesErrorDetail(Body, kw_only=True):
     type: str
     message: str
@@ -150,7 +154,7 @@ class MessagesError(Event, kw_only=True, tag="error"):
     request_id: str | None = None
 
 
-StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping
 
 OVERLOADED = 529
 """A status of this API alone: no engine can answer, try again. Its clients do so, as with other

@@ -11,6 +11,7 @@ import msgspec
 
 from swell.cluster.api.chat import protocol as chat
 from swell.cluster.api.completions import protocol as completions
+from swell.cluster.api.keep_alive import EARLY_HEAD
 from swell.cluster.api.openapi.fields import annotate_fields, annotate_limits
 from swell.cluster.api.openapi.operations import JSON, OPERATIONS, Operation
 from swell.cluster.api.resumable.event_id import LAST_EVENT_ID
@@ -52,6 +53,14 @@ _TIMEOUT = {
     "description": "Seconds for which the client waits for the answer; then the request ends.",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": deadline.MAX_TIMEOUT_S},
 }
+_EARLY_HEAD = {
+    "name": EARLY_HEAD,
+    "in": "header",
+    "required": False,
+    "description": "1: while a whole answer is computed, status 200 and a blank leave every "
+    "`serve.keep_alive_s`. An error that comes behind them is the body of that 200.",
+    "schema": {"type": "string", "enum": ["0", "1"]},
+}
 _RESUMPTION = [
     {
         "name": IDEMPOTENCY_KEY,
@@ -74,7 +83,8 @@ _RESUMPTION = [
 _ENGINES = {
     "x-swell-engine": {
         "description": "Ranks of the engines that served, in order, comma-separated. A stream that "
-        "moved later says them all in a comment before its end: `: x-swell-engine 0,1`.",
+        "moved later, or whose head left before an engine was known, says them all in a comment "
+        "before its end: `: x-swell-engine 0,1`.",
         "schema": {"type": "string"},
     },
     "x-swell-version": {
@@ -156,6 +166,8 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
     ]
     if operation.chunk is not None:
         parameters += [_TIMEOUT, *_RESUMPTION]
+    if operation.may_wait:
+        parameters.append(_EARLY_HEAD)
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:

@@ -41,16 +41,18 @@ class Operation(NamedTuple):
     error: type = ErrorBody
     events: str = (
         "With `stream: true`: events `data: JSON`, each a chunk or, after a failure, an error; the "
-        "last one is `data: [DONE]`."
+        "last one is `data: [DONE]`. Comments (`: ping`) leave while the stream waits."
     )
     named_events: bool = False
     """Whether an event's type is beside its data; such streams have no `[DONE]`."""
+    may_wait: bool = False
+    """Whether it waits for an engine, so that an early head may leave."""
 
 
 _show = partial(Operation, "get", errors=_KEY_ERRORS)
-_answer = partial(Operation, "post", errors=(*_ANSWER_ERRORS, 503))
+_answer = partial(Operation, "post", errors=(*_ANSWER_ERRORS, 503), may_wait=True)
 _stored = partial(Operation, errors=(*_KEY_ERRORS, 404, 503))
-_convert = partial(Operation, "post", errors=(*_BODY_ERRORS, 404, 503))
+_convert = partial(Operation, "post", errors=(*_BODY_ERRORS, 404, 503), may_wait=True)
 _change = partial(Operation, "post", answer=admin.Accepted, errors=(*_BODY_ERRORS, 503), status=202)
 
 OPERATIONS = (

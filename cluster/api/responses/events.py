@@ -50,6 +50,15 @@ class Failed(_OfResponse, kw_only=True, tag="response.failed"):
     pass
 
 
+class ErrorEvent(Event, kw_only=True, tag="error"):
+    """The only event of a stream whose head left before there was a response, and that then
+    failed."""
+
+    code: str | None
+    message: str
+    param: str | None
+
+
 class _OfItem(Event, kw_only=True):
     output_index: int
     item: OutputItem
@@ -130,4 +139,5 @@ ResponseEvent = (
     | Completed
     | Incomplete
     | Failed
+    | ErrorEvent
 )

@@ -27,6 +27,7 @@ from swell.cluster.api.body_reader import body_bytes
 from swell.cluster.api.disconnect import with_deadline
 from swell.cluster.api.event_stream import EventStreamResponse
 from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.keep_alive import detach_keep_alive
 from swell.cluster.api.response_writer import ENGINES, VERSION
 from swell.cluster.api.resumable.event_id import LAST_EVENT_ID, EventId
 from swell.cluster.api.resumable.generation import Generation, GenerationState
@@ -288,7 +289,9 @@ def _detached(request: Request) -> Request:
     """The same request of a client that never leaves."""
     kept = ("type", "headers", "path", "root_path", ARRIVAL_TIME_S)
     scope = {name: request.scope[name] for name in kept if name in request.scope}
-    return Request({**scope, "state": dict(request.scope["state"])}, receive=_never)
+    state = dict(request.scope["state"])
+    detach_keep_alive(state)
+    return Request({**scope, "state": state}, receive=_never)
 
 
 async def _never() -> Any:

@@ -1,7 +1,7 @@
 """One connection of the HTTP server, and what it may cost before and beside its requests.
 
     connect ── head ──────────► body ───────────► answer ──► idle ── head ...
-               head_timeout_s   transfer_timeout_s           75 s
+               head_timeout_s   transfer_timeout_s           idle_timeout_s
                MAX_HEAD_BYTES       1 KiB/s
 
 uvicorn parses with llhttp, which has no limits of its own: a header that never ends is gathered
@@ -65,6 +65,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.timeout_keep_alive: float = self.limits.idle_timeout_s
         self.url, self.headers = b"", []
         self._read_state = _ReadState.HEAD
         self._head_bytes = 0

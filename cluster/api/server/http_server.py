@@ -106,7 +106,6 @@ class EdgeServer:
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                timeout_keep_alive=75,
                 timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
                 server_header=False,
                 ws="none",

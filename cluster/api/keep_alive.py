@@ -1,0 +1,202 @@
+"""What leaves while a request waits, so that no proxy takes its connection for dead.
+
+    body read ── keep_alive_s ──► head, filler ── keep_alive_s ──► filler ... ──► answer
+
+A proxy counts the time since the last byte of an answer: probes of TCP do not count. A stream may
+wait for an engine, for a slot, or in its middle for the replacement of an engine: its head and a
+comment leave. A whole answer has nothing that may come before it but blanks, under a status that is
+sent before the result is known, so only a client that asks for them (`EARLY_HEAD`) gets them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from swell.cluster.api.event_stream import EVENT_HEADERS, IS_EVENT_STREAM
+from swell.cluster.text.sampling_params import BadRequest, shown
+
+EARLY_HEAD = "x-swell-early-head"
+"""The header by which a client asks for the head of an answer that is not streamed."""
+BLANK = b" "
+"""JSON may begin with white space (RFC 8259, 2)."""
+_WHOLE_HEADERS = {
+    "content-type": "application/json",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+_STATE = "swell.keep_alive"
+"""Key of the request's state."""
+
+
+class EarlyHead(msgspec.Struct, frozen=True):
+    """The head that leaves before the answer, and what follows it."""
+
+    is_stream: bool
+    headers: Callable[[], dict[str, str]]
+    """Those of the answer, as far as they are known when the head leaves."""
+    filler: bytes
+    """Bytes between which and the answer no reader sees a difference."""
+
+
+class KeepAlive:
+    """The messages of one answer, and what is sent in their pauses. All of it runs in one event
+    loop; messages never overtake each other."""
+
+    def __init__(self, scope: Scope, send: Send, interval_s: float) -> None:
+        self._scope = scope
+        self._send = send
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._head: EarlyHead | None = None
+        self._started = False
+        """The answer's own head has come."""
+        self._settled = False
+        """The answer is known: its own head is next."""
+        self._head_left = False
+        self._on_head: Callable[[], None] | None = None
+        self._sent_s = 0.0
+        """When the last message began, on the clock of the loop."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._filling: asyncio.Task[None] | None = None
+
+    @property
+    def head_left(self) -> EarlyHead | None:
+        """The head that was sent before the answer was known."""
+        return self._head if self._head_left else None
+
+    def arm(self, head: EarlyHead) -> None:
+        """The request was read: from now on it waits."""
+        self._head, self._sent_s = head, self._loop.time()
+        self._timer = self._loop.call_later(self._interval_s, self._on_timer)
+
+    def call_on_head(self, callback: Callable[[], None]) -> None:
+        """Call this once the early head of a stream leaves, or now if it has left."""
+        if self._head_left:
+            callback()
+        else:
+            self._on_head = callback
+
+    def settle(self) -> EarlyHead | None:
+        """The answer is known. Returns the head that has left; none leaves any more."""
+        self._settled = True
+        return self.head_left
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """As the server's own `send`."""
+        self._sent_s = self._loop.time()
+        if message["type"] == "http.response.start":
+            self._started = True
+            if self._head_left:
+                return _nothing()
+        elif not message.get("more_body", False):
+            self._stop_timer()
+        if self._filling is not None and not self._filling.done():
+            return self._send_behind(self._filling, message)
+        return self._send(message)
+
+    def close(self) -> None:
+        """The request has ended, in whatever way."""
+        self._stop_timer()
+        if self._filling is not None:
+            self._filling.cancel()
+
+    async def _send_behind(self, filling: asyncio.Task[None], message: Message) -> None:
+        await asyncio.wait((filling,))
+        await self._send(message)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timer(self) -> None:
+        """Cheap for a stream that flows: its messages only note their time."""
+        due_s = self._sent_s + self._interval_s
+        if self._loop.time() < due_s:
+            self._timer = self._loop.call_at(due_s, self._on_timer)
+            return
+        self._timer = self._loop.call_later(self._interval_s, self._on_timer)
+        head = self._head
+        if head is None or (self._settled and not self._started):
+            return
+        if self._started and not (self._head_left or head.is_stream):
+            return
+        if self._filling is None or self._filling.done():
+            self._fill(head)
+
+    def _fill(self, head: EarlyHead) -> None:
+        starts = not (self._started or self._head_left)
+        if starts:
+            self._head_left = True
+            if head.is_stream:
+                self._scope["state"][IS_EVENT_STREAM] = True
+        self._filling = self._loop.create_task(self._send_filler(head, starts=starts))
+        if starts and self._on_head is not None:
+            self._on_head()
+
+    async def _send_filler(self, head: EarlyHead, *, starts: bool) -> None:
+        if starts:
+            own = EVENT_HEADERS if head.is_stream else _WHOLE_HEADERS
+            headers = {**own, **head.headers()}
+            raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+        body = {"type": "http.response.body", "body": head.filler, "more_body": True}
+        await self._send(body)
+
+
+async def _nothing() -> None:
+    pass
+
+
+class KeepAliveMiddleware:
+    """ASGI middleware: every request has a `KeepAlive`, which sends nothing until it is armed."""
+
+    def __init__(self, app: ASGIApp, interval_s: float) -> None:
+        self._app = app
+        self._interval_s = interval_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        keep_alive = KeepAlive(scope, send, self._interval_s)
+        scope.setdefault("state", {})[_STATE] = keep_alive
+        try:
+            await self._app(scope, receive, keep_alive.send)
+        finally:
+            keep_alive.close()
+
+
+def keep_alive_of(request: Request) -> KeepAlive | None:
+    """None: no client waits for the answer of this request on a connection of its own."""
+    found: KeepAlive | None = request.scope.get("state", {}).get(_STATE)
+    return found
+
+
+def detach_keep_alive(state: dict[str, object]) -> None:
+    """`state` is that of a request without a client."""
+    state.pop(_STATE, None)
+
+
+def wants_early_head(request: Request) -> bool:
+    """Whether the client takes status 200 and blanks before a whole answer. Raises BadRequest."""
+    value = request.headers.get(EARLY_HEAD, "0")
+    if value not in ("0", "1"):
+        raise BadRequest(
+            f"the header {EARLY_HEAD}={shown(value)} must be 1 (the head and blanks of a whole "
+            "answer may leave before it) or 0",
+            EARLY_HEAD,
+        )
+    return value == "1"
+
+
+def stream_head(headers: Callable[[], dict[str, str]], filler: bytes) -> EarlyHead:
+    return EarlyHead(is_stream=True, headers=headers, filler=filler)
+
+
+def whole_head(headers: Callable[[], dict[str, str]]) -> EarlyHead:
+    return EarlyHead(is_stream=False, headers=headers, filler=BLANK)
