@@ -65,8 +65,8 @@ class ServeConfig(SessionLimits, frozen=True):
     its headers; then the connection is closed with a 408. What a link loses comes late: TCP sends
     it again ever more slowly, so that an outage of 30 s may hold a head back for 60."""
     transfer_timeout_s: Seconds = 60.0
-    """Longest time in which a client sends no byte of an unfinished body (408), or reads no byte of
-    an answer; a body also needs 1 KiB/s on average."""
+    """Longest time in which a client sends no byte of an unfinished body (408), or takes no byte of
+    an answer, however slowly it reads; a body also needs 1 KiB/s on average."""
     keep_alive_s: Seconds = 10.0
     """Longest pause in which a streamed answer sends nothing, from the end of its request on: then
     its head leaves, and a comment or a `ping` event. A whole answer does so only for a client that

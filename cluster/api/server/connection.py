@@ -27,6 +27,7 @@ from swell.cluster.api.server.cors import CorsRules
 from swell.cluster.api.server.half_close import HalfCloseWatcher
 from swell.cluster.api.server.request_head import head_refusal
 from swell.cluster.api.server.response_framing import with_framing
+from swell.cluster.api.server.stalled_reader import StalledReader
 from swell.configs.schema import ServeConfig
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -83,13 +84,14 @@ class LimitedConnection(HttpToolsProtocol):
         self._half_closed: HalfCloseWatcher | None = None
         self._deadline_s = 0.0
         self._read_timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
-        self._flush_timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------------------ the transport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._stalled = StalledReader(
+            self.loop, transport, self.limits.transfer_timeout_s, self._has_unsent
+        )
         if len(self.connections) > self.limits.max_connections:
             self.connections.discard(self)
             self._refuse(
@@ -107,8 +109,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._closing = True
         self._cancel_read_timer()
         self.resume_writing()
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
+        self._stalled.stop()
         if self._half_closed is not None:
             self._half_closed.stop()
         if self._answering is not None and self._answering is not self.cycle:
@@ -191,17 +192,12 @@ class LimitedConnection(HttpToolsProtocol):
         return [(name, value) for name, value in self.headers if name in names]
 
     def pause_writing(self) -> None:
-        """The client does not read its answer for now."""
+        """The client does not read its answer as fast as it comes."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(
-            self.limits.transfer_timeout_s, self.transport.abort
-        )
+        self._stalled.start()
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+    def _has_unsent(self) -> bool:
+        return self.flow.write_paused or self.transport.get_write_buffer_size() > 0
 
     # --------------------------------------------------------------------------------- the parser
 
@@ -260,7 +256,8 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle is not None and self.cycle.more_body and self.cycle.response_complete:
             self._linger()
-        self._watch_flush()
+        if self._has_unsent():  # too little for `pause_writing`, and a connection waits for it
+            self._stalled.start()
 
     # --------------------------------------------------------------------------------- the limits
 
@@ -296,21 +293,6 @@ class LimitedConnection(HttpToolsProtocol):
         if self._read_timer is not None:
             self._read_timer.cancel()
         self._read_timer = self.loop.call_at(self._deadline_s, self._on_read_timer)
-
-    def _watch_flush(self) -> None:
-        """A connection that closes waits for its last bytes to be sent. A client that does not read
-        them would hold it for ever: there are too few for `pause_writing`."""
-        if self._flush_timer is None and self.transport.get_write_buffer_size():
-            self._flush_timer = self.loop.call_later(
-                self.limits.transfer_timeout_s, self._on_flush_timer
-            )
-
-    def _on_flush_timer(self) -> None:
-        self._flush_timer = None
-        if self.transport.is_closing() and self.transport.get_write_buffer_size():
-            self.transport.abort()
-        else:
-            self._watch_flush()
 
     def _cancel_read_timer(self) -> None:
         if self._read_timer is not None:
