@@ -75,6 +75,8 @@ class LimitedConnection(HttpToolsProtocol):
         """Parts of a body in this piece of the network's."""
         self._refusal: HTTPError | None = None
         """Why the connection ends."""
+        self._deferred: HTTPError | None = None
+        """The same, while requests that came before the refused one are answered."""
         self._reparsing_head = False
         """The parser reads a head that was read."""
         self._closing = False
@@ -113,23 +115,23 @@ class LimitedConnection(HttpToolsProtocol):
         if self._half_closed is not None:
             self._half_closed.stop()
         if self._answering is not None and self._answering is not self.cycle:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
+            self._disconnect(self._answering)
         self.pipeline.clear()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more. False: the connection ends; what has come whole is answered
         before."""
-        answering = self._answering
-        if self._closing or answering is None:
+        answering, deferred = self._answering, self._deferred is not None
+        if answering is None or (self._closing and not deferred):
             return False
         if answering.response_complete or answering.more_body:
             return False
-        if self.pipeline and self.cycle.more_body:
-            self.pipeline.popleft()
-        newest = self.pipeline[0][0] if self.pipeline else answering
-        newest.keep_alive = False
+        if not deferred:
+            if self.pipeline and self.cycle.more_body:
+                self.pipeline.popleft()
+            newest = self.pipeline[0][0] if self.pipeline else answering
+            newest.keep_alive = False
         self._cancel_read_timer()
         if self._half_closed is None:
             self._half_closed = HalfCloseWatcher(self.loop, self.transport, lambda: self._answering)
@@ -162,7 +164,8 @@ class LimitedConnection(HttpToolsProtocol):
             while part:
                 part = self._parsed(part)
         except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            text = "what came is no request of HTTP/1.1, or no body that its head announces"
+            self._refusal = self._refusal or HTTPError(400, text, "invalid_request")
 
     def _parsed(self, part: bytes) -> bytes:
         """What is left of it behind a request that offers another protocol."""
@@ -225,6 +228,12 @@ class LimitedConnection(HttpToolsProtocol):
             or self._exceeded_limit()
             or head_refusal(parser.get_method(), self.url, parser.get_http_version(), self.headers)
         )
+        if self._refusal is None and len(self.pipeline) >= MAX_PIPELINED:
+            self._refusal = HTTPError(
+                400,
+                f"more than {MAX_PIPELINED} requests wait on this connection",
+                "too_many_requests",
+            )
         if self._refusal is not None:
             return
         self._read_state = _ReadState.BODY
@@ -256,6 +265,10 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle is not None and self.cycle.more_body and self.cycle.response_complete:
             self._linger()
+        if self._deferred is not None and not self.pipeline and not self.transport.is_closing():
+            assert self._answering is not None, "an answer has ended"
+            if self._answering.response_complete:
+                self._write_refusal(self._deferred)
         if self._has_unsent():  # too little for `pause_writing`, and a connection waits for it
             self._stalled.start()
 
@@ -274,12 +287,6 @@ class LimitedConnection(HttpToolsProtocol):
             what = "head" if self._read_state is _ReadState.HEAD else "framing"
             return HTTPError(
                 431, f"the request's {what} has more than {MAX_HEAD_BYTES} bytes", code
-            )
-        if len(self.pipeline) > MAX_PIPELINED:
-            return HTTPError(
-                400,
-                f"more than {MAX_PIPELINED} requests wait on this connection",
-                "too_many_requests",
             )
         if self._chunks > MAX_CHUNKS:
             return HTTPError(400, "the body comes in chunks that are too small", "chunks_too_small")
@@ -320,19 +327,37 @@ class LimitedConnection(HttpToolsProtocol):
             self._refuse(HTTPError(408, what, "request_timeout"))
 
     def _refuse(self, refusal: HTTPError) -> None:
-        """Answer, where nothing else is being answered on this connection, and close it."""
+        """Answer the request that comes, behind all that came before it, and close the connection.
+        Where its own answer has begun, there is no other one."""
         if self._closing or self.transport.is_closing():
             return
-        cycle, waiting = self.cycle, self._read_state is _ReadState.BODY
-        answering = False
-        if cycle is not None:
-            answering = not cycle.response_complete and (cycle.response_started or not waiting)
-            cycle.disconnected = True
-            cycle.message_event.set()
-        if answering or self.pipeline:
-            self._closing = True
-            self.transport.close()
+        refused = self.cycle if self._read_state is _ReadState.BODY else None
+        if refused is not None and self.pipeline and self.pipeline[0][0] is refused:
+            self.pipeline.popleft()
+        elif refused is not None and refused is self._answering:
+            self._disconnect(refused)
+            if refused.response_started and not refused.response_complete:
+                self._closing = True
+                self.transport.close()
+                return
+        answering = self._answering
+        if (
+            answering is None
+            or answering is refused
+            or (answering.response_complete and not self.pipeline)
+        ):
+            self._write_refusal(refusal)
             return
+        self._deferred, self._closing = refusal, True
+        self._cancel_read_timer()
+        self.flow.resume_reading()  # what comes is thrown away; a client that leaves is noticed
+
+    def _disconnect(self, cycle: RequestResponseCycle) -> None:
+        """The request ends as if its client had left."""
+        cycle.disconnected = True
+        cycle.message_event.set()
+
+    def _write_refusal(self, refusal: HTTPError) -> None:
         status = refusal.info.status
         body = msgspec.json.encode(error_body(refusal.info))
         head = (
