@@ -66,6 +66,8 @@ _OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 """OpenTelemetry's own variable."""
 _STOP_TIMEOUT_S = 20.0
 """What it may take to end engines that have nothing left."""
+_DRAIN_DELAY_S = 0.1
+"""Serve waits so long, and for calls through its handles, before an ingress hears that it ends."""
 _HEALTH_CHECKS = 3
 """As many in a row must fail before Serve replaces a replica."""
 _SHORTEST_CHECK_S = 3.0
@@ -272,7 +274,8 @@ class IngressDeployment:
         return self._ingress.app
 
     async def __del__(self) -> None:
-        await self._edge.stop()
+        self._ingress.begin_drain()
+        await self._edge.stop(self._ingress.end_requests)
         await self._ingress.stop()
 
 
@@ -297,7 +300,12 @@ def application(config: Config) -> serve.Application:
     config = with_collector(_with_ingresses(config, hosts))
     limits, options = config.serve, _actor_options(config)
     one = {"num_replicas": 1, "max_ongoing_requests": 1000, **options}
-    many = {"num_replicas": limits.ingress_replicas, "max_ongoing_requests": 100_000, **options}
+    many = {
+        "num_replicas": limits.ingress_replicas,
+        "max_ongoing_requests": 100_000,
+        "graceful_shutdown_wait_loop_s": _DRAIN_DELAY_S,
+        **options,
+    }
     if hosts > 1:  # Serve itself may place all of them on one node
         many["max_replicas_per_node"] = -(-(limits.ingress_replicas or 1) // hosts)
     family = family_of(config)

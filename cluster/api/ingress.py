@@ -118,6 +118,17 @@ class Ingress:
             return []
         return self.services.recorder.find(id)
 
+    def begin_drain(self) -> None:
+        """From now on `/ready` is 503: load balancers send new requests elsewhere."""
+        self._server.begin_drain()
+
+    def end_requests(self, drained_s: float) -> None:
+        """End what has not finished in the time of the drain."""
+        self.llm.end_requests(
+            f"the server ends, and the answer was not complete {drained_s:g} s later "
+            "(cluster.drain_timeout_s); send the request again"
+        )
+
     async def stop(self) -> None:
         await self._responses.close()
         await self._sessions.close()

@@ -43,6 +43,11 @@ class ServerRoutes:
         self._config = services.config
         self._llm = services.llm
         self._prompts = services.prompts
+        self._is_draining = False
+
+    def begin_drain(self) -> None:
+        """This ingress ends: it is not ready any more."""
+        self._is_draining = True
 
     def routes(self) -> list[Route]:
         return [
@@ -71,7 +76,9 @@ class ServerRoutes:
         return json_response(admin.Readiness(engines=state.ranks, coordinator=coordinator))
 
     async def not_ready(self) -> NotReady | None:
-        """The reason for which no engine can make progress; None: one can."""
+        """The reason for which no engine can make progress for this ingress; None: one can."""
+        if self._is_draining:
+            return NotReady("this ingress ends, and finishes what it has begun", "draining")
         state = self._llm.check_ready()
         if state.ranks:
             return None

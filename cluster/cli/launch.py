@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from swell.cluster.api.server.api_keys import key_file_warnings
+from swell.cluster.api.server.http_server import fd_warning
 from swell.cluster.api.server_info import START_FAILED
 from swell.cluster.cli.host_checks import check_hosts
 from swell.cluster.cli.start.application import APP, SERVE_S, Stopped, application
@@ -55,6 +56,8 @@ def serve(args: argparse.Namespace) -> int:
     else:
         check_temporary_files()
         _check_device(config)
+        if (warning := fd_warning(config.serve)) is not None:
+            _print(f"warning: {warning}")
         download = ask_hub(config, _print)
     config = _with_free_port(config, args.address)
     stop = threading.Event()

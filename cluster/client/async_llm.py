@@ -66,6 +66,8 @@ class AsyncLLM:
         self._clock = clock = ground.now
         self._metrics = metrics
         self._on_limits = on_limits
+        self._ends: str | None = None
+        """Why no request begins any more; None: they do."""
         self._first_view = asyncio.Event()
         self._first_engine = asyncio.Event()
         self._num_early = 0
@@ -146,6 +148,11 @@ class AsyncLLM:
             raise NoEngine(f"no engine is ready yet; waited {limit_s:g} s for one") from None
         finally:
             self._num_early -= 1
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._ends is not None:
+            raise NoEngine(self._ends)
 
     def check_ready(self) -> ReadyState:
         """The engines that can make progress now."""
@@ -160,6 +167,7 @@ class AsyncLLM:
         sent itself: engines continue meanwhile, and the last report would refuse every request
         until the coordinator is back.
         """
+        self._check_open()
         if self._view.sleep.refuses:
             raise NoEngine("the engines sleep, and no requests are taken until they are woken up")
         now_s = self._clock()
@@ -216,6 +224,13 @@ class AsyncLLM:
     def expire(self, request_ids: Sequence[str], timeout_s: float) -> None:
         """End those of these requests that have not ended, with RequestTimedOut."""
         self._fail(request_ids, RequestTimedOut(timeout_s), FinishReason.ABORT)
+
+    def end_requests(self, reason: str) -> None:
+        """End all requests: those that run with EngineGone, and those that wait for the first
+        engine with NoEngine."""
+        self._ends = reason
+        self._first_engine.set()
+        self._fail(None, EngineGone(reason))
 
     async def call_engine(self, rank: int, method: str, *args: str | int, timeout_s: float) -> Any:
         """Call a service of an engine. Raises EngineCallFailed with the engine's message, and

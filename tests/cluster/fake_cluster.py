@@ -380,6 +380,8 @@ class FakeCluster:
         self.coordinator = FakeCoordinator()
         self.manager = FakeManager()
         self.store: Any = None
+        self.drain_s = 5.0
+        """How long answers may last once the ingress ends."""
         self.engines: list[FakeEngine] = []
         self.ingress: Ingress
         self.edge: EdgeServer
@@ -391,7 +393,9 @@ class FakeCluster:
     async def serving(self) -> AsyncIterator[FakeCluster]:
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
         self.ingress = await build_ingress(self.config, connect, self.manager, self.store)
-        self.edge = edge = EdgeServer(self.ingress.app, "127.0.0.1", 0, 5, self.config.serve)
+        self.edge = edge = EdgeServer(
+            self.ingress.app, "127.0.0.1", 0, self.drain_s, self.config.serve
+        )
         await edge.start()
         try:
             url = f"http://127.0.0.1:{edge.port}"

@@ -61,6 +61,8 @@ class LimitedConnection(HttpToolsProtocol):
     instances."""
 
     limits: ServeConfig
+    most_connections: str
+    """The limit of connections, and where it comes from."""
     cors: CorsRules
     """Which origins may read the reason of a refusal."""
 
@@ -99,8 +101,7 @@ class LimitedConnection(HttpToolsProtocol):
             self._refuse(
                 HTTPError(
                     503,
-                    f"this server has serve.max_connections={self.limits.max_connections} "
-                    "connections already; try again later",
+                    f"this server has {self.most_connections} connections already; try again later",
                     "too_many_connections",
                 )
             )
@@ -383,7 +384,11 @@ class LimitedConnection(HttpToolsProtocol):
         self._read_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def limited_protocol(limits: ServeConfig) -> type[LimitedConnection]:
-    """The protocol of a server with these limits."""
-    members = {"limits": limits, "cors": CorsRules.of(limits)}
+def limited_protocol(limits: ServeConfig, configured: int) -> type[LimitedConnection]:
+    """The protocol of a server with these limits; `configured`: connections that it should have,
+    were there no limit of open files."""
+    most = f"serve.max_connections={limits.max_connections}"
+    if limits.max_connections < configured:
+        most = f"{limits.max_connections} (its limit of open files, ulimit -n, allows no more)"
+    members = {"limits": limits, "most_connections": most, "cors": CorsRules.of(limits)}
     return type("LimitedConnection", (LimitedConnection,), members)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,27 +20,53 @@ import uvicorn
 from swell.cluster.api.server.acceptor import Acceptor
 from swell.cluster.api.server.connection import limited_protocol
 from swell.configs import process
-from swell.configs.schema import ServeConfig
+from swell.configs.log import StructuredLogger
+from swell.configs.schema import ConfigError, ServeConfig
 from swell.coordinator.ports import address_family
 
 _BACKLOG = 4096
 """Connections that wait to be taken, as many as the kernel allows (`net.core.somaxconn`). Those
 beyond them try again after a second."""
 
+_RAISE_LIMIT = "`ulimit -n 65536`, LimitNOFILE= of systemd, --ulimit nofile= of Docker"
+_FLUSH_S = 5.0
+"""What answers that were ended at the end of the drain may take to leave."""
 _RESERVED_FDS = 512
 """File descriptors for other purposes, and for connections that are being refused."""
 
 
+MIN_CONNECTIONS = 128
+"""A process that may have fewer serves nobody well, and is not started."""
+
+
 def capped_by_fd_limit(config: ServeConfig) -> ServeConfig:
     """With at most as many connections as this process may have file descriptors for: beyond them
-    no client could be refused with an answer. Its own limit is raised where it may be."""
+    no client could be refused with an answer. Its own limit is raised where it may be. Raises
+    ConfigError if it may have too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.max_connections + _RESERVED_FDS
     if soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    room = max(1, soft - _RESERVED_FDS)
+    room = soft - _RESERVED_FDS
+    if room < min(MIN_CONNECTIONS, config.max_connections):
+        raise ConfigError(
+            f"the limit of open files of this process is {soft} (ulimit -Hn); HTTP needs at least "
+            f"{_RESERVED_FDS + MIN_CONNECTIONS}. Raise it: {_RAISE_LIMIT}"
+        )
     return msgspec.structs.replace(config, max_connections=min(config.max_connections, room))
+
+
+def fd_warning(config: ServeConfig) -> str | None:
+    """What an operator must know of the limit of open files here; None: it suffices. Raises
+    ConfigError."""
+    room = capped_by_fd_limit(config).max_connections
+    if room == config.max_connections:
+        return None
+    return (
+        f"the limit of open files (ulimit -Hn) allows {room} connections instead of "
+        f"serve.max_connections={config.max_connections}. Raise it: {_RAISE_LIMIT}"
+    )
 
 
 def _shared_socket(host: str, port: int) -> socket.socket:
@@ -98,19 +124,22 @@ class EdgeServer:
         drain_timeout_s: float,
         config: ServeConfig,
     ) -> None:
+        if (warning := fd_warning(config)) is not None:
+            StructuredLogger("cluster.ingress").warning(warning)
         self._socket = _shared_socket(host, port)
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=limited_protocol(capped_by_fd_limit(config)),
+                http=limited_protocol(capped_by_fd_limit(config), config.max_connections),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+                timeout_graceful_shutdown=round(drain_timeout_s + _FLUSH_S),
                 server_header=False,
                 ws="none",
             )
         )
+        self._drain_timeout_s = drain_timeout_s
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -131,9 +160,15 @@ class EdgeServer:
         if not self._server.should_exit and not task.cancelled():
             process.exit_process("HTTP server", task.exception() or RuntimeError("it returned"))
 
-    async def stop(self) -> None:
-        """Stop accepting, finish the streams, then return."""
+    async def stop(self, end_requests: Callable[[float], None] = lambda _: None) -> None:
+        """Stop accepting, finish the streams, then return. `end_requests` gets the time that they
+        had once it is over, and ends with an error what has not finished."""
         self._server.end()
-        if self._task is not None:
-            await self._task
+        loop, limit_s = asyncio.get_running_loop(), self._drain_timeout_s
+        timer = loop.call_later(limit_s, end_requests, limit_s)
+        try:
+            if self._task is not None:
+                await self._task
+        finally:
+            timer.cancel()
         self._socket.close()

@@ -7,7 +7,7 @@ import contextlib
 import json
 import resource
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -20,9 +20,10 @@ from swell.cluster.api.server.connection import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_URL_BYTES,
+    limited_protocol,
 )
-from swell.cluster.api.server.http_server import EdgeServer, capped_by_fd_limit
-from swell.configs.schema import ServeConfig
+from swell.cluster.api.server.http_server import EdgeServer, capped_by_fd_limit, fd_warning
+from swell.configs.schema import ConfigError, ServeConfig
 
 pytestmark = pytest.mark.slow
 
@@ -432,3 +433,35 @@ def test_no_more_connections_than_there_are_file_descriptors() -> None:
         assert capped_by_fd_limit(QUICK) == QUICK
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture
+def few_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`ulimit -n`, for what asks here: a process cannot raise its own limit again."""
+
+    def set_limit(limit: int) -> None:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+        monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+
+    return set_limit
+
+
+def test_too_few_file_descriptors_are_refused_at_the_start(few_files: Any) -> None:
+    few_files(256)
+    for check in (capped_by_fd_limit, fd_warning):
+        with pytest.raises(ConfigError, match=r"open files of this process is 256 .*ulimit"):
+            check(ServeConfig())
+
+
+def test_fewer_connections_than_configured_are_said_at_the_start_and_to_clients(
+    few_files: Any,
+) -> None:
+    few_files(1024)
+    warning = fd_warning(ServeConfig())
+    assert warning is not None
+    assert "allows 512 connections instead of serve.max_connections=16384" in warning
+    limits = capped_by_fd_limit(ServeConfig())
+    assert limits.max_connections == 512
+    assert "ulimit -n" in limited_protocol(limits, 16_384).most_connections
+    few_files(65_536)
+    assert fd_warning(ServeConfig()) is None

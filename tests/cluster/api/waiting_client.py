@@ -98,8 +98,10 @@ class World:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, **settings: Any) -> AsyncIterator[World]:
-    async with FakeCluster(folder_of(folder), **settings).serving() as cluster:
+async def serving(folder: Path, drain_s: float = 5.0, **settings: Any) -> AsyncIterator[World]:
+    cluster = FakeCluster(folder_of(folder), **settings)
+    cluster.drain_s = drain_s
+    async with cluster.serving():
         world = World(cluster)
         try:
             yield world
