@@ -6,10 +6,8 @@ import argparse
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ from swell.cluster.api.server.api_keys import key_file_warnings
 from swell.cluster.api.server.http_server import fd_warning
 from swell.cluster.api.server_info import START_FAILED
 from swell.cluster.cli.host_checks import check_hosts
+from swell.cluster.cli.session_folder import remove_abandoned, session_folder
 from swell.cluster.cli.start.application import APP, SERVE_S, Stopped, application
 from swell.cluster.cli.start.hub_model import Download, ask_hub
 from swell.cluster.cli.start.kernel_build import build_note
@@ -141,13 +140,11 @@ def _serve_until(
 
 @contextlib.contextmanager
 def _files() -> Iterator[Path]:
-    """A folder for what the start writes, which nobody else enters."""
-    folder = tempfile.mkdtemp(prefix="swell-", dir="/tmp")
-    try:
+    """A folder for what the start writes, which nobody else enters; what earlier starts could not
+    remove goes first."""
+    remove_abandoned()
+    with session_folder(keep=bool(os.environ.get("SWELL_KEEP_LOGS"))) as folder:
         yield Path(folder)
-    finally:
-        if not os.environ.get("SWELL_KEEP_LOGS"):
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _with_free_port(config: Config, address: str | None) -> Config:
