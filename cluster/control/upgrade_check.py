@@ -106,8 +106,9 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
                 )
     merged = _load(before)
     try:
-        _compare_text(running.model, merged.model)
+        _check_folders(running.model, merged.model)
         check(merged)
+        _compare_text(running.model, merged.model)
     except (ConfigError, OSError, ValueError) as error:
         raise UpgradeRefused(f"{error}; the manager's host reads it") from None
     return merged, kept
@@ -183,16 +184,24 @@ def _refuse_experts(running: Config, requested: Config) -> None:
         )
 
 
-def _compare_text(old: ModelConfig, new: ModelConfig) -> None:
-    if old.path == new.path:
-        return
-    for path in (old.path, new.path):
+def _check_folders(old: ModelConfig, new: ModelConfig) -> None:
+    for path in (old.path, new.path) if old.path != new.path else ():
         if not Path(path).is_dir():
             raise UpgradeRefused(
                 f"model.path={path!r} is no folder here: whether its tokenizer is that of the "
                 "cluster cannot be known; download it to a folder on every host"
             )
+
+
+def _compare_text(old: ModelConfig, new: ModelConfig) -> None:
+    if old.path == new.path:
+        return
     before, after = text_files(old), text_files(new)
+    if missing := sorted({*before} - {*after}):
+        raise UpgradeRefused(
+            f"{new.path} lacks {', '.join(missing)}, which the cluster's model has; copy it there: "
+            "the ingresses of this cluster read and write text by it"
+        )
     differ = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     if differ:
         raise UpgradeRefused(

@@ -267,3 +267,36 @@ def test_files_that_hang_hold_up_neither_the_manager_nor_other_upgrades(model: P
         asyncio.run(run())
     finally:
         released.set()
+
+
+BAD_FOLDERS: dict[str, tuple[dict[str, str | None], str]] = {
+    "no config": ({"config.json": None}, r"config\.json cannot be read; a model folder holds one"),
+    "no JSON": ({"config.json": "{"}, r"config\.json is not JSON"),
+    "a list": ({"config.json": "[]"}, r"config\.json holds no JSON object"),
+    "no architecture": ({"config.json": "{}"}, r"config\.json names no architecture"),
+    "no tokenizer": (
+        {"tokenizer.json": None, "chat_template.jinja": None},
+        r"lacks chat_template\.jinja, tokenizer\.json, which .*model has; copy",
+    ),
+    "another tokenizer": ({"tokenizer.json": "{2"}, r"tokenizer\.json of .* differ from"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FOLDERS)
+def test_a_bad_model_folder_is_refused_by_what_is_wrong_with_it(
+    model: Path, tmp_path: Path, name: str
+) -> None:
+    changes, message = BAD_FOLDERS[name]
+    bad = make_model(tmp_path / "bad")
+    for file, text in changes.items():
+        (bad / file).unlink()
+        if text is not None:
+            (bad / file).write_text(text)
+    with pytest.raises(UpgradeRefused, match=message):
+        upgraded(configured(model), settings(bad))
+
+
+def test_a_model_folder_without_weights_is_refused(model: Path, tmp_path: Path) -> None:
+    bad = make_model(tmp_path / "bad")
+    with pytest.raises(UpgradeRefused, match="holds no weights"):
+        upgraded(configured(model), settings(bad, model__load_format="auto"))
