@@ -16,7 +16,9 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
+from swell.cluster.control.node_drains import HANDOVER_S
 from swell.configs.schema import Config, ConfigError, load, parse_override
+from tests.cluster.cli.test_documented_commands import options
 from tests.test_layers import ROOT
 
 RAY = ROOT / "configs" / "ray"
@@ -49,9 +51,13 @@ def cluster(name: str) -> dict[str, Any]:
     return read(RAY / f"{name}.yaml")
 
 
+def documents() -> list[dict[str, Any]]:
+    return [*yaml.safe_load_all((KUBERNETES / "rayservice.yaml").read_text())]
+
+
 def service() -> tuple[dict[str, Any], dict[str, Any]]:
     """The RayService and the Service."""
-    first, second = yaml.safe_load_all((KUBERNETES / "rayservice.yaml").read_text())
+    first, second, *_ = documents()
     return first, second
 
 
@@ -195,6 +201,46 @@ def test_traffic_reaches_pods_that_are_ready() -> None:
     arguments = applications()["k8s"]["applications"][0]["args"]
     assert ports[probe["port"]] == arguments["serve.port"]
     assert [port["targetPort"] for port in http["spec"]["ports"]] == [probe["port"]]
+
+
+def test_pods_that_end_have_the_time_to_drain() -> None:
+    """And of those that serve one at a time is taken."""
+    found, http = service()
+    pod = found["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+    script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
+    told, waited = re.findall(r"remaining-seconds=(\d+);\s*sleep (\d+)$", script)[0]
+    assert told == waited and int(told) < pod["terminationGracePeriodSeconds"]
+    drain_s = settings(applications()["k8s"]["applications"][0]["args"]).cluster.drain_timeout_s
+    assert drain_s + HANDOVER_S < int(told)
+    (budget,) = documents()[2:]
+    assert (budget["apiVersion"], budget["kind"]) == ("policy/v1", "PodDisruptionBudget")
+    assert budget["spec"] == {
+        "maxUnavailable": 1,
+        "selector": {"matchLabels": http["spec"]["selector"]},
+    }
+
+
+def test_a_pod_that_ends_names_its_own_node(tmp_path: Path) -> None:
+    """The script of preStop, with a `ray` that shows what it is told, beside a process that Ray
+    would start."""
+    pod = service()[0]["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+    script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
+    processes = tmp_path / "proc" / "12"
+    processes.mkdir(parents=True)
+    (processes / "cmdline").write_bytes(b"raylet\0--x=1\0--node_id=abc123\0")
+    for name, text in (("ray", 'echo "$@"'), ("sleep", "exit 0")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["sh", "-c", script.replace("/proc/", f"{tmp_path}/proc/")],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_ADDRESS": "head:6379"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    words = done.stdout.split()
+    assert words[:3] == ["drain-node", "--address=head:6379", "--node-id=abc123"]
+    assert {word.partition("=")[0] for word in words[1:]} <= set(options("ray")["drain-node"])
 
 
 def test_pods_have_the_environment_of_hosts() -> None:
