@@ -43,8 +43,14 @@ from swell.cluster.control.upgrade_check import (
     with_model_of,
     with_other_weights,
 )
+from swell.cluster.port_claim import PortClaims
 from swell.cluster.replica_peers import ReplicaPeers
-from swell.cluster.serve_status import is_built_again, is_deleting
+from swell.cluster.serve_status import (
+    application_owner,
+    is_built_again,
+    is_deleting,
+    is_of_this_ray,
+)
 from swell.cluster.text.adapters import AdapterRefused
 from swell.cluster.text.tokenizer import import_without_torch
 from swell.configs.identity import identity
@@ -240,6 +246,10 @@ class IngressDeployment:
         node = ray.util.get_node_ip_address()
         self._host = host_address(config.cluster.interface, node)
         config = with_host(config, node)
+        self._app = serve.get_replica_context().app_name
+        owner = application_owner(self._app)
+        # The parent of Ray's workers is the raylet.
+        self._claim = PortClaims().claim(config.serve.host, contact.port, owner, os.getppid())
         found = contact.coordinator
         allow_many_files()
         ground = ThreadGround(silence_s=config.cluster.stall_timeout_s)
@@ -269,6 +279,7 @@ class IngressDeployment:
     async def check_health(self) -> None:
         """Serve calls it in the event loop that serves requests: one that hangs does not answer,
         and is replaced. Loops that have ended have ended the process (`configs/process.py`)."""
+        self._claim.renew()
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress.app
@@ -276,6 +287,7 @@ class IngressDeployment:
     async def __del__(self) -> None:
         self._ingress.begin_drain()
         await self._edge.stop(self._ingress.end_requests)
+        self._claim.release(ends=await is_deleting(self._app))
         await self._ingress.stop()
 
 
@@ -375,4 +387,5 @@ def build(args: dict[str, Any]) -> serve.Application:
         print(f"Ray Serve's proxy has port {_SERVE_PROXY_PORT}; ours is {config.serve.port}")
     if config.serve.port and not is_built_again():
         config = claim_port(config, node)
+        PortClaims().check(listening_host(config, node), config.serve.port, is_of_this_ray)
     return application(config)

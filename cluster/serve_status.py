@@ -20,6 +20,16 @@ _POLL_S = 0.5
 """Between two calls for it."""
 
 
+def application_owner(name: str) -> str:
+    """How claims of ports (`port_claim.py`) call an application of this Ray."""
+    return f"{name} of Ray's {ray.get_runtime_context().get_session_name()}"
+
+
+def is_of_this_ray(owner: str) -> bool:
+    """Then its ingresses decide, which know their application."""
+    return ray.is_initialized() and owner == application_owner(owner.partition(" of Ray's ")[0])
+
+
 async def is_deleting(name: str) -> bool:
     """Whether Serve deletes it; else it replaces one replica, or the whole by another version, and
     a successor comes. A controller that has just died is back after some seconds; if none answers,

@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, list[str]] = {
         "cluster.control.*",
         "cluster.client.*",
         "cluster.text.*",
+        "cluster.port_claim",
         "cluster.replica_peers",
         "cluster.serve_status",
     ],

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from swell.cluster.cli.host_paths import named_paths, unreadable
-from swell.cluster.control.http_port import claim_port
+from swell.cluster.control.http_port import claim_port, listening_host
+from swell.cluster.port_claim import PortClaims
 from swell.configs.network import host_address
 from swell.configs.schema import Config, ConfigError
 
@@ -24,6 +25,8 @@ def check_hosts(config: Config) -> None:
 
 def problems(config: Config, node: str) -> list[str]:
     """Missing requirements of this host, which Ray knows by the address `node`."""
+    from swell.cluster.serve_status import is_of_this_ray
+
     paths = named_paths(config)
     found = [
         f"{key}: {paths[key]} cannot be read; each host needs it at the same path"
@@ -32,6 +35,7 @@ def problems(config: Config, node: str) -> list[str]:
     try:
         host_address(config.cluster.interface, node)
         claim_port(config, node)
+        PortClaims().check(listening_host(config, node), config.serve.port, is_of_this_ray)
     except ValueError as error:
         found.append(str(error))
     return found

@@ -28,7 +28,13 @@ from swell.cluster.cli.start.ray_address import probe_address
 from swell.cluster.cli.start.serve_messages import waiting_reason
 from swell.cluster.cli.start.start_screen import StartScreen, own_lines_only
 from swell.cluster.cli.start.startup_error import StartupError, last_line
-from swell.cluster.control.http_port import ON_INTERFACE, claim_port, with_chosen_port
+from swell.cluster.control.http_port import (
+    ON_INTERFACE,
+    claim_port,
+    listening_host,
+    with_chosen_port,
+)
+from swell.cluster.port_claim import PortClaim, PortClaims
 from swell.cluster.text.model_folder import check
 from swell.configs.schema import Config, ConfigError, ServeConfig, load
 
@@ -58,7 +64,6 @@ def serve(args: argparse.Namespace) -> int:
         if (warning := fd_warning(config.serve)) is not None:
             _print(f"warning: {warning}")
         download = ask_hub(config, _print)
-    config = _with_free_port(config, args.address)
     stop = threading.Event()
 
     def take_signals() -> None:
@@ -68,12 +73,15 @@ def serve(args: argparse.Namespace) -> int:
     ended_before_us = False
     limit_s = config.cluster.start_timeout_s
     with (
+        _claimed_port(config, args.address) as (config, claim),
         _files() as folder,
         own_lines_only(folder / "swell-serve.log") as screen,
         contextlib.suppress(Stopped),
         _ray(args.address, folder, screen, stop, limit_s, take_signals) as is_lost,
     ):
         take_signals()  # Ray has set its own
+        if claim is not None:
+            _share_with_ingresses(claim)
         if not stop.is_set():
             _serve_until(stop, config, args.address, screen, is_lost, download)
         ended_before_us = is_lost()
@@ -147,14 +155,28 @@ def _files() -> Iterator[Path]:
         yield Path(folder)
 
 
-def _with_free_port(config: Config, address: str | None) -> Config:
-    """With a port that is free here; whether it is free on the hosts of a Ray that runs elsewhere
-    is for `check_hosts`. Raises ConfigError."""
-    if address is None:
-        return claim_port(config, _node_address() if config.serve.host == ON_INTERFACE else "")
-    if config.serve.port:
-        return config
-    return with_chosen_port(config, "0.0.0.0")
+@contextlib.contextmanager
+def _claimed_port(config: Config, address: str | None) -> Iterator[tuple[Config, PortClaim | None]]:
+    """With a port that is free here, and ours meanwhile. Whether it is free on the hosts of a Ray
+    that runs elsewhere is for `check_hosts`; claims there are those of the ingresses. Raises
+    ConfigError."""
+    if address is not None:
+        yield config if config.serve.port else with_chosen_port(config, "0.0.0.0"), None
+        return
+    node = _node_address() if config.serve.host == ON_INTERFACE else ""
+    config = claim_port(config, node)
+    host, start = listening_host(config, node), f"swell serve {os.getpid()}"
+    claim = PortClaims().claim(host, config.serve.port, start, os.getpid())
+    try:
+        yield config, claim
+    finally:
+        claim.release(ends=True)
+
+
+def _share_with_ingresses(claim: PortClaim) -> None:
+    from swell.cluster.serve_status import application_owner
+
+    claim.set_owner(application_owner(APP))
 
 
 def _node_address() -> str:

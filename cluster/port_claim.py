@@ -1,0 +1,222 @@
+"""Who may listen at a host and port of this machine, for as long as an application lives.
+
+The ingresses of one application share a port (SO_REUSEPORT), and the kernel would let those of any
+other application of the same user share it too, and deal connections between the two. So whoever
+is about to listen, or to start an application that will, makes a claim first:
+
+    /tmp/swell-ports-UID / gate              locked while claims are read and made
+                         / NETWORK-PORT-HOST one claim; whoever holds it has a shared lock on it
+
+- Claims of one *owner* (an application of one Ray cluster) may be held by many processes. Two
+  owners never hold claims that overlap: the same port in the same network namespace, and hosts that
+  are the same or of which one means all addresses.
+- A claim is alive while somebody holds it. One that all holders have left without `release`, as
+  when an ingress is killed, lives on for `LEASE_S` behind the last `renew` if its *supervisor* (the
+  raylet, which outlives ingresses) does: a successor may have to come yet.
+- The kernel drops the locks of the dead, so no claim outlives its Ray by more than that.
+
+Another user's sockets never share a port with ours, so claims are those of one user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from swell.configs.schema import ConfigError
+
+LEASE_S = 120.0
+"""Longer than Serve takes to replace an ingress, on a busy host too."""
+_WILDCARDS = ("0.0.0.0", "::", "")
+_ANY = "any"
+_GATE_S = 10.0
+"""How long others may take for their claims; each reads and writes some lines."""
+_POLL_S = 0.01
+
+
+class Supervisor(msgspec.Struct, frozen=True):
+    """A process, which no other one with the same number is."""
+
+    pid: int
+    started: str
+    """In ticks since the boot; empty: it is gone."""
+
+    @classmethod
+    def of(cls, pid: int) -> Supervisor:
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/stat").read_text()
+            fields = text.rpartition(")")[2].split()
+            return cls(pid, "" if fields[0] in "ZX" else fields[19])
+        return cls(pid, "")
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self.started) and Supervisor.of(self.pid) == self
+
+
+class _Record(msgspec.Struct, frozen=True):
+    owner: str
+    supervisor: Supervisor
+    pid: int
+    """The process that wrote it last, for people."""
+
+
+class PortClaims:
+    """The claims of this user in the network namespace of this process."""
+
+    def __init__(
+        self, folder: Path | None = None, now: Callable[[], float] = time.time, network: str = ""
+    ) -> None:
+        """`now`: the clock of files."""
+        self._folder = folder or Path(f"/tmp/swell-ports-{os.getuid()}")
+        self._now = now
+        self._network = network or str(os.stat("/proc/self/ns/net").st_ino)
+
+    def check(self, host: str, port: int, is_own: Callable[[str], bool]) -> None:
+        """Raises ConfigError if an owner has a claim that overlaps, and is not one's own."""
+        if self._folder.exists():
+            with self._gate():
+                self._check(_name(host), host, port, is_own)
+
+    def claim(self, host: str, port: int, owner: str, supervisor: int) -> PortClaim:
+        """A claim that this process holds. `supervisor`: the process that outlives it as long as
+        the application does. Raises ConfigError if another owner has one that overlaps."""
+        with self._gate():
+            self._check(_name(host), host, port, owner.__eq__)
+            path = self._folder / f"{self._network}-{port}-{_name(host)}"
+            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)  # free, or shared by the same owner
+            held = PortClaim(self, path, lock, owner, Supervisor.of(supervisor))
+            held.write()
+            return held
+
+    def _check(self, name: str, host: str, port: int, is_own: Callable[[str], bool]) -> None:
+        for path in sorted(self._folder.glob(f"{self._network}-{port}-*")):
+            other = path.name.split("-", 2)[2]
+            if name != other and _ANY not in (name, other):
+                continue
+            record = self._living(path)
+            if record is not None and not is_own(record.owner):
+                raise ConfigError(
+                    f"serve.port={port} on {host} is in use by another application "
+                    f"({record.owner}, process {record.pid}); stop that one, or choose another "
+                    "port (--port P, or serve.port)",
+                    "serve.port",
+                )
+
+    def _living(self, path: Path) -> _Record | None:
+        """The claim, if it is alive; else its file is removed."""
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            record = _read(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return record or _Record("one that was just started", Supervisor(0, ""), 0)
+            fresh = os.fstat(lock).st_mtime > self._now() - LEASE_S
+            if record is not None and fresh and record.supervisor.is_alive:
+                return record
+            path.unlink(missing_ok=True)
+            return None
+        finally:
+            os.close(lock)
+
+    @contextlib.contextmanager
+    def _gate(self) -> Iterator[None]:
+        """One process at a time. Raises ConfigError where there is no folder of our own."""
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir(mode=0o700)
+        found = self._folder.lstat()
+        if found.st_uid != os.getuid() or self._folder.is_symlink() or found.st_mode & 0o022:
+            raise ConfigError(f"{self._folder} is not this user's alone; remove it")
+        flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        gate, end_s = os.open(self._folder / "gate", flags, 0o600), time.monotonic() + _GATE_S
+        try:
+            while True:
+                try:
+                    fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end_s:
+                        raise ConfigError(
+                            f"another process has held {self._folder / 'gate'} for {_GATE_S:g} s; "
+                            "end it"
+                        ) from None
+                    time.sleep(_POLL_S)
+            yield
+        finally:
+            os.close(gate)
+
+
+class PortClaim:
+    """One claim that this process holds, made by `PortClaims`."""
+
+    def __init__(
+        self, claims: PortClaims, path: Path, lock: int, owner: str, supervisor: Supervisor
+    ) -> None:
+        self._claims = claims
+        self._path = path
+        self._lock = lock
+        self._owner = owner
+        self._supervisor = supervisor
+
+    def write(self) -> None:
+        """Under the gate."""
+        data = msgspec.json.encode(_Record(self._owner, self._supervisor, os.getpid()))
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, data, 0)
+        self.renew()
+
+    def renew(self) -> None:
+        """The claim outlives this process by `LEASE_S` from now."""
+        now_s = self._claims._now()
+        os.utime(self._lock, (now_s, now_s))
+
+    def set_owner(self, owner: str) -> None:
+        """The same claim under another name; no other process may hold it."""
+        with self._claims._gate():
+            self._owner = owner
+            self.write()
+
+    def release(self, *, ends: bool) -> None:
+        """Hold it no more. `ends`: the application ends, so no successor is waited for."""
+        if self._lock < 0:
+            return
+        try:
+            if ends:
+                # Others of the application may hold it.
+                with self._claims._gate(), contextlib.suppress(BlockingIOError):
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._path.unlink(missing_ok=True)
+        finally:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _read(lock: int) -> _Record | None:
+    """None: it was never written whole."""
+    try:
+        return msgspec.json.decode(os.pread(lock, 4096, 0), type=_Record)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _name(host: str) -> str:
+    """One name for each address at which one may listen."""
+    if host in _WILDCARDS:
+        return _ANY
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        address = host
+    return _ANY if address in _WILDCARDS else address.replace("/", "_")
