@@ -68,7 +68,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.timeout_keep_alive: float = self.limits.idle_timeout_s
+        self.timeout_keep_alive = self.limits.idle_timeout_s  # type: ignore[assignment]
         self.url, self.headers = b"", []
         self._read_state = _ReadState.HEAD
         self._head_bytes = 0
