@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from swell.kernels import backends
+from swell.kernels.linear import Weight
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -28,15 +29,17 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
 
 
 def expert_outputs(
-    x: Tensor, experts: Tensor, weights: Mapping[int, tuple[Tensor, Tensor]], out: Tensor
+    x: Tensor, experts: Tensor, weights: Mapping[int, tuple[Weight, Weight]], out: Tensor
 ) -> None:
     """out[t, j] = expert_{experts[t, j]}(x[t]) where that expert is in `weights`; else unchanged.
 
     x [T, hidden]; experts [T, k] int64; weights: expert -> (gate over up [2 * size, hidden],
     down [hidden, size]); out [T, k, hidden], contiguous, changes in place. Each expert computes one
-    product over the tokens that chose it, in their order; an expert without tokens costs nothing.
-    So a result depends on the tokens of the call, but not on other experts or their placement. The
-    host reads how often each expert was chosen: it waits for the device once a call.
+    product (see `swell.kernels.linear.linear`) over the tokens that chose it, in their order; an
+    expert without tokens costs nothing. With packed weights out[t] has the same bits whatever the
+    other tokens are; else its rounding depends on how many tokens chose the same expert. It never
+    depends on other experts or their placement. The host reads how often each expert was chosen: it
+    waits for the device once a call.
     Backends: reference.
     """
     backends.get("moe", x.device.type).expert_outputs(x, experts, weights, out)

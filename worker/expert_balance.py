@@ -3,9 +3,10 @@
 Ranks compute the experts of all engines' tokens; a step waits for the rank with the most. So
 experts that are chosen often get further copies, and ranks share the load as evenly as whole
 copies allow.
-A copy computes the tokens of whole engines: a product whose number of rows changes is rounded
-differently, and an answer must not depend on the placement. So an expert has at most as many copies
-as there are engines. Pure, and equal on all ranks, which all count the same choices.
+A copy computes the tokens of whole engines: where weights are not packed, as on CUDA, a product
+whose number of rows changes is rounded differently, and an answer must not depend on the
+placement. So an expert has at most as many copies as there are engines. Pure, and equal on all
+ranks, which all count the same choices.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swell.configs.schema import Config, ModelConfig
-from swell.worker.layers.moe import Expert, MoE
+from swell.worker.layers.moe import Expert, MoE, PlainExpert, pack_expert, unpack_expert
 from swell.worker.loader import load_experts
 from swell.worker.mesh import Mesh
 
@@ -164,7 +164,7 @@ def move_experts(
             if target not in sources:
                 arrived = _move(layer, mesh, expert, sources[0], target)
                 if arrived is not None:
-                    came[expert] = arrived
+                    came[expert] = pack_expert(arrived)
                 on_progress()
     if mesh.device.type == "cuda":  # transfers are only enqueued
         torch.cuda.current_stream(mesh.device).synchronize()
@@ -176,11 +176,11 @@ def move_experts(
     return list(came)
 
 
-def _move(layer: MoE, mesh: Mesh, expert: int, source: int, target: int) -> Expert | None:
+def _move(layer: MoE, mesh: Mesh, expert: int, source: int, target: int) -> PlainExpert | None:
     """Send or receive one expert; what comes here. All ranks do the moves in the same order, so
     none deadlocks."""
     if mesh.expert.rank == source:
-        for tensor in layer.local_experts[expert]:
+        for tensor in unpack_expert(layer.local_experts[expert]):
             mesh.expert.send(tensor, target).wait()
     if mesh.expert.rank != target:
         return None
@@ -211,6 +211,9 @@ def _load(
         for expert, weights in made.items()
     }
     load_experts(shards, mesh, model_config, lambda _done, _total: on_progress())
-    for expert, weights in made.items():
-        for at, part in weights.items():
-            layers[at].local_experts[expert] = part
+    del shards  # so that what is packed exists twice only for one expert of one layer
+    while made:
+        expert, weights = made.popitem()
+        while weights:
+            at, plain = weights.popitem()
+            layers[at].local_experts[expert] = pack_expert(plain)

@@ -87,10 +87,10 @@ def collect_frozen() -> None:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Experts that engines may share are no parameters."""
+    """Experts that engines may share are no parameters, and packed ones no tensors."""
     yield from chain(model.parameters(), model.buffers())
     for layer in moe_layers(model):
-        yield from chain.from_iterable(layer.local_experts.values())
+        yield from (part.data for weights in layer.local_experts.values() for part in weights)
 
 
 def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from swell.kernels.activation import silu_and_mul
+from swell.kernels.linear import Weight, linear
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,7 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
 
 
 def expert_outputs(
-    x: Tensor, experts: Tensor, weights: Mapping[int, tuple[Tensor, Tensor]], out: Tensor
+    x: Tensor, experts: Tensor, weights: Mapping[int, tuple[Weight, Weight]], out: Tensor
 ) -> None:
     """See `swell.kernels.moe.expert_outputs`."""
     if not weights or not len(x):
@@ -34,8 +34,8 @@ def expert_outputs(
     for expert, (gate_up, down) in sorted(weights.items()):
         if counts[expert]:
             mine = pairs[ends[expert] - counts[expert] : ends[expert]]
-            hidden = silu_and_mul(F.linear(x[mine // experts.shape[1]], gate_up))
-            rows[mine] = F.linear(hidden, down)
+            hidden = silu_and_mul(linear(x[mine // experts.shape[1]], gate_up))
+            rows[mine] = linear(hidden, down)
 
 
 def combine_experts(outputs: Tensor, weights: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from swell.configs.schema import ParallelConfig
 from swell.worker.expert_balance import balance, imbalance
 from swell.worker.experts import holdings, move_experts
 from swell.worker.layers.moe import ExpertTraits, MoE
+from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.layers.weight_shard import materialize
 from swell.worker.mesh import Mesh
 from swell.worker.wire import GroupPlan
@@ -34,8 +35,8 @@ def make_layer(mesh: Mesh, skew: float) -> MoE:
     layer = MoE(HIDDEN, TRAITS, mesh)
     materialize(layer, torch.device("cpu"), torch.float32)
     generator = torch.Generator().manual_seed(0)
-    layer.router.copy_(torch.randn(EXPERTS, HIDDEN, generator=generator))
-    layer.router[:, 0] = skew / (1.0 + torch.arange(EXPERTS)) ** 0.5
+    layer.router.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=generator))
+    layer.router.weight[:, 0] = skew / (1.0 + torch.arange(EXPERTS)) ** 0.5
     weights = [
         (
             torch.randn(2 * SIZE, HIDDEN, generator=generator) / HIDDEN**0.5,
@@ -46,6 +47,7 @@ def make_layer(mesh: Mesh, skew: float) -> MoE:
     share = EXPERTS // ENGINES
     first = mesh.data.rank * share
     layer.local_experts = {e: weights[e] for e in range(first, first + share)}
+    pack_weights(layer)
     layer.load = torch.zeros(EXPERTS, dtype=torch.int64)
     return layer
 

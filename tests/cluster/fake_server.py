@@ -79,7 +79,10 @@ class FakeServer:
         try:
             for _ in range(count):
                 await asyncio.sleep(self.gap_s)
-                part = {"delta": {"content": "ab "}} if chat else {"text": "ab "}
+                part: dict[str, Any] = {"text": "ab "}
+                if chat:
+                    part = {"delta": {"content": "ab "}}
+                part |= logprobs_of(body, 1)
                 yield _event({**head, "choices": [{"index": 0, **part}]})
             if self.cut_short:
                 return
@@ -127,6 +130,19 @@ class FakeServer:
 
     async def _text(self, request: Request) -> Response:
         return Response("hello\nworld", media_type="text/plain")
+
+
+def logprobs_of(body: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Those of so many tokens of a choice, if the request asks for them."""
+    if not body.get("logprobs"):
+        return {}
+    others = {"ab ": -0.125, "cd ": -2.5}
+    if "messages" in body:
+        top = [{"token": token, "logprob": value} for token, value in others.items()]
+        token = {"token": "ab ", "logprob": -0.25, "top_logprobs": top}
+        return {"logprobs": {"content": [token] * tokens}}
+    columns = {"token_logprobs": [-0.25] * tokens, "top_logprobs": [others] * tokens}
+    return {"logprobs": {"tokens": ["ab "] * tokens, **columns}}
 
 
 def _event(value: Any) -> bytes:

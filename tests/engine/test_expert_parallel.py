@@ -1,5 +1,6 @@
-"""Engines that share experts, with tensors and sockets and without Ray: an answer is the same
-whatever the number of engines, and whatever happens to the others meanwhile."""
+"""Engines that share experts, with tensors and sockets and without Ray: an answer is the same, with
+the bits of its log probabilities, whatever the number of engines, whatever else they compute, and
+whatever happens to the others meanwhile."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -21,7 +23,7 @@ from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.server import EngineServer
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import RoutedExperts, SamplerParams
+from swell.worker.sample.wire import PromptLogprobs, RoutedExperts, SamplerParams, TokenLogprobs
 from tests.engine.planted_drafts import plant
 
 pytestmark = pytest.mark.slow
@@ -42,16 +44,27 @@ class Engine:
         self._thread.start()
         self.routes: dict[str, bytes] = {}
         """The experts of each answer, as they came."""
+        self.logprobs: dict[str, list[TokenLogprobs | PromptLogprobs]] = {}
+        """The log probabilities of each answer, as they came."""
         self._is_stopped = False
 
     def submit(self, name: str, prompt: list[int], seed: int) -> None:
         routed = self.server.core.config.model.routed_experts
         temperature = 0.9 if seed % 2 else 0.0
-        sampler = SamplerParams(temperature=temperature, seed=seed, routed_experts=routed)
-        self.outlet.send(EngineCoreRequest(name, prompt, sampler, max_tokens=40))
+        sampler = SamplerParams(
+            temperature=temperature,
+            seed=seed,
+            routed_experts=routed,
+            logprobs=2,
+            prompt_logprobs=0 if seed > 1 else None,
+        )
+        skips = sampler.prompt_logprobs is not None
+        self.outlet.send(
+            EngineCoreRequest(name, prompt, sampler, max_tokens=40, skip_prefix_cache=skips)
+        )
 
-    def receive(self, count: int) -> list[list[int]]:
-        """The next `count` answers, by name."""
+    def receive(self, count: int) -> list[tuple[list[int], Any]]:
+        """Tokens and log probabilities of the next `count` answers, by name."""
         tokens: dict[str, list[int]] = {}
         ended: set[str] = set()
         while len(ended) < count:
@@ -62,12 +75,15 @@ class Engine:
                 assert output.finish_reason in (None, FinishReason.LENGTH), output
                 tokens.setdefault(name, []).extend(output.new_token_ids)
                 for extra in output.extras:
-                    assert isinstance(extra, RoutedExperts)
+                    if not isinstance(extra, RoutedExperts):
+                        assert isinstance(extra, TokenLogprobs | PromptLogprobs)
+                        self.logprobs.setdefault(name, []).append(extra)
+                        continue
                     known = self.routes.get(name, b"")
                     assert len(known) == extra.start * extra.token_bytes
                     self.routes[name] = known + extra.data
                 ended |= {name} if output.finished else set()
-        return [tokens[name] for name in sorted(tokens)]
+        return [(tokens[name], self.logprobs[name]) for name in sorted(tokens)]
 
     def stop(self) -> None:
         if self._is_stopped:
@@ -120,7 +136,7 @@ def start(config: Config, service: CoordinatorService) -> Iterator[Callable[...,
         engine.stop()
 
 
-def answers(run: str, *engines: Engine) -> list[list[int]]:
+def answers(run: str, *engines: Engine) -> list[tuple[list[int], Any]]:
     """Every prompt, spread over the engines."""
     for index, prompt in enumerate(PROMPTS):
         engines[index % len(engines)].submit(f"{run}{index}", prompt, index)
@@ -174,7 +190,7 @@ def test_drafts_of_engines_that_share_experts(config, service, start, method: st
     alone = answers("a", plain)
     plain.stop()
     service.remove_failed([0])
-    known = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, alone, strict=True)}
+    known = {tuple(prompt): tokens for prompt, (tokens, _) in zip(PROMPTS, alone, strict=True)}
     small = DraftModelConfig(path=str(NANO_MOE)) if method == "model" else None
     drafts = structs.replace(config.drafts, method=method, model=small)
     config = structs.replace(config, drafts=drafts)

@@ -17,7 +17,7 @@ from swell.cluster.client.outputs import RequestOutputKind
 from swell.cluster.client.routed_experts import RoutedExpertsTable
 from swell.cluster.local import LLM
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams
-from tests.engine.engine_harness import NANO, Answer, EngineHarness, engine
+from tests.engine.engine_harness import NANO, NANO_MOE, Answer, EngineHarness, engine
 from tests.engine.features import COUNT, GREET, PROMPTS, UPPER, RequestSpec, request_spec
 from tests.engine.planted_drafts import Teacher, plant
 from tests.engine.test_features import AXES, SCARCE, Axis
@@ -25,7 +25,6 @@ from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
 
-NANO_MOE = str(Path(NANO).parent / "nano-moe")
 MARGIN = 1e-4
 """Router logits that are closer may change places by rounding."""
 OFFLOAD = {"cache__offload_bytes": 400_000, "cache__offload_disk_bytes": 400_000}

@@ -296,7 +296,7 @@ def test_experts_are_moved_too(tmp_path: Path) -> None:
     try:
         worker.load()
         experts = [w for layer in moe_layers(worker.model) for w in layer.local_experts.values()]
-        tensors = [tensor for expert in experts for tensor in expert]
+        tensors = [weight.data for expert in experts for weight in expert]
         wanted = [tensor.clone() for tensor in tensors]
         sleeping = SleepingWeights(worker.model)
         assert len(tensors) > 8 and not any(t.untyped_storage().nbytes() for t in tensors)

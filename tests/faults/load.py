@@ -2,7 +2,8 @@
 gives.
 
 A request's answer is a function of its body alone: greedy, or sampled with a seed. So the answers
-of an undisturbed cluster are the oracle, and a fault may change nothing but the time.
+of an undisturbed cluster are the oracle, and a fault may change nothing but the time: also no bit
+of a log probability.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
 def make_requests(model: str, count: int, shape: Shape, seed: int) -> list[LoadRequest]:
     """Chats and completions, greedy and sampled, half each; some stop at a string, some come
-    whole. The same for the same seed."""
+    whole, and some have log probabilities. The same for the same seed."""
     rng = random.Random(seed)
     requests = []
     for index in range(count):
@@ -82,9 +83,12 @@ def make_requests(model: str, count: int, shape: Shape, seed: int) -> list[LoadR
             body["stop"] = [rng.choice(_WORDS)[:3], "zz"]
         if index % 3 != 2:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
+        has_logprobs = index % 7 < 3
         if index % 2:
+            body |= {"logprobs": 2} if has_logprobs else {}
             requests.append(LoadRequest("/v1/completions", {**body, "prompt": prompt}))
         else:
+            body |= {"logprobs": True, "top_logprobs": 2} if has_logprobs else {}
             messages = [{"role": "user", "content": prompt}]
             requests.append(LoadRequest("/v1/chat/completions", {**body, "messages": messages}))
     return requests
@@ -102,6 +106,8 @@ class Answer:
     finish_reason: str | None = None
     usage: tuple[int, int] | None = None
     """Tokens of the prompt and of the answer."""
+    logprobs: list[list[float | None]] = field(default_factory=list)
+    """Of each token, if they were requested: its own, then those of the most likely ones."""
     engines: str = ""
     """`x-swell-engine`."""
     version: str = ""
@@ -135,11 +141,34 @@ class _Message(msgspec.Struct, frozen=True):
     content: str | None = None
 
 
+class _TokenLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    top_logprobs: list[_TokenLogprob] = []
+
+
+class _Logprobs(msgspec.Struct, frozen=True):
+    """Of chats `content`, of completions the others."""
+
+    content: list[_TokenLogprob] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+    @property
+    def values(self) -> list[list[float | None]]:
+        chat = [
+            [token.logprob, *(other.logprob for other in token.top_logprobs)]
+            for token in self.content
+        ]
+        columns = zip(self.token_logprobs, self.top_logprobs, strict=True)
+        return chat + [[own, *(others or {}).values()] for own, others in columns]
+
+
 class _Choice(msgspec.Struct, frozen=True):
     text: str = ""
     delta: _Message = _Message()
     message: _Message = _Message()
     finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
 
     @property
     def content(self) -> str:
@@ -227,6 +256,7 @@ def _take(answer: Answer, data: bytes) -> None:
     for choice in body.choices:
         answer.text += choice.content
         answer.finish_reason = choice.finish_reason or answer.finish_reason
+        answer.logprobs += choice.logprobs.values if choice.logprobs else []
     if body.usage is not None:
         answer.usage = (body.usage.prompt_tokens, body.usage.completion_tokens)
 
@@ -374,10 +404,12 @@ def compare(expected: Sequence[Answer], answers: Sequence[Answer]) -> LoadResult
 def difference(expected: Answer, got: Answer) -> str | None:
     """Which field differs, and where; None if none does."""
     if got.error:
-        text = expected.text[: len(got.text)]
-        pairs: list[tuple[str, Any, Any]] = [("text", text, got.text)]
+        pairs: list[tuple[str, Any, Any]] = [
+            ("text", expected.text[: len(got.text)], got.text),
+            ("logprobs", expected.logprobs[: len(got.logprobs)], got.logprobs),
+        ]
     else:
-        names = ("text", "finish_reason", "usage")
+        names = ("text", "finish_reason", "usage", "logprobs")
         pairs = [(name, getattr(expected, name), getattr(got, name)) for name in names]
     for name, right, actual in pairs:
         if right != actual:
@@ -387,6 +419,10 @@ def difference(expected: Answer, got: Answer) -> str | None:
 
 
 def _where(right: Any, actual: Any) -> str:
+    if isinstance(right, list) and isinstance(actual, list):
+        both = itertools.zip_longest(right, actual)
+        index, pair = next((i, pair) for i, pair in enumerate(both) if pair[0] != pair[1])
+        return f"{pair[1]!r} for {pair[0]!r} at token {index}"
     if not isinstance(right, str) or not isinstance(actual, str):
         return f"{actual!r} for {right!r}"
     pairs = zip(right, actual, strict=False)

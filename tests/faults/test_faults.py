@@ -49,7 +49,10 @@ class WholeServer(FakeServer):
         text = "ab " * body["max_tokens"]
         prompt = len(body.get("prompt", [1]))
         usage = {"prompt_tokens": prompt, "completion_tokens": body["max_tokens"]}
-        choice = {"message": {"content": text}} if "messages" in body else {"text": text}
+        choice: dict[str, Any] = {"text": text}
+        if "messages" in body:
+            choice = {"message": {"content": text}}
+        choice |= fake_server.logprobs_of(body, body["max_tokens"])
         return JSONResponse(
             {"choices": [choice], "usage": usage}, headers={"x-swell-engine": "0,1"}
         )
@@ -86,6 +89,14 @@ def test_requests_are_the_same_for_a_seed_and_of_every_kind() -> None:
             assert 0.8 <= request.body["temperature"] <= 1
         else:
             assert request.body["temperature"] == 0
+        if "logprobs" in request.body:
+            assert ("top_logprobs" in request.body) == ("messages" in request.body)
+    asked = {
+        (request.path, bool(request.body.get("stream")), request.body["temperature"] == 0)
+        for request in requests
+        if "logprobs" in request.body
+    }
+    assert len(asked) == 8, "log probabilities, with each of the others"
     fields = ("messages", "seed", "stop", "stream")
     kinds = [tuple(field in request.body for field in fields) for request in requests]
     assert len(set(kinds)) == 16, "each with each"
@@ -111,6 +122,8 @@ def test_every_form_of_answer_is_read_whole(fake: FakeServer) -> None:
         assert answer.text == "ab " * request.body["max_tokens"]
         assert answer.usage is not None and answer.usage[1] == request.body["max_tokens"]
         assert bool(answer.chunks_s) == bool(request.body.get("stream"))
+        count = request.body["max_tokens"] if "logprobs" in request.body else 0
+        assert answer.logprobs == [[-0.25, -0.125, -2.5]] * count
         assert answer.engines in ("0", "0,1")
 
 
@@ -237,11 +250,19 @@ def test_a_server_that_dies_while_a_client_connects_cuts_the_connection(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("text", "abc"), ("finish_reason", "stop"), ("usage", (1, 3))]
+    ("name", "value"),
+    [
+        ("text", "abc"),
+        ("finish_reason", "stop"),
+        ("usage", (1, 3)),
+        ("logprobs", [[-0.5], [-1.0000000000000002]]),
+        ("logprobs", [[-0.5]]),
+    ],
 )
 def test_each_field_is_compared(name: str, value: object) -> None:
     def answer() -> Answer:
-        return Answer(0, 0.0, text="abd", finish_reason="length", usage=(1, 2))
+        logprobs: list[list[float | None]] = [[-0.5], [-1.0]]
+        return Answer(0, 0.0, "", "abd", "length", (1, 2), logprobs)
 
     other = answer()
     assert compare([answer()], [other]).wrong == 0
@@ -249,6 +270,17 @@ def test_each_field_is_compared(name: str, value: object) -> None:
     result = compare([answer()], [other])
     assert result.wrong == 1
     assert name in result.examples[0]
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "wrong"), [([], 0), ([[-0.5]], 0), ([[-0.5], [-1.5]], 1), ([[-0.5]] * 3, 1)]
+)
+def test_log_probabilities_of_a_cut_answer_must_be_right(
+    logprobs: list[list[float | None]], wrong: int
+) -> None:
+    expected = Answer(0, 0.0, text="ab", logprobs=[[-0.5], [-1.0]])
+    got = Answer(0, 0.0, text="a", logprobs=logprobs, error="ReadError", cut=True)
+    assert compare([expected], [got]).wrong == wrong
 
 
 def test_the_longest_pause_counts_from_the_request_to_the_end() -> None:

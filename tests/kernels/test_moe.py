@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from swell.kernels.linear import linear, pack, panel
 from swell.kernels.moe import combine_experts, expert_outputs, route
 
 pytestmark = pytest.mark.slow
@@ -101,3 +104,61 @@ def test_an_expert_without_tokens_is_not_computed() -> None:
     out = torch.zeros(3, 1, HIDDEN)
     expert_outputs(torch.ones(3, HIDDEN), torch.tensor([[0], [2], [0]]), weights, out)
     assert out[:, 0, 0].bool().tolist() == [True, False, True]
+
+
+# ---------------------------------------------------------------- rows
+
+
+def rows_of(
+    x: Tensor, router: Any, weights: Any, top_k: int, renormalize: bool, order: list[int]
+) -> list[Tensor]:
+    """Weights, choices, terms and sum of the rows `order` of x, computed in one call."""
+    x = x[order]
+    routed, experts = route(linear(x, router), top_k, renormalize)
+    terms = torch.zeros(len(x), top_k, x.shape[1], dtype=x.dtype)
+    expert_outputs(x, experts, weights, terms)
+    return [routed, experts, terms, combine_experts(terms, routed)]
+
+
+@pytest.mark.skipif(panel("cpu") is None, reason="no compiler: weights are not packed")
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    sizes=st.tuples(st.sampled_from([8, 40, 128]), st.sampled_from([4, 24, 96])),
+    experts=st.sampled_from([3, 8, 17, 64]),
+    top_k=st.integers(1, 9),
+    renormalize=st.booleans(),
+    tokens=st.sampled_from([2, 3, 7, 33, 130]),
+)
+@example(0, torch.float32, (128, 96), 8, 2, True, 40)
+@torch.no_grad()
+def test_a_row_has_its_bits_alone_and_among_others(
+    seed: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    experts: int,
+    top_k: int,
+    renormalize: bool,
+    tokens: int,
+) -> None:
+    """With packed weights: whichever rows choose the same experts, and in any order."""
+    (hidden, size), draw = sizes, torch.Generator().manual_seed(seed)
+    top_k = min(top_k, experts)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(dtype)
+
+    x, router = normal(tokens, hidden), pack(normal(experts, hidden))
+    weights = {
+        expert: (pack(normal(2 * size, hidden)), pack(normal(hidden, size)))
+        for expert in range(experts)
+    }
+    order = torch.randperm(tokens, generator=draw).tolist()
+    some = sorted(order[: tokens // 2])
+    whole = rows_of(x, router, weights, top_k, renormalize, list(range(tokens)))
+    for part in (order, some, [order[0]]):
+        for got, want in zip(
+            rows_of(x, router, weights, top_k, renormalize, part), whole, strict=True
+        ):
+            assert torch.equal(got, want[part])

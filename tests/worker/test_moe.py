@@ -60,13 +60,17 @@ def hidden_states(engine_group: EngineGroup, rows: Sequence[Sequence[int]]) -> l
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_the_bits_do_not_depend_on_the_engines(tiny_moe: Any, family: str, tensor: int) -> None:
-    """Alone, beside two busy engines, beside two idle ones, and with the experts elsewhere."""
+    """Alone, beside two busy engines, beside two idle ones, and with the experts elsewhere; and the
+    bits of a row do not depend on the other rows."""
     folder, _truth = tiny_moe(family)
     with EngineGroup(folder, parallel__tensor=tensor) as engine_group:
         first, second, third = (engine_group.add() for _ in range(3))
         engine_group.regroup(first)
         alone = hidden_states(engine_group, [[0, 1, 3]])
         assert len(alone) == NEW_TOKENS
+        singly = [hidden_states(engine_group, [[row]]) for row in (0, 1, 3)]
+        for together, *apart in zip(alone, *singly, strict=True):
+            assert torch.equal(together, torch.cat(apart))
         engine_group.regroup(first, second, third)
         spread = first.local_experts()
         beside = [
@@ -133,7 +137,7 @@ def test_choices_travel_whole_beside_small_types() -> None:
     def compute(mesh: Mesh, rank: int, held: range) -> torch.Tensor:
         layer = MoE(8, traits, mesh)
         materialize(layer, torch.device("cpu"), torch.bfloat16)
-        layer.router.copy_(router)
+        layer.router.weight.copy_(router)
         layer.local_experts = {expert: weights[expert] for expert in held}
         return layer(inputs[rank])
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from swell.worker import experts, kv_cache
 from swell.worker.experts import place_experts
+from swell.worker.layers.moe import unpack_expert
 from swell.worker.mesh import GroupError
 from swell.worker.wire import GroupPlan
 from tests.worker import tiny_models
@@ -208,7 +209,7 @@ def test_dummy_experts_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
 
     def weights(engine: Engine) -> dict[tuple[int, int], torch.Tensor]:
         return {
-            (layer, expert): torch.cat([part.flatten() for part in parts])
+            (layer, expert): torch.cat([part.flatten() for part in unpack_expert(parts)])
             for layer, module in enumerate(engine.workers[0].model.moe_layers())
             for expert, parts in module.local_experts.items()
         }

@@ -13,8 +13,10 @@ T tokens in this engine, P the largest number of any engine, k choices a token a
     combine        in the order of the k choices, in the token's engine      [T, hidden]
 
 An answer has the same bits for any number of engines and any placement: each element of the sum has
-one term that is not zero; the choices are added in the token's engine, in a fixed order; and a
-product never mixes tokens of two engines, because its rounding depends on its number of rows.
+one term that is not zero; the choices are added in the token's engine, in a fixed order. On CPU it
+has the same bits beside any other tokens, because weights are packed (see `kernels/linear.py`).
+Where they are not, as on CUDA, the rounding of a product depends on its number of rows: so a
+product never mixes tokens of two engines.
 """
 
 from __future__ import annotations
@@ -24,15 +26,56 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from swell.kernels.linear import PackedTensor, Weight, pack, panel
 from swell.kernels.moe import combine_experts, expert_outputs, route
+from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.mlp import FeedForward
-from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter, replicated_shard
+from swell.worker.layers.packed_weight import Packable
+from swell.worker.layers.weight_shard import ALL, WeightShard
 from swell.worker.mesh import Mesh
 
-Expert = tuple[torch.Tensor, torch.Tensor]
-"""The weights of one expert: gate over up [2 * size, hidden], down [hidden, size]."""
+PlainExpert = tuple[torch.Tensor, torch.Tensor]
+"""The weights of one expert while it is filled or sent: gate over up [2 * size, hidden], down
+[hidden, size]."""
+Expert = tuple[Weight, Weight]
+"""The same as it is computed: packed where the device has packed weights."""
+
+
+def pack_expert(weights: Expert) -> Expert:
+    """A filled expert in the form in which it is computed."""
+    gate_up, down = weights
+    return _packed(gate_up), _packed(down)
+
+
+def unpack_expert(weights: Expert) -> PlainExpert:
+    """An expert as it is sent: ranks may have processors that pack in other orders."""
+    gate_up, down = weights
+    return _plain(gate_up), _plain(down)
+
+
+def _packed(weight: Weight) -> Weight:
+    return weight if isinstance(weight, PackedTensor) else pack(weight)
+
+
+def _plain(weight: Weight) -> torch.Tensor:
+    return weight.unpack() if isinstance(weight, PackedTensor) else weight
+
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """The place of one of an expert's two weights in a layer."""
+
+    layer: MoE
+    expert: int
+    part: int
+    """0: gate over up; 1: down."""
+
+    def replace(self, weight: Weight) -> None:
+        """Use `weight` from now on."""
+        gate_up, down = self.layer.local_experts[self.expert]
+        both = (gate_up, weight) if self.part else (weight, down)
+        self.layer.local_experts[self.expert] = both
 
 
 @dataclass(frozen=True)
@@ -52,13 +95,13 @@ class ExpertTraits:
     """The names of gate, up and down in a checkpoint."""
 
 
-class MoE(FeedForward):
+class MoE(FeedForward, Packable):
     """The router is on every rank, each expert on one rank of `mesh.expert`."""
 
     def __init__(self, hidden: int, traits: ExpertTraits, mesh: Mesh) -> None:
         super().__init__()
         self.hidden, self.traits, self.mesh = hidden, traits, mesh
-        self.router = empty_parameter(traits.count, hidden)
+        self.router = ReplicatedLinear(hidden, traits.count, bias=False)
         self.local_experts: dict[int, Expert] = {}
         """Expert -> its weights, for the experts of this rank."""
         self.owners: Sequence[Sequence[int]] | None = None
@@ -75,8 +118,7 @@ class MoE(FeedForward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]; every worker of the stage calls it, with T = 0 too."""
         traits = self.traits
-        logits = F.linear(x, self.router)
-        weights, choices = route(logits, traits.top_k, traits.renormalize)
+        weights, choices = route(self.router(x), traits.top_k, traits.renormalize)
         if self.on_choices is not None:
             self.on_choices(choices)
         if self.load is not None:
@@ -95,24 +137,36 @@ class MoE(FeedForward):
             for of_engine in owners or ()
         ]
 
-    def make_expert(self) -> Expert:
+    def make_expert(self) -> PlainExpert:
         """Uninitialized weights of one expert."""
-        size, hidden = self.traits.size, self.hidden
-        make = self.router.new_empty
-        return make(2 * size, hidden), make(hidden, size)
+        gate_up, down = self._expert_shapes
+        make = self.router.weight.data.new_empty
+        return make(gate_up), make(down)
+
+    def pack(self) -> None:
+        for expert, weights in self.local_experts.items():
+            self.local_experts[expert] = pack_expert(weights)
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert."""
-        return 3 * self.traits.size * self.hidden * self.router.element_size()
+        """Bytes of one expert, in the form in which it is computed."""
+        data = self.router.weight.data
+        width = panel(data.device.type) or 1
+        elements = (-(-outs // width) * width * ins for outs, ins in self._expert_shapes)
+        return sum(elements) * data.element_size()
+
+    @property
+    def _expert_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        size, hidden = self.traits.size, self.hidden
+        return (2 * size, hidden), (hidden, size)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
-        yield replicated_shard(f"{name}.gate.weight", self.router)
+        yield from self.router.weight_shards(f"{name}.gate")
         for expert, weights in self.local_experts.items():
-            yield from self.expert_weight_shards(name, expert, weights)
+            yield from self.expert_weight_shards(name, expert, unpack_expert(weights))
 
     def expert_weight_shards(
-        self, name: str, expert: int, weights: Expert
+        self, name: str, expert: int, weights: PlainExpert
     ) -> Iterator[WeightShard]:
         """What fills the weights of one expert."""
         (gate_up, down), size = weights, self.traits.size

@@ -9,14 +9,21 @@ from torch import nn
 from swell.kernels.linear import PackedTensor, Weight, pack
 
 
-class PackedWeight(nn.Module):
+class Packable(nn.Module):
+    """A layer whose weights are packed once they are filled."""
+
+    def pack(self) -> None:
+        """Replace filled weights by their packed form, unless they were loaded in that form."""
+        raise NotImplementedError
+
+
+class PackedWeight(Packable):
     """A layer with a `weight` [out, in]."""
 
     weight: Any
     """A parameter while it is filled, then a `Weight` of `swell.kernels.linear`."""
 
     def pack(self) -> None:
-        """Replace the filled weight by its packed form, unless it was loaded in that form."""
         if not isinstance(self.weight, PackedTensor):
             self.replace(pack(self.weight))
 
@@ -29,5 +36,5 @@ class PackedWeight(nn.Module):
 def pack_weights(model: nn.Module) -> None:
     """Pack every weight of a filled model; it cannot be filled again."""
     for module in model.modules():
-        if isinstance(module, PackedWeight):
+        if isinstance(module, Packable):
             module.pack()

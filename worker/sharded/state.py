@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from swell.kernels.linear import PackedTensor, Weight
-from swell.worker.layers.moe import MoE
+from swell.worker.layers.moe import ExpertWeight, MoE
 from swell.worker.layers.packed_weight import PackedWeight
 
 
@@ -19,7 +19,7 @@ class StateTensor:
     """One tensor of a model; several modules may share it."""
 
     weight: Weight
-    layers: list[PackedWeight] = field(default_factory=list)
+    layers: list[PackedWeight | ExpertWeight] = field(default_factory=list)
     """Those that may have it packed."""
 
     def replace(self, weight: Weight) -> None:
@@ -45,6 +45,13 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
                 state = by_id[id(weight)] = found[f"{path}.{name}"] = StateTensor(weight)
             if isinstance(module, PackedWeight) and name == "weight":
                 state.layers.append(module)
+        if isinstance(module, MoE):
+            for expert, weights in sorted(module.local_experts.items()):
+                for part, (name, weight) in enumerate(
+                    zip(("gate_up", "down"), weights, strict=True)
+                ):
+                    place = ExpertWeight(module, expert, part)
+                    found[f"{path}.experts.{expert}.{name}"] = StateTensor(weight, [place])
     return found
 
 
@@ -58,7 +65,3 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, buffer
     if isinstance(module, PackedWeight) and isinstance(module.weight, PackedTensor):
         yield "weight", module.weight
-    if isinstance(module, MoE):
-        for expert, (gate_up, down) in sorted(module.local_experts.items()):
-            yield f"experts.{expert}.gate_up", gate_up
-            yield f"experts.{expert}.down", down
