@@ -51,7 +51,8 @@ _NO_MATTER = {
 }  # fmt: skip
 """Of training, and of keys that are refused where they are set."""
 _NEUTRAL: dict[str, Any] = {"bias": "none"}
-"""Value of a key that changes nothing; of every other one it is null, false or empty."""
+"""Value of a key that changes nothing, beside those that change nothing of any key: null, false, an
+empty text, list or object. A number may always be an index: 0 is the first layer."""
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal", "lora_ga")
 """Values of `init_lora_weights` with which training leaves the weights of the model as they are."""
 _MODULE = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
@@ -231,7 +232,8 @@ def _refuse_other_methods(raw: Mapping[str, Any], where: str) -> None:
             f"save_pretrained), or {MERGE}"
         )
     for key, value in raw.items():
-        if key in _READ or key in _NO_MATTER or value == _NEUTRAL.get(key) or not value:
+        changes_nothing = value in (None, "", [], {}, _NEUTRAL.get(key)) or value is False
+        if key in _READ or key in _NO_MATTER or changes_nothing:
             continue
         raise ConfigError(
             f"{where}: {_named(key)}={shown(value)} of {CONFIG_NAME} is not supported; train the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swell.configs.adapter_files import (
     MAX_CONFIG_BYTES,
@@ -22,6 +25,11 @@ from swell.configs.lora import MAX_ADAPTERS, LoraConfig
 from swell.configs.schema import ConfigError, load
 from tests import adapters
 
+_KNOWN_VALUES = {
+    *("peft_type", "bias", "init_lora_weights", "target_modules", "r", "rank_pattern"),
+    *("alpha_pattern", "lora_alpha"),
+}
+"""Keys of which some values are taken."""
 Q, GATE = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj"
 SHAPES = {Q: (12, 8), GATE: (20, 8)}
 HEADER = b'{"x":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}}'
@@ -95,6 +103,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "transposed weights": ({"fan_in_fan_out": True}, "fan_in_fan_out"),
     "some layers": ({"layers_to_transform": [0]}, "layers_to_transform"),
+    "the first layer": ({"layers_to_transform": 0}, "layers_to_transform=0"),
+    "a future number": ({"shift": 0.0}, r"shift=0\.0"),
     "copied layers": ({"layer_replication": [[0, 1]]}, "layer_replication"),
     "parameters": ({"target_parameters": ["mlp.experts"]}, "target_parameters"),
     "excluded modules": ({"exclude_modules": ["q_proj"]}, "exclude_modules"),
@@ -132,6 +142,35 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, name: str) -> N
     with pytest.raises(ConfigError, match=text) as caught:
         read(tmp_path)
     assert "'mine'" in str(caught.value) and len(str(caught.value)) < 600
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=4,
+)
+_KEYS = st.sampled_from(
+    sorted(
+        key
+        for changes, _ in REFUSED.values()
+        for key in changes
+        if key not in _KNOWN_VALUES and len(key) < 40 and key.isascii()
+    )
+)
+
+
+@settings(max_examples=150)
+@given(key=_KEYS | st.text("abcdefgh_", min_size=1, max_size=8), value=_VALUES)
+def test_a_key_that_is_not_read_has_no_value(
+    key: str, value: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Null, false and what is empty ask for nothing; a number does, also 0: it may be an index."""
+    folder = tmp_path_factory.mktemp("adapter")
+    write(folder)
+    settings_of(folder, **{key: value})
+    asks_for_nothing = value is None or value is False or value in ("", [], {})
+    with contextlib.nullcontext() if asks_for_nothing else pytest.raises(ConfigError, match=key):
+        read(folder)
 
 
 CONFIGS: dict[str, bytes] = {

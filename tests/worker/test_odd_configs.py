@@ -23,12 +23,13 @@ def test_yarn_may_leave_its_factor_to_the_lengths(tmp_path: Path, backend: str) 
     check(tmp_path, tiny_models.make(tmp_path, "llama", rope_parameters=YARN), backend=backend)
 
 
-def test_partial_rotation_is_not_native(tmp_path: Path) -> None:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+@pytest.mark.parametrize("part", [0.5, 0.0])
+def test_partial_rotation_is_not_native(tmp_path: Path, part: float) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
     tiny_models.make(tmp_path, "llama")
     tiny_models.change_config(tmp_path, rope_parameters=rope)
     text = refusal(tmp_path, backend="native")
-    assert "partial_rotary_factor=0.5" in text
+    assert f"partial_rotary_factor={part}" in text
     assert "model.backend=transformers" in text
 
 

@@ -38,8 +38,8 @@ class RotaryEmbedding(nn.Module):
                 f"rope_type={kind!r} is not supported natively (known: {', '.join(FREQUENCIES)}); "
                 "try model.backend=transformers"
             )
-        part = rope.get("partial_rotary_factor") or 1.0
-        if part != 1.0:
+        part = rope.get("partial_rotary_factor")
+        if part not in (None, 1):
             raise ValueError(
                 f"partial_rotary_factor={part} is not supported natively (only 1); "
                 "try model.backend=transformers"

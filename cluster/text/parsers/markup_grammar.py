@@ -121,7 +121,7 @@ class _ToolRules:
         for key in required:
             if key not in properties:
                 yield key, True, True if others is None else others
-        if others:
+        if others is not None and others is not False:  # an empty schema allows any value
             yield "", False, others
 
     def _element(self, number: str, key: str, required: bool, schema: Any) -> str:

@@ -230,6 +230,19 @@ def test_markers_are_special_tokens_where_the_tokenizer_has_them(name: str) -> N
 
 
 @pytest.mark.parametrize("name", PARSERS)
+def test_an_empty_schema_allows_what_true_allows(name: str) -> None:
+    """Both are the schema of any value (JSON Schema 2020-12, 4.3.2)."""
+
+    def grammar_of(any_value: Any) -> str:
+        schema = {"type": "object", "properties": {"a": any_value}}
+        tool = Tool("get", parameters={**schema, "additionalProperties": any_value})
+        calls = tool_format(name).call_grammar(GrammarBuilder([tool], True, {}))
+        return answer(calls, special={}, required=True, start_markers=[]).replace("{}", "true")
+
+    assert grammar_of({}) == grammar_of(True)
+
+
+@pytest.mark.parametrize("name", PARSERS)
 def test_tools_without_a_call_are_refused(name: str) -> None:
     call_grammar = tool_format(name).call_grammar
     with pytest.raises(ValueError, match="at least one tool"):
