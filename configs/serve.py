@@ -25,6 +25,10 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 """Half of what a message to an engine may have (`coordinator/handshakes.py`)."""
 
 
+TruncatePrompts = Literal["none", "end", "start"]
+"""Which end of a longer text is cut off."""
+
+
 class ServeConfig(SessionLimits, frozen=True):
     host: FilledText = "127.0.0.1"
     """Where ingresses listen; `interface`: at the address of `cluster.interface` of each host."""
@@ -101,6 +105,11 @@ class ServeConfig(SessionLimits, frozen=True):
     written, as `uniqueItems: true` or `not`: `refuse` answers 400 and names tool and path, since an
     answer may break what the keyword asks for; `ignore` names it in the header `x-swell-warning`.
     Keywords that ask for nothing are always ignored."""
+    truncate_prompts: TruncatePrompts = "none"
+    """What happens to a text that shall be pooled (embeddings, scores, classes) and is longer than
+    the model reads, where its request does not say: `none` answers 400 and names it, since what is
+    cut off changes no vector; `end` reads the beginning, as sentence-transformers does; `start`
+    reads the end. Prompts of which text is generated are never cut by it."""
     request_chat_template: bool = False
     """Whether a request may contain a chat template: it is a program that may run for long."""
     tool_parser: Text = "auto"

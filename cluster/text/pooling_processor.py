@@ -2,7 +2,8 @@
 
 A text may have a prompt of the model in front of it. A pair of texts becomes one sequence, as the
 tokenizer's template says. A text or pair that is cut keeps the special tokens at its end: the
-tokens between them are cut, of a pair those of the longer text.
+tokens between them are cut, of a pair those of the longer text. An empty text has its special
+tokens alone, as in sentence-transformers.
 """
 
 from __future__ import annotations
@@ -19,15 +20,28 @@ from swell.cluster.text.parsers.base import ContentParser
 from swell.cluster.text.prompts import PromptProcessor
 from swell.cluster.text.sampling_params import BadRequest, SamplingParams, bad_value
 from swell.cluster.text.tokenizer import read_json_value
-from swell.cluster.text.truncation import PLAIN_TEXT, TokenizeOptions
+from swell.cluster.text.truncation import FIT_CONTEXT, PLAIN_TEXT, TokenizeOptions, Truncation
 from swell.cluster.text.validate_params import check_length
 from swell.configs.pooling import DECODERS, PoolingSpec, read_pooling
 from swell.configs.schema import ModelConfig
+from swell.configs.serve import TruncatePrompts
 from swell.worker.sample.wire import Activation, PoolingParams
 
 Task = Literal["embed", "classify", "score"]
 Input = Prompt | tuple[str, str]
 """A text, token ids, or a pair of texts."""
+_QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")
+INPUT_TYPES: dict[str, tuple[str, ...]] = {
+    "query": _QUERY,
+    "search_query": _QUERY,
+    "document": _DOCUMENT,
+    "passage": _DOCUMENT,
+    "search_document": _DOCUMENT,
+    "classification": ("classification",),
+    "clustering": ("clustering",),
+}
+"""`input_type`, as NIM, Cohere and Voyage have it -> names of the prompt that a model may have for
+it; for queries and documents those that sentence-transformers looks for, in its order."""
 _ACTIVATIONS = {"Identity": Activation.NONE, "Sigmoid": Activation.SIGMOID}
 _OF_PROBLEMS = {
     "regression": Activation.NONE,
@@ -49,6 +63,11 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Normalize embeddings, or turn scores into probabilities; None: as the model's files say."""
     dimensions: int | None = None
     prompt_name: str | None = None
+    input_type: str | None = None
+    """What the texts are, in place of `prompt_name`: one of `INPUT_TYPES`."""
+    truncate: TruncatePrompts | None = None
+    """What happens to a longer text; None: as the server's configuration says. The options'
+    truncation goes first."""
     tokenize_options: TokenizeOptions = PLAIN_TEXT
     priority: int = 0
     cache_salt: str | None = None
@@ -75,6 +94,8 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
     max_children: int | None = None
     policy: str = "priority"
     """The scheduler's."""
+    truncate: TruncatePrompts = "none"
+    """`serve.truncate_prompts`."""
 
     def check_task(self, task: Task) -> None:
         """Raise `BadRequest` unless the model does this."""
@@ -95,9 +116,9 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         check_priority(request.priority, self.policy)
         limit = min(MAX_PROMPTS, self.max_children or MAX_PROMPTS)
         check_length(request.fields[-1].partition("[")[0], request.inputs, "texts", limit)
-        prefix = self._prefix(request)
+        prefix, options = self._prefix(request), self._tokenize_options(request)
         prompts = [
-            self._processed(one, prefix, request.tokenize_options, *fields)
+            self._processed(one, prefix, options, *fields)
             for one, *fields in zip(
                 request.inputs,
                 request.first_fields or request.fields,
@@ -124,6 +145,8 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
     def _prefix(self, request: PoolingRequest) -> str:
         """The prompt that is put in front of each text."""
         known, name = self.spec.prompts, request.prompt_name
+        if request.input_type is not None:
+            name = self._prompt_for(request.input_type)
         if name is None:
             name = self.spec.default_prompt
             return known.get(name, "") if name is not None else ""
@@ -131,6 +154,35 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
             names = ", ".join(map(repr, known)) or "none"
             raise bad_value("prompt_name", name, f"is no prompt of the model (known: {names})")
         return known[name]
+
+    def _prompt_for(self, input_type: str) -> str | None:
+        """The name of the model's prompt for texts of this type; None: it has none."""
+        names = INPUT_TYPES.get(input_type.lower())
+        if names is None:
+            rule = f"is no type of a text; send one of {', '.join(INPUT_TYPES)}"
+            raise bad_value("input_type", input_type, rule)
+        known = {name.lower(): name for name in self.spec.prompts}
+        return next((known[name] for name in names if name in known), None)
+
+    def _tokenize_options(self, request: PoolingRequest) -> TokenizeOptions:
+        """With the truncation of the request or, without one, of the server."""
+        options, truncate = request.tokenize_options, request.truncate
+        if options.truncation is not None:
+            return options
+        if truncate is None and self._may_cut(request.inputs):
+            truncate = self.truncate
+        if truncate in (None, "none"):
+            return options
+        side: Literal["left", "right"] = "left" if truncate == "start" else "right"
+        return options._replace(truncation=Truncation(FIT_CONTEXT, side, reserved_tokens=0))
+
+    def _may_cut(self, inputs: Sequence[Input]) -> bool:
+        """Whether no text is refused because it would be cut: the server's default refuses none."""
+        if all(isinstance(one, list) for one in inputs):
+            return True
+        if getattr(self.prompts.tokenizer, "backend_tokenizer", None) is None:
+            return False
+        return self.spec.pair_template is None or not isinstance(inputs[0], tuple)
 
     def _dimensions(self, request: PoolingRequest) -> int:
         count = request.dimensions

@@ -131,8 +131,9 @@ class PromptProcessor:
         return encode_text(self.tokenizer, text, add_special_tokens=options.add_special_tokens)
 
     def check_text(self, text: str, options: TokenizeOptions, field: str) -> None:
-        """Refuse a text that is empty, or certainly too long, before all of it is tokenized."""
-        if not text:
+        """Refuse a text that is empty, unless it is pooled, or certainly too long, before all of it
+        is tokenized."""
+        if not text and self._min_answer_tokens:  # one that is pooled may have special tokens alone
             raise bad_value(field, text, _NO_TOKEN)
         if options.truncation is None:
             self._check_bytes(text, field, self.max_prompt_bytes)

@@ -66,7 +66,9 @@ class TextServices(NamedTuple):
         pooled = None
         if pooling is not None:
             policy = config.scheduler.policy
-            pooled = PoolingProcessor(prompts, pooling, serve.max_children, policy)
+            pooled = PoolingProcessor(
+                prompts, pooling, serve.max_children, policy, serve.truncate_prompts
+            )
         return cls(
             prompts,
             detokenizer,

@@ -16,6 +16,16 @@ from swell.cluster.text.generation_request import split_prompts
 from swell.cluster.text.pooling_processor import Input, PoolingRequest, Task
 from swell.cluster.text.sampling_params import BadRequest, bad_value
 from swell.cluster.text.truncation import TokenizeOptions, Truncation
+from swell.configs.serve import TruncatePrompts
+
+_TRUNCATE: dict[str, TruncatePrompts] = {
+    "none": "none",
+    "start": "start",
+    "end": "end",
+    "false": "none",
+    "true": "end",
+}
+"""A value of `truncate`, as text -> what it means."""
 
 
 class Pairs(NamedTuple):
@@ -38,6 +48,7 @@ def embedding_request(body: EmbeddingRequest) -> PoolingRequest:
         activates=body.normalize,
         dimensions=body.dimensions,
         prompt_name=body.prompt_name,
+        input_type=_input_type(body),
     )
 
 
@@ -105,6 +116,7 @@ def _request(
         inputs=inputs,
         fields=fields,
         tokenize_options=_tokenize_options(body),
+        truncate=_truncate(body),
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         data_parallel_rank=body.data_parallel_rank,
@@ -121,6 +133,22 @@ def _tokenize_options(body: PoolingBody) -> TokenizeOptions:
         rule = "has no effect without truncate_prompt_tokens; send both"
         raise bad_value("truncation_side", body.truncation_side, rule)
     return TokenizeOptions(body.add_special_tokens is not False, truncation)
+
+
+def _truncate(body: PoolingBody) -> TruncatePrompts | None:
+    if body.truncate is None:
+        return None
+    if body.truncate_prompt_tokens is not None:
+        rule = "and truncate_prompt_tokens both say what is cut; send one of them"
+        raise bad_value("truncate", body.truncate, rule)
+    return _TRUNCATE[str(body.truncate).lower()]
+
+
+def _input_type(body: EmbeddingRequest) -> str | None:
+    if body.input_type is not None and body.prompt_name is not None:
+        rule = "and prompt_name both choose a prompt of the model; send one of them"
+        raise bad_value("input_type", body.input_type, rule)
+    return body.input_type
 
 
 def _fields(name: str, count: int) -> list[str]:

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from swell.cluster.api.protocol_base import Body, Usage
 from swell.cluster.api.sampling_fields import check_routing
 from swell.cluster.api.timings import IncludeTimings, Timings
-from swell.cluster.text.schema.known_fields import POOLING, SCORING
+from swell.cluster.text.schema.known_fields import EMBEDDING, SCORING
 from swell.cluster.text.schema.request_body import RequestBody
 
 Texts = str | list[str | int | list[int]]
@@ -26,6 +26,9 @@ class PoolingBody(RequestBody, kw_only=True):
     """Tokens that are kept of a longer text, or of a pair; -1: as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """The side that is cut off; right (default): the first tokens are kept."""
+    truncate: bool | Literal["NONE", "START", "END", "none", "start", "end"] | None = None
+    """Which end of a longer text is cut, to as many tokens as fit; true: the end; null: as
+    `serve.truncate_prompts` says."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own special tokens (default: true)."""
     priority: int | None = None
@@ -36,7 +39,7 @@ class PoolingBody(RequestBody, kw_only=True):
     """Changes nothing in the answer."""
 
     POOLS = True
-    ECOSYSTEM = POOLING
+    ECOSYSTEM = SCORING
 
     def check(self) -> None:
         self.refuse_unsupported()
@@ -53,14 +56,17 @@ class EmbeddingRequest(PoolingBody, kw_only=True):
     """Whether vectors have the length 1; None: as the model's files say."""
     prompt_name: str | None = None
     """The prompt of the model that is put in front of each text."""
+    input_type: str | None = None
+    """What the texts are, as query or document (`INPUT_TYPES`): the model's prompt for it is put in
+    front of each, if the model has one."""
+
+    ECOSYSTEM = EMBEDDING
 
 
 class ClassifyRequest(PoolingBody, kw_only=True):
     input: Texts
     use_activation: bool | None = None
     """False: scores instead of probabilities."""
-
-    ECOSYSTEM = SCORING
 
 
 class ScoreRequest(PoolingBody, kw_only=True):
@@ -74,8 +80,6 @@ class ScoreRequest(PoolingBody, kw_only=True):
     """Another name of `text_2`."""
     use_activation: bool | None = None
     """False: the score before its activation."""
-
-    ECOSYSTEM = SCORING
 
 
 class RerankDocument(RequestBody, kw_only=True):
@@ -91,8 +95,6 @@ class RerankRequest(PoolingBody, kw_only=True):
     """Whether results hold their documents (default: true)."""
     use_activation: bool | None = None
     """False: scores before their activation."""
-
-    ECOSYSTEM = SCORING
 
 
 class Embedding(Body, kw_only=True):

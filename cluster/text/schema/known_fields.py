@@ -147,13 +147,12 @@ TOKENIZE = Ecosystem(
 
 DETOKENIZE = Ecosystem({"skip_special_tokens": _OFF})
 
-POOLING = Ecosystem(
+EMBEDDING = Ecosystem(
     {
         "messages": _NULL,
-        "input_type": _NULL,
         "late_chunking": _OFF,
-        "embedding_type": ("float",),
         "embedding_types": (["float"],),
+        "output_dtype": ("float",),
         "embed_dtype": ("float32",),
         "endianness": ("native", "little"),
         "mm_processor_kwargs": _EMPTY,
@@ -164,9 +163,14 @@ POOLING = Ecosystem(
         "rank_fields": _NONE_LISTED,
     },
     frozenset({"request_id", "rid", "task"}),
+    {"embedding_type": "encoding_format", "output_dimension": "dimensions"},
 )
 
-SCORING = POOLING._replace(means={"softmax": "use_activation", "activation": "use_activation"})
+SCORING = Ecosystem(
+    {**EMBEDDING.neutral, "input_type": _NULL, "embedding_type": ("float",)},
+    EMBEDDING.taken,
+    {"softmax": "use_activation", "activation": "use_activation"},
+)
 
 IGNORED_FIELDS = (
     "annotations",

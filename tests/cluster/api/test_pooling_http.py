@@ -113,7 +113,15 @@ def test_the_openai_client(embedder):
         ({"input": "a" * 150}, "length is 100 tokens. However, there are 152 tokens in input"),
         ({"input": ["a", "b" * 150]}, r"there are 152 tokens in input[1]"),
         ({"input": []}, "input=[] is empty"),
-        ({"input": ""}, "input='' is empty"),
+        ({"input": "", "add_special_tokens": False}, "input=[] is empty"),
+        ({"input": ["a", "b", "", "c"], "add_special_tokens": False}, "input[2]=[] is empty"),
+        ({"input": ["a"] * 7 + ["b" * 150] + ["a"] * 42}, "your input[7] has 152 tokens"),
+        ({"input": "a" * 150, "truncate": "NONE"}, "your input has 152 tokens"),
+        ({"input": "a", "truncate": "middle"}, "truncate"),
+        ({"input": "a", "truncate": "END", "truncate_prompt_tokens": 5}, "both say"),
+        ({"input": "a", "input_type": "quary"}, "input_type"),
+        ({"input": "a", "input_type": "query", "prompt_name": "a"}, "both choose"),
+        ({"input": "a", "embedding_type": "binary"}, "embedding_type"),
         ({"input": ["a", 3]}, "mixes its forms"),
         ({"input": [5000]}, "5000"),
         ({"input": ["a"] * 1025}, "input holds 1025 prompts; at most 1024"),
@@ -133,6 +141,79 @@ def test_the_openai_client(embedder):
 def test_what_cannot_be_embedded_is_refused_by_name(embedder, body, reason):
     error = post(embedder, "/v1/embeddings", 404 if "model" in body else 400, **body)["error"]
     assert reason in error["message"]
+    embedder.wait_idle()
+
+
+def test_an_empty_text_has_its_special_tokens(embedder):
+    """As in sentence-transformers; the others of its batch are what they are alone."""
+    texts = [*TEXTS[:2], "", *TEXTS[2:], ""]
+    assert ids_of(embedder, "") == ids_of(embedder, "a")[::2], "[CLS] [SEP]"
+    answer = post(embedder, "/v1/embeddings", input=texts)
+    torch.testing.assert_close(embeddings(answer), wanted(embedder, texts), rtol=0, atol=TOLERANCE)
+    assert post(embedder, "/v1/embeddings", input="")["usage"]["prompt_tokens"] == 2
+    embedder.wait_idle()
+
+
+def test_an_empty_text_is_ranked(ranker):
+    answer = post(ranker, "/rerank", query="a b", documents=["a", "", "b c"])
+    assert sorted(one["index"] for one in answer["results"]) == [0, 1, 2]
+    ranker.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("truncate", "side"), [("END", "right"), ("end", "right"), (True, "right"), ("START", "left")]
+)
+def test_a_request_says_which_end_of_a_long_text_is_cut(embedder, truncate, side):
+    """As TEI, NIM and Cohere have it."""
+    texts = ["a b", " ".join("abcdefgh" * 30)]
+    right = post(
+        embedder, "/v1/embeddings", input=texts, truncate_prompt_tokens=-1, truncation_side=side
+    )
+    answer = post(embedder, "/v1/embeddings", input=texts, truncate=truncate)
+    assert answer["data"] == right["data"] and answer["usage"] == right["usage"]
+    assert answer["usage"]["prompt_tokens"] == 100 + len(ids_of(embedder, "a b"))
+    embedder.wait_idle()
+
+
+@pytest.mark.parametrize(("mode", "side"), [("end", "right"), ("start", "left")])
+def test_the_server_says_which_end_of_long_texts_is_cut(embedder, tmp_path, mode, side):
+    """For every endpoint, where the request does not say; nothing else is changed by it."""
+    make(tmp_path, "bert", modes=MEAN, normalizes=True)
+    long, given = " ".join("abcdefgh" * 30), {"truncate_prompt_tokens": -1, "truncation_side": side}
+    with start_in_process_server(
+        tmp_path, **SETTINGS, **{"serve.truncate_prompts": mode}
+    ) as server:
+        texts = [long, "a", "", long]
+        answer = post(server, "/v1/embeddings", input=texts)
+        assert answer["usage"]["prompt_tokens"] == 100 + 3 + 2 + 100
+        assert answer["data"] == post(server, "/v1/embeddings", input=texts, **given)["data"]
+        score = post(server, "/score", text_1="a", text_2=[long])
+        assert score["data"] == post(server, "/score", text_1="a", text_2=[long], **given)["data"]
+        post(server, "/v1/embeddings", 400, input=texts, truncate="none")
+        cut = post(server, "/v1/embeddings", input=long, truncate_prompt_tokens=7)
+        assert cut["usage"]["prompt_tokens"] == 7
+        server.wait_idle()
+
+
+def test_embedding_type_and_encodings_of_other_servers(embedder):
+    plain = post(embedder, "/v1/embeddings", input="a")["data"]
+    for body in (
+        {"embedding_type": "float"},
+        {"encoding_format": "float", "output_dtype": "float", "embedding_types": ["float"]},
+        {"encoding_format": None, "input_type": "search_document"},
+        {"input_type": "QUERY"},
+    ):
+        assert post(embedder, "/v1/embeddings", input="a", **body)["data"] == plain, body
+    base64s = [
+        post(embedder, "/v1/embeddings", input="a", **{name: "base64"})["data"]
+        for name in ("embedding_type", "encoding_format")
+    ]
+    assert base64s[0] == base64s[1] != plain
+    cut = [
+        post(embedder, "/v1/embeddings", input="a", **{name: 9})["data"]
+        for name in ("output_dimension", "dimensions")
+    ]
+    assert cut[0] == cut[1] != plain
     embedder.wait_idle()
 
 

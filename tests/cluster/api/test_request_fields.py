@@ -59,7 +59,7 @@ CONVERSATION = (
     "model messages system tools tool_choice thinking output_config chat_template_kwargs "
 )
 POOLING = (
-    "model truncate_prompt_tokens truncation_side add_special_tokens priority cache_salt "
+    "model truncate truncate_prompt_tokens truncation_side add_special_tokens priority cache_salt "
     "data_parallel_rank include_timings "
 )
 UNSERVED_BLOCK = "source title context citations content"
@@ -83,7 +83,8 @@ EFFECTIVE: dict[str, str] = {
     "TokenizeRequest": "model prompt messages tools add_special_tokens add_generation_prompt "
     "continue_final_message chat_template chat_template_kwargs return_token_strs",
     "DetokenizeRequest": "model tokens",
-    "EmbeddingRequest": POOLING + "input encoding_format dimensions normalize prompt_name",
+    "EmbeddingRequest": POOLING
+    + "input encoding_format dimensions normalize prompt_name input_type",
     "ClassifyRequest": POOLING + "input use_activation",
     "ScoreRequest": POOLING + "text_1 text_2 queries documents use_activation",
     "RerankRequest": POOLING + "query documents top_n return_documents use_activation",

@@ -45,6 +45,26 @@ def request(task: str, *inputs: Any, **values: Any) -> PoolingRequest:
     return PoolingRequest(task=task, inputs=inputs, fields=["input"] * len(inputs), **values)
 
 
+@pytest.mark.parametrize(
+    ("known", "default", "input_type", "prefix"),
+    [
+        ({"query": "q ", "document": "d "}, None, "search_query", "q "),
+        ({"query": "q ", "passage": "p "}, None, "document", "p "),
+        ({"query": "q ", "Clustering": "c "}, None, "CLUSTERING", "c "),
+        ({"query": "q "}, None, "passage", ""),
+        ({"query": "q "}, "query", "passage", "q "),
+        ({}, None, "query", ""),
+    ],
+)
+def test_an_input_type_is_the_prompt_of_the_model_for_it(
+    tokenizer: Any, known: dict[str, str], default: str | None, input_type: str, prefix: str
+) -> None:
+    made = processor(tokenizer, prompts=known, default_prompt=default)
+    (got,) = made.process(request("embed", "a b", input_type=input_type)).prompts
+    (want,) = processor(tokenizer).process(request("embed", f"{prefix}a b")).prompts
+    assert got.token_ids == want.token_ids
+
+
 CLASSES = {"task": "classify", "labels": ("a", "b", "c")}
 ONE = {"task": "classify", "labels": ("a",)}
 
