@@ -47,6 +47,12 @@ class Group(ABC):
         """Sum `t` over the ranks, in place; returns `t`."""
 
     @abstractmethod
+    def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
+        """The same. On CPU the terms of each element are added in the order of the ranks, so that
+        no bit of a row depends on the other rows: `all_reduce` chooses the order by the place of an
+        element in `t`. (Of two terms, or of one that is not zero, any order gives the same.)"""
+
+    @abstractmethod
     def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
         """The ranks' tensors of equal shape, joined along `dim` in rank order."""
 
@@ -92,6 +98,9 @@ class SoloGroup(Group):
     size = 1
 
     def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
         return t
 
     def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
@@ -158,6 +167,21 @@ class ProcessGroup(Group):
             return t.copy_(self.all_reduce(t.contiguous()))
         self._run("allreduce", [t])
         return t
+
+    def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
+        elements = t.numel()
+        if self.size < 3 or t.device.type != "cpu" or not elements or self._dry_run:
+            return self.all_reduce(t)
+        # Each rank adds one part of the elements: [ranks, elements / ranks] to and from the others.
+        sent = t.new_zeros(self.size, -(-elements // self.size))
+        sent.view(-1)[:elements] = t.reshape(-1)
+        terms = torch.empty_like(sent)
+        self._run("alltoall_base", terms, sent, [], [])
+        total = terms[0].float()
+        for term in terms[1:]:
+            total += term
+        whole = self.all_gather(total.to(t.dtype), 0)[:elements]
+        return t.copy_(whole.view(t.shape))
 
     def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
         t = t.contiguous()

@@ -97,6 +97,38 @@ def test_operations(dtype: torch.dtype) -> None:
     in_threads(2, work)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4])
+def test_a_row_of_a_sum_has_its_bits_alone_and_among_others(
+    tensor: int, dtype: torch.dtype
+) -> None:
+    """Also where it is strided."""
+    store, rows, size = dist.HashStore(), 7, 37
+
+    def terms(rank: int) -> torch.Tensor:
+        return torch.randn(rows, size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+    def work(rank: int) -> torch.Tensor:
+        mesh = Mesh.build(ParallelConfig(tensor=tensor), rank, store, timeout_s=30)
+        group, own = mesh.tensor, terms(rank)
+        whole = own.clone()
+        assert group.all_reduce_in_order(whole) is whole
+        assert group.all_reduce_in_order(own[:0].clone()).shape == (0, size)
+        apart = [group.all_reduce_in_order(row.clone()) for row in own]
+        apart.append(group.all_reduce_in_order(own.repeat(1, 2)[1:3, ::2])[:, : size // 2 + 1][0])
+        mesh.close()
+        assert torch.equal(torch.stack(apart[:-1]), whole)
+        assert torch.equal(apart[-1], whole[1, ::2])
+        return whole
+
+    found = in_threads(tensor, work)
+    assert all(torch.equal(one, found[0]) for one in found)
+    total = torch.stack([terms(rank).double() for rank in range(tensor)]).sum(0)
+    torch.testing.assert_close(
+        found[0].double(), total, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05
+    )
+
+
 def test_a_group_of_one_needs_no_store() -> None:
     mesh = Mesh.build(ParallelConfig(), 0)
     assert isinstance(mesh.tensor, SoloGroup)

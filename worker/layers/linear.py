@@ -205,7 +205,7 @@ class RowParallelLinear(PackedWeight):
             x = x.narrow(-1, self.columns.start, self.columns.count)
         if self.group.size == 1:
             return self.lora.add(x, linear(x, self.weight, self.bias))
-        y = self.group.all_reduce(self.lora.add(x, linear(x, self.weight)))
+        y = self.group.all_reduce_in_order(self.lora.add(x, linear(x, self.weight)))
         return y if self.bias is None else y + self.bias
 
     def lora_parts(self, name: str) -> list[LoraPart]:
