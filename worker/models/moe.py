@@ -13,7 +13,7 @@ import torch
 
 from swell.worker.experts import place_experts
 from swell.worker.layers.mlp import FeedForward
-from swell.worker.layers.moe import Expert, ExpertTraits, MoE
+from swell.worker.layers.moe import ExpertTraits, MoE, PlainExpert
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.mesh import Mesh
 from swell.worker.models.llama import LlamaForCausalLM
@@ -115,7 +115,7 @@ class MoeForCausalLM(LlamaForCausalLM):
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
 
     def expert_weight_shards(
-        self, expert: int, weights: Mapping[int, Expert]
+        self, expert: int, weights: Mapping[int, PlainExpert]
     ) -> Iterator[WeightShard]:
         """What fills an expert's weights; `weights`: by the index among `moe_layers`."""
         names = [
