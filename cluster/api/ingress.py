@@ -160,7 +160,7 @@ class Ingress:
         writer = ChatResponseWriter(
             *(id, model, body, params.make_parser),
             created=identity.created,
-            counter=self.services.input_processor,
+            counter=self.services.reasoning,
         )
         return await self.services.serving.answer(request, params, writer, identity)
 

@@ -30,6 +30,7 @@ from swell.cluster.text.generation_request import GenerationRequest
 from swell.cluster.text.input_processor import AsyncInputProcessor, RequestParams
 from swell.cluster.text.offload import OffloadPools
 from swell.cluster.text.pooling_processor import generation_refusal, pooling_refusal
+from swell.cluster.text.reasoning_tokens import ReasoningTokens
 from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.text_services import TextServices
@@ -66,6 +67,7 @@ class Services:
         self.pooling = text.pooling
         self.offloads = OffloadPools()
         self.input_processor = AsyncInputProcessor(text.processor, self.offloads)
+        self.reasoning = ReasoningTokens(text.processor, self.offloads)
         self.reader = BodyReader(config.serve, self.offloads.bodies, self.metrics.ignored)
         self.llm = AsyncLLM(
             text.detokenizer, config, connect, self.metrics, text.prompts.set_limits

@@ -39,7 +39,7 @@ from swell.cluster.text.sampling_params import (
     to_core_request,
 )
 from swell.cluster.text.structured_output import compile_grammar
-from swell.cluster.text.truncation import TEMPLATE_TEXT, TokenizeOptions
+from swell.cluster.text.truncation import TokenizeOptions
 from swell.cluster.text.validate_params import (
     check_num_children,
     resolve_prompt_logprobs,
@@ -387,23 +387,6 @@ class AsyncInputProcessor:
             size_bytes, lambda: self._processor.tokenize(*convert())
         )
         return token_ids
-
-    def reasoning_tokens(self, texts: Sequence[str], most: int) -> int:
-        """The tokens of the reasoning of answers that have `most` tokens: the texts are counted
-        anew, which may take long. Written otherwise than the model did, they may have more."""
-        count = 0
-        for text in texts:
-            try:
-                if text:
-                    count += len(self._processor.tokenize([text], TEMPLATE_TEXT)[0])
-            except BadRequest:  # it would not fit
-                return most
-        return min(count, most)
-
-    async def reasoning_tokens_offloaded(self, texts: Sequence[str], most: int) -> int:
-        """The same without delay for other requests."""
-        size = sum(map(len, texts))
-        return await self._offloads.bodies.run_sized(size, self.reasoning_tokens, texts, most)
 
 
 def _salt(request: GenerationRequest) -> str | None:

@@ -33,7 +33,7 @@ from swell.cluster.text.schema.chat_messages import call_rules
 
 
 class ReasoningCounter(Protocol):
-    """Counts the tokens of reasoning, as `AsyncInputProcessor`."""
+    """Counts the tokens of reasoning, as `ReasoningTokens`."""
 
     def reasoning_tokens(self, texts: Sequence[str], most: int) -> int: ...
 
