@@ -44,6 +44,7 @@ from swell.cluster.control.upgrade_check import (
     with_other_weights,
 )
 from swell.cluster.port_claim import PortClaims
+from swell.cluster.replica_options import replica_options
 from swell.cluster.replica_peers import ReplicaPeers
 from swell.cluster.serve_status import (
     application_owner,
@@ -53,12 +54,14 @@ from swell.cluster.serve_status import (
 )
 from swell.cluster.text.adapters import AdapterRefused
 from swell.cluster.text.tokenizer import import_without_torch
+from swell.cluster.watchdog import watch
 from swell.configs.identity import identity
 from swell.configs.log import StructuredLogger, configure_logging
 from swell.configs.lora import Adapter
 from swell.configs.network import host_address, ingress_ports
 from swell.configs.process import allow_many_files, freeze_gc
 from swell.configs.schema import Config, ConfigError, load, parse_override
+from swell.configs.serve import ServeConfig
 from swell.configs.sleep_check import sleep_refusal
 from swell.coordinator.contact import CoordinatorContact
 from swell.coordinator.coordinator import find
@@ -74,10 +77,6 @@ _STOP_TIMEOUT_S = 20.0
 """What it may take to end engines that have nothing left."""
 _DRAIN_DELAY_S = 0.1
 """Serve waits so long, and for calls through its handles, before an ingress hears that it ends."""
-_HEALTH_CHECKS = 3
-"""As many in a row must fail before Serve replaces a replica."""
-_SHORTEST_CHECK_S = 3.0
-"""A replica that is busy may take so long to answer."""
 _DISCOVERY_TIMEOUT_S = 60.0
 """How long an ingress waits for the manager of its own configuration: while an application is
 deployed again, that of the old configuration may answer."""
@@ -128,9 +127,10 @@ class ManagerDeployment:
             config, self._coordinator, placement, self._checkpoints, ground, given
         )
         await self._manager.start()
+        watch("the manager", config.cluster.stall_timeout_s)
 
     async def check_health(self) -> None:
-        """Serve calls it in the event loop of the manager: one that hangs does not answer. One that
+        """Serve calls it. One that hangs is ended by its watchdog; one that
         another has followed is not healthy: Serve replaces it, unless it is ending it anyway. The
         other one is perhaps gone, and took over last because it was frozen while it started."""
         if not self._manager.leads:
@@ -267,6 +267,7 @@ class IngressDeployment:
         await self._edge.start()
         StructuredLogger("cluster.app").info("listening", host=limits.host, port=contact.port)
         freeze_gc()
+        watch("the ingress", config.cluster.stall_timeout_s)
 
     async def status(self) -> IngressStatus:
         """For the command that starts the application: it may run where no ingress is reached."""
@@ -277,8 +278,8 @@ class IngressDeployment:
         return self._ingress.find_requests(id, asking)
 
     async def check_health(self) -> None:
-        """Serve calls it in the event loop that serves requests: one that hangs does not answer,
-        and is replaced. Loops that have ended have ended the process (`configs/process.py`)."""
+        """Serve calls it. An ingress that hangs is ended by its watchdog, and one whose loops have
+        ended has ended with them (`configs/process.py`)."""
         self._claim.renew()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -289,6 +290,19 @@ class IngressDeployment:
         await self._edge.stop(self._ingress.end_requests)
         self._claim.release(ends=await is_deleting(self._app))
         await self._ingress.stop()
+
+
+class StoreDeployment(StoreService):
+    """`StoreService` under Serve's supervision."""
+
+    async def __init__(  # type: ignore[misc]
+        self, limits: ServeConfig, stall_timeout_s: float
+    ) -> None:
+        super().__init__(limits)
+        watch("the store", stall_timeout_s)
+
+    async def check_health(self) -> None:
+        """Serve calls it. One that hangs is ended by its watchdog, and replaced."""
 
 
 async def _discover_manager(manager: DeploymentHandle, wanted: str) -> Contact:
@@ -310,7 +324,7 @@ def application(config: Config) -> serve.Application:
     """
     hosts = _hosts()
     config = with_collector(_with_ingresses(config, hosts))
-    limits, options = config.serve, _actor_options(config)
+    limits, options = config.serve, replica_options(config.cluster, shutdown_s(config))
     one = {"num_replicas": 1, "max_ongoing_requests": 1000, **options}
     many = {
         "num_replicas": limits.ingress_replicas,
@@ -324,7 +338,8 @@ def application(config: Config) -> serve.Application:
     manager = serve.deployment(name="Manager", **one)(ManagerDeployment).bind(config, family)
     store = None
     if limits.stored_responses or limits.sessions:
-        store = serve.deployment(name="Store", **one)(StoreService).bind(limits)
+        stall_s = config.cluster.stall_timeout_s
+        store = serve.deployment(name="Store", **one)(StoreDeployment).bind(limits, stall_s)
     return serve.deployment(name="Ingress", **many)(IngressDeployment).bind(
         config, family, manager, store
     )
@@ -356,17 +371,6 @@ def with_collector(config: Config) -> Config:
 def shutdown_s(config: Config) -> float:
     """How long the replicas may take to end: the drain, and the end of what was drained."""
     return config.cluster.drain_timeout_s + _STOP_TIMEOUT_S
-
-
-def _actor_options(config: Config) -> dict[str, Any]:
-    """With Serve's limits: a replica that was stopped is replaced after about `stall_timeout_s`."""
-    check_s = max(_SHORTEST_CHECK_S, config.cluster.stall_timeout_s / (2 * _HEALTH_CHECKS))
-    return {
-        "ray_actor_options": {"num_cpus": 0},
-        "graceful_shutdown_timeout_s": shutdown_s(config),
-        "health_check_timeout_s": check_s,
-        "health_check_period_s": min(check_s, 10.0),
-    }
 
 
 def build(args: dict[str, Any]) -> serve.Application:

@@ -22,10 +22,6 @@ class StoreService:
         )
         self._sessions = SessionStore(limits, time.monotonic())
 
-    async def check_health(self) -> None:
-        """Serve calls it in the event loop of the store: one that hangs does not answer, and is
-        replaced."""
-
     async def handle(self, request: StoreRequest) -> StoreReply:
         return self._responses.handle(request, time.monotonic())
 

@@ -5,16 +5,20 @@ export PATH="$HOME/swell-env/bin:$PATH"
 # Ray answers only those that have the token in ~/.ray/auth_token. Without this, every client of its ports controls the hosts.
 export RAY_AUTH_MODE=token
 
-# When Ray's GCS counts a host as lost: after six checks in a row without an answer, each of which takes period and timeout,
-# so after 30 s. Requests go on elsewhere after cluster.stall_timeout_s; what was on the host, coordinator and manager too, is
-# replaced only now. Fewer checks would make a link that is cut for some seconds the loss of a host.
+# When Ray's GCS counts a host as lost: after 18 checks in a row without an answer, each of which takes period and timeout,
+# so after 90 s. Requests go on elsewhere after cluster.stall_timeout_s; what was on the host, coordinator and manager too, is
+# replaced only now. After an outage TCP sends again within twice its duration, so a link that is cut for 40 s ends nothing;
+# with 6 checks, after 30 s, a lost host is replaced sooner, and a link that is cut for more than 15 s may be its loss.
 export RAY_health_check_period_ms=2000
 export RAY_health_check_timeout_ms=3000
-export RAY_health_check_failure_threshold=6
+export RAY_health_check_failure_threshold=18
 
-# How long a host goes on that does not reach the GCS: as long as the GCS waits for it. Then its Ray ends, and all that Swell
-# has there with it. So it does on the workers after `ray down`, which stops Ray on the head alone.
-export RAY_gcs_rpc_server_reconnect_timeout_s=30
+# A connection outlasts such an outage: its reset would count as the end of the process that is reached through it.
+export RAY_grpc_keepalive_timeout_ms=120000
+
+# How long a host goes on whose connection to the GCS has ended: Ray's own value. Then its Ray ends, and all that Swell has
+# there with it. So it does on the workers after `ray down`, which stops Ray on the head alone.
+export RAY_gcs_rpc_server_reconnect_timeout_s=60
 
 # A replica that does not answer is killed at once: it owns its share of new connections until it is gone.
 export RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1

@@ -14,7 +14,7 @@ import pytest
 from starlette.applications import Starlette
 
 from swell.cluster.api.server.http_server import EdgeServer
-from swell.cluster.app import IngressDeployment, ManagerDeployment
+from swell.cluster.app import IngressDeployment, ManagerDeployment, StoreDeployment
 from swell.cluster.client.output_processor import OutputProcessor
 from swell.configs.schema import ServeConfig
 from swell.coordinator import roster as rosters
@@ -215,7 +215,7 @@ def test_a_manager_that_is_cancelled_as_it_wakes_stops(turns: int) -> None:
 def test_serves_health_check_runs_in_the_ingress_loop() -> None:
     """Without a method of ours Serve's health check runs in another thread, which answers even when
     this loop hangs."""
-    for deployment in (ManagerDeployment, IngressDeployment):
+    for deployment in (ManagerDeployment, IngressDeployment, StoreDeployment):
         assert asyncio.iscoroutinefunction(deployment.check_health)
 
 

@@ -75,7 +75,7 @@ def test_dense(dense: Trial, fault: str, moment: str) -> None:
 
 
 def test_dense_one_after_the_other(dense: Trial) -> None:
-    names = ("kill-engine", "kill-worker", "kill-engine+manager")
+    names = ("kill-engine", "kill-worker", "kill-engine+manager", "stop-store", "kill-controller")
     assert_row_kept(dense, *map(fault_types.named, names))
 
 

@@ -35,8 +35,8 @@ HEAD, WORKER, DESK = range(3)
 UP_S = 240.0
 SERVES_S = 180.0
 DOWN_S = 180.0
-ENDS_S = 90.0
-"""More than `RAY_gcs_rpc_server_reconnect_timeout_s` of `configs/ray/environment.sh`, 30 s."""
+ENDS_S = 150.0
+"""More than `RAY_gcs_rpc_server_reconnect_timeout_s` of `configs/ray/environment.sh`, 60 s."""
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Ray's own, which try for a minute to report that their node is gone, and then end."""
 PORT = 8080

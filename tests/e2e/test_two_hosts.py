@@ -40,6 +40,8 @@ STREAMS = 12
 UPGRADE_STREAMS = 32
 STALL_S = 3.0
 """Where links are cut. Else it is the default: a busy machine takes long to form a group."""
+CUT_S = 4 * STALL_S
+"""Three checks of Ray Serve would fail in a row, if they took no longer than it."""
 ONE_WORKER_A_HOST = "cluster.cpus_per_worker=2"
 TWO_WORKERS_A_HOST = "cluster.cpus_per_worker=1"
 CHANGE_S = 240.0
@@ -110,6 +112,10 @@ class TwoHostCluster:
     def engines(self) -> list[dict]:
         return self.get("/admin/cluster").json()["engines"]
 
+    def ingresses(self) -> list[list[int]]:
+        """The processes of each host."""
+        return [self.hosts.named(host, INGRESS) for host in (0, 1)]
+
     def host_of(self, pid: int) -> int:
         (host,) = [host for host in (0, 1) if pid in self.hosts.pids(host)]
         return host
@@ -176,9 +182,10 @@ async def some_seconds() -> None:
 def test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down(
     hosts, models: tuple[Path, Path]
 ):
-    """Clients of the other host's ingress see nothing but a pause. Then the cluster gets other
-    weights under many streams: none fails, none mixes versions. One cluster for all of it: its
-    start takes longer than the rest."""
+    """Clients of the other host's ingress see nothing but a pause, and no ingress is replaced: Ray
+    Serve's controller, on one of the hosts, hears nothing of the other one. Then the cluster gets
+    other weights under many streams: none fails, none mixes versions. One cluster for all of it:
+    its start takes longer than the rest."""
     first, second = models
     settings = (*UPGRADE_SETTINGS, ONE_WORKER_A_HOST, f"cluster.stall_timeout_s={STALL_S}")
     with serving(hosts, first, *settings, engines=2) as cluster:
@@ -189,10 +196,12 @@ def test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down(
         assert served >= {"0", "1"}
         for host in (0, 1):
             change = partial(cut_and_heal, cluster, host)
+            ingresses = cluster.ingresses()
             urls = [cluster.urls[1 - host]]
             assert_kept(*asyncio.run(answers_while(cluster, urls, change)))
             asyncio.run(cluster.wait_until_whole(2))
             assert sorted(cluster.worker_hosts()) == [[0], [1]]
+            assert cluster.ingresses() == ingresses
         upgrade_to(second, cluster)
 
 
@@ -220,9 +229,9 @@ def upgrade_to(model: Path, cluster: TwoHostCluster) -> None:
 
 
 async def cut_and_heal(cluster: TwoHostCluster, host: int) -> None:
-    """Cut the link for longer than the others wait for the host."""
+    """Cut the link for so long that each side takes the engine of the other one for lost."""
     cluster.hosts.cut(host)
-    await asyncio.sleep(2 * STALL_S)
+    await asyncio.sleep(CUT_S)
     cluster.hosts.heal(host)
     await cluster.wait_until_whole(2)
     await some_seconds()

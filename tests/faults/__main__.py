@@ -58,6 +58,9 @@ HOST_SETUPS = {
         waves=True,
         full=True,
     ),
+    "parted-hosts": Setup(
+        "parted-hosts", SETUPS["dense"].config, _TWO_HOSTS, full=True, patient=True
+    ),
 }
 """An engine on each of two hosts; a third one is the head, and has no engine."""
 _HOST_COLUMNS = ("idle", "decode", "rescale-prepare")
@@ -68,17 +71,19 @@ _STORM_LEAVES_OUT = ("nothing", "-head")
 
 
 def cells(
-    rows: Sequence[Fault], columns: Sequence[Moment], *, waves: bool
+    rows: Sequence[Fault], columns: Sequence[Moment], *, waves: bool, patient: bool = False
 ) -> Iterator[tuple[Fault, Moment]]:
-    """The cells that exist: sizes change one at a time, and dense engines have no waves."""
-    for fault in rows:
+    """The cells that exist: sizes change one at a time, dense engines have no waves, and faults
+    that need patience have set-ups of their own."""
+    for fault in (row for row in rows if row.needs_patience == patient):
         for moment in columns:
             if not (fault.adds and moment.grows) and (waves or not moment.waves):
                 yield fault, moment
 
 
 def run_matrix(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
-    for fault, moment in cells(args.rows, args.columns, waves=trial.setup.waves):
+    setup = trial.setup
+    for fault, moment in cells(args.rows, args.columns, waves=setup.waves, patient=setup.patient):
         yield trial.cell(fault, moment)
 
 
@@ -183,6 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1
             start = partial(HostCluster, hosts)
         for setup in args.setups:
+            if args.hosts:
+                hosts.be_patient(setup.patient)
             results.append(attempt(setup, args, start, save))
             show(results[-1])
     if args.json:
@@ -199,7 +206,7 @@ def _choose(args: argparse.Namespace) -> None:
         faults = {
             name: fault
             for name, fault in _ALL_FAULTS.items()
-            if not name.endswith(_STORM_LEAVES_OUT)
+            if not (name.endswith(_STORM_LEAVES_OUT) or fault.needs_patience)
         }
     columns = _HOST_COLUMNS if args.hosts else MOMENTS
     setups = list((HOST_SETUPS if args.hosts else SETUPS).values())

@@ -15,13 +15,14 @@ _POST_S = 30.0
 _GET_S = 5.0
 """A slower answer counts as none."""
 
-INGRESS, MANAGER, CONTROLLER = (
+INGRESS, MANAGER, STORE, CONTROLLER = (
     "ServeReplica:swell:Ingress",
     "ServeReplica:swell:Manager",
+    "ServeReplica:swell:Store",
     "ServeContr",
 )
 """Parts of the titles that Ray gives to processes which `/admin/cluster` does not name."""
-_TITLES = (INGRESS, MANAGER, CONTROLLER)
+_TITLES = (INGRESS, MANAGER, STORE, CONTROLLER)
 
 
 class NotReached(RuntimeError):
@@ -41,6 +42,10 @@ class ClusterMonitor:
         """The one that answered last is the first."""
         self._counts = {part: len(cluster.named(part)) for part in _TITLES}
         """Processes of each title in the healthy cluster."""
+
+    def replicas(self) -> list[int]:
+        """Processes that Ray Serve supervises."""
+        return [pid for part in (INGRESS, MANAGER, STORE) for pid in self.cluster.named(part)]
 
     async def get_state(self) -> ClusterState | None:
         """`GET /admin/cluster`; None without an answer."""

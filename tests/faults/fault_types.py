@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from swell.cluster.api.admin.protocol import ClusterState
-from tests.faults.cluster_monitor import CONTROLLER, INGRESS, MANAGER, ClusterMonitor, NotReached
+from tests.faults.cluster_monitor import (
+    CONTROLLER,
+    INGRESS,
+    MANAGER,
+    STORE,
+    ClusterMonitor,
+    NotReached,
+)
 
 _SLOW_S = 1.0
 """Less than any sensible `cluster.stall_timeout_s`: no process may be replaced for it."""
@@ -54,6 +61,8 @@ class Fault:
     hits_host: bool = False
     prepare: Prepare | None = None
     """Brings the cluster to where the fault finds its victim."""
+    needs_patience: bool = False
+    """It is for set-ups whose Ray takes a host for lost after more than twice its duration."""
     instead: Fault | None = None
     """What a storm causes where this fault has no victim."""
 
@@ -167,6 +176,7 @@ _KINDS: dict[str, Finder] = {
     "coordinator": _coordinator,
     "ingress": _titled(INGRESS, "ingress"),
     "manager": _titled(MANAGER, "manager"),
+    "store": _titled(STORE, "store of responses and sessions"),
     "controller": _titled(CONTROLLER, "controller of Ray Serve"),
 }
 _ACTIONS: dict[str, Callable[[int], Awaitable[None]]] = {
@@ -175,7 +185,7 @@ _ACTIONS: dict[str, Callable[[int], Awaitable[None]]] = {
     "slow": _slow,
 }
 
-_ALONE = ("engine", "worker", "coordinator", "ingress", "manager")
+_ALONE = ("engine", "worker", "coordinator", "ingress", "manager", "store")
 _TOGETHER = (
     ("engine", "manager"),
     ("engines", "manager"),

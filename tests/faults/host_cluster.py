@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 from swell.cluster.api.admin.protocol import ClusterState
-from tests.faults.cluster_monitor import INGRESS, MANAGER
+from tests.faults.cluster_monitor import INGRESS, MANAGER, STORE
 from tests.faults.hosts import Hosts
 from tests.faults.process import Cluster, ClusterFailed, listeners
 
-_ACTORS = ("EngineActor", "WorkerActor", "Coordinator", MANAGER, INGRESS)
+_ACTORS = ("EngineActor", "WorkerActor", "Coordinator", MANAGER, INGRESS, STORE, "watchdog_process")
 """Parts of the titles of processes that end with the application."""
 _END_S = 60.0
 _END_COORDINATOR = """

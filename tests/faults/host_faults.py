@@ -1,5 +1,5 @@
 """Faults of hosts and their links: a host loses its power and comes back, its link is down, passes
-one direction only, or is slow.
+one direction only, or is slow; or it is parted from Ray's head alone.
 
 Each hits a host with engines (`-host`), the one of them where coordinator and manager are
 (`-control-host`), or the one with Ray's GCS, Serve's controller and `swell serve` (`-head`).
@@ -25,6 +25,8 @@ HEAD = 0
 ENGINE_HOSTS = (1, 2)
 _LASTS_S = 6.0
 """Twice the `cluster.stall_timeout_s` of the set-ups."""
+_PARTS_S = (6, 15, 40)
+"""How long a host and the head do not reach each other."""
 _OFF_S = 3.0
 """How long a host has no power; its Ray needs some seconds more."""
 _MOVES = 10
@@ -154,12 +156,34 @@ _ACTIONS: dict[str, tuple[float, Begin, End]] = {
 }
 
 
+def _part(seconds: int, kind: str) -> Fault:
+    """No packet passes between a host and the head, where Ray's GCS and Serve's controller are;
+    clients reach both. Nobody may be ended for it."""
+
+    async def act(monitor: ClusterMonitor, state: ClusterState, rng: random.Random) -> FaultEffect:
+        cluster = _cluster(monitor)
+        hosts, host = cluster.hosts, _PICKS[kind](cluster, state, rng)
+        await asyncio.to_thread(hosts.part, HEAD, host)
+        return FaultEffect(
+            f"host {host}: parted from the head for {seconds} s",
+            frozenset({state.target}),
+            expects_no_restart=True,
+            lasts_s=float(seconds),
+            undo=partial(asyncio.to_thread, hosts.heal, host),
+        )
+
+    return Fault(
+        f"part-{seconds}-{kind}", act, hits_host=True, prepare=_move_control, needs_patience=True
+    )
+
+
 def _host_faults() -> dict[str, Fault]:
     made: dict[str, Fault] = {}
     for kind in _PICKS:
         for action in _ACTIONS:
             made[f"{action}-{kind}"] = _host_fault(action, kind, made.get(f"{action}-host"))
-    return made
+    parts = [_part(seconds, kind) for kind in ("host", "control-host") for seconds in _PARTS_S]
+    return made | {fault.name: fault for fault in parts}
 
 
 HOST_FAULTS = _host_faults()

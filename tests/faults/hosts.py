@@ -22,7 +22,10 @@ __all__ = ["Hosts", "HostsFailed", "refusal"]
 
 _RAY_PORT = 6379
 _REDIS_PORT = 6380
+_START_S = 120.0
+"""How long Ray's GCS may take to start beside other tests."""
 _AUTH_MODE = "RAY_AUTH_MODE"
+_CHECKS = "RAY_health_check_failure_threshold"
 _NODE_SETTINGS = {
     # The hosts are no network of others; a token would lie in the home folder of the user.
     _AUTH_MODE: "disabled",
@@ -30,10 +33,14 @@ _NODE_SETTINGS = {
     # for dead after so many checks; one that is not answered takes timeout and period, 5 s.
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "3000",
-    "RAY_health_check_failure_threshold": "6",
+    _CHECKS: "6",
     # Ray's own 15 lets every other process of the machine go first.
     "RAY_worker_niceness": "0",
 }
+_PATIENT_SETTINGS = {_CHECKS: "24"}
+"""A host that is not reached for 40 s is lost to no one: TCP may send again after twice that."""
+_OUTLASTS = "RAY_grpc_keepalive_timeout_ms"
+"""Ray's own value ends connections within an outage: our replicas have to set theirs."""
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
@@ -50,6 +57,7 @@ class Hosts(Namespaces):
         self._cpus = [cpus if head_cpus is None else head_cpus, *[cpus] * (count - 1)]
         self._redis_program = redis
         self._redis: subprocess.Popen[bytes] | None = None
+        self._patient = False
 
     @property
     def ray_address(self) -> str:
@@ -76,6 +84,13 @@ class Hosts(Namespaces):
             self._start_redis(str(self._redis_program))
         for host in range(len(self._names)):
             self.boot(host)
+
+    def be_patient(self, patient: bool) -> None:
+        """Whether Ray takes a host for lost only after two minutes; it begins anew where that
+        changes."""
+        if patient != self._patient:
+            self._patient = patient
+            self.restart()
 
     def prefix(self, host: int) -> list[str]:
         # A Ray that this process had before has left its own mode in the environment.
@@ -113,7 +128,8 @@ class Hosts(Namespaces):
         ]
         if host > 0:
             command.remove("--include-dashboard=false")
-        with _settings(self._gcs_store()):
+        patience = _PATIENT_SETTINGS if self._patient else {}
+        with _settings({**self._gcs_store(), **patience}):
             run(command)
 
     def close(self) -> None:
@@ -159,8 +175,9 @@ def _clear(folder: Path) -> None:
 def _settings(more: Mapping[str, str]) -> Iterator[None]:
     """The environment of a Ray node: little CPU while it is idle, as `swell serve` has it."""
     before = dict(os.environ)
-    ray_settings.set_defaults()
+    ray_settings.set_defaults(_START_S)
     os.environ.update(_NODE_SETTINGS, **more)
+    os.environ.pop(_OUTLASTS, None)
     for name in _PROXIES:  # gRPC would reach the other hosts through them
         os.environ.pop(name, None)
     try:

@@ -1,11 +1,11 @@
 """Hosts on one machine that have nothing but a network: namespaces on a bridge.
 
 Every host has an address and a link of its own, which can be taken down, lose the packets of one
-direction, or be slow. The machine itself is on the bridge too: a client of all hosts, whose own
-network stays as it was. A process sees the machine's files and its host name, which resolves to an
-address of no host.
+direction, or be slow; and two hosts can be parted from each other alone. The machine itself is on
+the bridge too: a client of all hosts, whose own network stays as it was. A process sees the
+machine's files and its host name, which resolves to an address of no host.
 
-Needs root on Linux, `ip` and `tc` of iproute2: see `refusal`.
+Needs root on Linux, `ip`, `tc` and `bridge` of iproute2: see `refusal`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class HostsFailed(RuntimeError):
 
 def refusal() -> str | None:
     """Why this process may not make hosts; None: it may."""
-    if not sys.platform.startswith("linux") or None in map(shutil.which, ("ip", "tc")):
-        return "network namespaces need Linux and the commands `ip` and `tc`"
+    programs = ("ip", "tc", "bridge")
+    if not sys.platform.startswith("linux") or None in map(shutil.which, programs):
+        return "network namespaces need Linux and the commands `ip`, `tc` and `bridge`"
     name = f"swell-probe-{os.getpid()}"
     try:
         _ip("netns", "add", name)
@@ -126,8 +127,16 @@ class Namespaces:
         for namespace, link in ((), _link(host)), (("-n", self._names[host]), "eth0"):
             _tc(*namespace, "qdisc", "replace", "dev", link, "root", *_SLOW.split())
 
+    def part(self, first: int, second: int) -> None:
+        """Let every packet between two hosts vanish; all others reach both, and so do clients."""
+        for host in (first, second):
+            _isolate(host, "on")
+
     def heal(self, host: int) -> None:
-        """Undo `cut`, `drop` and `slow`."""
+        """Undo `cut`, `drop` and `slow`, and `part` for every host."""
+        for other in range(len(self._names)):
+            with contextlib.suppress(HostsFailed):  # it is lost
+                _isolate(other, "off")
         for words in (
             ("qdisc", "del", "dev", _link(host), "clsact"),
             ("qdisc", "del", "dev", _link(host), "root"),
@@ -231,6 +240,11 @@ def remove(folder: Path) -> None:
     """What programs left there, logs among it."""
     if not os.environ.get("SWELL_KEEP_LOGS"):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _isolate(host: int, state: Literal["on", "off"]) -> None:
+    """The bridge passes nothing from one isolated port to another one."""
+    run(["bridge", "link", "set", "dev", _link(host), "isolated", state])
 
 
 def _ip(*words: str) -> str:

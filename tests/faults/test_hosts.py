@@ -23,7 +23,7 @@ from tests.faults import __main__ as command
 from tests.faults import host_faults, load, trial
 from tests.faults import hosts as hosts_module
 from tests.faults.cluster_monitor import NotReached
-from tests.faults.fault_types import Fault
+from tests.faults.fault_types import Fault, FaultEffect
 from tests.faults.host_cluster import HostCluster
 from tests.faults.host_faults import HOST_FAULTS
 from tests.faults.hosts import Hosts, HostsFailed
@@ -41,6 +41,18 @@ while True:
     data, sender = end.recvfrom(100)
     print(data.decode(), flush=True)
     end.sendto(data, sender)
+"""
+
+
+ASK = """
+import socket, sys
+end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+end.settimeout(1.0)
+end.sendto(b"a host", (sys.argv[1], 9))
+try:
+    end.recv(100)
+except TimeoutError:
+    sys.exit(1)
 """
 
 
@@ -102,6 +114,26 @@ def test_a_link_loses_one_direction_or_both_and_is_healed(bare: Hosts) -> None:
     bare.heal(1)
     echo.must_answer("healed")
     assert echo.arrived() == "healed"
+
+
+def test_parted_hosts_do_not_reach_each_other_and_clients_reach_both(bare: Hosts) -> None:
+    echoes = [Echo(bare, host) for host in (0, 1)]
+    for echo in echoes:
+        echo.must_answer("first")
+    assert reaches(bare, 0, 1)
+    bare.part(0, 1)
+    assert not reaches(bare, 0, 1)
+    for echo in echoes:
+        assert echo.answers("clients", 30)
+    bare.heal(1)
+    assert any(reaches(bare, 0, 1) for _ in range(30))
+
+
+def reaches(hosts: Hosts, first: int, second: int) -> bool:
+    """Whether a program on one host has an answer of the echo on another one."""
+    words = (sys.executable, "-c", ASK, hosts.addresses[second])
+    done = subprocess.run([*hosts.prefix(first), *words], timeout=60, check=False)
+    return done.returncode == 0
 
 
 def test_a_slow_link_passes_packets_at_its_rate(bare: Hosts) -> None:
@@ -274,8 +306,43 @@ def test_only_the_loss_of_a_host_cuts_connections() -> None:
         "kill-head",
     }
     assert all(
-        (fault.prepare is not None) == ("control" in name) for name, fault in HOST_FAULTS.items()
+        (fault.prepare is not None) == ("control" in name or fault.needs_patience)
+        for name, fault in HOST_FAULTS.items()
     )
+
+
+def test_a_host_is_parted_from_the_head_alone_and_nobody_may_be_ended() -> None:
+    hosts = FakeHosts({5: 1, 6: 1, 7: 2})
+    hosts.part = lambda first, second: hosts.done.append(("part", first, second))
+    monitor, state = monitor_of(hosts), state_of(5, [6, 7])
+    for seconds in (6, 15, 40):
+        for kind, host in (("host", 2), ("control-host", 1)):
+            fault = HOST_FAULTS[f"part-{seconds}-{kind}"]
+            effect = asyncio.run(fault.act(monitor, state, random.Random(0)))
+            assert hosts.done.pop() == ("part", 0, host)
+            assert effect.expects_no_restart and not effect.unreached
+            assert effect.lasts_s == seconds
+
+
+def test_a_replica_that_was_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is ended some time after its host is reached again."""
+    monitor = monitor_of(FakeHosts({5: 1, 6: 1, 7: 2}))
+    state = state_of(5, [6, 7])
+    replicas = [11, 12]
+
+    async def get_state() -> ClusterState:
+        return state
+
+    async def no_time(seconds: float) -> None:
+        replicas[1:] = [13]
+        assert seconds > 40, "TCP sends again after up to twice an outage"
+
+    monitor.get_state, monitor.replicas = get_state, lambda: replicas
+    monkeypatch.setattr(asyncio, "sleep", no_time)
+    record = trial._Record(monitor, Load([], [], 1), random.Random(0), [], 0.0)
+    effect = FaultEffect("parted", frozenset({2}), expects_no_restart=True, lasts_s=40.0)
+    asyncio.run(record._check_kept(effect, {5, 6, 7, 11, 12}, state))
+    assert record.troubles == ["parted: processes [12] were replaced without need"]
 
 
 # ---------------------------------------------------------------- readers

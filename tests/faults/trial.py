@@ -56,6 +56,8 @@ class Setup(msgspec.Struct, frozen=True):
     waves: bool = False
     full: bool = False
     """There is no room for one engine more: what adds one begins with one less."""
+    patient: bool = False
+    """Ray takes a host for lost only after minutes."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -275,6 +277,7 @@ class _Record:
         except NotReached as error:
             self._break(f"{fault.name}: {error}")
             return
+        kept = {*pids(before), *self._monitor.replicas()}
         self._in_flight.append(len(self._load.open))
         began = time.monotonic()
         try:
@@ -289,7 +292,7 @@ class _Record:
             return
         self._recover_s.append(time.monotonic() - began)
         if effect.expects_no_restart:
-            await self._check_kept(effect, before, after)
+            await self._check_kept(effect, kept, after)
 
     async def inject(self, fault: Fault, most: int | None = None) -> None:
         """Cause it in any state of the cluster. A fault without a victim, one that is refused, or
@@ -341,12 +344,11 @@ class _Record:
             self._break(str(error))
         self._recover_s.append(time.monotonic() - began)
 
-    async def _check_kept(
-        self, effect: FaultEffect, before: ClusterState, after: ClusterState
-    ) -> None:
-        await asyncio.sleep(_SETTLE_S)
+    async def _check_kept(self, effect: FaultEffect, before: set[int], after: ClusterState) -> None:
+        # What was said while a link was down arrives up to so long after it is up again.
+        await asyncio.sleep(_SETTLE_S + 1.5 * effect.lasts_s)
         after = await self._monitor.get_state() or after
-        if lost := set(pids(before)) - set(pids(after)):
+        if lost := before - set(pids(after)) - set(self._monitor.replicas()):
             self.troubles.append(
                 f"{effect.text}: processes {sorted(lost)} were replaced without need"
             )

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swell.cluster.cli.deadline_call import within
-from swell.cluster.cli.start import ray_settings
+from swell.cluster.cli.start import ray_leftovers, ray_settings
 from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.start_screen import StartScreen
 from swell.cluster.cli.start.startup_error import StartupError, last_line
+from swell.configs.log import StructuredLogger
 
 _QUICK_S = 20.0
 """A start that fails sooner has not failed for lack of time."""
@@ -21,6 +22,8 @@ _MAX_QUICK_FAILURES = 2
 _BETWEEN_S = 1.0
 _SHUTDOWN_S = 2.0
 """How long the client of a Ray that has ended may take to end itself."""
+_LEFT_S = 5.0
+"""How long the processes of Ray may take to end after it."""
 _NEVER_LATER = (ValueError, TypeError, PermissionError, FileNotFoundError, NotADirectoryError)
 """Errors that a second attempt would meet as well."""
 _REMEDY = (
@@ -54,6 +57,8 @@ def local_ray(
                 within(_SHUTDOWN_S, ray.shutdown)
         else:
             ray.shutdown()
+        if left := ray_leftovers.end_all(folder, _LEFT_S):
+            StructuredLogger("cluster.launch").warning("left by Ray: killed", pids=left)
 
 
 def _start(

@@ -16,6 +16,9 @@ from pathlib import Path
 _SETTINGS = {
     # A replica that does not answer is stopped at once: requests that reach it wait.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    # A connection outlasts an outage of a link. There is none on one machine: here it only spares
+    # replicas an environment of their own, which Ray would have to make (`replica_options.py`).
+    "RAY_grpc_keepalive_timeout_ms": "120000",
     # How often Serve compares what runs with what should. A start takes a few such times: with
     # Ray's 0.1 s it is 1.8 s shorter, and an idle cluster takes 1.6 % of a core more.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",

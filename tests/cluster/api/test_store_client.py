@@ -41,5 +41,5 @@ def test_the_store_is_deployed_where_something_is_stored(responses: int, session
     *_others, store = application(config)._bound_deployment.init_args
     assert (store is not None) == (responses + sessions > 0)
     if store is not None:
-        (limits,) = store._bound_deployment.init_args
+        limits, _stall_timeout_s = store._bound_deployment.init_args
         assert (limits.stored_responses, limits.sessions) == (responses, sessions)

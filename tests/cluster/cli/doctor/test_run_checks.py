@@ -255,7 +255,7 @@ FAULTS = [
         with_host(HEALTHY, 0, ray=ray(check_failures=1)),
         "health-checks",
         (0,),
-        "after 13 s: 1 checks",
+        "after 13 s, and an outage of 6.5 s loses none: RAY_health_check_failure_threshold=1",
     ),
     Fault(
         with_host(HEALTHY, 0, ray=ray(check_period_s=100.0)),
@@ -293,6 +293,18 @@ def test_every_check_has_a_fault_that_shows_it() -> None:
 @pytest.mark.parametrize("healthy", [HEALTHY, ON_GPUS, survey(1), survey(2, gpus=True)])
 def test_healthy_hosts_pass(healthy: Survey) -> None:
     assert bad(run_checks(healthy)) == []
+
+
+def test_the_settings_that_find_a_lost_host_are_named_where_all_is_well() -> None:
+    (found,) = [one for one in run_checks(HEALTHY) if one.check == "health-checks"]
+    assert found.level == "ok"
+    for text in (
+        "after 65 s",
+        "RAY_health_check_failure_threshold=5",
+        "RAY_health_check_timeout_ms=10000",
+        "RAY_health_check_period_ms=3000",
+    ):
+        assert text in found.value
 
 
 def test_every_check_has_an_answer_on_healthy_hosts() -> None:

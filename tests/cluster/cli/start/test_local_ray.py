@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -188,3 +189,24 @@ def test_ray_starts_its_processes_by_the_functions_that_are_replaced() -> None:
     assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
     text = inspect.getsource(node.Node.__init__)
     assert "services.get_node(" in text and "except RuntimeError" in text
+
+
+def test_a_process_that_ray_leaves_behind_ends_with_it(
+    fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was stopped, or whose node was lost, hears neither Ray nor its node."""
+    monkeypatch.setattr(local_ray, "_LEFT_S", 0.1)
+    left: list[subprocess.Popen[bytes]] = []
+
+    def leave() -> None:
+        with (tmp_path / "worker.err").open("w") as log:
+            left.append(subprocess.Popen(SLEEP, stderr=log, start_new_session=True))
+        os.kill(left[0].pid, signal.SIGSTOP)
+
+    fake.during = leave
+    with started(screen, tmp_path):
+        assert left[0].poll() is None
+    try:
+        assert left[0].wait(timeout=60) == -signal.SIGKILL
+    finally:
+        left[0].kill()

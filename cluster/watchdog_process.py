@@ -1,0 +1,76 @@
+"""The program of a watchdog: ends the process that started it if the event loop of that process
+stands still.
+
+    python watchdog_process.py PARENT THREAD LIMIT_S NAME
+
+Standard input is a pipe from that loop: a byte is progress, and its end is the end of the process.
+Silence is the time without a byte, less what the loop's thread THREAD waited for a core: a busy
+machine is no reason to end anybody. A late turn of this program counts as two turns at most, so a
+machine that stood still as a whole ends nobody either. It imports nothing but the standard library,
+so that it starts in some milliseconds and takes little memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+_TURNS = 20
+"""Looks within the limit."""
+_PR_SET_PDEATHSIG = 1
+"""Of `prctl`: a signal for this process when the one that started it ends."""
+
+
+def watch(pipe: int, parent: int, thread: int, limit_s: float) -> bool:
+    """Whether the loop has stood still for `limit_s`; False: its process has ended."""
+    turn_s = limit_s / _TURNS
+    silent_s, waited_s = 0.0, _waited_for_a_core_s(parent, thread)
+    while silent_s < limit_s:
+        began_s = time.monotonic()
+        if select.select([pipe], [], [], turn_s)[0]:
+            if not os.read(pipe, 4096):
+                return False
+            silent_s = 0.0
+        else:
+            took_s = min(time.monotonic() - began_s, 2 * turn_s)
+            before_s, waited_s = waited_s, _waited_for_a_core_s(parent, thread)
+            silent_s += max(0.0, took_s - (waited_s - before_s))
+    return True
+
+
+def _waited_for_a_core_s(process: int, thread: int) -> float:
+    """How long a thread could have run and had no core, in all; 0 where the system does not say."""
+    try:
+        with open(f"/proc/{process}/task/{thread}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _end_with_parent() -> None:
+    """Also where this program is stopped, and would not read the end of the pipe."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> None:
+    """Raises ValueError for arguments that are not those of the module's usage line."""
+    (parent, thread), limit_s, name = map(int, arguments[:2]), float(arguments[2]), arguments[3]
+    _end_with_parent()
+    if watch(sys.stdin.fileno(), parent, thread, limit_s) and os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
+        print(
+            f"{name} (pid {parent}): its event loop stood still for {limit_s:g} s "
+            "(cluster.stall_timeout_s), so its watchdog killed it; Ray Serve replaces it",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

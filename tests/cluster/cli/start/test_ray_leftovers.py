@@ -1,0 +1,99 @@
+"""Whatever a Ray of ours leaves behind is ended, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swell.cluster.cli.start.ray_leftovers import end_all, writers
+
+DEADLINE_S = 120.0
+ORPHAN = """
+import subprocess, sys
+words = [sys.executable, "-c", "import time; time.sleep(600)"]
+child = subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True)
+print(child.pid, flush=True)
+"""
+"""Starts a process that inherits its standard error, and ends before it."""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "session" / "logs" / "worker.err"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    yield path
+    for pid in writers(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+
+
+def start(*command: str, log: Path, mode: str = "a") -> subprocess.Popen[str]:
+    with log.open(mode) as file:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            [sys.executable, *command],
+            stdin=file,
+            stdout=pipe,
+            stderr=file if mode == "a" else pipe,
+            text=True,
+        )
+
+
+def test_nothing_is_left_of_a_ray_that_has_ended(tmp_path: Path) -> None:
+    assert writers(tmp_path) == [] == end_all(tmp_path, DEADLINE_S)
+
+
+def test_a_stopped_process_and_the_child_of_a_killed_one_are_ended(
+    tmp_path: Path, log: Path
+) -> None:
+    stopped = start("-c", "import time; time.sleep(600)", log=log)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    parent = start("-c", ORPHAN, log=log)
+    assert parent.stdout is not None
+    orphan = int(parent.stdout.readline())
+    parent.communicate(timeout=DEADLINE_S)
+    assert set(end_all(tmp_path, 0.1)) == {stopped.pid, orphan}
+    assert stopped.wait(timeout=DEADLINE_S) == -signal.SIGKILL
+    assert writers(tmp_path) == []
+
+
+def test_what_ends_by_itself_is_waited_for(tmp_path: Path, log: Path) -> None:
+    ending = start("-c", "import time; time.sleep(0.3)", log=log)
+    assert writers(tmp_path) == [ending.pid]
+    assert end_all(tmp_path, DEADLINE_S) == []
+    assert ending.wait(timeout=DEADLINE_S) == 0
+
+
+def test_a_reader_of_the_logs_and_this_process_are_none_of_them(tmp_path: Path, log: Path) -> None:
+    reader = start("-c", "import sys; print(1, flush=True); input(sys.argv)", log=log, mode="r")
+    other = start("-c", "import time; time.sleep(600)", log=_beside(tmp_path))
+    with log.open("a"):
+        assert end_all(tmp_path, 0.0) == []
+    assert other.poll() is None
+    for process in (reader, other):
+        process.kill()
+        process.communicate(timeout=DEADLINE_S)
+
+
+def _beside(folder: Path) -> Path:
+    """A file whose path begins with the folder's name."""
+    path = folder.with_name(f"{folder.name}-other")
+    path.mkdir()
+    return path / "log"
+
+
+def test_a_process_that_starts_meanwhile_is_found(tmp_path: Path, log: Path) -> None:
+    """Between two looks: here by one that waits, and then is there."""
+    deadline = time.monotonic() + DEADLINE_S
+    late = start("-c", "import time; time.sleep(600)", log=log)
+    while not writers(tmp_path):
+        assert time.monotonic() < deadline
+    assert end_all(tmp_path, 0.0) == [late.pid]
+    late.wait(timeout=DEADLINE_S)
