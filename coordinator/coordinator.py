@@ -85,8 +85,10 @@ class Coordinator:
     def cancel_leave(self, ranks: list[int], by: ManagerId) -> Roster:
         return self._service.cancel_leave(ranks, by)
 
-    def detach(self, ranks: list[int], timeout_s: float, by: ManagerId) -> Roster:
-        return self._service.detach(ranks, timeout_s, by)
+    def detach(
+        self, ranks: list[int], timeout_s: float, by: ManagerId, idle_epoch: int | None
+    ) -> Roster:
+        return self._service.detach(ranks, timeout_s, by, idle_epoch)
 
     def remove_failed(self, ranks: list[int], by: ManagerId) -> Roster:
         return self._service.remove_failed(ranks, by)

@@ -18,6 +18,10 @@ class Sleep(msgspec.Struct, frozen=True, array_like=True):
     """Whether requests are refused meanwhile; else they wait."""
 
 
+class NotLeading(ValueError):
+    """Another manager leads: what this one has called for does not happen."""
+
+
 class ManagerId(msgspec.Struct, frozen=True):
     """The manager that a command comes from."""
 

@@ -64,6 +64,11 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def _by_rank(self) -> dict[int, Member]:
         return {member.rank: member for member in self.members}
 
+    @property
+    def leaving(self) -> list[int]:
+        """Ranks of engines that finish what they have."""
+        return [member.rank for member in self.members if member.state is MemberState.LEAVING]
+
     def find(self, rank: int, incarnation: int | None = None) -> Member | None:
         """The member of this rank, if it is there (and is of this incarnation)."""
         member = self._by_rank.get(rank)
@@ -94,8 +99,8 @@ def leave(roster: Roster, ranks: Iterable[int]) -> Roster:
 
 def cancel_leave(roster: Roster, ranks: Iterable[int]) -> Roster:
     """Engines that were leaving are active again; others are as they were."""
-    leaving = {m.rank for m in roster.members if m.state is MemberState.LEAVING}
-    return update_members(roster, leaving & set(ranks), state=MemberState.ACTIVE)
+    chosen = set(ranks).intersection(roster.leaving)
+    return update_members(roster, chosen, state=MemberState.ACTIVE)
 
 
 def update_members(roster: Roster, ranks: Iterable[int], **changes: Any) -> Roster:

@@ -23,7 +23,7 @@ from swell.coordinator.engine_monitor import StalledEngine
 from swell.coordinator.ground import Ground, ThreadGround
 from swell.coordinator.listening_clock import ListeningClock
 from swell.coordinator.loop_calls import LoopCalls
-from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState
+from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState, NotLeading
 from swell.coordinator.metrics_aggregator import MetricsAggregator
 from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.recovery import recovery_s
@@ -49,16 +49,11 @@ from swell.coordinator.wire import (
 _CHECKS_PER_TIMEOUT = 10
 """Turns of the loop in the time after which an engine counts as stalled, at least."""
 _CHECK_INTERVAL_S = 0.05
-"""Between two checks, at least: each looks at all engines, and every message is a turn of the loop.
-"""
+"""Between two checks, at least: each looks at all engines, and each message is one turn more."""
 _HEARTBEATS_PER_TIMEOUT = 4
 """Messages to each engine in the time after which it looks for another coordinator."""
 _NUMBER_BITS = 48
 """Of the number of a coordinator."""
-
-
-class NotLeading(ValueError):
-    """Another manager leads: what this one has called for does not happen."""
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -179,30 +174,33 @@ class CoordinatorService:
         )
 
     def leave(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
-        """These engines get no more requests. Each reports when it has received this roster."""
-
-        def leave(now: float) -> RankedCommands:
-            sends = self._state_machine.leave(ranks, now)
-            return [*sends, *((rank, self._heartbeat()) for rank in ranks)]
-
-        return self._command(by, leave)
+        """These engines get no more requests, and report once they have received the roster."""
+        return self._command(by, lambda now: self._state_machine.leave(ranks, now))
 
     def cancel_leave(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
         """Engines that were leaving are active again."""
         return self._command(by, lambda now: self._state_machine.cancel_leave(ranks, now))
 
-    def detach(self, ranks: list[int], timeout_s: float, by: ManagerId = NO_MANAGER) -> Roster:
-        """Return when the roster is without them: when their group goes on without them. After the
-        time they are taken out, but for those that are kept meanwhile."""
+    def detach(
+        self, ranks: list[int], timeout_s: float, by: ManagerId, idle_epoch: int | None = None
+    ) -> Roster:
+        """Return when their group, and then the roster, goes on without them. After the time they
+        are taken out, but for those that are kept. Nothing happens if the roster is no longer of
+        `idle_epoch`, under which they were found idle."""
+        machine = self._state_machine
+
+        def detach(now: float) -> RankedCommands:
+            return machine.detach(ranks, now) if idle_epoch in (None, machine.roster.epoch) else []
+
+        def finish(now: float) -> RankedCommands:
+            late = machine.detached.intersection(ranks)
+            return machine.remove_failed(late, now) if late else []
+
         return self._calls.call_and_wait(
             timeout_s,
-            lambda: all(self._state_machine.roster.find(rank) is None for rank in ranks),
-            lambda: self._change(
-                lambda now: self._state_machine.remove_failed(
-                    self._state_machine.detached.intersection(ranks), now
-                )
-            ),
-            lambda: self._change_for(by, lambda now: self._state_machine.detach(ranks, now)),
+            lambda: machine.detached.isdisjoint(ranks),
+            lambda: self._change(finish),
+            lambda: self._change_for(by, detach),
         )
 
     def remove_failed(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
@@ -380,6 +378,8 @@ class CoordinatorService:
             return
         if not isinstance(publication, EngineLoads):
             self._forget_silent_peers(now)
+        if isinstance(publication, ClusterView):  # it is soon known which of these are idle
+            self._send([(rank, self._heartbeat()) for rank in publication.roster.leaving])
         self._inbox.send_to_all(self._subscribers, publication)
 
     def _forget_silent_peers(self, now: float) -> None:

@@ -238,7 +238,7 @@ class CoordinatorStateMachine:
 
     def detach(self, ranks: Iterable[int], now: float) -> RankedCommands:
         """These engines live, and go: their group goes on without them, then the roster does."""
-        self.detached |= set(ranks)
+        self.detached |= set(ranks).intersection(self.roster.ranks)
         return self._sync_roster(self.waves.change(self._without(set(ranks))), now)
 
     def remove_failed(self, ranks: Iterable[int], now: float) -> RankedCommands:
@@ -263,7 +263,8 @@ class CoordinatorStateMachine:
         sends: RankedCommands = []
         may_rest = frozenset({*self.roster.ranks, *self._joining}) - self.waves.stepping
         for stalled in self._engine_monitor.check(now, may_rest):
-            sends += self._remove_stalled(stalled, now)
+            if self.current_member(stalled.rank) is not None:  # it has not gone with another one
+                sends += self._remove_stalled(stalled, now)
         return [*sends, *self._check_forming(now)]
 
     def _remove_stalled(self, stalled: StalledEngine, now: float) -> RankedCommands:
@@ -395,4 +396,5 @@ class CoordinatorStateMachine:
 
     def _sync_monitor(self, now: float) -> None:
         self.detached &= set(self.roster.ranks)
+        self._repairs = {r: count for r, count in self._repairs.items() if self.roster.find(r)}
         self._engine_monitor.set_ranks({*self.roster.ranks, *self._joining}, now)

@@ -24,9 +24,9 @@ from swell.cluster.control.ray_port import Actor, RayPort
 from swell.configs.log import StructuredLogger, first_line
 from swell.configs.schema import Config
 from swell.coordinator.contact import CoordinatorContact
-from swell.coordinator.manager_state import ManagerId, ManagerState
+from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
 from swell.coordinator.roster import Member, Roster
-from swell.coordinator.service import Membership, NotLeading
+from swell.coordinator.service import Membership
 from swell.coordinator.state_machine import JoinResult
 from swell.coordinator.wire import ClusterView
 
@@ -106,18 +106,19 @@ class CoordinatorHandle:
 
     async def leave(self, ranks: list[int]) -> int:
         """The epoch of a roster in which these engines are leaving."""
-        return await self._change_roster(
-            "leaving", ranks, self._send("leave", ranks, self.manager_id())
-        )
+        call = self._send("leave", ranks, self.manager_id())
+        return (await self._change_roster("leaving", ranks, call)).epoch
 
     async def cancel_leave(self, ranks: list[int]) -> None:
         call = self._send("cancel_leave", ranks, self.manager_id())
         await self._change_roster("staying", ranks, call)
 
-    async def detach(self, ranks: list[int]) -> None:
+    async def detach(self, ranks: list[int], idle_epoch: int | None = None) -> Roster:
+        """The roster without these engines. `idle_epoch`: of the roster under which they were found
+        idle; the coordinator takes none of them out if it has a newer one."""
         limit_s = self._config.cluster.start_timeout_s
-        call = self._send("detach", ranks, limit_s, self.manager_id())
-        await self._change_roster("detached", ranks, call, limit_s)
+        call = self._send("detach", ranks, limit_s, self.manager_id(), idle_epoch)
+        return await self._change_roster("detached", ranks, call, limit_s)
 
     async def remove_failed(self, ranks: list[int]) -> None:
         await self._change_roster(
@@ -126,10 +127,10 @@ class CoordinatorHandle:
 
     async def _change_roster(
         self, event: str, ranks: list[int], call: Awaitable[Any], limit_s: float = 0.0
-    ) -> int:
+    ) -> Roster:
         roster: Roster = await self._call_as_manager(call, limit_s)
         self._log.info(event, epoch=roster.epoch, ranks=ranks)
-        return roster.epoch
+        return roster
 
     async def pause(self) -> None:
         await self._call_as_manager(self._send("pause", self.manager_id()))

@@ -12,14 +12,18 @@ from swell.cluster.control.fleet_view import Intent
 from swell.configs.log import StructuredLogger
 from swell.configs.schema import MAX_DRAIN_S
 from swell.coordinator.ground import Ground
+from swell.coordinator.roster import MemberState
 
 _IDLE_POLLS = 2
 """A request may be on its way when the first is taken."""
 
+Detach = Callable[[list[EngineHandle], int | None], Awaitable[None]]
+"""Takes engines out of the roster and ends them. With an epoch: those that were found idle under
+that roster, unless there is a newer one."""
+
 
 class Drain:
-    """Runs in the fleet's event loop. `engines`: those that serve, by rank. `detach` takes engines
-    out of the roster and ends them."""
+    """Runs in the fleet's event loop. `engines`: those that serve, by rank."""
 
     def __init__(
         self,
@@ -27,7 +31,7 @@ class Drain:
         coordinator: CoordinatorHandle,
         ground: Ground,
         engines: Mapping[int, EngineHandle],
-        detach: Callable[[list[EngineHandle]], Awaitable[None]],
+        detach: Detach,
     ) -> None:
         self._load_report_s, self._coordinator, self._ground = load_report_s, coordinator, ground
         self._engines, self._detach = engines, detach
@@ -92,19 +96,23 @@ class Drain:
             leaving = [handle for handle in self.leaving if not handle.in_transition]
             if fresh := [handle for handle in leaving if not handle.is_marked]:
                 await self._mark(fresh)
-            now = _now()
-            due = [handle for handle in leaving if handle.is_marked and self._is_due(handle, now)]
-            if due:
-                await self._detach(due)
+            now, marked = _now(), [handle for handle in leaving if handle.is_marked]
+            if late := [handle for handle in marked if self._is_late(handle, now)]:
+                await self._detach(late, None)
+            elif idle := [handle for handle in marked if self._is_idle(handle)]:
+                await self._detach(idle, min(handle.idle_epoch for handle in idle))
+                for handle in idle:  # those that are still there have to be found idle again
+                    handle.idle_polls = 0
             else:
-                await self._poll(leaving)
+                await self._poll(leaving, is_leaving=True)
 
-    def _is_due(self, handle: EngineHandle, now: float) -> bool:
-        is_idle = handle.idle_polls >= _IDLE_POLLS
-        is_needed = self.held.get(handle.rank)
-        if is_needed is None:
-            return is_idle or now >= handle.leave_deadline_s
-        return (is_idle and not is_needed) or now >= handle.left_at + MAX_DRAIN_S
+    def _is_late(self, handle: EngineHandle, now: float) -> bool:
+        if handle.rank in self.held:
+            return now >= handle.left_at + MAX_DRAIN_S
+        return now >= handle.leave_deadline_s
+
+    def _is_idle(self, handle: EngineHandle) -> bool:
+        return handle.idle_polls >= _IDLE_POLLS and not self.held.get(handle.rank)
 
     async def _mark(self, handles: list[EngineHandle]) -> None:
         """They get no more requests. The time until then is none of theirs. Who is kept meanwhile,
@@ -117,12 +125,16 @@ class Drain:
                 delay_s = _now() - handle.unmarked_since
                 self._set_deadline(handle, handle.leave_deadline_s + delay_s)
 
-    async def _poll(self, handles: list[EngineHandle]) -> None:
-        """Look at a later report of each."""
+    async def _poll(self, handles: list[EngineHandle], *, is_leaving: bool = False) -> None:
+        """Look at a later report of each. With `is_leaving` it counts if the roster says that the
+        engine leaves: ingresses send new requests to others."""
         await asyncio.sleep(2 * self._load_report_s)
-        reports = {report.rank: report for report in (await self._coordinator.view()).reports}
+        view = await self._coordinator.view()
+        reports, roster = {report.rank: report for report in view.reports}, view.roster
         for handle in handles:
-            handle.on_poll(reports.get(handle.rank))
+            member = handle.find_in(roster)
+            counts = not is_leaving or (member and member.state is MemberState.LEAVING)
+            handle.on_poll(reports.get(handle.rank) if counts else None, roster.epoch)
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Until no engine has requests left, or the time is over."""

@@ -9,7 +9,7 @@ from swell.cluster.control.drain_record import DrainRecord
 from swell.cluster.control.fleet_view import EngineStatus, Intent, Place
 from swell.cluster.control.ray_port import Actor, Group
 from swell.cluster.control.versions import Version
-from swell.coordinator.roster import Member
+from swell.coordinator.roster import Member, Roster
 from swell.coordinator.wire import EngineReport
 from swell.engine.ready import EngineReady
 
@@ -80,7 +80,9 @@ class EngineHandle:
     left_epoch: int = 0
     """Of the first roster in which it was leaving."""
     idle_polls: int = 0
-    """How often in a row it was seen without requests since it is leaving."""
+    """How often in a row it was seen without requests since it is leaving, under one roster."""
+    idle_epoch: int = 0
+    """Of that roster."""
     in_transition: bool = False
     """The manager is changing its place in the roster."""
     joined_at: float = 0.0
@@ -122,16 +124,25 @@ class EngineHandle:
             is_vacating=is_vacating,
         )
 
-    def on_poll(self, report: EngineReport | None) -> None:
-        """Count how often in a row it has no requests. `report`: its newest, which counts if it was
-        made after the engine had received that it leaves."""
-        is_new = report is not None and report.roster_epoch >= self.left_epoch
+    def on_poll(self, report: EngineReport | None, epoch: int) -> None:
+        """Count how often in a row it has no requests. `epoch`: of the newest roster. `report`: its
+        newest, which counts if it was made after the engine had received that roster: an ingress
+        may have sent a request under it that it sent under none before."""
+        newest = max(epoch, self.left_epoch)
+        is_new = report is not None and report.roster_epoch >= newest
         is_busy = report is None or report.running + report.waiting > 0
+        if self.idle_epoch != epoch:
+            self.idle_polls, self.idle_epoch = 0, epoch
         self.idle_polls = self.idle_polls + 1 if is_new and not is_busy else 0
 
     @property
     def version_name(self) -> str:
         return "" if self.version is None else self.version.name
+
+    def find_in(self, roster: Roster) -> Member | None:
+        """This engine in a roster; None: it is not there."""
+        assert self.ready is not None
+        return roster.find(self.rank, self.ready.incarnation)
 
     @property
     def member(self) -> Member:

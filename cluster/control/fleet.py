@@ -324,14 +324,16 @@ class Fleet:
         """Until no engine has requests left, or the time is over."""
         await self._drain.wait_idle(timeout_s)
 
-    async def _detach(self, handles: list[EngineHandle]) -> None:
+    async def _detach(self, handles: list[EngineHandle], idle_epoch: int | None) -> None:
         """Take engines out, but for those that died or are kept meanwhile; end them, unless they
-        begin anew."""
+        begin anew. `idle_epoch`: see `CoordinatorHandle.detach`."""
         async with self.group_change_lock:
             handles = [h for h in handles if h.leaving and self.engines.get(h.rank) is h]
             with self.transition(handles):
                 if handles:
-                    await self._coordinator.detach([handle.rank for handle in handles])
+                    ranks = [handle.rank for handle in handles]
+                    roster = await self._coordinator.detach(ranks, idle_epoch)
+                    handles = [handle for handle in handles if handle.find_in(roster) is None]
         handles = [handle for handle in handles if self.engines.get(handle.rank) is handle]
         for handle in handles:
             del self.engines[handle.rank]

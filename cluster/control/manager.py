@@ -45,9 +45,9 @@ from swell.configs.log import StructuredLogger
 from swell.configs.process import exit_on_error_async
 from swell.configs.schema import Config
 from swell.coordinator.ground import Ground
-from swell.coordinator.manager_state import ManagerState, Sleep
+from swell.coordinator.manager_state import ManagerState, NotLeading, Sleep
 from swell.coordinator.roster import Roster
-from swell.coordinator.service import Membership, NotLeading
+from swell.coordinator.service import Membership
 from swell.coordinator.wire import ClusterView
 
 _ANSWER_TIMEOUT_S = 2.0

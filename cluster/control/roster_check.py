@@ -40,8 +40,7 @@ class RosterCheck:
         for rank, handle in list(fleet.engines.items()):
             if handle.in_transition or fleet.engines.get(rank) is not handle:
                 continue
-            assert handle.ready is not None
-            member = now.view.roster.find(rank, handle.ready.incarnation)
+            member = handle.find_in(now.view.roster)
             if member is None:
                 fleet.tasks.spawn(self._on_missing(handle, reasons.get(rank)))
             elif handle.leaving and member.state is MemberState.ACTIVE:

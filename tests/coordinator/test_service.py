@@ -16,10 +16,10 @@ from swell.coordinator.channel import ChannelAddress, Outlet, make_keys
 from swell.coordinator.codec import encode
 from swell.coordinator.contact import CoordinatorEndpoint
 from swell.coordinator.ground import ThreadGround
-from swell.coordinator.manager_state import ManagerId, ManagerState
+from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
 from swell.coordinator.recovery import recovery_s
 from swell.coordinator.roster import Roster
-from swell.coordinator.service import CoordinatorService, NotLeading
+from swell.coordinator.service import CoordinatorService
 from swell.coordinator.state_machine import CoordinatorStateMachine
 from swell.coordinator.wave_interface import Phase
 from swell.coordinator.wire import (
@@ -501,17 +501,29 @@ def test_an_engine_that_is_kept_while_it_goes_is_not_taken_out_after_the_time() 
         machine.on_message(Joined(rank, member(rank).incarnation, machine.waves.epoch), 0.0)
     try:
         assert service.view().roster.ranks == [0, 1]
-        going = threading.Thread(target=service.detach, args=([1], 100.0))
+        going = threading.Thread(target=service.detach, args=([1], 100.0, ManagerId()))
         going.start()
         while not machine.detached:
             time.sleep(0.005)
         assert service.cancel_leave([1]).ranks == [0, 1]
-        ground.jumped_s += 200.0
         going.join(SOON_S)
+        ground.jumped_s += 200.0
         assert not going.is_alive()
         assert service.view().roster.ranks == [0, 1]
     finally:
         service.stop()
+
+
+def test_what_was_idle_under_an_earlier_roster_stays(service) -> None:
+    """A request may have moved to it under the newer one."""
+    service.join([member(0), member(1)], SOON_S)
+    idle_epoch = service.leave([1]).epoch
+    service.leave([0])
+    before = service.view().roster
+    assert before.epoch > idle_epoch
+    assert service.detach([1], SOON_S, ManagerId(), idle_epoch) == before
+    assert service.view().roster == before
+    assert service.detach([1], SOON_S, ManagerId(), before.epoch).ranks == [0]
 
 
 def test_a_coordinator_on_another_host_listens_until_its_peers_have_missed_it() -> None:

@@ -161,6 +161,46 @@ def test_who_waits_for_the_group_to_pause_makes_no_progress_and_is_not_to_blame(
     assert lockstep.waves.ranks == (1,)
 
 
+def test_of_two_that_fall_silent_the_one_that_goes_is_gone_with_the_other(lockstep) -> None:
+    """Nobody is left: the group goes on without the first, and so without the second."""
+    lockstep.join([member(0), member(1)], 0.0)
+    form(lockstep)
+    lockstep.leave([1], 0.0)
+    lockstep.detach([1], 0.0)
+    for now in range(20):
+        lockstep.tick(float(now))
+    assert lockstep.roster.ranks == [] and lockstep.detached == set()
+    assert [stalled.rank for stalled in lockstep.stalled_engines] == [0]
+    assert lockstep.roster.left == (member(1).incarnation,)
+
+
+@pytest.mark.parametrize("kind", ["dense", "lockstep"])
+def test_an_engine_that_is_gone_is_not_kept(kind, request) -> None:
+    """The manager takes out what has just stalled, and then wants it again: the others go on."""
+    machine = request.getfixturevalue(kind)
+    machine.join([member(0), member(1), member(2)], 0.0)
+    form(machine)
+    machine.remove_failed([0], 1.0)
+    form(machine)
+    machine.detach([0], 1.0)
+    assert machine.detached == set()
+    machine.cancel_leave([0], 1.0)
+    assert machine.waves.target_ranks == (1, 2)
+
+
+def test_repairs_of_an_engine_that_is_gone_are_not_its_successors(lockstep) -> None:
+    lockstep.join([member(0)], 0.0)
+    form(lockstep)
+    lockstep.on_message(EngineReport(0, 7, epoch=1, repairs=3), 0.0)
+    lockstep.remove_failed([0], 0.0)
+    lockstep.join([member(0, 8)], 0.0)
+    form(lockstep)
+    lockstep.on_message(Broken(0, 8, lockstep.waves.epoch, "a worker died", True), 0.0)
+    assert states(lockstep) == {0: MemberState.REPAIRING}
+    report = EngineReport(0, 8, epoch=lockstep.waves.epoch, repairs=1)
+    assert lockstep.on_message(report, 0.0) == [(0, Introduce())], "its `Repaired` was lost"
+
+
 def test_a_detached_engine_that_is_repaired_meanwhile_goes_all_the_same(lockstep) -> None:
     lockstep.join([member(0), member(1)], 0.0)
     form(lockstep)

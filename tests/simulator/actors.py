@@ -88,10 +88,13 @@ class SimCoordinator(CoordinatorService):
             call(ranks)
         return super().leave(ranks, by)
 
-    def detach(self, ranks: list[int], timeout_s: float, by: ManagerId = NO_MANAGER) -> Roster:
-        for call in self._plane.on_detach:
-            call(ranks)
-        return super().detach(ranks, timeout_s, by)
+    def detach(
+        self, ranks: list[int], timeout_s: float, by: ManagerId, idle_epoch: int | None = None
+    ) -> Roster:
+        if idle_epoch in (None, self._state_machine.roster.epoch):
+            for call in self._plane.on_detach:
+                call(ranks)
+        return super().detach(ranks, timeout_s, by, idle_epoch)
 
     def contact(self) -> CoordinatorContact:
         name = f"coordinator-{IDENTITY}"

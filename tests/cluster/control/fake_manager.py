@@ -28,9 +28,9 @@ from swell.coordinator import roster
 from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.engine_monitor import StalledEngine
 from swell.coordinator.ground import ThreadGround
-from swell.coordinator.manager_state import ManagerId, ManagerState
+from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
 from swell.coordinator.roster import Member, MemberState, Roster
-from swell.coordinator.service import Membership, NotLeading
+from swell.coordinator.service import Membership
 from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.executor import ExecutorLimits, WorkerInfo
 from swell.engine.ready import EngineReady
@@ -156,9 +156,11 @@ class FakeCoordinator:
     async def cancel_leave(self, ranks: list[int]) -> None:
         self._change(roster.cancel_leave(self.roster, ranks), "cancel_leave", ranks)
 
-    async def detach(self, ranks: list[int]) -> None:
-        await asyncio.sleep(self.group_s)
-        self._change(roster.detach(self.roster, ranks), "detach", ranks)
+    async def detach(self, ranks: list[int], idle_epoch: int | None = None) -> Roster:
+        if idle_epoch in (None, self.roster.epoch):
+            await asyncio.sleep(self.group_s)
+            self._change(roster.detach(self.roster, ranks), "detach", ranks)
+        return self.roster
 
     async def remove_failed(self, ranks: list[int]) -> None:
         self._lost |= set(ranks)

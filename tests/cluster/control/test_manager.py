@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from swell.cluster.control.control_state import ScaleRefused
+from swell.coordinator.roster import MemberState, update_members
 from swell.coordinator.wire import ClusterView, EngineReport
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
 
@@ -88,6 +89,55 @@ def test_a_leaving_engine_finishes_its_requests_first() -> None:
         harness.coordinator.reports[1] = EngineReport(1)
         await harness.settle()
         assert 1 not in harness.placement.alive
+
+    run(scenario, data=2, drain_timeout_s=30)
+
+
+@pytest.mark.parametrize("moves_at_s", [0.05, 0.11, 0.15])
+def test_an_engine_that_was_idle_under_an_earlier_roster_finishes_what_moves_to_it(
+    moves_at_s: float,
+) -> None:
+    """Another engine of its version begins to replace a worker, so that the answers of that one
+    continue here: reports from before say nothing about it, and the newest one comes later."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        coordinator = harness.coordinator
+        await harness.manager.scale(1)
+        await asyncio.sleep(moves_at_s)
+        before = coordinator.roster.epoch
+        coordinator.reports[1] = EngineReport(1, roster_epoch=before)
+        coordinator.unheard.add(1)
+        repairing = update_members(coordinator.roster, [0], state=MemberState.REPAIRING)
+        coordinator._change(repairing, "repairing", [0])
+        await asyncio.sleep(5)
+        assert 1 in harness.placement.alive
+        coordinator.reports[1] = busy(1)
+        coordinator.unheard.clear()
+        await asyncio.sleep(5)
+        assert 1 in harness.placement.alive
+        coordinator.reports[1] = EngineReport(1)
+        await harness.settle()
+        assert 1 not in harness.placement.alive
+
+    run(scenario, data=2, drain_timeout_s=30)
+
+
+def test_what_an_active_engine_had_counts_for_none_that_leaves() -> None:
+    """A coordinator that was restarted takes it for active until it is told."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        coordinator = harness.coordinator
+        coordinator.reports[1] = busy(1)
+        await harness.manager.scale(1)
+        await asyncio.sleep(2)
+        active = update_members(coordinator.roster, [1], state=MemberState.ACTIVE)
+        coordinator.leave = lambda ranks: asyncio.sleep(0.0, coordinator.roster.epoch)
+        coordinator.roster = active
+        coordinator.reports[1] = EngineReport(1)
+        await asyncio.sleep(5)
+        assert 1 in harness.placement.alive
 
     run(scenario, data=2, drain_timeout_s=30)
 
