@@ -45,6 +45,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks of its cache."""
     version: str = ""
     """Of weights and limits: an answer comes from engines of one version. Empty: unknown."""
+    leaves: bool = False
+    """It replaces a worker, and then it is leaving."""
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
@@ -68,6 +70,11 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
     def leaving(self) -> list[int]:
         """Ranks of engines that finish what they have."""
         return [member.rank for member in self.members if member.state is MemberState.LEAVING]
+
+    @property
+    def repairing(self) -> list[int]:
+        """Ranks of engines that replace a worker."""
+        return [member.rank for member in self.members if member.state is MemberState.REPAIRING]
 
     def find(self, rank: int, incarnation: int | None = None) -> Member | None:
         """The member of this rank, if it is there (and is of this incarnation)."""
@@ -93,14 +100,26 @@ def join(roster: Roster, newcomers: Iterable[Member]) -> Roster:
 
 
 def leave(roster: Roster, ranks: Iterable[int]) -> Roster:
-    """Mark engines as leaving: they get no new requests. Unknown ranks are ignored."""
-    return update_members(roster, ranks, state=MemberState.LEAVING)
+    """Mark engines as leaving: they get no new requests. Those that replace a worker are leaving
+    when they have done so. Unknown ranks are ignored."""
+    chosen, repairing = set(ranks), set(roster.repairing)
+    roster = update_members(roster, chosen & repairing, leaves=True)
+    return update_members(roster, chosen - repairing, state=MemberState.LEAVING)
 
 
 def cancel_leave(roster: Roster, ranks: Iterable[int]) -> Roster:
     """Engines that were leaving are active again; others are as they were."""
-    chosen = set(ranks).intersection(roster.leaving)
-    return update_members(roster, chosen, state=MemberState.ACTIVE)
+    chosen = set(ranks)
+    roster = update_members(roster, chosen.intersection(roster.repairing), leaves=False)
+    return update_members(roster, chosen.intersection(roster.leaving), state=MemberState.ACTIVE)
+
+
+def end_repair(roster: Roster, ranks: Iterable[int]) -> Roster:
+    """Those of these engines that have replaced a worker serve again, or are leaving again."""
+    repaired = set(ranks).intersection(roster.repairing)
+    leaves = {member.rank for member in roster.members if member.leaves}
+    roster = update_members(roster, repaired - leaves, state=MemberState.ACTIVE)
+    return update_members(roster, repaired & leaves, state=MemberState.LEAVING, leaves=False)
 
 
 def update_members(roster: Roster, ranks: Iterable[int], **changes: Any) -> Roster:

@@ -180,8 +180,9 @@ class CoordinatorStateMachine:
             if message.epoch == self.waves.epoch or message.absent:
                 self._broken_reason = f"{named(member)}: {message.reason}"
             return self.waves.broken(message.epoch)
-        if member.state is MemberState.ACTIVE:
-            self._update_member(member.rank, now, state=MemberState.REPAIRING)
+        if member.state is not (state := MemberState.REPAIRING):
+            leaves = member.state is MemberState.LEAVING
+            self._update_member(member.rank, now, state=state, leaves=leaves)
         return self.waves.change(self._without({member.rank}), lost=True)
 
     def _repaired(self, member: Member, message: Repaired, now: float) -> RankedCommands:
@@ -239,6 +240,7 @@ class CoordinatorStateMachine:
     def detach(self, ranks: Iterable[int], now: float) -> RankedCommands:
         """These engines live, and go: their group goes on without them, then the roster does."""
         self.detached |= set(ranks).intersection(self.roster.ranks)
+        self._committed = None  # perhaps they are in no group
         return self._sync_roster(self.waves.change(self._without(set(ranks))), now)
 
     def remove_failed(self, ranks: Iterable[int], now: float) -> RankedCommands:
@@ -354,18 +356,13 @@ class CoordinatorStateMachine:
         """The group has formed: newcomers join, the detached leave, the repaired are active."""
         group = set(self.waves.ranks)
         arrived = [self._joining.pop(rank) for rank in list(self._joining) if rank in group]
-        stays = group | self._repairing()
+        stays = group | set(self.roster.repairing) - self.detached
 
         def step(roster: Roster) -> Roster:
             roster = rosters.join(roster, arrived) if arrived else roster
             gone = set(roster.ranks) - stays
             roster = rosters.remove(rosters.detach(roster, gone & self.detached), gone)
-            repaired = [
-                m.rank
-                for m in roster.members
-                if m.state is MemberState.REPAIRING and m.rank in group
-            ]
-            return rosters.update_members(roster, repaired, state=MemberState.ACTIVE)
+            return rosters.end_repair(roster, group)
 
         self.cluster_state.change(step, now)
         self._sync_monitor(now)
@@ -390,9 +387,6 @@ class CoordinatorStateMachine:
 
     def _without(self, ranks: set[int]) -> tuple[int, ...]:
         return tuple(rank for rank in self.waves.target_ranks if rank not in ranks)
-
-    def _repairing(self) -> frozenset[int]:
-        return frozenset(m.rank for m in self.roster.members if m.state is MemberState.REPAIRING)
 
     def _sync_monitor(self, now: float) -> None:
         self.detached &= set(self.roster.ranks)

@@ -169,6 +169,7 @@ class EngineServer:
         elif not await self._follow_sleep() and self.core.has_work:
             self._reporter.changed()
             outputs_by_client = await self.core.step_on(self._ground, self._process_inputs)
+            self._reporter.changed()  # what ended is in no report that was sent within the step
             for client, outputs in outputs_by_client.items():
                 self._send(client, outputs)
             if not self.core.scheduler.has_requests and not self.core.has_work:

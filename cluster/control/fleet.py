@@ -343,7 +343,8 @@ class Fleet:
                 self._begin_anew(handle, handle.next_version)
         handles = [handle for handle in handles if self.ending.get(handle.rank) is handle]
         try:
-            await asyncio.gather(*(self._placement.end(handle) for handle in handles))
+            if handles and await self._placement.may_end():  # else they may serve its successor
+                await asyncio.gather(*(self._placement.end(handle) for handle in handles))
         finally:
             for handle in handles:
                 del self.ending[handle.rank]

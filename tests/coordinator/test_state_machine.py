@@ -161,6 +161,51 @@ def test_who_waits_for_the_group_to_pause_makes_no_progress_and_is_not_to_blame(
     assert lockstep.waves.ranks == (1,)
 
 
+@pytest.mark.parametrize("kind", ["dense", "lockstep"])
+@pytest.mark.parametrize("leaves_first", [True, False])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_engine_that_leaves_and_replaces_a_worker_stays_until_it_has_finished(
+    kind, leaves_first, is_kept, request
+) -> None:
+    machine = request.getfixturevalue(kind)
+    machine.join([member(0), member(1)], 0.0)
+    form(machine)
+
+    def lose_worker() -> None:
+        broken = Broken(1, 7, machine.waves.epoch, "a worker died", repairing=True)
+        machine.on_message(broken, 0.0)
+        form(machine)
+
+    steps = [lambda: machine.leave([1], 0.0), lose_worker]
+    for step in steps if leaves_first else steps[::-1]:
+        step()
+    assert states(machine) == {0: MemberState.ACTIVE, 1: MemberState.REPAIRING}
+    if is_kept:
+        machine.cancel_leave([1], 0.0)
+        assert states(machine)[1] is MemberState.REPAIRING
+    machine.on_message(Repaired(1, 7, ("h", 101)), 0.0)
+    pause_number = getattr(machine.waves, "pause_number", 0)
+    for rank in (0, 1):
+        machine.on_message(Paused(rank, 7, machine.waves.epoch, pause_number), 0.0)
+    form(machine)
+    after = MemberState.ACTIVE if is_kept else MemberState.LEAVING
+    assert states(machine) == {0: MemberState.ACTIVE, 1: after}
+    assert machine.roster.left == ()
+
+
+@pytest.mark.parametrize("kind", ["dense", "lockstep"])
+def test_an_engine_that_replaces_a_worker_may_be_taken_out_meanwhile(kind, request) -> None:
+    machine = request.getfixturevalue(kind)
+    machine.join([member(0), member(1, 8)], 0.0)
+    form(machine)
+    machine.leave([1], 0.0)
+    machine.on_message(Broken(1, 8, machine.waves.epoch, "a worker died", repairing=True), 0.0)
+    form(machine)
+    machine.detach([1], 0.0)
+    form(machine)
+    assert machine.roster.ranks == [0] and machine.roster.left == (8,)
+
+
 def test_of_two_that_fall_silent_the_one_that_goes_is_gone_with_the_other(lockstep) -> None:
     """Nobody is left: the group goes on without the first, and so without the second."""
     lockstep.join([member(0), member(1)], 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,10 @@ from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.finder import FindCoordinator
 from swell.coordinator.manager_state import NO_MANAGER, ManagerId
-from swell.coordinator.roster import Roster
+from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import CoordinatorService
+from swell.coordinator.wave_interface import RankedCommands
+from swell.coordinator.wire import ClusterView
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
 from swell.engine.ready import EngineReady, NewWeightsRefused
@@ -82,19 +84,32 @@ class SimCoordinator(CoordinatorService):
             recover=inherited or restarted,
         )
         plane.coordinators.append((process, self))
+        right = self._state_machine.detach
+
+        def detach(ranks: Iterable[int], now: float) -> RankedCommands:
+            for call in plane.on_detach:
+                call(list(ranks))
+            return right(ranks, now)
+
+        self._state_machine.detach = detach  # type: ignore[method-assign]
+
+    @property
+    def machine_view(self) -> ClusterView:
+        """What it knows, as it is now."""
+        return self._state_machine.view()
+
+    @property
+    def epoch(self) -> int:
+        return self._state_machine.roster.epoch
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self._state_machine.roster.members
 
     def leave(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
         for call in self._plane.on_leave:
             call(ranks)
         return super().leave(ranks, by)
-
-    def detach(
-        self, ranks: list[int], timeout_s: float, by: ManagerId, idle_epoch: int | None = None
-    ) -> Roster:
-        if idle_epoch in (None, self._state_machine.roster.epoch):
-            for call in self._plane.on_detach:
-                call(ranks)
-        return super().detach(ranks, timeout_s, by, idle_epoch)
 
     def contact(self) -> CoordinatorContact:
         name = f"coordinator-{IDENTITY}"

@@ -278,6 +278,10 @@ class ControlPlane:
             return
         self.manager = self._new_manager()
 
+    def replace_manager(self) -> None:
+        """Serve starts another one, whatever becomes of this one."""
+        self.manager = self._new_manager()
+
     def redeploy(self, weights: int) -> None:
         """Serve replaces the manager by one with another configuration."""
         self.deployed = weights

@@ -36,6 +36,8 @@ class FaultInjector:
         self.slowest_clock = 1.0
         """The least rate of a clock so far."""
         self.fastest_clock = 1.0
+        self.severed_until: dict[frozenset[Process], float] = {}
+        """Processes whose connection delivers nothing, and until when at most."""
         self.kinds: set[str] = set()
         """Of those that have happened."""
         plane.on_poison.append(self._poison)
@@ -50,6 +52,9 @@ class FaultInjector:
             self._plane.net.aim(fault.trigger.kind, fault.trigger.count, action)
 
     # ---------------------------------------------------------------- targets
+
+    def are_severed(self, one: Process, other: Process) -> bool:
+        return self.severed_until.get(frozenset((one, other)), 0.0) > self._kernel.now
 
     def _pick(self, fault: Fault, things: Sequence[Any]) -> Any:
         return things[fault.target % len(things)] if things else None
@@ -120,6 +125,41 @@ class FaultInjector:
         for other in HOSTS:
             self._plane.net.cut(host, other)
         self._later(fault, self._heal, [(host, other) for other in HOSTS])
+
+    def cut_pair(self, fault: Fault, side: Side | None) -> None:
+        """Two hosts do not reach each other, and the third one reaches both."""
+        here, there = self._pick_pair(fault)
+        self._note(fault, f"{here}-{there}", fault.time_s)
+        self._plane.net.isolate(here, [there])
+        self._later(fault, self._heal, [(here, there), (there, here)])
+
+    def half_cut_pair(self, fault: Fault, side: Side | None) -> None:
+        """Nothing arrives at one host that comes from another one."""
+        here, there = self._pick_pair(fault)
+        self._note(fault, f"{here}>{there}", fault.time_s)
+        self._plane.net.cut(here, there)
+        self._later(fault, self._heal, [(here, there)])
+
+    def _pick_pair(self, fault: Fault) -> tuple[str, str]:
+        """Each pair in each order."""
+        here = fault.target % len(HOSTS)
+        further = 1 + fault.target // len(HOSTS) % (len(HOSTS) - 1)
+        return HOSTS[here], HOSTS[(here + further) % len(HOSTS)]
+
+    def black_hole(self, fault: Fault, side: Side | None) -> None:
+        """One connection delivers nothing for a while, and its ends do not hear why; other ones
+        between the same hosts do."""
+        net = self._plane.net
+        if side is None:
+            side = self._pick(fault, net.connections(""))
+        if side is None or side.closed or not hasattr(side, "peer"):
+            return
+        self._note(fault, side.label.decode(), fault.time_s)
+        ends = frozenset((side.process, side.peer.process))
+        self.severed_until[ends] = self._kernel.now + fault.time_s
+        for each in (side, side.peer):
+            each.cut()
+            self._kernel.at(self._kernel.now + fault.time_s, each.peer.process, each.release)
 
     def _heal(self, ways: list[tuple[str, str]]) -> None:
         """Ways from one host to another; a host that was lost stays so."""
@@ -243,6 +283,37 @@ class FaultInjector:
             self._note(fault, process.name)
             process.kill()
 
+    def stop_pair(self, fault: Fault, side: Side | None) -> None:
+        """Two engines are stopped at once."""
+        engines = [each for each in self._plane.living_engines if not each.process.stopped]
+        for index in range(min(2, len(engines))):
+            process = engines[(fault.target + index) % len(engines)].process
+            self._note(fault, process.name, fault.time_s)
+            process.stop()
+            self._later(fault, process.resume)
+
+    def stop_control(self, fault: Fault, side: Side | None) -> None:
+        """The coordinator is stopped, or the manager."""
+        name = ("coordinator", "coordinator", "manager")[fault.target % 3]
+        process = self._process(fault, None, (name,))
+        if process is not None and not process.stopped:
+            self._note(fault, process.name, fault.time_s)
+            process.stop()
+            self._later(fault, process.resume)
+
+    def second_manager(self, fault: Fault, side: Side | None) -> None:
+        """Serve takes the manager for dead, and starts another one. The first one lives on, until
+        its end reaches it; every second time it stands still first."""
+        plane, earlier = self._plane, self._plane.manager.process
+        if not earlier.alive or not plane.manager.has_started:
+            return
+        self._note(fault, earlier.name, fault.time_s)
+        if fault.target % 2 and not earlier.stopped:
+            earlier.stop()
+            self._kernel.at(self._kernel.now + fault.time_s / 2, WORLD, earlier.resume)
+        plane.replace_manager()
+        self._later(fault, earlier.kill)
+
     def kill_control(self, fault: Fault, side: Side | None) -> None:
         """Manager and coordinator at once."""
         for name in ("manager", "coordinator"):
@@ -258,6 +329,9 @@ FAULTS: dict[str, Callable[[FaultInjector, Fault, Side | None], None]] = {
     "stop": FaultInjector.stop,
     "cut": FaultInjector.cut,
     "half-cut": FaultInjector.half_cut,
+    "cut-pair": FaultInjector.cut_pair,
+    "half-cut-pair": FaultInjector.half_cut_pair,
+    "black-hole": FaultInjector.black_hole,
     "gcs-away": FaultInjector.gcs_away,
     "hang": FaultInjector.hang,
     "lose-worker": FaultInjector.lose_worker,
@@ -267,6 +341,9 @@ FAULTS: dict[str, Callable[[FaultInjector, Fault, Side | None], None]] = {
     "lose-host": FaultInjector.lose_host,
     "kill-ingress": FaultInjector.kill_ingress,
     "kill-control": FaultInjector.kill_control,
+    "stop-pair": FaultInjector.stop_pair,
+    "stop-control": FaultInjector.stop_control,
+    "second-manager": FaultInjector.second_manager,
     "drain-host": FaultInjector.drain_host,
     "lose-host-for-good": FaultInjector.lose_host_for_good,
 }

@@ -60,16 +60,20 @@ class Bug:
     """Faults among which it is found soonest; none: all."""
     shape: Callable[[Scenario], Scenario] = lambda scenario: scenario
     """Of the scenarios that can show it."""
+    campaigns: bool = False
+    """It is found as an ordinary draw, campaigns among them: it has neither kinds nor a shape."""
 
     @contextmanager
     def planted(self) -> Iterator[None]:
         right = getattr(self.owner, self.name)
+        call = right.fget if isinstance(right, property) else right
         wrong = self.wrong
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
-            return wrong(right, *args, **kwargs)
+            return wrong(call, *args, **kwargs)
 
-        setattr(self.owner, self.name, replaced)
+        is_property = isinstance(right, property)
+        setattr(self.owner, self.name, property(replaced) if is_property else replaced)
         try:
             yield
         finally:
@@ -336,7 +340,8 @@ BUGS = {
 def find(bug: Bug, seeds: range) -> int | None:
     """The first seed that breaks a law with this bug; None: none does."""
     for seed in seeds:
-        scenario = bug.shape(draw(seed, bug.kinds or tuple(FAULTS)))
+        kinds = bug.kinds or tuple(FAULTS)
+        scenario = bug.shape(draw(seed, kinds, campaigns=bug.campaigns))
         with bug.planted():
             if judge(scenario).broken:
                 return seed

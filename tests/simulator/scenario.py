@@ -21,6 +21,10 @@ _LONG_S = 10.0
 """A fault of this length is noticed while it lasts."""
 
 
+_CAMPAIGN_SHARE = 0.6
+"""Of the runs: see `campaigns.py`."""
+
+
 @dataclass(frozen=True)
 class Request:
     at: float
@@ -124,9 +128,11 @@ def draw(
     num_faults: int = 4,
     expert: bool | None = None,
     num_operations: int = 2,
+    *,
+    campaigns: bool = True,
 ) -> Scenario:
     """A standard run, or one with more faults or changes by an operator at most. `expert`: None for
-    either."""
+    either. `campaigns`: some runs are of those."""
     random = Random(f"scenario:{seed}")
     engines, ingresses = random.randint(1, 3), random.randint(1, 2)
     requests = [_draw_request(random, ingresses) for _ in range(random.randint(1, 12))]
@@ -168,6 +174,11 @@ def draw(
         Random(f"autoscaled:{seed}").random() < 0.25,
         prefill_engines=Random(f"prefill:{seed}").choice((0, 0, 0, 1)),
     )
+    campaign = Random(f"campaign:{seed}")
+    if campaigns and campaign.random() < _CAMPAIGN_SHARE:
+        from tests.simulator.campaigns import draw_campaign  # which knows scenarios
+
+        return draw_campaign(campaign, scenario, kinds)
     tight = Random(f"tight:{seed}")
     if {"kill", "lose-host-for-good"} <= {*kinds} and not expert and tight.random() < 0.15:
         return draw_tight(tight, scenario)

@@ -11,6 +11,7 @@ from swell.coordinator.wave_interface import Phase
 from swell.coordinator.wire import ClusterView
 from swell.engine.server import EngineServer
 from tests.simulator.actors import SimEngine
+from tests.simulator.calm import Calm
 from tests.simulator.control_plane import (
     DRAIN_TIMEOUT_S,
     HEARTBEAT_S,
@@ -20,6 +21,8 @@ from tests.simulator.control_plane import (
     SimRequest,
 )
 from tests.simulator.faults import FaultInjector
+from tests.simulator.knowledge import KnowledgeWatch
+from tests.simulator.membership import MembershipWatch
 from tests.simulator.process import Process
 
 LOOK_S = 0.25
@@ -64,7 +67,7 @@ class Watch:
         its steps at the last look."""
         self._disturbed: dict[Process, tuple[float, float]] = {}
         """Engines that did not reach the coordinator, or did not run: from, until."""
-        self._leaving: dict[Process, float] = {}
+        self.leaving: dict[Process, float] = {}
         """Engines that an operator wants no more, as the coordinator knew last, and since when."""
         self._staying: dict[tuple[str, int], float] = {}
         """Requests, with the number of the attempt, that could be elsewhere than at an engine that
@@ -77,8 +80,12 @@ class Watch:
         plane.on_view.append(self._on_view)
         plane.on_leave.append(self._on_leave)
         plane.on_detach.append(self._on_detach)
+        self._calm = Calm(plane, faults)
+        self._membership = MembershipWatch(plane, self, self._calm, self._break)
+        self._knowledge = KnowledgeWatch(plane, self, self._calm, self._break)
 
     def look(self) -> None:
+        self._calm.look()
         engines = self._plane.living_engines
         self._look_at_requests(engines)
         self._look_at_engines(engines)
@@ -86,6 +93,16 @@ class Watch:
         self._look_at_roster(engines)
         self._look_at_pause()
         self._look_at_placements()
+        self._membership.look()
+        self._knowledge.look()
+
+    @property
+    def slowest_clock(self) -> float:
+        return self._faults.slowest_clock
+
+    def may_lose(self, engine: SimEngine) -> bool:
+        """It is disturbed, or was, so that it may be taken for lost."""
+        return self._is_disturbed(engine) or self._is_excused(engine)
 
     @property
     def _only_engines_died(self) -> bool:
@@ -248,6 +265,8 @@ class Watch:
         process, plane = engine.process, self._plane
         if not process.runs or engine.executor.hangs or plane.coordinator is None:
             return True
+        if self._faults.are_severed(process, plane.coordinators[-1][0]):
+            return True
         if not (net := plane.net).cuts:
             return False
         hosts = (plane.coordinators[-1][0].host, plane.ray.head)
@@ -289,9 +308,9 @@ class Watch:
         for engine in engines:
             member = engine.server and roster.find(engine.rank, engine.server.incarnation)
             if member and member.state is MemberState.LEAVING:
-                self._leaving.setdefault(engine.process, self._kernel.now)
-            elif member and engine.process in self._leaving and self._is_kept(engine.process):
-                del self._leaving[engine.process]
+                self.leaving.setdefault(engine.process, self._kernel.now)
+            elif member and engine.process in self.leaving and self._is_kept(engine.process):
+                del self.leaving[engine.process]
 
     def _is_kept(self, process: Process) -> bool:
         """A manager says so: a coordinator that was restarted has forgotten who leaves."""
@@ -305,7 +324,7 @@ class Watch:
         """A coordinator that ends at once has perhaps told the ingresses before."""
         for engine in self._plane.living_engines:
             if engine.rank in ranks:
-                self._leaving.setdefault(engine.process, self._kernel.now)
+                self.leaving.setdefault(engine.process, self._kernel.now)
 
     def _on_detach(self, ranks: list[int]) -> None:
         """An engine that leaves, and can finish what it has, has the time to. One that is not
@@ -313,7 +332,7 @@ class Watch:
         self._look_at_times_to_finish(ranks)
         for engine in self._plane.living_engines:
             if engine.rank in ranks:  # a coordinator that was restarted knew it as one that stays
-                self._leaving.setdefault(engine.process, self._kernel.now)
+                self.leaving.setdefault(engine.process, self._kernel.now)
 
     def _look_at_times_to_finish(self, ranks: list[int]) -> None:
         net = self._plane.net
@@ -324,7 +343,7 @@ class Watch:
                 continue
             if engine.process.host in self._plane.ray.draining:
                 continue  # it has as long as its host has
-            since = self._leaving.get(engine.process, self._kernel.now)
+            since = self.leaving.get(engine.process, self._kernel.now)
             left_s = DRAIN_TIMEOUT_S / self._faults.fastest_clock - (self._kernel.now - since)
             if engine.server.core.scheduler.requests and left_s > LOOK_S:
                 self._break(f"{engine.process.name} had {left_s:.1f} s left to finish what it has")
@@ -341,7 +360,7 @@ class Watch:
         has just asked for fewer, it decides by what it knows."""
         if self._kernel.now - self._plane.operator.shrunk_at < _SHRINK_S:
             return
-        if process in self._leaving or self._is_cancelled(process):
+        if process in self.leaving or self._is_cancelled(process):
             return
         staying = [each for each in self._plane.living_engines if not self._is_excused(each)]
         ended = [each for each in staying if each.process is process]

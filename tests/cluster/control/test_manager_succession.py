@@ -411,6 +411,24 @@ def test_an_engine_that_was_detached_meanwhile_does_not_join_again() -> None:
     run(scenario, data=2)
 
 
+def test_a_manager_that_leads_no_more_ends_no_engine_that_it_has_taken_out() -> None:
+    """Its successor did not know of that, and has let the engine join again."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.group_s = 10.0
+        harness.manager.drain(1)
+        await asyncio.sleep(4)
+        assert harness.manager.phase == "commit"
+        harness.placement.may_end = lambda: asyncio.sleep(0.0, False)
+        await asyncio.sleep(20)
+        assert harness.coordinator.roster.ranks == [0]
+        assert 1 in harness.placement.alive
+        await harness.placement.end(harness.placement.alive[1])
+
+    run(scenario, data=2)
+
+
 def test_a_member_that_was_not_placed_is_taken_out() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()

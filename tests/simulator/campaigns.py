@@ -1,0 +1,175 @@
+"""Random schedules in which one thing goes wrong while the cluster recovers from another one.
+
+A campaign is a few moments. In each of them something goes wrong, or an operator changes something;
+often it is repeated, hits two things at once, or is followed by a fault that waits for a message by
+which the cluster recovers. Several ingresses have long answers meanwhile, of several versions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from tests.simulator.model import BROKEN_WEIGHTS, POISON_SEED, VOCAB_SIZE
+from tests.simulator.scenario import (
+    FAST_STEP_S,
+    HOSTS,
+    SLOW_STEP_S,
+    AtMessage,
+    Fault,
+    Operation,
+    Request,
+    Scenario,
+)
+
+_BEGIN_S, _MOMENT_S = 3.0, 6.0
+"""The first moment begins about then, and each later one within so much of the one before."""
+_STALL_TIMEOUT_S = 10.0
+"""As in `control_plane.py`: what lasts about as long is on the edge of being noticed."""
+_POISON_SHARE = 0.05
+_ROOM = 3
+_ROOMS = ((1, 2, 3), (2, 2, 2), (1, 3, 2), (0, 3, 3))
+"""Of the hosts: without any but the first there is `_ROOM`."""
+
+RECOVERY = (
+    "Broken",
+    "Repaired",
+    "Introduce",
+    "EngineHello",
+    "EngineReport",
+    "CoordinatorHeartbeat",
+    "Subscribe",
+    "ClusterView",
+    "ClusterReports",
+    "ReplaceClient",
+    "KeepAliveReply",
+    "EngineCoreRequest",
+)
+"""Messages by which a cluster finds out what has become of it."""
+GROUP_RECOVERY = ("ReconfigureDistributedRequest", "Joined", "Pause", "Paused", "Resume")
+"""Of engines that share experts, too."""
+OF_KIND = {
+    "lose-worker": ("Broken", "Repaired", "Introduce"),
+    "kill-control": ("Introduce", "EngineHello", "Subscribe", "CoordinatorHeartbeat"),
+    "kill": ("EngineHello", "ClusterView", "EngineCoreRequest"),
+    "kill-ingress": ("ReplaceClient", "Subscribe", "KeepAlive"),
+    "second-manager": ("EngineHello", "CoordinatorHeartbeat", "ClusterView"),
+}
+"""Those that it takes to recover from some faults."""
+LOSSES = ("drop", "black-hole", "drop", "kill", "stop", "stop-control", "cut-pair", "loss")
+"""What happens to a message that a fault waits for."""
+CUTS = ("cut", "half-cut", "cut", "cut-pair", "half-cut-pair")
+"""Two of five separate two hosts only."""
+
+
+def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) -> Scenario:
+    """`kinds`: what may go wrong."""
+    faults: list[Fault] = []
+    operations: list[Operation] = []
+    at = _BEGIN_S + random.random()
+    for _ in range(random.randint(1, 4)):
+        if random.random() < 0.65:
+            faults += _draw_trouble(random, kinds, at, expert=scenario.expert)
+        if random.random() < 0.55:
+            operations += _draw_operations(random, at, expert=scenario.expert)
+        at += _MOMENT_S * random.random()
+    if not faults and not operations:
+        faults = _draw_trouble(random, kinds, at, expert=scenario.expert)
+    ingresses = random.choice((1, 2, 2, 2, 3, 3))
+    requests = [
+        _draw_request(random, ingresses, at + _MOMENT_S) for _ in range(random.randint(4, 16))
+    ]
+    if random.random() < _POISON_SHARE:
+        requests[0] = replace(requests[0], seed=POISON_SEED, gives_up_after=None)
+        if random.random() < 0.5:  # nothing else goes wrong
+            faults = []
+    return replace(
+        scenario,
+        engines=random.choice((1, 2, 2, 3, 3)),
+        ingresses=ingresses,
+        requests=tuple(sorted(requests, key=lambda request: request.at)),
+        faults=tuple(faults),
+        operations=_fitting(operations, faults),
+        step_s=random.choice((FAST_STEP_S, SLOW_STEP_S, SLOW_STEP_S)),
+        autoscaled=scenario.autoscaled and random.random() < 0.5,
+        rooms=random.choice(_ROOMS),
+    )
+
+
+def _fitting(operations: list[Operation], faults: list[Fault]) -> tuple[Operation, ...]:
+    """By time; there is room for all engines that are wanted, also without a host."""
+    if any(fault.kind == "lose-host-for-good" for fault in faults):
+        operations = [
+            replace(each, argument=min(each.argument, _ROOM)) if each.kind == "scale" else each
+            for each in operations
+        ]
+    return tuple(sorted(operations, key=lambda operation: operation.at))
+
+
+def _draw_request(random: Random, ingresses: int, until_s: float) -> Request:
+    at = _BEGIN_S + random.random() * (until_s - _BEGIN_S)
+    prompt = tuple(random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 24)))
+    max_tokens = random.choice((random.randint(1, 24), random.randint(50, 300)))
+    gives_up_after = random.randint(1, 30) if random.random() < 0.1 else None
+    ingress = random.randrange(ingresses)
+    return Request(at, ingress, prompt, max_tokens, random.randrange(9), gives_up_after)
+
+
+def _draw_time(random: Random) -> float:
+    """How long it lasts: a moment, longer, or about as long as it takes to be noticed."""
+    edge_s = _STALL_TIMEOUT_S * random.uniform(0.5, 1.5)
+    return random.choice((0.05, 1.0, edge_s, edge_s, 30.0 * (0.5 + random.random())))
+
+
+def _draw_trouble(
+    random: Random, kinds: tuple[str, ...], at: float, *, expert: bool
+) -> list[Fault]:
+    kind = random.choice([*kinds, *(each for each in OF_KIND if each in kinds)])
+    if kind in CUTS:
+        kind = random.choice([each for each in CUTS if each in kinds])
+    first = Fault(kind, at, random.randrange(12), _draw_time(random))
+    faults = [first]
+    match random.choice(("once", "again", "pair", "chased", "chased")):
+        case "again":  # the next one may hit what has just come in its place
+            for _ in range(random.randint(1, 3)):
+                at += random.choice((0.3, 1.5, 4.0)) * (0.5 + random.random())
+                at += first.time_s if random.random() < 0.5 else 0.0
+                time_s = random.choice((first.time_s, _draw_time(random)))
+                faults.append(replace(first, at=at, time_s=time_s))
+        case "pair":
+            faults.append(replace(first, at=at + 0.05 * random.random(), target=first.target + 1))
+        case "chased":
+            messages = RECOVERY + GROUP_RECOVERY if expert else RECOVERY
+            if random.random() < 0.6:
+                messages = OF_KIND.get(kind, messages)
+            trigger = AtMessage(random.choice(messages), random.choice((1, 1, 2, 5)))
+            kind = random.choice([each for each in LOSSES if each in kinds] or kinds)
+            target, time_s = random.randrange(12), _draw_time(random)
+            faults.append(Fault(kind, at + 0.001, target, time_s, trigger))
+    return faults
+
+
+def _draw_operations(random: Random, at: float, *, expert: bool) -> list[Operation]:
+    """One change, and perhaps its reverse or another one while it is under way."""
+    later = random.choice((0.05, 0.5, 2.0, 5.0)) * (0.5 + random.random())
+    match random.choice(("scale", "drain", "pause", "upgrade", "upgrade", "upgrade")):
+        case "scale":
+            numbers = [random.randint(1, 4) for _ in range(random.randint(1, 3))]
+            return [Operation(at + i * later, "scale", n) for i, n in enumerate(numbers)]
+        case "drain":
+            return [Operation(at, "drain", random.randint(0, 2))]
+        case "pause":
+            level = random.randint(0, 2)
+            return [Operation(at, "pause", level), Operation(at + 2 * later, "resume")]
+    if expert:
+        return [Operation(at, "scale", random.randint(1, 4))]
+    operations = []
+    for _ in range(random.choice((1, 1, 2, 3))):
+        kind = random.choice(("upgrade", "update_weights", "update_weights", "redeploy"))
+        weights = random.choice((0, 1, 1, 2, 2, BROKEN_WEIGHTS))
+        operations.append(Operation(at, kind, weights))
+        at += later
+    return operations
+
+
+assert len(HOSTS) > 2, "a partial cut leaves a way through a third host"

@@ -1,0 +1,150 @@
+"""Laws about what processes know of each other: it is true, in time, and never gets older."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from swell.coordinator.wave_interface import Phase
+from swell.coordinator.wire import EngineReport
+from swell.engine.server import EngineServer
+from tests.simulator.actors import SimCoordinator, weights_of
+from tests.simulator.calm import Calm, Durations
+from tests.simulator.control_plane import HEARTBEAT_S, ControlPlane, SimRequest
+from tests.simulator.model import expected_tokens
+
+if TYPE_CHECKING:
+    from tests.simulator.watch import Watch
+
+_VERSION_S = 4.0 * HEARTBEAT_S
+"""Until the manager knows which versions answers need."""
+_FORGOTTEN_S = 10.0 * HEARTBEAT_S
+"""Until it knows that none needs one any more."""
+_LOAD_S = 0.6 * HEARTBEAT_S
+"""Until a change of an engine's load is known: less than a heartbeat."""
+_WEIGHTS = range(3)
+
+
+class KnowledgeWatch:
+    """Looks several times a virtual second."""
+
+    def __init__(
+        self, plane: ControlPlane, watch: Watch, calm: Calm, broken: Callable[[str], None]
+    ) -> None:
+        self._plane, self._watch, self._calm, self._break = plane, watch, calm, broken
+        self._durations = Durations(plane)
+        self._kept: dict[EngineServer, tuple[int, tuple[int, int]]] = {}
+        """What each engine keeps: the epoch, and the age of the manager's state."""
+
+    def look(self) -> None:
+        coordinator = self._plane.coordinator
+        self._look_at_kept()
+        if coordinator is not None and self._calm.coordinator_acts:
+            self._look_at_loads(coordinator)
+            self._look_at_views(coordinator)
+            if self._calm.manager_acts:
+                self._look_at_versions(coordinator)
+        self._durations.end_look()
+
+    def _is_over(self, key: object, bound_s: float, *, holds: bool) -> bool:
+        return self._durations.held_s(key, holds=holds) > bound_s / self._watch.slowest_clock
+
+    def _look_at_kept(self) -> None:
+        """What an engine keeps for the next coordinator never gets older."""
+        for engine in self._plane.living_engines:
+            if (server := engine.server) is None:
+                continue
+            kept = server._coordinator_client._kept
+            epoch, age = self._kept.get(server, (kept.roster_epoch, kept.manager_state.age))
+            if kept.roster_epoch < epoch or kept.manager_state.age < age:
+                self._break(f"{engine.process.name} goes back to an older state of the manager")
+            self._kept[server] = kept.roster_epoch, kept.manager_state.age
+
+    # ---------------------------------------------------------------- loads
+
+    def _look_at_loads(self, coordinator: SimCoordinator) -> None:
+        """The coordinator knows how many requests an engine has, and of which engine it knows."""
+        process = self._plane.coordinators[-1][0]
+        view = coordinator.machine_view
+        members = {member.rank: member.incarnation for member in view.roster.members}
+        reports = {report.rank: report for report in view.reports}
+        for report in reports.values():
+            if report.incarnation != members.get(report.rank):
+                self._break(f"the report of engine {report.rank} is one of an earlier engine")
+        living = self._plane.living_engines
+        if self._plane.scenario.expert and any(each.executor.hangs for each in living):
+            return  # the others wait inside a step
+        for engine in living:
+            server = engine.server
+            if server is None or members.get(engine.rank) != server.incarnation:
+                continue
+            core, seen = server.core, reports.get(engine.rank)
+            load = len(core.scheduler.requests) + core.adapters.num_held
+            differs = seen is not None and _load_of(seen) != load
+            differs = differs and self._calm.reach(engine.process, process)
+            steps = core.wave_member.phase in (Phase.RUNNING, Phase.STOPPED)
+            differs = differs and steps and not engine.executor.hangs
+            differs = differs and not engine.executor.worker_lost
+            if self._is_over(("load", server, load), _LOAD_S, holds=differs):
+                self._break(f"{engine.process.name} has other requests than it has reported")
+
+    def _look_at_views(self, coordinator: SimCoordinator) -> None:
+        """An ingress knows of the loads what the coordinator knows."""
+        process = self._plane.coordinators[-1][0]
+        known = _loads(coordinator.machine_view.reports)
+        for ingress in self._plane.ingresses:
+            if ingress.llm is None or ingress.llm._client._address != coordinator.address:
+                continue
+            view = ingress.llm.view
+            differs = view.roster.epoch == coordinator.epoch and _loads(view.reports) != known
+            differs = differs and self._calm.reach(ingress.process, process)
+            key = "loads", ingress, tuple(known.items())
+            if self._is_over(key, _LOAD_S, holds=differs):
+                self._break(f"{ingress.process.name} does not know the loads")
+
+    # ---------------------------------------------------------------- versions
+
+    def _look_at_versions(self, coordinator: SimCoordinator) -> None:
+        """The manager knows by which versions answers have begun, and of no others: as the tokens
+        say that have come."""
+        plane, calm = self._plane, self._calm
+        process = plane.coordinators[-1][0]
+        needed = {weights_of(version) for version in plane.manager.manager.upgrader._needed}
+        running: set[int] = set()
+        is_known = True
+        for ingress in plane.ingresses:
+            llm = ingress.llm
+            is_known &= llm is not None and calm.reach(ingress.process, process)
+            if llm is None or llm._client._address != coordinator.address:
+                is_known = False
+                continue
+            for request in ingress.requests:
+                weights = _weights_of(request)
+                running |= weights
+                waits = len(weights) == 1 and not weights & needed
+                waits = waits and calm.reach(ingress.process, process)
+                if self._is_over(("needed", request), _VERSION_S, holds=waits):
+                    self._break(f"nobody knows that r{request.number} needs its version")
+        for weights in needed - running:
+            if self._is_over(("forgotten", weights), _FORGOTTEN_S, holds=is_known):
+                self._break("a version counts as needed, and no answer needs it")
+
+
+def _load_of(report: EngineReport) -> int:
+    return report.running + report.waiting
+
+
+def _loads(reports: Iterable[EngineReport]) -> dict[int, int]:
+    return {report.rank: _load_of(report) for report in reports}
+
+
+def _weights_of(request: SimRequest) -> set[int]:
+    """Of which its answer may be, if it has begun and has not ended: any, until a token came."""
+    if request.end is not None:
+        return set()
+    tokens, asked = request.token_ids, request.request
+    return {
+        weights
+        for weights in _WEIGHTS
+        if expected_tokens(asked.prompt, len(tokens), asked.seed, weights) == tokens
+    }

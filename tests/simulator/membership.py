@@ -1,0 +1,230 @@
+"""Laws about who is a member: who stays, who goes in time, and who knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from swell.cluster.control.versions import UpgradeStage
+from swell.coordinator.roster import Member, MemberState
+from swell.coordinator.wave_interface import Phase
+from swell.coordinator.wire import ClusterView
+from tests.simulator.actors import SimCoordinator, SimEngine
+from tests.simulator.calm import Calm, Durations
+from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
+from tests.simulator.process import Process
+
+if TYPE_CHECKING:
+    from tests.simulator.watch import Watch
+
+_SILENT_S = STALL_TIMEOUT_S + 2 * HEARTBEAT_S
+_UNHEARD_S = 3 * STALL_TIMEOUT_S + 2 * HEARTBEAT_S
+"""For an engine that has sent this coordinator nothing."""
+_HEARD_S = 2 * HEARTBEAT_S
+_UNKNOWN_S = 1.5 * STALL_TIMEOUT_S
+_FOLLOW_S = 3.5 * HEARTBEAT_S
+"""Until a peer of the coordinator has what it knows: it looks every heartbeat or two."""
+_WANTED_S = 3.0
+"""Engines that were wanted so shortly before may come yet."""
+
+
+class MembershipWatch:
+    """Looks several times a virtual second."""
+
+    def __init__(
+        self, plane: ControlPlane, watch: Watch, calm: Calm, broken: Callable[[str], None]
+    ) -> None:
+        self._plane, self._watch, self._calm, self._break = plane, watch, calm, broken
+        self._kernel, self._durations = plane.kernel, Durations(plane)
+        self._last: tuple[SimCoordinator, dict[int, Member]] | None = None
+        """The coordinator at the last look, and its members by incarnation."""
+        self._heard: set[tuple[SimCoordinator, int]] = set()
+        """Incarnations that have reported to a coordinator."""
+        self._wanted: list[tuple[float, int]] = []
+        """How many engines the manager wanted, and when."""
+        self._asked: dict[int, tuple[SimCoordinator, SimEngine | None]] = {}
+        """Incarnations that were to go, the coordinator that took them out, and the engine if it
+        was healthy."""
+        self._ended: set[Process] = set()
+        """Whose end a manager has asked for."""
+        self._viewed: dict[SimIngress, tuple[SimCoordinator | None, dict[int, Member]]] = {}
+        """The members in the newest view of each, and the coordinator then."""
+        plane.on_detach.append(self._on_detach)
+        plane.on_view.append(self._on_view)
+        plane.ray.on_end.append(self._ended.add)
+
+    def look(self) -> None:
+        plane, calm = self._plane, self._calm
+        self._note_wanted()
+        coordinator = plane.coordinator
+        if coordinator is not None and calm.coordinator_acts:
+            members = _by_incarnation(coordinator.members)
+            engines = {e.server.incarnation: e for e in plane.engines if e.server is not None}
+            self._look_at_lost(coordinator, members, engines)
+            self._look_at_silent(coordinator, members, engines)
+            self._look_at_repaired(members, engines)
+            self._look_at_ingresses(coordinator)
+            if calm.manager_acts:
+                self._look_at_unknown(members)
+                self._look_at_intents(members)
+                self._look_at_joined(coordinator, members)
+            self._last = coordinator, members
+        self._durations.end_look()
+
+    def _is_over(self, key: object, bound_s: float, *, holds: bool) -> bool:
+        slowest = self._watch.slowest_clock
+        return self._durations.held_s(key, holds=holds) > bound_s / slowest
+
+    # ---------------------------------------------------------------- who stays, and who goes
+
+    def _look_at_lost(
+        self, coordinator: SimCoordinator, members: dict[int, Member], engines: dict[int, SimEngine]
+    ) -> None:
+        """An engine that serves, reaches the coordinator, and was not asked to leave, stays; so it
+        does when that is another one, which has listened for it."""
+        if self._last is None:
+            return
+        for incarnation in self._last[1].keys() - members.keys():
+            engine = engines.get(incarnation)
+            if engine is None or not engine.process.alive or incarnation in self._asked:
+                continue
+            self._check_lost(engine)
+
+    def _check_lost(self, engine: SimEngine) -> None:
+        if not self._watch.may_lose(engine):
+            self._break(f"{engine.process.name} was taken out of the roster, and was healthy")
+
+    def _look_at_silent(
+        self, coordinator: SimCoordinator, members: dict[int, Member], engines: dict[int, SimEngine]
+    ) -> None:
+        """One of which the coordinator hears nothing leaves in time."""
+        net, process = self._plane.net, self._plane.coordinators[-1][0]
+        for incarnation in members:
+            engine = engines.get(incarnation)
+            if engine is None:
+                continue
+            own = engine.process
+            key = coordinator, incarnation
+            reaches = self._calm.reach(own, process)
+            if self._durations.held_s(("heard", *key), holds=reaches) > _HEARD_S:
+                self._heard.add(key)
+            bound_s = _SILENT_S if key in self._heard else _UNHEARD_S
+            is_silent = not own.alive or own.stopped or net.is_cut(own.host, process.host)
+            if self._is_over(("silent", *key), bound_s, holds=is_silent):
+                self._break(f"{own.name} is silent, and is in the roster")
+
+    def _look_at_repaired(self, members: dict[int, Member], engines: dict[int, SimEngine]) -> None:
+        """One that has all its workers again takes requests."""
+        process = self._plane.coordinators[-1][0]
+        for incarnation, member in members.items():
+            engine = engines.get(incarnation)
+            if engine is None or engine.server is None or self._plane.scenario.expert:
+                continue
+            executor, phase = engine.executor, engine.server.core.wave_member.phase
+            is_whole = not (executor.worker_lost or executor.sleep_level)
+            is_whole = is_whole and phase not in (Phase.OUT, Phase.FORMING)
+            waits = is_whole and member.state is MemberState.REPAIRING
+            waits = waits and self._calm.reach(engine.process, process)
+            if self._is_over(("repaired", incarnation), _FOLLOW_S, holds=waits):
+                self._break(f"{engine.process.name} serves again, and nobody knows")
+
+    def _look_at_unknown(self, members: dict[int, Member]) -> None:
+        """A member that the manager does not have leaves in time."""
+        handles = self._plane.manager.manager._fleet.handles
+        ours = {handle.ready.incarnation for handle in handles if handle.ready is not None}
+        for incarnation, member in members.items():
+            holds = incarnation not in ours
+            if self._is_over(("unknown", incarnation), _UNKNOWN_S, holds=holds):
+                self._break(f"the manager does not have the engine {member.rank} of the roster")
+
+    # ---------------------------------------------------------------- who knows of it
+
+    def _look_at_intents(self, members: dict[int, Member]) -> None:
+        """Who is to leave is known to, and who stays."""
+        for handle in self._plane.manager.manager._fleet.engines.values():
+            assert handle.ready is not None
+            member = members.get(handle.ready.incarnation)
+            is_leaving = member is not None and member.state is MemberState.LEAVING
+            differs = member is not None and handle.leaving != is_leaving
+            differs = differs and not handle.in_transition and not (member and member.leaves)
+            if self._is_over(("intent", handle, is_leaving), _FOLLOW_S, holds=differs):
+                what = "leaves" if is_leaving else "stays"
+                self._break(f"{handle.name} {what} in the roster, and not for the manager")
+
+    def _look_at_ingresses(self, coordinator: SimCoordinator) -> None:
+        """Each has the newest roster."""
+        process, epoch = self._plane.coordinators[-1][0], coordinator.epoch
+        for ingress in self._plane.ingresses:
+            if ingress.llm is None or ingress.llm._client._address != coordinator.address:
+                continue
+            reaches = self._calm.reach(ingress.process, process)
+            key = "view", ingress, coordinator, epoch
+            is_behind = reaches and ingress.llm.view.roster.epoch != epoch
+            if self._is_over(key, _FOLLOW_S, holds=is_behind):
+                self._break(f"{ingress.process.name} does not have the roster of epoch {epoch}")
+
+    # ---------------------------------------------------------------- no more than are wanted
+
+    def _note_wanted(self) -> None:
+        now, manager = self._kernel.now, self._plane.manager
+        if manager.has_started:
+            self._wanted.append((now, manager.manager.target))
+        self._wanted = [each for each in self._wanted if now - each[0] < _WANTED_S]
+
+    def _look_at_joined(self, coordinator: SimCoordinator, members: dict[int, Member]) -> None:
+        """But for one while versions change, and those in place of others whose hosts go."""
+        if self._last is None or self._last[0] is not coordinator or self._plane.ray.draining:
+            return
+        upgrader = self._plane.manager.manager.upgrader
+        may_be_extra = upgrader.record.stage is not UpgradeStage.SETTLED or len(upgrader._needed)
+        active = [m for m in members.values() if m.state is MemberState.ACTIVE]
+        newcomers = members.keys() - self._last[1].keys()
+        wanted = max((target for _, target in self._wanted), default=len(active))
+        if newcomers and len(active) > wanted + bool(may_be_extra):
+            self._break(f"{len(active)} engines serve, and {wanted} are wanted")
+
+    # ---------------------------------------------------------------- who left, and who was lost
+
+    def _on_detach(self, ranks: list[int]) -> None:
+        coordinator = self._plane.coordinator
+        if coordinator is None:
+            return
+        engines = {e.server.incarnation: e for e in self._plane.engines if e.server is not None}
+        for member in coordinator.members:
+            if member.rank in ranks:
+                engine = engines.get(member.incarnation)
+                if engine is not None and self._watch.may_lose(engine):
+                    engine = None
+                self._asked[member.incarnation] = coordinator, engine
+
+    def _on_view(self, ingress: SimIngress, view: ClusterView) -> None:
+        """A view names as left those engines that were asked to, and no others."""
+        members = _by_incarnation(view.roster.members)
+        for incarnation in view.roster.left:
+            if incarnation not in self._asked:
+                self._break(f"an engine has left by epoch {view.roster.epoch}, and was not asked")
+            if incarnation in members:
+                self._break(f"an engine has left by epoch {view.roster.epoch}, and is there")
+        earlier, known = self._viewed.get(ingress, (None, members))
+        newest = self._plane.coordinator
+        gone = known.keys() - members.keys() - {*view.roster.left}
+        for incarnation in gone if newest is earlier is not None else ():
+            coordinator, engine = self._asked.get(incarnation, (newest, None))
+            if incarnation not in self._asked:
+                self._look_at_vanished(incarnation)
+            elif engine is not None and coordinator is newest and self._has_left(engine):
+                self._break(f"{engine.process.name} was asked to leave, and counts as lost")
+        self._viewed[ingress] = newest, members
+
+    def _has_left(self, engine: SimEngine) -> bool:
+        """It has not died before: if it is not there any more, a manager has ended it."""
+        return engine.process.alive or engine.process in self._ended
+
+    def _look_at_vanished(self, incarnation: int) -> None:
+        for engine in self._plane.living_engines:
+            if engine.server is not None and engine.server.incarnation == incarnation:
+                self._check_lost(engine)
+
+
+def _by_incarnation(members: tuple[Member, ...]) -> dict[int, Member]:
+    return {member.incarnation: member for member in members}
