@@ -6,8 +6,10 @@ import argparse
 import gc
 import logging
 import time
+from collections import Counter
 from datetime import UTC, datetime
 
+from tests.simulator.coverage import table
 from tests.simulator.faults import FAULTS
 from tests.simulator.laws import Run, judge
 from tests.simulator.scenario import Scenario, draw
@@ -27,6 +29,9 @@ def main() -> int:
     )
     parser.add_argument("--one", type=int)
     parser.add_argument("--shrink", action="store_true", help="find a smaller scenario first")
+    parser.add_argument(
+        "--coverage", action="store_true", help="show in how many runs each transition was made"
+    )
     parser.add_argument(
         "--today", action="store_true", help="begin at a seed that depends on the date"
     )
@@ -52,14 +57,18 @@ def main() -> int:
     if args.today:
         args.first += datetime.now(UTC).toordinal() * _SEEDS_OF_A_DAY
     begun, events, broken = time.process_time(), 0, {}
+    transitions: Counter[str] = Counter()
     for seed in range(args.first, args.first + args.seeds):
         verdict = judge(draw(seed, kinds, args.faults, expert, args.operations))
         events += verdict.events
+        transitions.update(verdict.transitions)
         if verdict.broken:
             broken[seed] = verdict
             print(seed, verdict.broken[:3], verdict.faults, flush=True)
         gc.collect()  # while it is still in the cache of the core
     spent_s = time.process_time() - begun
+    if args.coverage:
+        print(*table(transitions, args.seeds), sep="\n")
     print(
         f"{args.seeds} runs from seed {args.first} in {spent_s:.1f} s, "
         f"{events / args.seeds:.0f} events each, {len(broken)} broken"

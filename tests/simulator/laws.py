@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from swell.cluster.control.versions import UpgradeStage
@@ -11,6 +11,7 @@ from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import JourneyEventType
 from tests.simulator.actors import SimEngine, weights_of
 from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
+from tests.simulator.coverage import Transitions
 from tests.simulator.faults import FaultInjector
 from tests.simulator.model import expected_tokens, text_of
 from tests.simulator.probe import Prober
@@ -36,6 +37,8 @@ class Verdict:
     checksum: int
     virtual_s: float
     faults: list[str]
+    transitions: set[str] = field(default_factory=set)
+    """See `coverage.py`."""
 
 
 class Run:
@@ -46,6 +49,7 @@ class Run:
         self.faults = FaultInjector(self.plane)
         self.watch = Watch(self.plane, self.faults)
         self.prober = Prober(self.plane, self.faults)
+        self.transitions = Transitions(self.plane)
         # What lasts is known when it happens (`FaultInjector.last_at`).
         self._planned_s = max(
             [request.at for request in scenario.requests]
@@ -64,7 +68,9 @@ class Run:
             broken += [*self._check_poison(), *self._check_rest()]
         except (AssertionError, RuntimeError) as error:
             broken = [*kernel.failures, f"{type(error).__name__}: {error}"]
-        verdict = Verdict(broken, kernel.events, kernel.checksum, kernel.now, self.faults.happened)
+        happened = self.faults.happened
+        transitions = self.transitions.finish(happened)
+        verdict = Verdict(broken, kernel.events, kernel.checksum, kernel.now, happened, transitions)
         plane.close()  # in no order
         return verdict
 
@@ -75,6 +81,7 @@ class Run:
             kernel.run(kernel.now + LOOK_S, MAX_EVENTS)
             self.watch.look()
             self.prober.look()
+            self.transitions.look()
             over = max(self._planned_s, self.faults.last_at)
             over = max(over, min(self.plane.operator.changed_at, over + CHANGES_S))
             if kernel.now <= over:

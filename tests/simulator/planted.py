@@ -25,9 +25,13 @@ from swell.cluster.control.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.fleet import Fleet
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.strays import StrayCollector
+from swell.coordinator import roster as rosters
 from swell.coordinator.engine_monitor import EngineMonitor
+from swell.coordinator.listening_clock import ListeningClock
+from swell.coordinator.roster import Roster
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.state_machine import CoordinatorStateMachine
+from swell.coordinator.subscribers import Subscribers
 from swell.engine.client_tracker import ClientTracker
 from swell.engine.coordinator_client import CoordinatorClient
 from swell.engine.core import EngineCore
@@ -141,6 +145,15 @@ def _no_time_to_leave(
     right: Any, self: Any, rank: int, timeout_s: float, *, is_drain: bool = False
 ) -> None:
     right(self, rank, 0.0, is_drain=is_drain)
+
+
+def _of_the_first(right: Any, self: Any) -> list[str]:
+    return sorted(next(iter(self._versions.values()), []))
+
+
+def _uncapped(right: Any, self: Any, now: float) -> float:
+    passed_s = 0.0 if self._last is None else max(0.0, now - self._last)
+    return float(self._listened_s + passed_s)
 
 
 async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
@@ -332,6 +345,27 @@ BUGS = {
     "engine: it keeps its weights": Bug(EngineCore, "update_weights", _nothing, shape=_updating),
     "manager: an engine that gets weights is forgotten": Bug(
         Fleet, "_begin_anew", _nothing, shape=_updating
+    ),
+    "coordinator: who was asked to leave counts as lost": Bug(
+        rosters,
+        "detach",
+        lambda right, roster, ranks: rosters.remove(roster, ranks),
+        campaigns=True,
+    ),
+    "coordinator: it knows the versions of one ingress only": Bug(
+        Subscribers, "versions", _of_the_first, campaigns=True
+    ),
+    "coordinator: a loop that stood still has listened": Bug(
+        ListeningClock, "read", _uncapped, campaigns=True
+    ),
+    "coordinator: whose repair is not heard of stays out": Bug(
+        CoordinatorStateMachine, "_check_repairs", lambda right, *args: [], campaigns=True
+    ),
+    "coordinator: an engine is its predecessor": Bug(
+        Roster,
+        "find",
+        lambda right, self, rank, incarnation=None: right(self, rank),
+        campaigns=True,
     ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, PROCESSES),
 }

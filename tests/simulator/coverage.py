@@ -1,0 +1,91 @@
+"""Which transitions the runs have made: a random schedule finds no bug of a state that it never
+reaches. Shown by `python -m tests.simulator --coverage`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+
+from swell.cluster.client.request_state import MigrationReason
+from swell.cluster.control.versions import UpgradeStage
+from swell.coordinator.roster import MemberState
+from swell.coordinator.wave_interface import GroupState, Phase
+from swell.coordinator.wire import ClusterView
+from swell.engine.wire import JourneyEventType
+from tests.simulator.control_plane import ControlPlane, SimIngress
+from tests.simulator.faults import FAULTS
+
+_ABSENT = "absent"
+
+POSSIBLE = frozenset(
+    [f"fault {kind}" for kind in FAULTS]
+    + [f"request moves: {reason}" for reason in MigrationReason]
+    + [f"upgrade: {stage}" for stage in UpgradeStage]
+    + [f"group: {state}" for state in GroupState]
+    + [f"engine: {phase.name.lower()}" for phase in Phase]
+    + [
+        f"member: {before} > {after}"
+        for before in (_ABSENT, *MemberState)
+        for after in (_ABSENT, *MemberState)
+        if before != after
+    ]
+)
+"""What may be seen; what else is seen is shown, too."""
+
+
+class Transitions:
+    """Of one run. `look` is called several times a virtual second."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self.seen: set[str] = set()
+        self._states: dict[Hashable, str] = {}
+        self._members: dict[SimIngress, dict[int, str]] = {}
+        plane.on_view.append(self._on_view)
+
+    def look(self) -> None:
+        plane = self._plane
+        if plane.coordinator is not None:
+            self._note("group", plane.coordinator, plane.coordinator.machine_view.state)
+        if plane.manager.has_started:
+            manager = plane.manager.manager
+            self._note("change", manager, manager._state.change.stage.value)
+            self._note("upgrade", manager, str(manager.upgrader.record.stage))
+        for engine in plane.living_engines:
+            if engine.server is not None:
+                phase = engine.server.core.wave_member.phase.name.lower()
+                self._note("engine", engine, phase)
+
+    def _note(self, what: str, whose: Hashable, state: str) -> None:
+        key = what, whose
+        before = self._states.get(key)
+        self.seen.add(f"{what}: {state}")
+        if before not in (None, state):
+            self.seen.add(f"{what}: {before} > {state}")
+        self._states[key] = state
+
+    def _on_view(self, ingress: SimIngress, view: ClusterView) -> None:
+        after = {member.incarnation: str(member.state) for member in view.roster.members}
+        before = self._members.get(ingress, {})
+        for incarnation in before.keys() | after.keys():
+            old, new = before.get(incarnation, _ABSENT), after.get(incarnation, _ABSENT)
+            if old != new:
+                self.seen.add(f"member: {old} > {new}")
+        self._members[ingress] = after
+
+    def finish(self, happened: list[str]) -> set[str]:
+        """All that was seen. `happened`: the faults of the run, a line each."""
+        self.seen |= {f"fault {line.split()[1]}" for line in happened}
+        for request in self._plane.requests:
+            for event in request.state.journey.events if request.state is not None else ():
+                if event.kind is JourneyEventType.RESUBMITTED and event.reason is not None:
+                    self.seen.add(f"request moves: {event.reason}")
+        return self.seen
+
+
+def table(counts: Counter[str], num_runs: int) -> Iterator[str]:
+    """A line for each transition: in how many runs it was made; those that were never made last."""
+    for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        yield f"{count:7} {100 * count / num_runs:5.1f} %  {name}"
+    for name in sorted(POSSIBLE - counts.keys()):
+        yield f"  never           {name}"
