@@ -27,14 +27,13 @@ from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.strays import StrayCollector
 from swell.coordinator import roster as rosters
 from swell.coordinator.engine_monitor import EngineMonitor
-from swell.coordinator.listening_clock import ListeningClock
-from swell.coordinator.roster import Roster
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.state_machine import CoordinatorStateMachine
 from swell.coordinator.subscribers import Subscribers
 from swell.engine.client_tracker import ClientTracker
 from swell.engine.coordinator_client import CoordinatorClient
 from swell.engine.core import EngineCore
+from swell.engine.load_reporter import LoadReporter
 from swell.engine.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, KeepAliveReply
 from tests.simulator.faults import FAULTS
@@ -148,12 +147,8 @@ def _no_time_to_leave(
 
 
 def _of_the_first(right: Any, self: Any) -> list[str]:
-    return sorted(next(iter(self._versions.values()), []))
-
-
-def _uncapped(right: Any, self: Any, now: float) -> float:
-    passed_s = 0.0 if self._last is None else max(0.0, now - self._last)
-    return float(self._listened_s + passed_s)
+    """By the identities of connections, which do not depend on the seed of hashes."""
+    return sorted(self._versions[min(self._versions)]) if self._versions else []
 
 
 async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
@@ -355,18 +350,13 @@ BUGS = {
     "coordinator: it knows the versions of one ingress only": Bug(
         Subscribers, "versions", _of_the_first, campaigns=True
     ),
-    "coordinator: a loop that stood still has listened": Bug(
-        ListeningClock, "read", _uncapped, campaigns=True
-    ),
     "coordinator: whose repair is not heard of stays out": Bug(
         CoordinatorStateMachine, "_check_repairs", lambda right, *args: [], campaigns=True
     ),
-    "coordinator: an engine is its predecessor": Bug(
-        Roster,
-        "find",
-        lambda right, self, rank, incarnation=None: right(self, rank),
-        campaigns=True,
+    "ingress: it does not hear what engines begin": Bug(
+        OutputProcessor, "process_started", _nothing, campaigns=True
     ),
+    "engine: a change of its load is none": Bug(LoadReporter, "changed", _nothing, campaigns=True),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, PROCESSES),
 }
 

@@ -1,4 +1,5 @@
-"""The simulator finds bugs: each planted one breaks a law within 200 seeds."""
+"""The simulator finds bugs: each planted one breaks a law within 200 seeds, or as an ordinary draw
+within 2 000."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 
 from tests.simulator.planted import BUGS, find
 
-NUM_SEEDS = 200
+NUM_SEEDS, NUM_DRAWS = 200, 2000
 
 FOUND_SOON = {
     "ingress: a gap is not noticed": 9,
@@ -24,6 +25,8 @@ FOUND_SOON = {
     "coordinator: who was asked to leave counts as lost": 0,
     "coordinator: it knows the versions of one ingress only": 11,
     "coordinator: whose repair is not heard of stays out": 347,
+    "ingress: it does not hear what engines begin": 2,
+    "engine: a change of its load is none": 2,
     "manager: what is left is the target": 4,
     "manager: the dead are not replaced": 2,
     "manager: a death is not noticed": 7,
@@ -42,14 +45,15 @@ FOUND_SOON = {
 
 @pytest.mark.parametrize(("name", "seed"), FOUND_SOON.items())
 def test_a_planted_bug_is_found(name: str, seed: int) -> None:
-    """A seed that finds it no more is to be replaced by another one of the first 200."""
+    """A seed that finds it no more is to be replaced by another one."""
     assert find(BUGS[name], range(seed, seed + 1)) == seed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_each_planted_bug_is_found(name: str) -> None:
-    assert find(BUGS[name], range(NUM_SEEDS)) is not None
+    seeds = NUM_DRAWS if BUGS[name].campaigns else NUM_SEEDS
+    assert find(BUGS[name], range(seeds)) is not None
 
 
 def test_there_are_bugs_of_every_part() -> None:
