@@ -139,7 +139,7 @@ def _draw_trouble(
         case "pair":
             faults.append(replace(first, at=at + 0.05 * random.random(), target=first.target + 1))
         case "chased":
-            messages = RECOVERY + GROUP_RECOVERY if expert else RECOVERY
+            messages: tuple[str, ...] = RECOVERY + (GROUP_RECOVERY if expert else ())
             if random.random() < 0.6:
                 messages = OF_KIND.get(kind, messages)
             trigger = AtMessage(random.choice(messages), random.choice((1, 1, 2, 5)))

@@ -161,6 +161,12 @@ class SimIngress:
         self.llm: AsyncLLM | None = None
         self.process.loop.create_task(self._open(), name="ingress")
 
+    @property
+    def coordinator_address(self) -> object:
+        """Of the one that it follows."""
+        client: Any = None if self.llm is None else self.llm._client
+        return None if client is None else client._address
+
     def _on_exit(self, process: Process) -> None:
         """Its clients lose their connections; Serve starts another one."""
         for request in self.requests:

@@ -93,7 +93,7 @@ class KnowledgeWatch:
         process = self._plane.coordinators[-1][0]
         known = _loads(coordinator.machine_view.reports)
         for ingress in self._plane.ingresses:
-            if ingress.llm is None or ingress.llm._client._address != coordinator.address:
+            if ingress.llm is None or ingress.coordinator_address != coordinator.address:
                 continue
             view = ingress.llm.view
             differs = view.roster.epoch == coordinator.epoch and _loads(view.reports) != known
@@ -115,7 +115,7 @@ class KnowledgeWatch:
         for ingress in plane.ingresses:
             llm = ingress.llm
             is_known &= llm is not None and calm.reach(ingress.process, process)
-            if llm is None or llm._client._address != coordinator.address:
+            if llm is None or ingress.coordinator_address != coordinator.address:
                 is_known = False
                 continue
             for request in ingress.requests:
@@ -125,8 +125,8 @@ class KnowledgeWatch:
                 waits = waits and calm.reach(ingress.process, process)
                 if self._is_over(("needed", request), _VERSION_S, holds=waits):
                     self._break(f"nobody knows that r{request.number} needs its version")
-        for weights in needed - running:
-            if self._is_over(("forgotten", weights), _FORGOTTEN_S, holds=is_known):
+        for unused in needed - running:
+            if self._is_over(("forgotten", unused), _FORGOTTEN_S, holds=is_known):
                 self._break("a version counts as needed, and no answer needs it")
 
 

@@ -155,7 +155,7 @@ class MembershipWatch:
         """Each has the newest roster."""
         process, epoch = self._plane.coordinators[-1][0], coordinator.epoch
         for ingress in self._plane.ingresses:
-            if ingress.llm is None or ingress.llm._client._address != coordinator.address:
+            if ingress.llm is None or ingress.coordinator_address != coordinator.address:
                 continue
             reaches = self._calm.reach(ingress.process, process)
             key = "view", ingress, coordinator, epoch
