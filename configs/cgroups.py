@@ -60,10 +60,9 @@ def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
 def _memory_limits(group: _Group) -> Iterator[MemoryLimit]:
     """Above `memory.high` the kernel slows a group down, above the others it ends processes."""
     folder = group.folder
+    names, used_name, prefix = ["memory.max", "memory.high"], "memory.current", ""
     if group.version == 1:
-        names, used_name, prefix = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"
-    else:
-        names, used_name, prefix = ("memory.max", "memory.high"), "memory.current", ""
+        names, used_name, prefix = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"
     used = _number(_read(folder / used_name)) or 0
     cached = _cached_bytes(folder / "memory.stat", prefix)
     for name in names:

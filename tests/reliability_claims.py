@@ -292,6 +292,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
 }
 
 LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
+    "Where rounding depends on the batch": {},
     "The client of an ingress that dies sees a cut connection.": {},
     "A stopped ingress": {
         "until its watchdog kills it, after `cluster.stall_timeout_s`": (

@@ -31,6 +31,7 @@ STARTS_NONE = {
     "tests/engine/test_actor.py": "Ray's answers are planted",
     "tests/engine/test_worker_replacement.py": "errors of Ray",
     "tests/faults/test_hosts.py": "hosts without Ray",
+    "tests/test_reliability_page.py": "Ray's constants",
 }
 TWO_THREADS = """
 import contextlib, os, pathlib, threading

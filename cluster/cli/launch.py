@@ -61,8 +61,8 @@ def serve(args: argparse.Namespace) -> int:
     else:
         check_temporary_files()
         _check_device(config)
-        if (warning := fd_warning(config.serve)) is not None:
-            _print(f"warning: {warning}")
+        if (too_few := fd_warning(config.serve)) is not None:
+            _print(f"warning: {too_few}")
         download = ask_hub(config, _print)
     stop = threading.Event()
 

@@ -155,7 +155,7 @@ class _Logprobs(msgspec.Struct, frozen=True):
 
     @property
     def values(self) -> list[list[float | None]]:
-        chat = [
+        chat: list[list[float | None]] = [
             [token.logprob, *(other.logprob for other in token.top_logprobs)]
             for token in self.content
         ]

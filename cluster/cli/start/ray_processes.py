@@ -84,9 +84,7 @@ class RayProcesses:
         """Whether a process has ended without which there is no Ray, or its GCS is about to: after
         a SIGTERM it closes its port, and stays a minute."""
         return self._is_gcs_closed() or any(
-            process.poll() is not None
-            for process in self._started
-            if os.path.basename(str(process.args[0])) in _NEEDED
+            process.poll() is not None for process in self._started if _program(process) in _NEEDED
         )
 
     def _is_gcs_closed(self) -> bool:
@@ -110,3 +108,10 @@ class RayProcesses:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
         self._started.clear()
+
+
+def _program(process: subprocess.Popen[Any]) -> str:
+    """The name of the program that a process was started with."""
+    args = process.args
+    first = args if isinstance(args, str | bytes | os.PathLike) else args[0]
+    return os.path.basename(os.fsdecode(first))

@@ -282,6 +282,7 @@ def test_describe_holds_what_the_contract_names() -> None:
             "wave": 4,
             "repairs": 1,
             "sleep_level": 0,
+            "freed_bytes": 0,
             "workers": [{"rank": 0, "tensor": 0, "pipeline": 0, "pid": 2001}],
         }
         assert harness.placement.ranks_of_event("refresh") == [[1]], "its workers are others now"
