@@ -52,17 +52,19 @@ def _waited_for_a_core_s(process: int, thread: int) -> float:
         return 0.0
 
 
-def _end_with_parent() -> None:
-    """Also where this program is stopped, and would not read the end of the pipe."""
+def _end_with_parent(signal_number: int) -> None:
+    """Let the kernel send this signal when the process that started this program ends: it also
+    reaches a program that is stopped, and would not read the end of the pipe. 0: none."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def main(arguments: list[str]) -> None:
     """Raises ValueError for arguments that are not those of the module's usage line."""
     (parent, thread), limit_s, name = map(int, arguments[:2]), float(arguments[2]), arguments[3]
-    _end_with_parent()
+    _end_with_parent(signal.SIGKILL)
     if watch(sys.stdin.fileno(), parent, thread, limit_s) and os.getppid() == parent:
+        _end_with_parent(0)  # the message is still to come
         os.kill(parent, signal.SIGKILL)
         print(
             f"{name} (pid {parent}): its event loop stood still for {limit_s:g} s "

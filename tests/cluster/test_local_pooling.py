@@ -42,7 +42,7 @@ def test_embeddings_and_their_scores(tmp_path):
             llm.generate("a")
         with pytest.raises(BadRequest, match="gives embeddings, and no classes"):
             llm.classify("a")
-        with pytest.raises(BadRequest, match=r"your prompt\[1\] has 151 tokens"):
+        with pytest.raises(BadRequest, match=r"151 tokens in prompt\[1\]"):
             llm.embed(["a", "b" * 150])
         with pytest.raises(ValueError, match="2 texts have no pairs with 3"):
             llm.score(["a", "b"], ["c", "d", "e"])

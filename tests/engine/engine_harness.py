@@ -100,6 +100,8 @@ class Part:
 class Answer:
     """All that a client received, joined independently of the code under test."""
 
+    tolerance: float = TOLERANCE
+    """Of a log probability, between the engines that compute the answer."""
     parts: dict[int, Part] = field(default_factory=dict)
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: Positions | None = None
@@ -120,7 +122,7 @@ class Answer:
         if self.prompt_logprobs is None:
             self.prompt_logprobs = reported
         elif reported is not None:
-            assert_same_positions(reported, self.prompt_logprobs)
+            assert_same_positions(reported, self.prompt_logprobs, self.tolerance)
         for part in output.outputs:
             self.parts.setdefault(part.index, Part()).add(part, is_delta=kind == DELTA)
 
@@ -133,24 +135,25 @@ def positions(table: LogprobTable | None) -> Positions | None:
 
 
 def assert_same(got: Answer, want: Answer) -> None:
-    """Text, ids, ranks, counts and reasons are equal; log probabilities within `TOLERANCE`."""
+    """Text, ids, ranks, counts and reasons are equal; log probabilities within `got.tolerance`."""
+    tolerance = got.tolerance
     assert got.finished and want.finished
     assert got.prompt_token_ids == want.prompt_token_ids
     assert sorted(got.parts) == sorted(want.parts)
-    assert_same_positions(got.prompt_logprobs, want.prompt_logprobs)
+    assert_same_positions(got.prompt_logprobs, want.prompt_logprobs, tolerance)
     for index, mine in want.parts.items():
         part = got.parts[index]
         for name in ("text", "token_ids", "num_output_tokens", "finish_reason", "stop_reason"):
             assert getattr(part, name) == getattr(mine, name), f"{name} of answer {index}"
-        assert_same_positions(part.logprobs, mine.logprobs)
+        assert_same_positions(part.logprobs, mine.logprobs, tolerance)
         if mine.cumulative_logprob is None:
             assert part.cumulative_logprob is None
         else:
-            limit = TOLERANCE * (1 + len(mine.token_ids))
+            limit = tolerance * (1 + len(mine.token_ids))
             assert part.cumulative_logprob == pytest.approx(mine.cumulative_logprob, abs=limit)
 
 
-def assert_same_positions(got: Positions | None, want: Positions | None) -> None:
+def assert_same_positions(got: Positions | None, want: Positions | None, tolerance: float) -> None:
     if want is None or got is None:
         assert got is want
         return
@@ -158,7 +161,7 @@ def assert_same_positions(got: Positions | None, want: Positions | None) -> None
         (ids, *others) for ids, _, *others in want
     ]
     for (_, values, *_), (_, true, *_) in zip(got, want, strict=True):
-        assert values == pytest.approx(true, abs=TOLERANCE)
+        assert values == pytest.approx(true, abs=tolerance)
 
 
 # ---------------------------------------------------------------- engines
@@ -206,8 +209,10 @@ class EngineHarness:
         sleep_level: int = 0,
         chunks: int = 0,
         prefill: LLM | None = None,
+        tolerance: float = TOLERANCE,
     ) -> None:
         self._engines = engines
+        self._tolerance = tolerance
         self._patience = patience
         self._recovered_every, self._sleep_level = recovered_every, sleep_level
         self._chunks, self._prefill = chunks, prefill
@@ -229,7 +234,8 @@ class EngineHarness:
         outputs were received as `cuts` says."""
         number, llm = len(self._submitted), self._engines[0]
         talk = llm._prompts.chat_messages([{"role": "user", "content": request_spec.prompt}])
-        self._submitted.append((ParentRequest(request_spec.params, kind), kind, Answer()))
+        parent, answer = ParentRequest(request_spec.params, kind), Answer(self._tolerance)
+        self._submitted.append((parent, kind, answer))
         params = llm._input_processor.process(
             GenerationRequest(
                 prompt=Conversation(messages=talk),
