@@ -22,6 +22,11 @@ child = subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=Tru
 print(child.pid, flush=True)
 """
 """Starts a process that inherits its standard error, and ends before it."""
+WAITS_FOR = """
+import os, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+"""
 
 
 @pytest.fixture
@@ -65,8 +70,10 @@ def test_a_stopped_process_and_the_child_of_a_killed_one_are_ended(
 
 
 def test_what_ends_by_itself_is_waited_for(tmp_path: Path, log: Path) -> None:
-    ending = start("-c", "import time; time.sleep(0.3)", log=log)
+    end = tmp_path / "end"
+    ending = start("-c", WAITS_FOR, str(end), log=log)
     assert writers(tmp_path) == [ending.pid]
+    end.touch()
     assert end_all(tmp_path, DEADLINE_S) == []
     assert ending.wait(timeout=DEADLINE_S) == 0
 
