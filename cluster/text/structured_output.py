@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.text.json_grammar.json_lark import json_grammar
+from swell.cluster.text.json_grammar.json_lark import json_grammar, outermost
 from swell.cluster.text.json_grammar.object_merging import literal
 from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
 from swell.cluster.text.json_grammar.schema_nodes import (
@@ -61,7 +61,7 @@ class GrammarFragment(msgspec.Struct, frozen=True):
         """The grammar of an answer that has this form."""
         if self.terminal:
             return f"start: FORM\nFORM: {self.terminal}"
-        return f"start: {self.rule}" if self.grammar is None else self.grammar
+        return outermost(self.rule) if self.grammar is None else self.grammar
 
 
 class SchemaTooLong(ValueError):

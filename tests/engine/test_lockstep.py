@@ -106,7 +106,7 @@ def test_engines_come_and_go_while_answers_stream(cluster) -> None:
     cluster.join(3)
     tracker.submit(3, 100)
     tracker.check()
-    roster = cluster.service.detach([1, 3], 10)
+    roster = cluster.service.detach([1, 3], 10, NO_MANAGER)
     assert roster.ranks == [0, 2]
     cluster.stop(1)
     cluster.stop(3)

@@ -48,6 +48,9 @@ from swell.cluster.text.json_grammar.string_terminals import (
 MAX_RULES = 20_000
 
 
+_BEGIN, _END = "%lark {", "}"
+
+
 def json_grammar(schema: dict[str, Any], is_empty: Callable[[str], bool]) -> str:
     """`%lark {...}`: the schema, which was cleaned, as a part of a rule. Raises SchemaError."""
     return _Writer(SchemaMerger(schema, is_empty)).write(schema)
@@ -81,7 +84,7 @@ class _Writer:
         for index in self._reachable(root):
             self._lines.append(f"r{index}: {' | '.join(self._alternatives(index))}")
         head = ['%llguidance {"ignore_once": true}', f"start: r{root}"]
-        return "\n".join(["%lark {", *head, *self._lines, f"%ignore /{WHITESPACE}/", "}"])
+        return "\n".join([_BEGIN, *head, *self._lines, f"%ignore /{WHITESPACE}/", _END])
 
     def _index(self, place: Place) -> int:
         key = None if place is None else tuple(map(id, place))
@@ -212,6 +215,14 @@ class _Writer:
 
     def _any_name(self) -> str:
         return self._named(library_rule({"type": "string"}), "t")
+
+
+def outermost(rule: str) -> str:
+    """A grammar whose texts are those of a rule. Around a grammar that `json_grammar` has written
+    it puts no other: in that one a blank could come before a string."""
+    if rule.startswith(_BEGIN) and rule.endswith(_END):
+        return rule.removeprefix(_BEGIN).removesuffix(_END)
+    return f"start: {rule}"
 
 
 def _parts(shape: Shape) -> list[Place]:

@@ -12,8 +12,13 @@ import re
 import msgspec
 from llguidance import regex_to_lark
 
-_INNER_ANCHOR = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([$^|])", re.S)
-_LOOK_AROUND = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|(\(\?(?:=|!|<=|<!))", re.S)
+_SKIPPED = r"\\.|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)"
+"""An escaped character, or a class of characters; one that is not closed reaches to the end, so
+that it is read once."""
+_INNER_ANCHOR = re.compile(rf"{_SKIPPED}|([$^|])", re.S)
+_LOOK_AROUND = re.compile(rf"{_SKIPPED}|(\(\?(?:=|!|<=|<!))", re.S)
+_BRACKET = re.compile(rf"{_SKIPPED}|([()])", re.S)
+_CHOICE = re.compile(rf"{_SKIPPED}|([()|])", re.S)
 _META = re.compile(r"[\\.^$*+?()\[\]{}|]")
 _MAX_FIXED = 64
 
@@ -59,7 +64,7 @@ def split_lookahead(pattern: str) -> SplitPattern | None:
 def _group_end(pattern: str) -> int | None:
     """Behind the bracket that closes the group at the beginning."""
     depth = 0
-    for found in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|([()])", pattern, re.S):
+    for found in _BRACKET.finditer(pattern):
         depth += {"(": 1, ")": -1}.get(found[1] or "", 0)
         if found[1] == ")" and depth == 0:
             return found.end()
@@ -109,7 +114,7 @@ def search_expression(pattern: str) -> str:
 
 def _top_level_choice(body: str) -> bool:
     depth = 0
-    for found in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|([()|])", body, re.S):
+    for found in _CHOICE.finditer(body):
         depth += {"(": 1, ")": -1}.get(found[1] or "", 0)
         if found[1] == "|" and depth == 0:
             return True

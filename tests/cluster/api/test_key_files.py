@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,17 @@ from swell.cluster.api.server.api_keys import key_file_warnings
 from swell.configs.schema import ConfigError, ServeConfig
 
 FILES = ("api_keys_file", "admin_keys_file")
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What is logged of files of keys."""
+    found: list[str] = []
+    logger, handler = logging.getLogger("swell.cluster.api_keys"), logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
 
 
 def config(path: Path, name: str) -> ServeConfig:
@@ -31,21 +43,15 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path, name: str, mode
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o600, 0o440])
 def test_a_file_that_others_may_read_is_said(
-    tmp_path: Path,
-    name: str,
-    mode: int,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, name: str, mode: int, messages: list[str]
 ) -> None:
     path = tmp_path / "keys"
     path.write_text("abc\n")
     path.chmod(mode)
-    monkeypatch.setattr(logging.getLogger("swell"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
-        Access(config(path, name))
+    Access(config(path, name))
     warnings = key_file_warnings(config(path, name))
     assert bool(warnings) == bool(mode & 0o004)
-    assert [record.getMessage() for record in caplog.records] == warnings
+    assert messages == warnings
     for text in warnings:
         assert f"serve.{name}" in text and f"{mode:o}" in text and "chmod 600" in text
         assert "abc" not in text

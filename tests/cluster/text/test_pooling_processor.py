@@ -145,13 +145,13 @@ def test_a_refusal_advises_what_the_model_can_do(tokenizer, values, can):
     assert ("model.runner=generate" in message) == can
 
 
+LONG = "a " * 9999
 PAIRS = [
-    (convert.rerank_pairs, RerankRequest(query="", documents=["a", "b"]), "query"),
-    (convert.rerank_pairs, RerankRequest(query="a " * 9999, documents=["a", "b"]), "query"),
-    (convert.rerank_pairs, RerankRequest(query="a", documents=["a", ""]), "documents[1]"),
-    (convert.score_pairs, ScoreRequest(text_1=["a", ""], text_2=["a", "b"]), "text_1[1]"),
-    (convert.score_pairs, ScoreRequest(text_1="", text_2=["a", "b"]), "text_1"),
-    (convert.score_pairs, ScoreRequest(queries="a", documents=["", "b"]), "documents[0]"),
+    (convert.rerank_pairs, RerankRequest(query=LONG, documents=["a", "b"]), "query"),
+    (convert.rerank_pairs, RerankRequest(query="a", documents=["a", LONG]), "documents[1]"),
+    (convert.score_pairs, ScoreRequest(text_1=["a", LONG], text_2=["a", "b"]), "text_1[1]"),
+    (convert.score_pairs, ScoreRequest(text_1=LONG, text_2=["a", "b"]), "text_1"),
+    (convert.score_pairs, ScoreRequest(queries="a", documents=[LONG, "b"]), "documents[0]"),
 ]
 
 
