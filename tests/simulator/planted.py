@@ -311,7 +311,7 @@ BUGS = {
     "manager: the dead are not replaced": Bug(control_state, "plan", _not_replaced, PROCESSES),
     "manager: a death is not noticed": Bug(Fleet, "_watch", _nothing, ("kill",)),
     "manager: what could not be ended is left": Bug(
-        StrayCollector, "collect_forever", _never, ("gcs-away",)
+        StrayCollector, "collect_forever", _never, ("gcs-away", "kill")
     ),
     "manager: a pause is forgotten": Bug(
         control_state, "take_over", _pause_forgotten, ("kill", "kill-control")
