@@ -71,23 +71,32 @@ class Authenticator:
         try:
             while True:
                 ready = dict(poller.poll())
-                if self._zap in ready:
-                    self._zap.send_multipart(zap_reply(self._zap.recv_multipart(), self._allowed))
-                if self._monitor in ready:
-                    self._on_event(*_EVENT.unpack(self._monitor.recv_multipart()[0]))
+                request = self._zap.recv_multipart() if self._zap in ready else None
+                # First: a connection that is refused after its handshake loses its messages.
+                self._follow_connections()
+                if request is not None:
+                    self._zap.send_multipart(zap_reply(request, self._allowed))
         except zmq.ContextTerminated:
             self._zap.close()
             self._monitor.close()
 
-    def _on_event(self, event: int, value: int) -> None:
-        match event:
-            case zmq.EVENT_ACCEPTED:
-                if not self._pending.accepted(value, time.monotonic()):
-                    self._refuse(value)
-            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._pending.succeeded(time.monotonic())
-            case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
-                self._pending.ended(value)
+    def _follow_connections(self) -> None:
+        """Handle all events that the monitor has, then refuse connections. A connection that ended
+        meanwhile is left alone: its file descriptor may be that of another one."""
+        refused: set[int] = set()
+        while self._monitor.poll(0):
+            event, value = _EVENT.unpack(self._monitor.recv_multipart()[0])
+            match event:
+                case zmq.EVENT_ACCEPTED:
+                    if not self._pending.accepted(value, time.monotonic()):
+                        refused.add(value)
+                case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._pending.succeeded(time.monotonic())
+                case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
+                    self._pending.ended(value)
+                    refused.discard(value)
+        for connection in refused:
+            self._refuse(connection)
 
     def _refuse(self, connection: int) -> None:
         refused = self._pending.refused

@@ -12,10 +12,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from swell.coordinator import authenticator
 from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Outlet, make_keys
-from swell.coordinator.handshakes import MAX_MESSAGE_BYTES, MAX_PENDING
+from swell.coordinator.handshakes import MAX_MESSAGE_BYTES, MAX_PENDING, PendingHandshakes
 from tests.coordinator.test_channel import NEVER_S, SOON_S, take
 from tests.strangers import Door, Recorder, greeting, knock_with_keys, knocks, visit
 
@@ -184,6 +185,53 @@ def test_a_peer_comes_in_when_strangers_have_had_their_time(keys, monkeypatch) -
     eventually(lambda: [stranger for stranger in strangers if is_open(stranger)], lambda n: not n)
     for stranger in strangers:
         stranger.close()
+    outlet.close()
+    inbox.close()
+
+
+class ObservedOutlet(Outlet[str]):
+    def _prepare(self) -> None:
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = self._socket.get_monitor_socket(events, "inproc://observed")
+
+    def next_event(self) -> int | None:
+        """The next event of its connections; None if there is none yet."""
+        return recv_monitor_message(self._monitor)["event"] if self._monitor.poll(0) else None
+
+    def _close_socket(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        super()._close_socket()
+
+
+def test_a_peer_is_refused_before_its_handshake_or_not_at_all(keys, monkeypatch) -> None:
+    """Its messages are lost with a connection that ends after the handshake."""
+    accepted = PendingHandshakes.accepted
+    handled = 0
+
+    def accept_slowly(pending: PendingHandshakes, connection: int, now: float) -> bool:
+        nonlocal handled
+        time.sleep(0.005)  # the thread is far behind the connections that the kernel accepts
+        handled += 1
+        return accepted(pending, connection, now)
+
+    monkeypatch.setattr(PendingHandshakes, "accepted", accept_slowly)
+    monkeypatch.setattr(authenticator, "HANDSHAKE_S", 2.0)
+    inbox: Inbox[str] = Inbox(str, keys)
+    door = door_of(inbox.address, "tcp")
+    strangers = [door.connect(LONG_S) for _ in range(MAX_PENDING + SEVERAL)]
+    outlet = ObservedOutlet(distant(inbox.address), str, keys)
+    outlet.send("hello")
+    assert [message for _, message in take(inbox, 1)] == ["hello"]
+    eventually(lambda: handled, lambda handled: handled > len(strangers))
+    for stranger in strangers:
+        stranger.close()
+    succeeded = eventually(outlet.next_event, bool)
+    while succeeded == zmq.EVENT_DISCONNECTED:  # it was refused in time, and connected again
+        succeeded = eventually(outlet.next_event, bool)
+    outlet.send("after")
+    assert [message for _, message in take(inbox, 1)] == ["after"]
+    assert outlet.next_event() is None
     outlet.close()
     inbox.close()
 
