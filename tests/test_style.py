@@ -1,4 +1,4 @@
-"""Limits of the length of files and functions, and names of files."""
+"""Limits of the length of files and functions, names of files, and deadlines of tests."""
 
 from __future__ import annotations
 
@@ -65,3 +65,27 @@ def test_lengths_of_functions_are_counted() -> None:
     """Otherwise the limit would hold for no function."""
     source = "class A:\n    async def f(self):\n        a = 1\n        return a\ndef g(): ...\n"
     assert function_lengths(source) == [("g", 1), ("f", 3)]
+
+
+HTTP_CALLS = {"Client", "AsyncClient", "request", "stream", "get", "post", "put", "patch", "delete"}
+
+
+def calls_without_timeout(source: str) -> list[int]:
+    """Lines at which httpx is called with its own timeout of five seconds."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in HTTP_CALLS) == ("httpx", True)
+        and "timeout" not in {keyword.arg for keyword in node.keywords}
+    ]
+
+
+def test_every_request_of_a_test_has_a_timeout() -> None:
+    """A busy machine may need more than the five seconds of httpx for any answer."""
+    assert calls_without_timeout("httpx.get(url)\nhttpx.get(url, timeout=60)") == [1]
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    found = {str(path.relative_to(ROOT)): calls_without_timeout(path.read_text()) for path in tests}
+    assert {name: lines for name, lines in found.items() if lines} == {}

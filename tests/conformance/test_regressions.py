@@ -105,7 +105,7 @@ def test_answers_outside_of_the_document_are_detected(
     def answer_all(_: httpx.Request) -> httpx.Response:
         return httpx.Response(status, headers=headers, content=iter([content]))
 
-    with httpx.Client(transport=httpx.MockTransport(answer_all)) as client:
+    with httpx.Client(transport=httpx.MockTransport(answer_all), timeout=60) as client:
         answer = client.post("http://h/v1/completions")
     with pytest.raises(FailureGroup):
         check_answer("/v1/completions", answer)

@@ -28,7 +28,7 @@ _VANISH_S = 60
 _IDLE_S = 30
 _LISTEN = "0A"
 """The state of a listening socket in `/proc/net/tcp`."""
-HTTP = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
 """A connection for each request, as `httpx.get` has it, which reads all certificates each time: 45
 ms of processor time, while a cluster needs it."""
 _SWELL = (sys.executable, "-m", "swell.cluster")

@@ -15,7 +15,7 @@ import pytest
 
 from swell.cluster.api.sessions import session_client, session_store
 from swell.cluster.api.sessions.session_store import CommitChunk, CreateSession, EndSession
-from tests.cluster.fake_cluster import FakeCluster, body, truth, until
+from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster, body, truth, until
 from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
 
@@ -201,7 +201,10 @@ def test_another_ingress_goes_on_at_the_same_engine(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open(engines=4) as server:
             other = server.cluster.another_ingress(server.store.new_handle())
-            async with other as (_ingress, url), httpx.AsyncClient(base_url=url) as client:
+            async with (
+                other as (_, url),
+                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+            ):
                 for choice in range(6):
                     id, before, ranks = await server.create(), list[int](), set[int]()
                     for number, ids in enumerate([[100 + choice] * 5, *CHUNKS] * 2):
@@ -234,7 +237,10 @@ def test_a_store_that_is_lost_gets_the_sessions_again(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
             other = server.cluster.another_ingress(server.store.new_handle())
-            async with other as (_ingress, url), httpx.AsyncClient(base_url=url) as client:
+            async with (
+                other as (_, url),
+                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+            ):
                 id, before = await server.create(), list[int]()
                 for number, ids in enumerate([*CHUNKS] * 2):
                     turn, another = [server.client, client][:: 1 if number % 2 else -1]
@@ -394,7 +400,10 @@ def test_an_answer_that_is_continued_names_its_chunk(tmp_path: Path) -> None:
             asked["session_chunk"] = 0
             first = await server.client.post(COMPLETIONS, json=asked, headers=key)
             other = server.cluster.another_ingress(server.store.new_handle())
-            async with other as (_ingress, url), httpx.AsyncClient(base_url=url) as client:
+            async with (
+                other as (_, url),
+                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+            ):
                 again = await client.post(COMPLETIONS, json=asked, headers=key)
             assert first.json()["choices"] == again.json()["choices"]
             assert (await server.client.get(f"/v1/sessions/{id}")).json()["tokens"] == 7
@@ -465,7 +474,10 @@ def test_an_answer_that_is_computed_again_takes_nothing_away(tmp_path: Path) -> 
             await server.chunk(id, [3])
             await server.chunk(id, [4])
             other = server.cluster.another_ingress(server.store.new_handle())
-            async with other as (_ingress, url), httpx.AsyncClient(base_url=url) as client:
+            async with (
+                other as (_, url),
+                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+            ):
                 again = await client.post(COMPLETIONS, json=asked, headers=key)
             assert first.json()["choices"] == again.json()["choices"]
             assert (await server.client.get(f"/v1/sessions/{id}")).json()["chunks"] == 3

@@ -16,7 +16,7 @@ from swell.cluster.client.routable_engines import Role
 from swell.coordinator import roster as rosters
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import PoolingParams, SamplerParams
-from tests.cluster.fake_cluster import FakeCluster, body, truth, until
+from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster, body, truth, until
 from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
 
@@ -276,7 +276,10 @@ def test_a_session_is_not_computed_for_an_engine_that_has_it(tmp_path: Path) -> 
             first = await ids_of(found, body(LONG, 4, session_id=id))
             assert len(prefill.arrived) == 1
             other = found.another_ingress(store.new_handle())
-            async with other as (_ingress, url), httpx.AsyncClient(base_url=url) as client:
+            async with (
+                other as (_, url),
+                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+            ):
                 asked = body(SHORT, 4, session_id=id, return_token_ids=True)
                 answer = (await client.post(COMPLETIONS, json=asked)).json()
                 whole = [*LONG, *first, *SHORT]

@@ -108,7 +108,8 @@ def prefer(url: str) -> Callable[[str], dict[str, int]]:
     never learned to call tools: where a test needs one of several answers, this chooses it."""
 
     def bias(character: str) -> dict[str, int]:
-        answer = httpx.post(f"{url}/tokenize", json={"model": "nano", "prompt": character})
+        asked = {"model": "nano", "prompt": character}
+        answer = httpx.post(f"{url}/tokenize", json=asked, timeout=60)
         return {str(answer.raise_for_status().json()["tokens"][-1]): 100}
 
     return bias

@@ -81,7 +81,7 @@ def report(
     folder = tmp_path_factory.mktemp("files")
     with serve(nano, *(each.format(nano=nano, folder=folder) for each in settings)) as url:
         yield evaluate(url, nano, str(tmp_path_factory.mktemp("datasets")))
-        metrics = httpx.get(f"{url}/metrics").text
+        metrics = httpx.get(f"{url}/metrics", timeout=60).text
     values = re.findall(rf"^{metric}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
     assert sum(map(float, values)) > 0, metric
     assert any(folder.iterdir()) == (request.param == "prompts of another engine")
