@@ -25,7 +25,7 @@ def test_the_package_list_is_the_tree() -> None:
         for path in (ROOT / floor).rglob("__init__.py")
     }
     listed = PROJECT["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted(found)
+    assert sorted(listed) == sorted({"swell", *found})
 
 
 def test_every_folder_with_code_is_a_package() -> None:
@@ -49,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
-    for name in FLOORS:
+    for name in (*FLOORS, "package"):
         shutil.copytree(ROOT / name, source / name, ignore=skip)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
@@ -88,6 +88,7 @@ def test_the_wheel_holds_every_file_of_ours(wheel: Path) -> None:
 def test_the_wheel_is_what_is_imported(wheel: Path, tmp_path: Path) -> None:
     code = (
         "import swell.engine.scheduler, swell.cluster.local, swell.cluster.cli.main, swell.kernels;"
+        "from swell import LLM, SamplingParams;"
         "print(swell.engine.scheduler.__file__)"
     )
     run = subprocess.run(
@@ -100,3 +101,15 @@ def test_the_wheel_is_what_is_imported(wheel: Path, tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == str(wheel / "swell" / "engine" / "scheduler.py")
+
+
+def test_the_package_alone_imports_no_library() -> None:
+    code = (
+        "import sys, swell;"
+        "assert not {'torch', 'ray', 'msgspec'} & set(sys.modules);"
+        "assert swell.LLM.__module__ == 'swell.cluster.local';"
+        "assert swell.SamplingParams.__name__ == 'SamplingParams';"
+        "assert not hasattr(swell, 'Engine')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr

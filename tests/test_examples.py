@@ -1,0 +1,39 @@
+"""The examples run as a newcomer runs them: those of a server are in `tests/e2e/one_engine`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+OF_A_SERVER = ("stream", "tools", "session", "rescale")
+TIMEOUT_S = 400
+"""Of one example on a busy machine."""
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """Run an example and return what it prints."""
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_every_example_is_run() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"offline", *OF_A_SERVER}
+
+
+@pytest.mark.slow
+def test_offline() -> None:
+    assert run_example("offline").splitlines() == [
+        "kitten: nettik",
+        "planet: tenalp",
+        "garden: nedrag",
+    ]
