@@ -106,7 +106,7 @@ def test_a_cluster_copies_all_that_pip_needs_and_the_token(name: str) -> None:
     mounts = cluster(name)["file_mounts"]
     assert mounts.pop("~/.ray/auth_token") == "~/.ray/auth_token"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders = {package.split(".")[1] for package in project["tool"]["setuptools"]["packages"]}
+    folders = set(project["tool"]["setuptools"]["package-dir"].values())
     files = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
     assert mounts == {f"~/swell-source/{part}": part for part in folders | files}
 
