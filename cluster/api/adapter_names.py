@@ -9,8 +9,8 @@ from swell.coordinator.wire import ClusterView
 
 
 class AdapterNames:
-    """Those of the configuration, as this ingress found their files at its start, and those that
-    came since, as the newest view of the cluster has them."""
+    """The adapters of the configuration, as this ingress found their files when it started, and the
+    adapters loaded since, as the newest view of the cluster lists them."""
 
     def __init__(self, of_config: Mapping[str, Adapter], view: Callable[[], ClusterView]) -> None:
         self.of_config = of_config
@@ -18,7 +18,7 @@ class AdapterNames:
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
-        """Those that came while the server ran."""
+        """The adapters that were loaded while the server ran."""
         return self._view().adapters
 
     @property

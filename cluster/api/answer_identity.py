@@ -1,4 +1,5 @@
-"""What an answer has beside its content: the same wherever, and however often, it is computed."""
+"""The identity of an answer: its id, its time and its randomness. It is the same wherever, and
+however often, the answer is computed."""
 
 from __future__ import annotations
 
@@ -15,22 +16,24 @@ from swell.configs.secret import HoldsSecrets, SecretText
 
 class AnswerIdentity(HoldsSecrets, frozen=True, kw_only=True):
     id: str
-    """Its id, without what an API puts in front."""
+    """The id of the answer, without the prefix of an API."""
     created: int
-    """In seconds since 1970."""
+    """When the request arrived, in seconds since 1970."""
     owner: SecretText = ""
-    """The user's key, as `Access.check_user` names it."""
+    """The name of the user's key, as `Access.check_user` returns it."""
     random: Random = SYSTEM_RANDOM
-    """The ids of its parts are drawn from it."""
+    """The source of the ids of the answer's parts."""
     is_repeatable: bool = False
-    """It may be computed again: its events must depend on the request alone, and on no timing."""
+    """Whether the answer may be computed again. If so, its events must depend only on the request,
+    and never on timing."""
     adapter: Adapter | None = None
-    """The adapter with which it began, whatever has its name now; None: it begins with what the
-    request names."""
+    """The adapter with which the answer began, even if its name means another adapter now. None:
+    the answer begins with the adapter that the request names."""
     begun_version: str | None = None
-    """The version of weights that gave what its client has already; None: it has nothing."""
+    """The version of the weights that computed what the client already has. None: the client has
+    nothing yet."""
 
 
 def new_identity(request: Request, owner: SecretText = "") -> AnswerIdentity:
-    """Of an answer that is computed once."""
+    """Returns the identity of an answer that is computed once."""
     return AnswerIdentity(id=request_id(request), created=int(time.time()), owner=owner)

@@ -1,4 +1,4 @@
-"""Bodies of requests: read up to their limits, then decoded and checked off the event loop."""
+"""Reads request bodies up to their limits, then decodes and checks them off the event loop."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from swell.configs.schema import ServeConfig
 Body = TypeVar("Body", bound=RequestBody)
 
 HELD_BODIES = 16
-"""So many bodies of the largest size may be held at once, by all requests together. Beyond that
-a client that sends more than an equal share is refused: a few that hold much, and send slowly,
-keep out no other client. All together never hold twice as much."""
+"""The memory for bodies, in bodies of the largest size, shared by all requests. If it is full, a
+client that sends more than an equal share is refused, so that a few clients that send large bodies
+slowly cannot keep out the others. The total never exceeds twice this limit."""
 MAX_WARNED = 16
-"""Fields that the header of a warning names."""
+"""The most fields that the header of a warning names."""
 MAX_WARNED_CHARS = 64
-"""Longest shown part of each name."""
+"""The longest name that a warning shows, in characters; longer ones are shortened."""
 
 
 class BodyReader:
-    """Reads the bodies of one ingress. Bytes count from their arrival until they are decoded."""
+    """Reads the bodies of one ingress. Bytes count towards the limit from their arrival until they
+    are decoded."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class BodyReader:
         offload: OffloadPool,
         on_ignored: Callable[[Mapping[str, int]], None],
     ) -> None:
-        """`on_ignored` counts fields of a history that were ignored, by label."""
+        """`on_ignored` counts the ignored fields of conversation histories, by label."""
         self._unknown = config.unknown_fields
         self._on_ignored = on_ignored
         self._max_body_bytes = config.max_body_bytes
@@ -48,7 +49,7 @@ class BodyReader:
         self._readers = 0
 
     async def read(self, request: Request, kind: type[Body]) -> Body:
-        """The checked body of a request that was authorized. Raises BadRequest and HTTPError."""
+        """Returns the checked body of an authorized request. Raises BadRequest and HTTPError."""
         parts: list[bytes] = []
         size = 0
         self._readers += 1
@@ -72,7 +73,7 @@ class BodyReader:
             self.held_bytes -= size
 
     def _check_room(self, size: int) -> None:
-        """Raise HTTPError if a request that holds so many bytes leaves too little room for
+        """Raises HTTPError if a request that holds `size` bytes leaves too little room for
         others."""
         is_share = size * self._readers <= self._max_held_bytes
         if self.held_bytes > self._max_held_bytes and not is_share:
@@ -101,8 +102,8 @@ def require_json(request: Request) -> None:
 async def read_json_parts(
     request: Request, limit_bytes: int, limit_name: str = "serve.max_body_bytes="
 ) -> AsyncGenerator[bytes]:
-    """The body of a JSON request as it comes, unpacked. Raises HTTPError before more than the limit
-    came, or was unpacked, and BadRequest where it cannot be unpacked."""
+    """Yields the body of a JSON request as it arrives, unpacked. Raises HTTPError before more than
+    the limit has arrived or was unpacked, and BadRequest if the body cannot be unpacked."""
     require_json(request)
     decoder = body_decoder(request)
     too_long = HTTPError(
@@ -130,18 +131,20 @@ async def read_json_parts(
 
 
 async def read_short_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body of a JSON request that is short in any case."""
+    """Returns the whole body of a JSON request that is always short."""
     parts = read_json_parts(request, limit_bytes, "")
     return b"".join([part async for part in parts])
 
 
 def body_bytes(request: Request) -> int:
-    """The size of the body that was read, a measure of its work."""
+    """Returns the size of the body that was read, in bytes, as a measure of the work that it
+    causes."""
     return int(getattr(request.state, "body_bytes", 0))
 
 
 def warning_of(paths: list[str], what: str = "unknown fields") -> str | None:
-    """The header that names what was left out; visible ASCII, and no longer than headers may be."""
+    """Returns the text of the header that names the ignored parts. It is visible ASCII and fits
+    into a header."""
     if not paths:
         return None
     named = ", ".join(_shortened(ascii(path)[1:-1]) for path in paths[:MAX_WARNED])
@@ -150,14 +153,14 @@ def warning_of(paths: list[str], what: str = "unknown fields") -> str | None:
 
 
 def warn_of_keywords(request: Request, paths: Iterable[str]) -> None:
-    """Name the keywords of schemas that are not held in the answer's header, too."""
+    """Adds the ignored schema keywords to the warning header of the answer."""
     added = warning_of(list(paths), "schema keywords")
     both = (getattr(request.state, "warning", None), added)
     request.state.warning = "; ".join(filter(None, both)) or None
 
 
 def _shortened(path: str) -> str:
-    """Beginning and end of a path: its last name matters most."""
+    """Returns the beginning and the end of a long path: its last name matters most."""
     if len(path) <= MAX_WARNED_CHARS:
         return path
     half = (MAX_WARNED_CHARS - 3) // 2

@@ -1,4 +1,4 @@
-"""Work for a client ends when the client leaves, or when its time limit is over."""
+"""Stops work for a client when the client disconnects or when its time limit has passed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 async def run_until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client leaves first (ClientDisconnect)."""
+    """Returns the result of `work`. Cancels it and raises ClientDisconnect if the client leaves
+    first."""
     task: asyncio.Future[T] = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
     for future in (task, leaving):
@@ -29,18 +30,20 @@ async def run_until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         pending = [future for future in (task, leaving) if not future.done()]
         for future in pending:
             future.cancel()
-        if pending:  # not `await` of each, which would take our own end for theirs
+        if pending:  # not `await` of each: it would take our own cancellation for theirs
             await asyncio.wait(pending)
 
 
 def _forget_error(task: asyncio.Future[Any]) -> None:
-    """A failure is not logged if the client left, or the time was over, at the same moment."""
+    """Keeps asyncio from logging a failure if the client left, or the time was over, at the same
+    moment."""
     if not task.cancelled():
         task.exception()
 
 
 async def with_deadline(request: Request, work: Awaitable[T]) -> T:
-    """As `run_until_disconnect`, and no longer than the client waits (RequestTimedOut)."""
+    """Works like `run_until_disconnect`, but also raises RequestTimedOut at the client's
+    deadline."""
     deadline: Deadline | None = getattr(request.state, "deadline", None)
     limit = asyncio.timeout_at(None if deadline is None else deadline.at_s)
     try:

@@ -1,4 +1,4 @@
-"""An answer that is a stream of server-sent events."""
+"""An HTTP response that is a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 from swell.cluster.api.disconnect import run_until_disconnect
 
 IS_EVENT_STREAM = "swell.events"
-"""Key of the request's state: its answer is a stream of events, each in a chunk of its own."""
+"""Key of the request's state. If set, the response is an event stream with one HTTP chunk for each
+event."""
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -21,8 +22,9 @@ EVENT_HEADERS = {
 
 
 class EventStreamResponse:
-    """A server-sent event stream over ready-made bytes; ends when the client leaves. `on_end` is
-    called once, however it ends. `has_failed`: whether the last events were about an error."""
+    """A response of encoded server-sent events, which stops when the client disconnects. `on_end`
+    is called exactly once, after success, failure or disconnect. `has_failed` tells whether the
+    last events reported an error."""
 
     def __init__(
         self,
@@ -37,7 +39,8 @@ class EventStreamResponse:
         self.headers = MutableHeaders({**EVENT_HEADERS, **headers})
 
     def add_end(self, callback: Callable[[], None]) -> None:
-        """Call this, too, when the stream ends, after what is called then already."""
+        """Registers `callback` to be called when the stream ends, after the callbacks registered
+        before."""
         before = self._on_end
 
         def on_end() -> None:
@@ -56,7 +59,8 @@ class EventStreamResponse:
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[AsyncGenerator[bytes]]:
-        """The events, for a reader that is no client; they end with it."""
+        """Yields the events to a reader inside this process instead of a client. Leaving the
+        context closes them."""
         try:
             async with contextlib.aclosing(self._events) as events:
                 yield events

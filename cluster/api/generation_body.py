@@ -1,4 +1,4 @@
-"""The fields that completions and chat share."""
+"""The fields that completion and chat requests share."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.truncation import FIT_CONTEXT, TokenizeOptions, Truncation
 
 SESSION_PREFIX = "sess_"
-"""How the ids of sessions begin."""
+"""The prefix of session ids."""
 
 
 class StreamOptions(RequestBody, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """Report with every output how many tokens its choice has had so far."""
+    """Report with every output how many tokens its choice has so far."""
     include_obfuscation: bool | None = None
     """Accepted; the answer is never padded."""
 
 
 class JsonSchemaFormat(RequestBody, kw_only=True):
-    """The schema is held always, whatever `strict` says."""
+    """The schema is always enforced, also with `strict: false`."""
 
     name: str
     description: str | None = None
@@ -46,7 +46,7 @@ class ResponseFormat(RequestBody, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
 
     def structured(self) -> StructuredOutputs | None:
-        """The form in our own terms; None: any text."""
+        """Returns this format as `StructuredOutputs`; None: any text."""
         if self.type == "json_schema":
             if self.json_schema is None or self.json_schema.schema is None:
                 raise BadRequest(
@@ -66,42 +66,43 @@ class ResponseFormat(RequestBody, kw_only=True):
 
 class GenerationBody(SamplingFields, kw_only=True):
     model: str | None = None
-    """None: the one that is served."""
+    """None: the model that is served."""
     max_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = None
     prompt_logprobs: int | None = None
-    """Return each prompt token's log probability, and those of this many top tokens."""
+    """Return the log probability of each prompt token, and those of this many top tokens."""
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = None
-    """Tokens between two events of the stream, at least; not below `serve.stream_interval`."""
+    """Minimum number of tokens between two events of the stream; `serve.stream_interval` is a lower
+    bound."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Write `token_id:N` instead of its text where log probabilities name a token."""
+    """Write `token_id:N` instead of a token's text in log probabilities."""
     return_routed_experts: bool | None = None
     """Return the experts that computed each token, at the end of a stream. Needs
     `model.routed_experts`."""
     best_of: int | None = None
-    """Sample so many answers and keep the n with the largest mean log probability."""
+    """Sample this many answers and return the n with the largest mean log probability."""
     echo: bool | None = None
-    """The answer begins with what it continues."""
+    """The answer begins with the prompt, or with the message that it continues."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its own special tokens, as BOS, to a text."""
+    """Whether the tokenizer adds its own special tokens, such as BOS, to a text."""
     truncate_prompt_tokens: int | None = None
-    """Tokens that are kept of a longer prompt; -1: as many as fit beside the answer."""
+    """How many tokens of a longer prompt are kept; -1: as many as fit together with the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """left (default): the last tokens of the prompt are kept; right: the first."""
     include_timings: IncludeTimings = None
     session_id: str | None = None
-    """The prompt is the next chunk of this session (`POST /v1/sessions`): it stands behind all
-    chunks and answers before it. One that does not begin with `SESSION_PREFIX` is a hint for the
-    routers of vLLM and SGLang, and has no effect."""
+    """The prompt is the next chunk of this session (`POST /v1/sessions`): it follows all earlier
+    chunks and their answers. An id that does not begin with `SESSION_PREFIX` is a hint for the
+    routers of vLLM and SGLang, and is ignored."""
 
     user: Any = None
-    """This and the next fields change nothing in the answer."""
+    """This field and the next ones do not change the answer."""
     metadata: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
@@ -112,7 +113,8 @@ class GenerationBody(SamplingFields, kw_only=True):
 
     @property
     def session(self) -> str | None:
-        """The session of which it is a chunk."""
+        """The id of the session that this request continues; None: it is not a chunk of a
+        session."""
         is_ours = self.session_id is not None and self.session_id.startswith(SESSION_PREFIX)
         return self.session_id if is_ours else None
 
@@ -166,11 +168,11 @@ class GenerationBody(SamplingFields, kw_only=True):
             )
 
     def answer_max_tokens(self) -> int | None:
-        """The explicit limit, or the endpoint's default."""
+        """Returns the explicit limit of the answer's tokens, or the endpoint's default."""
         return self.max_tokens
 
     def tokenize_options(self, *, add_special_tokens: bool) -> TokenizeOptions:
-        """`add_special_tokens`: where the request does not say."""
+        """Returns how the prompt is tokenized. `add_special_tokens` is the endpoint's default."""
         truncation = None
         if self.truncate_prompt_tokens is not None:
             answer = max(self.answer_max_tokens() or 1, 1)
@@ -180,7 +182,8 @@ class GenerationBody(SamplingFields, kw_only=True):
         return TokenizeOptions(add_special_tokens if given is None else given, truncation)
 
     def forms(self) -> dict[str, StructuredOutputs]:
-        """The forms that are given for the answer, by the path of the field that gives each."""
+        """Returns the formats that the request sets for the answer, by the path of the field that
+        sets each."""
         found: dict[str, StructuredOutputs] = {}
         if self.structured_outputs is not None:
             found["structured_outputs"] = self.structured_outputs
@@ -196,7 +199,8 @@ class GenerationBody(SamplingFields, kw_only=True):
         return found
 
     def form(self) -> StructuredOutputs | None:
-        """The form that the answer must have."""
+        """Returns the format of the answer; None: any text. Raises `BadRequest` if two fields set
+        one."""
         forms = self.forms()
         if len(forms) > 1:
             one, other, *_ = (path.split(".")[0] for path in forms)
@@ -207,11 +211,12 @@ class GenerationBody(SamplingFields, kw_only=True):
         return next(iter(forms.values()), None)
 
     def endpoint_sampling_params(self) -> Mapping[str, Any]:
-        """Sampling parameters that this endpoint writes in a way of its own."""
+        """Returns the sampling parameters that this endpoint spells in its own way."""
         return {}
 
     def param_names(self) -> Mapping[str, str]:
-        """Fields of `SamplingParams` that this endpoint calls otherwise, with their names here."""
+        """Returns the fields of `SamplingParams` that have another name at this endpoint, with that
+        name."""
         return {}
 
     def generation_request(
@@ -222,8 +227,9 @@ class GenerationBody(SamplingFields, kw_only=True):
         add_special_tokens: bool,
         **own: Any,
     ) -> GenerationRequest:
-        """This body in the common form; `own` are fields of the endpoint alone, and the other
-        arguments are those of `sampling_params` and `tokenize_options`. Raises `BadRequest`."""
+        """Returns this body as a `GenerationRequest`. `own` holds fields that only this endpoint
+        has; the other arguments are those of `sampling_params` and `tokenize_options`. Raises
+        `BadRequest`."""
         form_field = next(iter(self.forms()), None)
         return GenerationRequest(
             prompt=prompt,
@@ -239,8 +245,8 @@ class GenerationBody(SamplingFields, kw_only=True):
         )
 
     def sampling_params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
-        """The `SamplingParams`; to be checked with `validate`. `defaults` are the model's, for
-        fields that the request leaves out."""
+        """Returns the `SamplingParams`, which the caller must check with `validate`. `defaults` are
+        the model's, for fields that the request leaves out."""
         sampling: dict[str, Any] = dict(defaults or {})
         for name, value in zip(SHARED_FIELDS, _shared_values(self), strict=True):
             if value is not None:
@@ -265,7 +271,7 @@ STRUCTURED_OUTPUT_ALIASES = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-"""Earlier names of vLLM, and those of SGLang -> the same field of `structured_outputs`."""
+"""Earlier names of vLLM, and names of SGLang -> the equivalent field of `structured_outputs`."""
 _alias_values = attrgetter(*STRUCTURED_OUTPUT_ALIASES)
 _NO_ALIAS = (None,) * len(STRUCTURED_OUTPUT_ALIASES)
 
@@ -275,16 +281,16 @@ SHARED_FIELDS = tuple(
     for name in SamplingParams.__struct_fields__
     if name in GenerationBody.__struct_fields__ and name not in _CONVERTED_FIELDS
 )
-"""Fields that mean the same in a request and in `SamplingParams`."""
+"""Fields that have the same meaning in a request and in `SamplingParams`."""
 _shared_values = attrgetter(*SHARED_FIELDS)
 
 
 _SHOWN_KEYS = 8
-"""How many invalid keys a refusal names."""
+"""The most invalid keys that an error message names."""
 
 
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:
-    """JSON writes the keys as texts."""
+    """Converts the keys to token ids: JSON has only string keys. Raises `BadRequest`."""
     numbers, wrong = {}, []
     for token, value in bias.items():
         try:

@@ -1,4 +1,4 @@
-"""An error as a client gets it, independent of the API: status, message, kind and code."""
+"""Errors as clients see them, independent of the API: status, message, kind and code."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str]] = {
     RequestTimedOut: (408, "timeout_error", "request_timeout"),
 }
 ENGINE_ERRORS = tuple(_ENGINE_ERRORS)
-"""Errors that may end an answer that has begun."""
+"""Errors that may terminate an answer after it has begun."""
 
 
 class ErrorInfo(NamedTuple):
-    """An error as a client gets it, independent of the API."""
+    """An error as a client sees it, independent of the API."""
 
     status: int
     message: str
@@ -38,7 +38,7 @@ class ErrorInfo(NamedTuple):
 
 
 class HTTPError(Exception):
-    """An answer with a status of its own."""
+    """An error that is answered with its own HTTP status."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class HTTPError(Exception):
 
 
 def error_body(error: ErrorInfo) -> ErrorBody:
-    """The error in the form of OpenAI's API."""
+    """Returns the error in the format of OpenAI's API."""
     return ErrorBody(
         error=ErrorDetail(
             message=error.message, type=error.kind, param=error.param, code=error.code

@@ -59,9 +59,9 @@ async def build_ingress(
     store: Any = None,
     peers: PeerStories | None = None,
 ) -> Ingress:
-    """Load the tokenizer, connect to the engines, and wait until they are known: a replica that
-    takes the place of another one must not refuse what it would have served. The arguments are
-    those of `Services`."""
+    """Loads the tokenizer, connects to the engines, and waits until they are known, so that a
+    replacement replica does not refuse requests that its predecessor would have served. The
+    arguments are those of `Services`."""
     text = await asyncio.to_thread(TextServices.load, config)
     ingress = Ingress(Services(config, connect, manager, store, text, peers))
     await ingress.llm.wait_for_view()
@@ -70,7 +70,7 @@ async def build_ingress(
 
 
 class Ingress:
-    """One ingress replica without its shell, made by `build_ingress`."""
+    """One ingress replica without its Ray deployment, made by `build_ingress`."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
@@ -103,27 +103,28 @@ class Ingress:
         self.app.router.redirect_slashes = False
 
     async def not_ready(self) -> NotReady | None:
-        """The reason for which `/ready` is not 200; None: an engine can make progress."""
+        """Returns the reason for which `/ready` is not 200; None: an engine can make progress."""
         return await self._server.not_ready()
 
     def start_background(self) -> None:
-        """Begin to take over responses that other ingresses left unfinished, and to report
+        """Starts taking over responses that other ingresses left unfinished, and reporting
         sessions."""
         self._responses.start()
         self._sessions.start()
 
     def find_requests(self, id: str, asking: int) -> list[RequestStory]:
-        """What this ingress knows of a request; empty if it is itself number `asking`."""
+        """Returns what this ingress knows about a request; empty if this ingress is number
+        `asking`, which asks its peers."""
         if asking == self.llm.client_index:
             return []
         return self.services.recorder.find(id)
 
     def begin_drain(self) -> None:
-        """From now on `/ready` is 503: load balancers send new requests elsewhere."""
+        """From now on `/ready` returns 503, so that load balancers send new requests elsewhere."""
         self._server.begin_drain()
 
     def end_requests(self, drained_s: float) -> None:
-        """End what has not finished in the time of the drain."""
+        """Terminates the requests that have not finished within the drain timeout."""
         self.llm.end_requests(
             f"the server ends, and the answer was not complete {drained_s:g} s later "
             "(cluster.drain_timeout_s); send the request again"

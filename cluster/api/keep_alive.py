@@ -1,11 +1,12 @@
-"""What leaves while a request waits, so that no proxy takes its connection for dead.
+"""Bytes that are sent while a request waits, so that no proxy closes its connection as idle.
 
     body read ── keep_alive_s ──► head, filler ── keep_alive_s ──► filler ... ──► answer
 
-A proxy counts the time since the last byte of an answer: probes of TCP do not count. A stream may
-wait for an engine, for a slot, or in its middle for the replacement of an engine: its head and a
-comment leave. A whole answer has nothing that may come before it but blanks, under a status that is
-sent before the result is known, so only a client that asks for them (`EARLY_HEAD`) gets them.
+A proxy measures the time since the last byte of an answer; TCP keep-alive probes do not count. A
+stream may wait for an engine, for a slot, or for the replacement of its engine: its head and then
+comments are sent meanwhile. A whole answer can only be preceded by white space, under a status that
+is sent before the result is known. Therefore only a client that asks for it (`EARLY_HEAD`) gets
+that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from swell.cluster.api.event_stream import EVENT_HEADERS, IS_EVENT_STREAM
 from swell.cluster.text.sampling_params import BadRequest, shown
 
 EARLY_HEAD = "x-swell-early-head"
-"""The header by which a client asks for the head of an answer that is not streamed."""
+"""The header with which a client asks for an early head of an answer that is not streamed."""
 BLANK = b" "
 """JSON may begin with white space (RFC 8259, 2)."""
 _WHOLE_HEADERS = {
@@ -34,18 +35,19 @@ _STATE = "swell.keep_alive"
 
 
 class EarlyHead(msgspec.Struct, frozen=True):
-    """The head that leaves before the answer, and what follows it."""
+    """The head that is sent before the answer, and the filler that follows it."""
 
     is_stream: bool
     headers: Callable[[], dict[str, str]]
-    """Those of the answer, as far as they are known when the head leaves."""
+    """Returns the headers of the answer that are known when the head is sent."""
     filler: bytes
-    """Bytes between which and the answer no reader sees a difference."""
+    """Bytes that readers of the answer ignore: a comment of the stream, or white space before
+    JSON."""
 
 
 class KeepAlive:
-    """The messages of one answer, and what is sent in their pauses. All of it runs in one event
-    loop; messages never overtake each other."""
+    """The messages of one answer, and what is sent in their pauses. Everything runs in one event
+    loop, and messages keep their order."""
 
     def __init__(self, scope: Scope, send: Send, interval_s: float) -> None:
         self._scope = scope
@@ -54,40 +56,42 @@ class KeepAlive:
         self._loop = asyncio.get_running_loop()
         self._head: EarlyHead | None = None
         self._started = False
-        """The answer's own head has come."""
+        """Whether the answer's own head has been sent."""
         self._settled = False
-        """The answer is known: its own head is next."""
+        """Whether the answer is known: its own head is the next message."""
         self._head_left = False
         self._on_head: Callable[[], None] | None = None
         self._sent_s = 0.0
-        """When the last message began, on the clock of the loop."""
+        """When the last message was sent, on the clock of the loop."""
         self._timer: asyncio.TimerHandle | None = None
         self._filling: asyncio.Task[None] | None = None
 
     @property
     def head_left(self) -> EarlyHead | None:
-        """The head that was sent before the answer was known."""
+        """The head that was sent before the answer was known; None: no early head was sent."""
         return self._head if self._head_left else None
 
     def arm(self, head: EarlyHead) -> None:
-        """The request was read: from now on it waits."""
+        """Starts the timer: the request was read and waits from now on."""
         self._head, self._sent_s = head, self._loop.time()
         self._timer = self._loop.call_later(self._interval_s, self._on_timer)
 
     def call_on_head(self, callback: Callable[[], None]) -> None:
-        """Call this once the early head of a stream leaves, or now if it has left."""
+        """Calls `callback` when the early head of a stream is sent, or now if it was sent
+        already."""
         if self._head_left:
             callback()
         else:
             self._on_head = callback
 
     def settle(self) -> EarlyHead | None:
-        """The answer is known. Returns the head that has left; none leaves any more."""
+        """Marks the answer as known, so that no early head is sent any more. Returns the early head
+        that was sent before, if any."""
         self._settled = True
         return self.head_left
 
     def send(self, message: Message) -> Awaitable[None]:
-        """As the server's own `send`."""
+        """Sends a message of the answer, like the `send` of the server."""
         self._sent_s = self._loop.time()
         if message["type"] == "http.response.start":
             self._started = True
@@ -100,7 +104,8 @@ class KeepAlive:
         return self._send(message)
 
     def close(self) -> None:
-        """The request has ended, in whatever way."""
+        """Stops the timer and the filler. Called when the request has ended, with or without an
+        error."""
         self._stop_timer()
         if self._filling is not None:
             self._filling.cancel()
@@ -115,7 +120,8 @@ class KeepAlive:
             self._timer = None
 
     def _on_timer(self) -> None:
-        """Cheap for a stream that flows: its messages only note their time."""
+        """Sends filler if nothing was sent for `interval_s`. A stream that flows costs little: its
+        messages only record their time."""
         due_s = self._sent_s + self._interval_s
         if self._loop.time() < due_s:
             self._timer = self._loop.call_at(due_s, self._on_timer)
@@ -154,7 +160,8 @@ async def _nothing() -> None:
 
 
 class KeepAliveMiddleware:
-    """ASGI middleware: every request has a `KeepAlive`, which sends nothing until it is armed."""
+    """ASGI middleware that gives every request a `KeepAlive`, which sends nothing until it is
+    armed."""
 
     def __init__(self, app: ASGIApp, interval_s: float) -> None:
         self._app = app
@@ -172,18 +179,20 @@ class KeepAliveMiddleware:
 
 
 def keep_alive_of(request: Request) -> KeepAlive | None:
-    """None: no client waits for the answer of this request on a connection of its own."""
+    """Returns the `KeepAlive` of a request; None: no client waits for its answer on a
+    connection."""
     found: KeepAlive | None = request.scope.get("state", {}).get(_STATE)
     return found
 
 
 def detach_keep_alive(state: dict[str, object]) -> None:
-    """`state` is that of a request without a client."""
+    """Removes the `KeepAlive` from `state`, the state of a request without a client."""
     state.pop(_STATE, None)
 
 
 def wants_early_head(request: Request) -> bool:
-    """Whether the client takes status 200 and blanks before a whole answer. Raises BadRequest."""
+    """Returns whether the client accepts status 200 and blanks before a whole answer. Raises
+    BadRequest."""
     value = request.headers.get(EARLY_HEAD, "0")
     if value not in ("0", "1"):
         raise BadRequest(

@@ -1,4 +1,5 @@
-"""Log probabilities in the two shapes of the API: the bodies, and tables turned into them."""
+"""Log probabilities in the two formats of the API: the bodies, and the functions that fill them
+from tables."""
 
 from __future__ import annotations
 
@@ -7,34 +8,35 @@ from swell.cluster.client.outputs import LogprobTable
 
 
 class CompletionLogprobs(Body, kw_only=True):
-    """Log probabilities of a completion: one element for each token in each list, the echoed
-    prompt's first."""
+    """Log probabilities of a completion. Each list has one element for each token; the tokens of an
+    echoed prompt come first."""
 
     tokens: list[str]
-    r"""Their texts; of one that is not whole characters its bytes, as `bytes:\xf0\x9f`."""
+    r"""The texts of the tokens. A token that is not whole characters is shown as its bytes, like
+    `bytes:\xf0\x9f`."""
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    """By the names of tokens; the token itself is always among them, and no two tokens have one
-    name."""
+    """The most likely tokens by name. The sampled token is always among them, and no two tokens
+    have the same name."""
     text_offset: list[int]
-    """Characters of the whole text, echoed prompt included, before each token."""
+    """Number of characters of the whole text, with an echoed prompt, before each token."""
 
 
 class TopLogprob(Body, kw_only=True):
-    """One token that was possible at a position."""
+    """One candidate token at a position."""
 
     token: str
-    """Parts of characters show as replacement characters."""
+    """The token's text; incomplete characters appear as replacement characters."""
     logprob: float
     bytes: list[int]
-    """Exact: those of consecutive tokens make up the text."""
+    """The exact bytes: those of consecutive tokens make up the text."""
 
 
 class ChatTokenLogprob(TopLogprob, kw_only=True):
-    """The token at the position."""
+    """The sampled token at a position."""
 
     top_logprobs: list[TopLogprob]
-    """The most likely ones, best first; the token itself may be missing."""
+    """The most likely tokens, best first; the sampled token may be missing."""
 
 
 class ChatLogprobs(Body, kw_only=True):
@@ -47,25 +49,26 @@ class PromptLogprob(Body, kw_only=True):
 
     logprob: float
     rank: int
-    """1 is the most likely."""
+    """1 is the most likely token."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""For each prompt token, by token id: the token itself, then the most likely; null for the first.
-Not OpenAI's."""
+"""For each prompt token, by token id: the token itself, then the most likely ones; null for the
+first prompt token. Not part of OpenAI's API."""
 
 MIN_LOGPROB = -9999.0
-"""Sent instead of anything below: JSON has no infinity."""
+"""Sent instead of lower values, because JSON cannot express infinity."""
 
 
 def finite(logprob: float) -> float:
-    """At least `MIN_LOGPROB`; also for NaN."""
+    """Returns `logprob`, but at least `MIN_LOGPROB`, also for NaN."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 def _name_by_id(token_id: int) -> str:
-    """As under vLLM's `return_tokens_as_token_ids`: also for tokens that are no text alone."""
+    """Returns the name of a token as vLLM's `return_tokens_as_token_ids` writes it. It also works
+    for tokens that are not text by themselves."""
     return f"token_id:{token_id}"
 
 
@@ -77,12 +80,12 @@ def completion_logprobs(
     echo: LogprobTable | None = None,
     echoed_chars: int = 0,
 ) -> CompletionLogprobs:
-    """The body for a completion, or for one delta of it.
+    """Returns the body for a completion, or for one delta of it.
 
-    `top`: how many of the most likely tokens are listed beside each token; one whose text is that
-    of a token before it is named by its id. `by_id`: all tokens are. With `echo`, the tokens of the
-    prompt come first: in a stream, with the first delta alone. `echoed_chars` are those of the
-    echoed text: the answer's offsets count from behind them, in every delta.
+    `top` is how many of the most likely tokens are listed for each token. A token whose text equals
+    that of an earlier one is named by its id; with `by_id` all are. With `echo`, the tokens of the
+    prompt come first (in a stream only in the first delta). `echoed_chars` is the length of the
+    echoed text: in every delta, the offsets of the answer's tokens start after it.
     """
     body = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for table, shift in ((echo, 0), (answer, echoed_chars)):
@@ -106,7 +109,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(answer: LogprobTable, top: int, *, by_id: bool = False) -> ChatLogprobs:
-    """The body for a chat answer, or for one delta of it, with the `top` most likely tokens
+    """Returns the body for a chat answer, or for one delta of it, with the `top` most likely tokens
     each."""
     content = []
     columns = zip(answer.token_ids, answer.logprobs, strict=True)
@@ -126,7 +129,7 @@ def chat_logprobs(answer: LogprobTable, top: int, *, by_id: bool = False) -> Cha
 
 
 def prompt_logprobs_body(prompt: LogprobTable) -> PromptLogprobs:
-    """The body for a prompt, keyed by token ids."""
+    """Returns the body for a prompt, keyed by token ids."""
     return [
         None
         if position is None

@@ -1,4 +1,4 @@
-"""From the text of an answer to its parts, with their tokens where these are requested."""
+"""Splits the text of an answer into parts, with their tokens if these are requested."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from swell.cluster.text.parsers.base import Parser
 
 
 class ContentCut:
-    """Passes on the parts of one answer whose content a stop string may cut: none of the content
-    beyond the limit, nor what follows that, before the limit has moved."""
+    """Passes on the parts of one answer. A stop string may still cut the content, so content beyond
+    the limit, and the parts after it, are held back until the limit has moved."""
 
     def __init__(self) -> None:
         self._num_chars = 0
-        """Characters of content that were passed on."""
+        """Number of characters of content passed on so far."""
         self._held: Sequence[parts.AnswerDelta] = ()
 
     def show(
         self, parsed: list[parts.AnswerDelta], limit: ContentLimit | None
     ) -> list[parts.AnswerDelta]:
-        """What of the parts that are held, and of these new ones, may be shown."""
+        """Returns the parts, held and new, that may be sent now."""
         if limit is None:
             return parsed
         waiting, shown = [*self._held, *parsed], list[parts.AnswerDelta]()
@@ -48,7 +48,7 @@ class ContentCut:
 
 
 class PartReader:
-    """The parts of one answer, whole or delta by delta."""
+    """Parses the output of one answer into parts, whole or delta by delta."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
@@ -66,18 +66,19 @@ PartWithLogprobs = tuple[parts.AnswerDelta, list[ChatTokenLogprob]]
 
 class _Token(msgspec.Struct, eq=False):
     start: int
-    """Characters of the answer's text before it."""
+    """Number of characters of the answer's text before this token."""
     end: int
     logprob: ChatTokenLogprob
 
 
 class LogprobPartReader:
-    """Parts, and with each content the tokens that wrote it, however the answer is cut.
+    """Parses an answer into parts, and assigns to each content the tokens that wrote it. The result
+    does not depend on how the answer is cut into deltas.
 
-    The parser is given the text of one token after the other, each as soon as the next token shows
-    where it ends. It may hold back text, and swallows markers: a content is searched in the text
-    that the parser got since its last part, and the tokens that overlap it are reported. Tokens
-    without text, as one that ends the answer, belong to no content.
+    The parser receives the text of one token at a time, as soon as the next token shows where the
+    text ends. The parser may hold text back, and it drops markers. Therefore each content is
+    searched in the text that the parser received since its last part, and the tokens that overlap
+    it are reported. Tokens without text, such as EOS, belong to no content.
     """
 
     def __init__(self, parser: Parser, top: int) -> None:
@@ -86,14 +87,14 @@ class LogprobPartReader:
         self._cut = ContentCut()
         self._limit: ContentLimit | None = None
         self._text = ""
-        """The answer from character `_begin` on."""
+        """The answer's text from character `_begin` on."""
         self._begin = 0
         self._at = 0
-        """Characters that the parser has received."""
+        """Number of characters that the parser has received."""
         self._next: deque[_Token] = deque()
-        """Tokens whose end is not known."""
+        """Tokens whose end is not known yet."""
         self._pushed: list[_Token] = []
-        """Tokens from which the parser has made no part yet, and their text."""
+        """Tokens that the parser has received but not yet turned into a part, and their text."""
         self._pushed_text = ""
 
     def read(self, output: CompletionOutput) -> list[PartWithLogprobs]:
@@ -110,7 +111,7 @@ class LogprobPartReader:
             end = self._begin + len(self._text)
             if len(self._next) > 1:
                 if self._next[1].start > end and not ended:
-                    break  # its text is held back until it is sure that no stop string begins
+                    break  # its text is held back until no stop string can begin in it
                 end = min(end, self._next[1].start)
             self._next.popleft()
             parsed += self._push_token(token, max(end, self._at))
@@ -118,7 +119,7 @@ class LogprobPartReader:
         return parsed + self._attribute(self._parser.flush() if ended else [])
 
     def _push_token(self, token: _Token, end: int) -> list[PartWithLogprobs]:
-        """The parser is given the token's text, up to character `end` of the answer."""
+        """Gives the parser the token's text, up to character `end` of the answer."""
         text = self._text[self._at - self._begin : end - self._begin]
         self._at = token.end = end
         self._pushed.append(token)
@@ -126,7 +127,7 @@ class LogprobPartReader:
         return self._attribute(self._parser.push(text)) if text else []
 
     def _attribute(self, parsed: list[parts.AnswerDelta]) -> list[PartWithLogprobs]:
-        """The tokens of each content among the parser's new parts."""
+        """Returns the parser's new parts with the tokens of each content."""
         found: list[PartWithLogprobs] = []
         for part in self._cut.show(parsed, self._limit):
             tokens = [] if isinstance(part, parts.ToolCall) else self._find(part.text)
@@ -134,7 +135,8 @@ class LogprobPartReader:
         return found
 
     def _find(self, text: str) -> list[ChatTokenLogprob]:
-        """The tokens of a part, which is a piece of what was given."""
+        """Returns the tokens of a part, whose text is a piece of the text that the parser
+        received."""
         given = self._pushed_text
         at = self._locate(text)
         if at < 0:
@@ -152,9 +154,9 @@ class LogprobPartReader:
         return [token.logprob for token in found]
 
     def _locate(self, text: str) -> int:
-        """Where the parser's next part begins in what it was given, or -1: at once; behind a marker
-        that it swallowed; or behind more that it dropped, and then it ends where a beginning of a
-        marker is held back."""
+        """Returns where the text of the parser's next part begins in the received text, or -1. It
+        may begin at once, after a marker that the parser dropped, or after more dropped text; in
+        the last case it ends where a possible beginning of a marker is held back."""
         given, markers = self._pushed_text, self._parser.markers
         begin = max(
             (len(m) for m in markers if given.startswith(m) and not text.startswith(m)), default=0
@@ -169,7 +171,7 @@ class LogprobPartReader:
         return given.rfind(text)
 
     def _consume(self, chars: int) -> None:
-        """So much of what the parser was given is settled."""
+        """Drops the first `chars` characters of the received text, which are assigned."""
         self._pushed_text = self._pushed_text[chars:]
         begin = self._at - len(self._pushed_text)
         self._pushed = [token for token in self._pushed if token.end > begin]
@@ -178,7 +180,8 @@ class LogprobPartReader:
 def make_part_reader(
     parser: Parser, top_logprobs: int | None
 ) -> Callable[[CompletionOutput], list[PartWithLogprobs]]:
-    """`top_logprobs`: how many are reported beside each token; None: no log probabilities."""
+    """Returns the reader of one answer. `top_logprobs` is how many tokens are reported at each
+    position; None: no log probabilities."""
     if top_logprobs is None:
         reader = PartReader(parser)
         return lambda output: [(part, []) for part in reader.read(output)]

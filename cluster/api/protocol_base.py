@@ -1,4 +1,4 @@
-"""What every response body is made of. Fields that are UNSET stay out of the JSON."""
+"""Base types of response bodies. Fields that are UNSET are left out of the JSON."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from msgspec import UNSET, UnsetType
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """Base of every response."""
+    """Base class of every response body."""
 
 
 def encode_line(body: object) -> bytes:
-    """JSON in one line, whatever ends a line: U+0085, U+2028 and U+2029, which JSON allows in
-    strings and readers made from Python's `str.splitlines` split at, are escaped too."""
+    """Encodes JSON in one line. Escapes U+0085, U+2028 and U+2029 too: JSON allows them in strings,
+    but readers based on Python's `str.splitlines` split there."""
     line = msgspec.json.encode(body)
     if line.isascii():
         return line
@@ -22,11 +22,12 @@ def encode_line(body: object) -> bytes:
 
 
 _LINE_ENDS = {char.encode(): b"\\u%04x" % ord(char) for char in "\x85\u2028\u2029"}
-"""Of those beside control characters, which JSON escapes: UTF-8 -> as JSON may write them."""
+"""The line ends that JSON does not escape (it escapes control characters): UTF-8 -> their JSON
+escapes."""
 
 
 def named_event(event: msgspec.Struct) -> bytes:
-    """A tagged body as a server-sent event, which its tag names in a line of its own."""
+    """Encodes a tagged body as a server-sent event whose `event:` line is its tag."""
     name = str(event.__struct_config__.tag).encode()
     return b"event: %b\ndata: %b\n\n" % (name, encode_line(event))
 
@@ -37,7 +38,7 @@ class PromptTokensDetails(Body, kw_only=True):
 
 class CompletionTokensDetails(Body, kw_only=True):
     reasoning_tokens: int
-    """Those of the text of the reasoning, counted anew."""
+    """Number of tokens of the reasoning's text, tokenized again."""
 
 
 class Usage(Body, kw_only=True):
@@ -46,7 +47,7 @@ class Usage(Body, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Of chat answers; not of each chunk with `continuous_usage_stats`."""
+    """Present in chat answers, but not in each chunk with `continuous_usage_stats`."""
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:

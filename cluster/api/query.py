@@ -1,4 +1,4 @@
-"""Parameters in the query of a URL."""
+"""Checks the query parameters of a URL."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from swell.cluster.text.sampling_params import BadRequest, shown
 
 
 def checked_query(request: Request, *known: str) -> dict[str, str]:
-    """The parameters of a request; of several with one name the last. Raises BadRequest for one
-    that is not among `known`."""
+    """Returns the query parameters of a request; if a name occurs twice, its last value. Raises
+    BadRequest for a name that is not in `known`."""
     query = dict(request.query_params)
     for name in query:
         if name not in known:

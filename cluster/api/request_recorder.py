@@ -1,4 +1,4 @@
-"""What is known of each HTTP request: while it runs, and for a while after its end."""
+"""Records each HTTP request while it runs and for a while after it has finished."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from swell.cluster.text.input_processor import RequestParams
 
 
 class RequestRecorder:
-    """The records of one ingress, and where they go in the end."""
+    """Keeps the records of one ingress and exports them as traces when their requests finish."""
 
     def __init__(self, history: RequestHistory, traces: TraceExporter, ingress: int) -> None:
-        """`ingress`: its `client_index`."""
+        """`ingress` is the `client_index` of this ingress."""
         self._history = history
         self._traces = traces
         self._ingress = ingress
@@ -31,7 +31,7 @@ class RequestRecorder:
     def record(
         self, request: Request, params: RequestParams, answer: AnswerWriter, ending: ExitStack
     ) -> RequestRecord:
-        """The record of a request that begins now, and ends with `ending`."""
+        """Returns the record of a request that begins now. The record is closed by `ending`."""
         now_s = time.monotonic()
         came_s = request.scope.get(ARRIVAL_TIME_S, now_s)
         record = answer.record = RequestRecord(
@@ -54,7 +54,7 @@ class RequestRecorder:
             self._traces.export(record, params, headers)
 
     def find(self, id: str) -> list[RequestStory]:
-        """The requests of this ingress that a client knows by this id, oldest first."""
+        """Returns the requests of this ingress that clients know by this id, oldest first."""
         return [
             RequestStory(
                 id=record.id,

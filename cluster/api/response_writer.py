@@ -1,4 +1,4 @@
-"""One HTTP answer: what all shapes share."""
+"""Base classes of writers of HTTP answers: what all APIs share."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 from swell.cluster.client.request_history import RequestRecord
 
 ENGINES = "x-swell-engine"
-"""The header that names the ranks that served, in order."""
+"""The header that lists the ranks of the engines that served, in order."""
 VERSION = "x-swell-version"
-"""The header that names the version of weights and limits that served."""
+"""The header with the version of weights and limits that served."""
 Batches = AsyncIterator[OutputBatch]
 
 
 class AnswerWriter(ABC):
-    """One answer over one or more prompts: its body, `full_response`, where it is not streamed."""
+    """Writes one answer over one or more prompts. `full_response` makes the body of an answer that
+    is not streamed."""
 
     operation = "chat"
-    """As OpenTelemetry's conventions name it."""
+    """The name of the operation in OpenTelemetry's conventions."""
     token_bytes = 1
-    """So many bytes of a body are read in the time in which a token of the answer is written."""
+    """The cost of writing one token of the answer, as a number of bytes of a request body that take
+    the same time to decode."""
 
     def __init__(
         self,
@@ -40,32 +42,32 @@ class AnswerWriter(ABC):
         include_timings: bool | None = None,
         created: int | None = None,
     ) -> None:
-        """`created`: None: now."""
+        """`created` is in seconds since 1970; None: now."""
         self.id = id
         self.created = int(time.time()) if created is None else created
         self.model = model
         self.record: RequestRecord | None = None
-        """What happens to the request; None before it is submitted."""
+        """The record of the request; None until the request is submitted."""
         self.failed = False
-        """The stream ended with an error."""
+        """Whether the stream ended with an error."""
         self._include_timings = bool(include_timings)
 
     @abstractmethod
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
-        """`outputs`: one a prompt, with its choices."""
+        """Returns the body. `outputs` has one element for each prompt, with its choices."""
 
     def timings(self) -> Timings | UnsetType:
-        """What has happened to the request, if its client wants to know it."""
+        """Returns the timings of the request if the client asked for them."""
         if self.record is None or not self._include_timings:
             return UNSET
         return timings_of(self.record)
 
 
 class ResponseWriter(AnswerWriter):
-    """One answer that may be streamed, over one or more prompts, each with `n` choices.
+    """Writes one answer that may be streamed, over one or more prompts, each with `n` choices.
 
-    Choice `prompt * n + k` is the k-th answer to a prompt. A stream is `stream_start`, `delta` of
-    each output, then `stream_end` or `stream_error`, and `stream_done`.
+    Choice `prompt * n + k` is the k-th answer to a prompt. A stream consists of `stream_start`, one
+    `delta` for each output, then `stream_end` or `stream_error`, and `stream_done`.
     """
 
     def __init__(
@@ -81,35 +83,35 @@ class ResponseWriter(AnswerWriter):
         self.n = n
 
     def stream_start(self, choices: int) -> Iterable[bytes]:
-        """Events before the first text."""
+        """Returns the events before the first text."""
         return ()
 
     @abstractmethod
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
-        """Events for the new output of a choice."""
+        """Returns the events for the new output of a choice."""
 
     async def complete_usage(self, usage: Usage) -> Usage:
-        """The usage of a stream that went well, with what its text says about it."""
+        """Returns the usage of a successful stream, with the details that need its text."""
         return usage
 
     @abstractmethod
     def stream_end(self, usage: Usage) -> Iterable[bytes]:
-        """The last events of a stream that went well."""
+        """Returns the last events of a successful stream."""
 
     def stream_error(self, error: ErrorInfo) -> Iterable[bytes]:
-        """The last events of one that did not."""
+        """Returns the last events of a stream that failed."""
         yield event(error_body(error))
 
     def stream_done(self) -> Iterable[bytes]:
-        """The very last event, however the stream went."""
+        """Returns the very last event, after success or failure."""
         return ()
 
     async def stream(
         self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
     ) -> AsyncGenerator[bytes]:
-        """Server-sent events, as many together as there are at once; `outputs` are deltas with the
-        number of their choice. `sent_engines` is the header that was sent; where `engines` has
-        changed since, a comment names them at the end."""
+        """Yields server-sent events; the events of one batch are sent together. `outputs` are
+        deltas with the number of their choice. `sent_engines` is the value of the header that was
+        sent. If `engines()` returns another value at the end, a comment lists the engines."""
         if begun := b"".join(self.stream_start(choices)):
             yield begun
         chunks: list[bytes] = []
@@ -135,7 +137,8 @@ class ResponseWriter(AnswerWriter):
 
 
 def usage_of(outputs: Iterable[RequestOutput], completion_tokens: int) -> Usage:
-    """`outputs`: one a prompt. A prompt counts once, however many answers it has."""
+    """Returns the usage of an answer. `outputs` has one element for each prompt. A prompt counts
+    once, even if it has several choices."""
     outputs = list(outputs)
     return usage(
         sum(len(output.prompt_token_ids) for output in outputs),
@@ -145,12 +148,12 @@ def usage_of(outputs: Iterable[RequestOutput], completion_tokens: int) -> Usage:
 
 
 def choice_usage(output: RequestOutput) -> Usage:
-    """The usage of one choice of a stream so far."""
+    """Returns the usage of one choice of a stream so far."""
     return usage_of([output], output.outputs[0].num_output_tokens)
 
 
 def stream_usage(last: dict[int, RequestOutput], n: int) -> Usage:
-    """`last`: the last output of each choice."""
+    """Returns the usage of a stream. `last` holds the last output of each choice."""
     completion_tokens = sum(output.outputs[0].num_output_tokens for output in last.values())
     return usage_of(
         (output for choice, output in last.items() if choice % n == 0), completion_tokens

@@ -1,4 +1,5 @@
-"""The experts that computed the tokens of an answer, as a client gets them. Not OpenAI's."""
+"""The experts that computed the tokens of an answer, as clients receive them. Not part of OpenAI's
+API."""
 
 from __future__ import annotations
 
@@ -11,16 +12,18 @@ from swell.cluster.client.routed_experts import RoutedExpertsTable
 
 
 class RoutedExpertsBody(Body, kw_only=True):
-    """An array of the tokens of prompt and answer but the last, which no expert has computed."""
+    """An array over the tokens of the prompt and the answer, except the last token, which has not
+    passed through the model."""
 
     shape: list[int]
-    """Tokens, layers that have experts, experts of a token in a layer: best first."""
+    """Number of tokens, of layers with experts, and of experts for each token in a layer (best
+    first)."""
     layers: list[int]
-    """The numbers of these layers in the model."""
+    """The indices of these layers in the model."""
     dtype: str
-    """uint8, or int16, little-endian."""
+    """"uint8", or "int16" (little-endian)."""
     data: str
-    """The array, row by row, in base64."""
+    """The array in row-major order, in base64."""
 
 
 def routed_experts_body(table: RoutedExpertsTable | None) -> RoutedExpertsBody | UnsetType:

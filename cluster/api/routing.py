@@ -1,4 +1,5 @@
-"""Routes: every answer has the id of its request, and every error the form of its route's API."""
+"""Routes. Every answer carries the id of its request, and every error has the format of its route's
+API."""
 
 from __future__ import annotations
 
@@ -34,16 +35,16 @@ Handler = Callable[[Request], Awaitable[Any]]
 
 REQUEST_ID = "x-request-id"
 WARNING = "x-swell-warning"
-"""Ignored fields of a request (`serve.unknown_fields: ignore`), and ignored keywords of its schemas
-(`serve.schema_keywords: ignore`)."""
+"""The header that lists ignored fields of a request (`serve.unknown_fields: ignore`) and ignored
+keywords of its schemas (`serve.schema_keywords: ignore`)."""
 ANTHROPIC_REQUEST_ID = "request-id"
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")
 
 
 def route_path(scope: Scope) -> str:
-    """The path as the routes have it: without the prefix at which a proxy, as Ray Serve's, has this
-    application."""
+    """Returns the path as the routes define it, without the prefix under which a proxy, such as Ray
+    Serve's, mounts this application."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
@@ -56,7 +57,7 @@ def json_response(
 
 
 def error_response(error: Exception, request: Request) -> Response:
-    """The error in the form and with the status of the route's API."""
+    """Returns the error in the format and with the status of the route's API."""
     if isinstance(error, BadRequest):
         error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
     info = error_info(error)
@@ -68,7 +69,8 @@ def error_response(error: Exception, request: Request) -> Response:
 
 
 def error_events(error: Exception, request: Request) -> bytes:
-    """The error as the last events of a stream whose head left before there was an answer."""
+    """Returns the error as the last events of a stream whose head was sent before the answer was
+    known."""
     if isinstance(error, BadRequest):
         error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
     info = error_info(error)
@@ -80,7 +82,7 @@ def error_events(error: Exception, request: Request) -> bytes:
 
 
 def arm_keep_alive(request: Request, *, stream: bool) -> None:
-    """The request was read, and may wait now. Raises BadRequest."""
+    """Starts the keep-alive of a request that was read and may wait now. Raises BadRequest."""
     keep_alive, wants_head = keep_alive_of(request), wants_early_head(request)
     if keep_alive is None:
         return
@@ -92,15 +94,16 @@ def arm_keep_alive(request: Request, *, stream: bool) -> None:
 
 
 def is_anthropic(request: Request) -> bool:
-    """Whether the route is one of Anthropic's API, also where there is none. `/v1/models` belongs
-    to both APIs: a header tells which client asks."""
+    """Returns whether the route belongs to Anthropic's API, even if it does not exist. `/v1/models`
+    belongs to both APIs: a header tells which client asks."""
     path = f"{route_path(request.scope)}/"
     is_shared = path.startswith("/v1/models/") and ANTHROPIC_VERSION in request.headers
     return is_shared or path.startswith("/v1/messages/")
 
 
 def request_id(request: Request) -> str:
-    """The id that the request brings in `x-request-id`, or one that it gets here, once."""
+    """Returns the id from the header `x-request-id`, or an id that is generated once for the
+    request."""
     state = request.state
     if not hasattr(state, "request_id"):
         state.request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
@@ -108,7 +111,7 @@ def request_id(request: Request) -> str:
 
 
 def _check_request_id(request: Request) -> None:
-    """It is sent back in a header and in ids, so it must be valid there."""
+    """Raises BadRequest if the sent id is invalid: it is returned in a header and in ids."""
     sent = request.headers.get(REQUEST_ID)
     if sent is not None and not _REQUEST_ID.match(sent):
         request.state.request_id = uuid.uuid4().hex
@@ -120,7 +123,7 @@ def _check_request_id(request: Request) -> None:
 
 
 def with_error_handling(handler: Handler) -> Handler:
-    """Turn any exception of a handler into an answer; every answer has the request's id."""
+    """Converts any exception of a handler into a response; every response has the request's id."""
 
     async def run(request: Request) -> Any:
         try:
@@ -142,13 +145,13 @@ def with_error_handling(handler: Handler) -> Handler:
 
 
 def _settle(request: Request) -> EarlyHead | None:
-    """The head that has left before the answer was known."""
+    """Marks the answer as known. Returns the head that was sent before, if any."""
     keep_alive = keep_alive_of(request)
     return None if keep_alive is None else keep_alive.settle()
 
 
 def _common_headers(request: Request) -> dict[str, str]:
-    """What every answer to the request has."""
+    """Returns the headers of every response to the request."""
     headers = {REQUEST_ID: request_id(request)}
     if warning := getattr(request.state, "warning", None):
         headers[WARNING] = warning
@@ -162,13 +165,14 @@ def route(path: str, handler: Handler, *methods: str) -> Route:
 
 
 async def no_such_route(request: Request, error: Exception) -> Any:
-    """A path or a method that does not exist."""
+    """Answers a path or a method that does not exist."""
     return await _refuse(request)
 
 
 @with_error_handling
 async def _refuse(request: Request) -> Any:
-    """HTTP requires all methods of a path; Starlette knows those of its first route alone."""
+    """Raises HTTPError 404 or 405. HTTP requires that 405 lists all methods of a path, but
+    Starlette only knows those of the first matching route."""
     path = f"{request.method} {request.url.path}"
     methods: set[str] = set()
     for one in request.app.routes:
@@ -183,8 +187,8 @@ async def _refuse(request: Request) -> Any:
 
 
 def _did_you_mean(request: Request) -> str:
-    """A hint at the same path with `/v1` once, for a client whose base URL lacks it or has it and
-    the path as well; empty if there is no such route."""
+    """Returns a hint at the same path with exactly one `/v1`, for a client whose base URL lacks it
+    or repeats it; empty if there is no such route."""
     bare = re.sub(r"^(/v1)+(?=/)", "", route_path(request.scope))
     for path in (f"/v1{bare}", bare):
         scope = {**request.scope, "path": path, "root_path": ""}
@@ -195,8 +199,8 @@ def _did_you_mean(request: Request) -> str:
 
 
 class StripTrailingSlash:
-    """ASGI middleware: a path with a slash at its end is the one without. A redirect would be
-    followed without the body, or not at all, by many clients."""
+    """ASGI middleware that removes a slash at the end of a path. Many clients follow a redirect
+    without the body, or not at all."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

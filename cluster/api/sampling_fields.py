@@ -1,4 +1,4 @@
-"""Fields for sampling and routing: the same at every endpoint of OpenAI's kind."""
+"""Fields for sampling and routing, shared by all OpenAI-compatible endpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SamplingFields(RequestBody, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    """OpenAI has few of the fields from here on; vLLM has them under the same names."""
+    """OpenAI's API lacks most of the fields from here on; vLLM has them under the same names."""
     min_p: float | None = None
     seed: int | None = None
     min_tokens: int | None = None
@@ -31,13 +31,13 @@ class SamplingFields(RequestBody, kw_only=True):
     logit_bias: dict[str, float] | None = None
     """Token id -> -100 .. 100, added to its logit."""
     bad_words: list[str] | None = None
-    """Texts that the answer must not hold, as the tokenizer writes them."""
+    """Texts that must not occur in the answer, as the tokenizer writes them."""
     allowed_token_ids: list[int] | None = None
-    """The answer has no other tokens."""
+    """The only tokens that the answer may contain."""
     structured_outputs: StructuredOutputs | None = None
-    """A form for the answer: json, json_object, regex, choice or grammar."""
+    """The format of the answer: json, json_object, regex, choice or grammar."""
     guided_json: dict[str, Any] | bool | str | None = None
-    """This and the next fields are other names of those of `structured_outputs`."""
+    """This field and the next ones are other names of fields of `structured_outputs`."""
     guided_json_object: bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -47,11 +47,11 @@ class SamplingFields(RequestBody, kw_only=True):
     ebnf: str | None = None
 
     priority: int | None = None
-    """Smaller runs first under `scheduler.policy: priority`."""
+    """Smaller values run first under `scheduler.policy: priority`."""
     cache_salt: str | None = None
-    """Prefixes are shared only among requests of equal salt."""
+    """Requests share cached prefixes only with requests of the same salt."""
     data_parallel_rank: int | None = None
-    """The rank of the engine that shall serve the request."""
+    """The rank of the engine that must serve the request."""
 
 
 MAX_SALT_CHARS = 1024
@@ -59,7 +59,8 @@ _PRIORITIES = Integers(-(2**31), 2**31 - 1, optional=True)
 
 
 def check_routing(cache_salt: str | None, rank: int | None, priority: int | None) -> None:
-    """The fields of routing and scheduling, which do not change the answer."""
+    """Checks the fields of routing and scheduling, which do not change the answer. Raises
+    BadRequest."""
     if cache_salt == "":
         raise bad_value("cache_salt", "", "must not be empty; leave it out")
     if cache_salt is not None and cache_salt.startswith(DERIVED_SALT):

@@ -21,13 +21,13 @@ from swell.cluster.api.services import Services
 
 VERSION = importlib.metadata.version("swell")
 START_FAILED = "cluster_failed"
-"""The code where the first start has failed: no engine will come by itself."""
+"""The error code if the first start has failed: no engine will start without an operator."""
 _MANAGER_TIMEOUT_S = 5.0
-"""How long a probe waits for what the manager knows."""
+"""How long a probe waits for the manager's reply."""
 
 
 class NotReady(msgspec.Struct, frozen=True):
-    """Why `/ready` is not 200."""
+    """The reason for which `/ready` is not 200."""
 
     reason: str
     code: str
@@ -36,7 +36,7 @@ class NotReady(msgspec.Struct, frozen=True):
 
 class ServerRoutes:
     """`/v1/models` and `/server_info` describe the model and how it is served, and need a user's
-    key. The others are open."""
+    key. The other routes are open."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -46,7 +46,7 @@ class ServerRoutes:
         self._is_draining = False
 
     def begin_drain(self) -> None:
-        """This ingress ends: it is not ready any more."""
+        """Marks this ingress as shutting down: it is not ready any more."""
         self._is_draining = True
 
     def routes(self) -> list[Route]:
@@ -67,8 +67,8 @@ class ServerRoutes:
         return json_response(admin.Health())
 
     async def _ready(self, request: Request) -> Response:
-        """200 if an engine can make progress. A silent coordinator alone is no reason against it:
-        serving goes on with the engines that were there."""
+        """Returns 200 if an engine can make progress, even if the coordinator is silent: serving
+        goes on with the engines known last."""
         if found := await self.not_ready():
             raise HTTPError(503, found.reason, found.code)
         state = self._llm.check_ready()
@@ -76,7 +76,8 @@ class ServerRoutes:
         return json_response(admin.Readiness(engines=state.ranks, coordinator=coordinator))
 
     async def not_ready(self) -> NotReady | None:
-        """The reason for which no engine can make progress for this ingress; None: one can."""
+        """Returns the reason for which no engine can make progress for this ingress; None: one
+        can."""
         if self._is_draining:
             return NotReady("this ingress ends, and finishes what it has begun", "draining")
         state = self._llm.check_ready()

@@ -42,8 +42,8 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 class Services:
-    """`connect` opens the links to the engines, `manager` decides about them, `store` keeps
-    responses (None: it keeps none), `peers` are the other ingresses."""
+    """`connect` opens the connections to the engines, `manager` controls the engines, `store` keeps
+    responses (None: nothing is kept), `peers` are the other ingresses."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class Services:
         )
 
     def _versions(self) -> set[str]:
-        """Of the weights of the engines that serve."""
+        """Returns the versions of the weights of the engines that serve."""
         return {member.version for member in self.llm.view.roster.members}
 
     def _adapter_of(self, model: str | None) -> Adapter | None:
-        """The adapter that a body names, if it names one."""
+        """Returns the adapter that a body names, if any."""
         return None if model is None else self.adapters.find(model)
 
     async def close(self) -> None:
@@ -101,8 +101,9 @@ class Services:
         self.offloads.close()
 
     async def read_for_answer(self, request: Request, kind: type[Body]) -> Body:
-        """The body of a request for an answer. Raises TooManyWaiting before it is read where too
-        many wait: thousands are refused as fast as they come."""
+        """Returns the body of a generation or pooling request. Raises TooManyWaiting before the
+        body is read if too many requests wait, so that thousands are refused as fast as they
+        arrive."""
         owner = self.access.check_user(request)
         if self.pooling is not None and not kind.POOLS:
             raise generation_refusal(self.pooling.spec)
@@ -122,8 +123,8 @@ class Services:
         identity: AnswerIdentity,
         model: str | None,
     ) -> RequestParams:
-        """The parameters of the request that `convert` makes; `model`: that of its body. Raises
-        BadRequest."""
+        """Returns the parameters of the request that `convert` makes. `model` is the name in its
+        body. Raises BadRequest."""
         adapter = identity.adapter
         if adapter is None:
             self.check_model(model)  # it may have been unloaded a moment ago
@@ -139,7 +140,7 @@ class Services:
         return await self.input_processor.process(work, size_bytes)
 
     def model_name(self, model: str | None) -> str:
-        """What answers where a checked body has `model`: the model, or an adapter of it."""
+        """Returns the name of the model or adapter that answers a checked body with `model`."""
         return self.model if model is None else model
 
     def model_not_found(self, model: str) -> BadRequest:
@@ -151,9 +152,9 @@ class Services:
         )
 
     async def read(self, request: Request, kind: type[Body], *, is_kept: bool = False) -> Body:
-        """A checked body for this model, once an engine has reported its limits. `is_kept`: there
-        is an answer, perhaps of an adapter that was unloaded since. Raises BadRequest, HTTPError,
-        NoEngine and RequestTimedOut."""
+        """Returns a checked body for this model, once an engine has reported its limits. `is_kept`
+        tells that its answer exists already, perhaps from an adapter that was unloaded since.
+        Raises BadRequest, HTTPError, NoEngine and RequestTimedOut."""
         self.access.check_user(request)
         body = await self.reader.read(request, kind)
         arm_keep_alive(request, stream=bool(getattr(body, "stream", None)))
@@ -166,7 +167,7 @@ class Services:
         return body
 
     def check_model(self, model: str | None) -> None:
-        """Raises BadRequest for a name that neither the model nor an adapter has. An ingress knows
-        of adapters that were loaded once it has seen a view."""
+        """Raises BadRequest unless `model` names the model or an adapter. An ingress learns which
+        adapters were loaded from its first view of the cluster."""
         if model not in (None, self.model) and self.adapters.find(str(model)) is None:
             raise self.model_not_found(str(model))

@@ -1,5 +1,5 @@
-"""From request parameters to their answer: children are submitted, and their outputs are gathered
-or streamed."""
+"""Turns request parameters into an answer: submits child requests, and gathers or streams their
+outputs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from swell.cluster.text.offload import OffloadPool
 from swell.cluster.text.sampling_params import bad_value
 
 _SUBMIT_BATCH_TOKENS = 20_000
-"""Prompt tokens that are submitted at once: some milliseconds."""
+"""Prompt tokens that are submitted without yielding to other tasks: some milliseconds of work."""
 _CHILD_OVERHEAD_TOKENS = 500
-"""What a child costs beside its prompt."""
+"""The fixed cost of submitting a child, in prompt tokens."""
 
 
 class ServingHandler:
-    """The engines behind the routes that answer. `offload` writes long answers."""
+    """Answers requests with the engines. Long answers are encoded in `offload`."""
 
     def __init__(self, llm: AsyncLLM, offload: OffloadPool, recorder: RequestRecorder) -> None:
         self._llm = llm
@@ -58,7 +58,7 @@ class ServingHandler:
     async def pool(
         self, request: Request, request_params: RequestParams, answer: AnswerWriter
     ) -> Any:
-        """Submit everything, then answer whole. Raises TooManyWaiting."""
+        """Submits everything, then returns the whole answer. Raises TooManyWaiting."""
         self._llm.check_admission()
         states: list[RequestState] = []
         kind = RequestOutputKind.FINAL_ONLY
@@ -75,7 +75,7 @@ class ServingHandler:
         answer: ResponseWriter,
         identity: AnswerIdentity,
     ) -> Any:
-        """Submit everything, then answer whole or as a stream. Raises TooManyWaiting."""
+        """Submits everything, then returns the whole answer or a stream. Raises TooManyWaiting."""
         self._llm.check_admission()
         return await self.handle_admitted(request, request_params, answer, identity)
 
@@ -86,7 +86,8 @@ class ServingHandler:
         answer: ResponseWriter,
         identity: AnswerIdentity,
     ) -> Any:
-        """The same for a request that was admitted before, perhaps by an ingress that is gone."""
+        """Does the same for a request that was admitted before, perhaps by an ingress that has
+        terminated."""
         states: list[RequestState] = []
         kind = RequestOutputKind.DELTA if request_params.stream else RequestOutputKind.FINAL_ONLY
         with ExitStack() as ending:
@@ -95,14 +96,14 @@ class ServingHandler:
             outputs = merge(states, request_params.params, kind)
             if not request_params.stream:
                 return await self._whole(request, outputs, answer, ending)
-            # The status line waits for the first token, but not for longer than
-            # `serve.keep_alive_s`: what fails before it has a status.
+            # The status line waits for the first token, so that an earlier failure gets a status of
+            # its own, but it waits at most `serve.keep_alive_s`.
             keep_alive = keep_alive_of(request)
             if keep_alive is not None:
                 keep_alive.call_on_head(outputs.release_first)
             await run_until_disconnect(request.receive, outputs.first())
-            # The headers leave with the first token, and uvicorn sends no trailers: ranks that
-            # serve later are in a comment at the stream's end.
+            # The headers are sent with the first token, and uvicorn sends no trailers: a comment at
+            # the end of the stream lists the ranks that served later.
             is_early = keep_alive is not None and keep_alive.head_left is not None
             ranks = "" if is_early else outputs.served_ranks
             events = answer.stream(
@@ -125,9 +126,10 @@ class ServingHandler:
         ending: ExitStack,
         identity: AnswerIdentity,
     ) -> None:
-        """Record and submit everything; what has not ended with `ending` is aborted."""
+        """Records and submits everything. Closing `ending` aborts the requests that have not
+        finished."""
         record = self._recorder.record(request, request_params, answer, ending)
-        # What has not ended then has no reader any more.
+        # Nobody reads the outputs of unfinished requests after `ending` is closed.
         ending.callback(lambda: self._llm.abort([state.request_id for state in states]))
         await self._submit(request, request_params, kind, states, record, identity)
         self._arm_deadline_timer(request, states, ending)
@@ -135,7 +137,7 @@ class ServingHandler:
     async def _whole(
         self, request: Request, outputs: MergedOutputs, answer: AnswerWriter, ending: ExitStack
     ) -> Any:
-        """The body, once everything is there."""
+        """Returns the response once all outputs are complete."""
         prompts = await run_until_disconnect(request.receive, outputs.whole())
         ending.close()
         usage = usage_of(prompts, outputs.num_output_tokens)
@@ -154,8 +156,8 @@ class ServingHandler:
         record: RequestRecord,
         identity: AnswerIdentity,
     ) -> None:
-        """All children of all prompts, appended to `states`: the caller ends those that are there
-        if this fails before its end. Other tasks run in between."""
+        """Submits all children of all prompts and appends them to `states`, so that the caller can
+        abort them if this fails halfway. Other tasks run in between."""
         self._check_rank(request_params.data_parallel_rank)
         headers, id = trace_headers(request) or None, request_id(request)
         work, version = 0, AnswerVersion(identity.begun_version)
@@ -184,7 +186,7 @@ class ServingHandler:
     def _arm_deadline_timer(
         self, request: Request, states: Sequence[RequestState], ending: ExitStack
     ) -> None:
-        """End the requests at their client's deadline, if it has one."""
+        """Terminates the requests at their client's deadline, if it has one."""
         deadline: Deadline | None = getattr(request.state, "deadline", None)
         if deadline is not None:
             ids = [state.request_id for state in states]
@@ -205,6 +207,7 @@ def _headers(outputs: MergedOutputs) -> dict[str, str]:
 
 
 def _tokens(output: RequestOutput) -> int:
-    """The size of the answers to one prompt, in tokens; a byte of a vector is written as fast."""
+    """Returns the size of the answers to one prompt, in tokens. A byte of a vector counts as one
+    token, because it is encoded as fast."""
     answers = sum(part.num_output_tokens + len(part.pooled) for part in output.outputs)
     return len(output.prompt_token_ids) + answers

@@ -1,7 +1,7 @@
-"""Server-sent events of a stream, cheap: only what is new in a chunk is encoded anew.
+"""Encodes the server-sent events of a stream cheaply: only the new part of a chunk is encoded.
 
-All chunks of one stream share id, time and model, so everything around the text is bytes made
-once. The result is, byte for byte, what `encode_line` makes of the typed chunks of `chat/` and
+All chunks of one stream share id, time and model, so the bytes around the text are made once. The
+result is byte for byte what `encode_line` makes of the typed chunks of `chat/` and
 `completions/`.
 """
 
@@ -19,7 +19,7 @@ from swell.cluster.api.timings import Timings
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
-"""A comment, which leaves while a stream waits."""
+"""A comment that is sent while a stream waits."""
 
 _CLOSE = b"}\n\n"
 """The end of a chunk and of its event."""
@@ -27,7 +27,7 @@ _encode = encode_line
 
 
 class ChunkFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What a choice of a chunk has behind its text, in this order."""
+    """The fields of a chunk's choice after its text, in this order."""
 
     logprobs: ChatLogprobs | CompletionLogprobs | None = None
     finish_reason: str | None = None
@@ -38,7 +38,7 @@ class ChunkFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TEXT_ONLY = ChunkFields()
-"""A choice that is text alone."""
+"""The fields of a choice that has only text."""
 
 
 def event(body: msgspec.Struct) -> bytes:
@@ -46,17 +46,18 @@ def event(body: msgspec.Struct) -> bytes:
 
 
 def comment(text: str) -> bytes:
-    """A line that every reader of events skips, and a person or a script may read."""
+    """Returns a comment line, which every event-stream reader skips, but a person or a script can
+    read."""
     return f": {text}\n\n".encode()
 
 
 class _Stream:
-    """What completions and chat streams share."""
+    """The common part of completion and chat streams."""
 
     _kind: type[CompletionChunk] | type[ChatChunk]
-    """The type of their chunks."""
+    """The type of the chunks."""
     _text: bytes
-    """The field of a choice that has text, with a place for this."""
+    """The field of a choice that holds text, with a `%b` placeholder for the text."""
 
     def __init__(self, id: str, created: int, model: str, *, include_usage: bool = False) -> None:
         self._empty = self._kind(id=id, created=created, model=model, choices=[])
@@ -65,11 +66,11 @@ class _Stream:
         self._text_only_tail = b"," + _encode(TEXT_ONLY)[1:] + self._end
 
     def _make_head(self) -> bytes:
-        """Everything before the number of a choice."""
+        """Returns the bytes before the index of a choice."""
         return b"data: " + _encode(self._empty).removesuffix(b"]}") + b'{"index":'
 
     def set_version(self, version: str) -> None:
-        """The version that gives the answer, once it is known; empty: it is unknown."""
+        """Sets the version of the weights, once it is known; empty: unknown."""
         if version:
             self._empty = msgspec.structs.replace(self._empty, system_fingerprint=version)
             self._head = self._make_head()
@@ -81,7 +82,7 @@ class _Stream:
         fields: ChunkFields = TEXT_ONLY,
         usage: Usage | None = None,
     ) -> bytes:
-        """More text of a choice; `usage` is that of the choice so far."""
+        """Encodes more text of a choice. `usage` is the usage of the choice so far."""
         return self._chunk(self._text % _encode(text), index, fields, usage)
 
     def _chunk(self, content: bytes, index: int, fields: ChunkFields, usage: Usage | None) -> bytes:
@@ -91,21 +92,22 @@ class _Stream:
         return b"%b%d,%b,%b%b" % (self._head, index, content, _encode(fields)[1:], end)
 
     def end(self, usage: Usage | UnsetType, timings: Timings | UnsetType = UNSET) -> list[bytes]:
-        """The last event of a stream with `include_usage` or `include_timings`: no choices."""
+        """Returns the last event of a stream with `include_usage` or `include_timings`, which has
+        an empty list of choices."""
         if usage is UNSET and timings is UNSET:
             return []
         return [event(msgspec.structs.replace(self._empty, usage=usage, timings=timings))]
 
 
 class CompletionStream(_Stream):
-    """The events of one streamed `/v1/completions` answer."""
+    """Encodes the events of one streamed `/v1/completions` answer."""
 
     _kind = CompletionChunk
     _text = b'"text":%b'
 
 
 class ChatStream(_Stream):
-    """The events of one streamed `/v1/chat/completions` answer."""
+    """Encodes the events of one streamed `/v1/chat/completions` answer."""
 
     _kind = ChatChunk
     _text = b'"delta":{"content":%b}'
@@ -116,7 +118,8 @@ class ChatStream(_Stream):
         prompt_token_ids: list[int] | None = None,
         usage: Usage | None = None,
     ) -> bytes:
-        """The first event of a choice: its role. `prompt_token_ids` are the chunk's own."""
+        """Encodes the first event of a choice: its role. `prompt_token_ids` is a field of the chunk
+        itself."""
         event = self.delta(ChatDelta(role="assistant", content=""), index, TEXT_ONLY, usage)
         if prompt_token_ids is None:
             return event

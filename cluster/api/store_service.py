@@ -12,8 +12,8 @@ from swell.configs.serve import ServeConfig
 
 
 class StoreService:
-    """One for all ingresses of an application. What it keeps is lost with its process: ingresses
-    begin their background responses again at its successor, and put their sessions there."""
+    """One store for all ingresses of an application. Its data is lost with its process: ingresses
+    then restart their background responses at its successor, and upload their sessions again."""
 
     def __init__(self, limits: ServeConfig) -> None:
         configure_logging()

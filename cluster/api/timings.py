@@ -1,4 +1,4 @@
-"""What happened to a request, as clients and operators read it."""
+"""The timeline of a request, as clients and operators read it."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ IncludeTimings = Annotated[
         "the request, with milliseconds since it was received, and the engine's rank."
     ),
 ]
-"""A field of Swell alone."""
+"""A field that only Swell has."""
 
 
 class TimedEvent(Body, kw_only=True):
-    """`event` is received, routed, queued, scheduled, first_token, preempted, resubmitted or
-    finished; `rank` and `attempt` name the engine and the placement, where there is one."""
+    """One event of the timeline. `event` is received, routed, queued, scheduled, first_token,
+    preempted, resubmitted or finished; `rank` and `attempt` name the engine and the placement, if
+    there is one."""
 
     event: str
     ms: float
-    """Since the request was received."""
+    """Milliseconds since the request was received."""
     hop_ms: float
-    """Since the event before."""
+    """Milliseconds since the previous event."""
     rank: int | None = None
     attempt: int | None = None
     reason: str | None = None
-    """Why it was resubmitted, or how it finished."""
+    """The reason why the request was resubmitted, or how it finished."""
 
 
 class ChoiceTimings(Body, kw_only=True):
-    """One answer; with `best_of` also those that were not kept."""
+    """The timeline of one answer; with `best_of` there is also one for each answer that was not
+    kept."""
 
     index: int
     events: list[TimedEvent]
@@ -45,7 +47,7 @@ class ChoiceTimings(Body, kw_only=True):
 
 
 class Timings(Body, kw_only=True):
-    """What happened to a request, and when."""
+    """The timeline of a request."""
 
     received_at: float
     """Seconds since 1970."""
@@ -53,7 +55,7 @@ class Timings(Body, kw_only=True):
 
 
 def timings_of(record: RequestRecord) -> Timings:
-    """What is known by now."""
+    """Returns the timeline of a request so far."""
     return Timings(
         received_at=record.received_at,
         choices=[

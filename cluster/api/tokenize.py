@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`."""
+"""The routes `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class TokenizeRequest(RequestBody, kw_only=True):
     messages: list[ChatMessage] | None = None
     tools: list[ToolDefinition] | None = None
     add_special_tokens: bool | None = None
-    """None: true for a prompt, and false for messages, where the chat template writes its own."""
+    """None: true for a prompt, and false for messages, where the chat template writes its own
+    special tokens."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template: str | None = None
-    """A template instead of the model's, where `serve.request_chat_template` allows it."""
+    """A template to use instead of the model's, if `serve.request_chat_template` allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -74,7 +75,7 @@ class DetokenizeResponse(Body, kw_only=True):
 
 
 def tokenize_input(body: TokenizeRequest) -> tuple[list[Prompt] | Conversation, TokenizeOptions]:
-    """What is tokenized, and how, of a checked body."""
+    """Returns the prompt or conversation of a checked body, and how it is tokenized."""
     add = body.add_special_tokens
     if body.messages is None:
         assert body.prompt is not None, "the body was checked"

@@ -1,5 +1,6 @@
-"""Routes by which operators load and unload adapters (LoRA) while the server runs, as vLLM has
-them. The ingress checks the files, the manager keeps the names, engines load at the first use."""
+"""Routes with which operators load and unload adapters (LoRA) while the server runs, compatible
+with vLLM. The ingress checks the files, the manager keeps the names, and engines load an adapter
+when it is first used."""
 
 from __future__ import annotations
 
@@ -33,18 +34,18 @@ Body = TypeVar("Body", bound=RequestBody)
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _MAX_BODY_BYTES = 64 * 1024
-"""The longest body of a request."""
+"""The maximum size of a request body."""
 _MAX_READS = 8
-"""At a time, of files of adapters; some may hang."""
+"""The most concurrent reads of adapter files; some of them may hang."""
 _FILES_TIMEOUT_S = 60.0
-"""How long the files of an adapter may take to be read."""
+"""The timeout for reading the files of an adapter."""
 _VIEW_TIMEOUT_S = 5.0
-"""How long an answer waits until this ingress knows what it says: several heartbeats."""
+"""How long a response waits until this ingress has seen the change: several heartbeats."""
 _VIEW_POLL_S = 0.01
 
 
 class AdapterRoutes:
-    """`services.manager` answers with a `ChangeResult`."""
+    """The routes. The methods of `services.manager` return a `ChangeResult`."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -112,7 +113,7 @@ class AdapterRoutes:
         return body
 
     async def _check_files(self, name: str, folder: str) -> Adapter:
-        """Raises BadRequest and HTTPError 503."""
+        """Checks the files of the adapter. Raises BadRequest and HTTPError 503."""
         max_rank = self._services.config.lora.max_rank
         try:
             read = self._reads.submit(partial(check_adapter, name, folder, max_rank))
@@ -132,8 +133,8 @@ class AdapterRoutes:
             ) from None
 
     async def _until_seen(self, condition: Callable[[], object]) -> None:
-        """Wait for the view that says it; other ingresses get it at the same time. The manager has
-        it in any case."""
+        """Waits for the view of the cluster that has the change; other ingresses receive it at the
+        same time. The manager has accepted the change in any case. Raises HTTPError 503."""
         try:
             async with asyncio.timeout(_VIEW_TIMEOUT_S):
                 while not condition():

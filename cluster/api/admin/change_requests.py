@@ -1,4 +1,4 @@
-"""Bodies of requests by which operators change a cluster."""
+"""Bodies of the requests with which operators change a cluster."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ENGINES, _RANKS = Integers(1, 2**31 - 1), Integers(0, 2**31 - 1)
 class ScaleRequest(RequestBody, kw_only=True):
     engines: int
     drain_timeout_s: float | None = None
-    """Time that leaving engines may take for what they have, from now on, up to four hours; None:
-    the configured one. They hand over what is left."""
+    """The time that leaving engines get to finish their requests, counted from now, up to four
+    hours; None: the configured time. They hand over the requests that are left."""
 
     def check(self) -> None:
         _ENGINES.check("engines", self.engines)
@@ -36,8 +36,8 @@ class ScaleRequest(RequestBody, kw_only=True):
 
 class DrainRequest(RequestBody, kw_only=True):
     rank: int
-    """Of an engine, which has `cluster.drain_timeout_s` for what it has; sent again, as long from
-    then on."""
+    """The rank of the engine, which gets `cluster.drain_timeout_s` to finish its requests. Sending
+    the request again restarts that time."""
 
     def check(self) -> None:
         _RANKS.check("rank", self.rank)
@@ -45,10 +45,10 @@ class DrainRequest(RequestBody, kw_only=True):
 
 class UpgradeRequest(RequestBody, kw_only=True):
     config: dict[str, Any]
-    """The whole configuration of the new version, as sections of keys: one that it leaves out gets
-    its default. The sections `serve`, `cluster` and `autoscaling` and the number of engines stay as
-    they are. `model.path` is an absolute path or a hub id: no host knows where another one is
-    relative to."""
+    """The whole configuration of the new version, as sections of keys; a missing key gets its
+    default. The sections `serve`, `cluster` and `autoscaling` and the number of engines do not
+    change. `model.path` must be an absolute path or a hub id, because a relative path would differ
+    between hosts."""
 
     def check(self) -> None:
         try:
@@ -69,33 +69,33 @@ class UpgradeRequest(RequestBody, kw_only=True):
 
 class WeightsRequest(RequestBody, kw_only=True):
     path: str
-    """An absolute path of a folder on every host, with a whole model: that of the cluster, with
-    other weights. Engines get them in place of theirs, and keep their processes."""
+    """The absolute path of a folder on every host that holds a whole model: the model of the
+    cluster with other weights. Engines load them in place, and keep their processes."""
 
     def check(self) -> None:
         _check_folder("path", self.path)
 
 
 class SwitchRequest(RequestBody, kw_only=True):
-    """The body of pause, resume and wake: it has no fields, but must be JSON."""
+    """The body of pause, resume and wake. It must be JSON without fields."""
 
 
 class SleepRequest(RequestBody, kw_only=True):
     level: Literal[1, 2] = 1
-    """1: the KV cache is given back, and weights move from the GPU to the memory of the host. 2:
-    the weights are given back, too, and read again at the end."""
+    """1: the KV cache is freed, and the weights move from the GPU to host memory. 2: the weights
+    are freed too, and are read again at wake-up."""
     requests: Literal["wait", "refuse"] = "wait"
-    """What becomes of requests meanwhile."""
+    """Whether requests that arrive meanwhile wait or are refused."""
 
 
 class LoadAdapterRequest(RequestBody, kw_only=True):
     lora_name: str
-    """What requests call it, as their `model`."""
+    """The name that requests use as their `model`."""
     lora_path: str
-    """The absolute path of its folder, the same on every host."""
+    """The absolute path of the adapter's folder, the same on every host."""
     load_inplace: bool = False
-    """Whether it may take the place of one of the same name. What has begun with that one ends with
-    it."""
+    """Whether it may replace an adapter of the same name. Requests that began with the old adapter
+    finish with it."""
 
     def check(self) -> None:
         _check_name(self.lora_name)

@@ -1,4 +1,4 @@
-"""Calls of the manager, which Serve may be replacing."""
+"""Calls to the manager, which Serve may be replacing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
 
 _MANAGER_TIMEOUT_S = 30.0
-"""How long the manager may take: longer than Serve needs to replace it."""
+"""The timeout of a call to the manager: longer than Serve needs to replace it."""
 
 
 async def call_manager(manager: Any, method: str, *args: object) -> Any:
-    """Its answer. Raises HTTPError 503 if it does not answer."""
+    """Returns the result of a method of the manager. Raises HTTPError 503 if the manager does not
+    answer."""
     try:
         async with asyncio.timeout(_MANAGER_TIMEOUT_S):
             return await getattr(manager, method).remote(*args)

@@ -1,4 +1,4 @@
-"""The other ingresses, which share the port: any of them may have served a request."""
+"""The other ingresses, which share the port. Any of them may have served a request."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from swell.cluster.api.admin.protocol import RequestStory
 
 
 class PeerStories(Protocol):
-    """How an ingress asks all others."""
+    """Searches all other ingresses for a request."""
 
     async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
-        """The stories that other ingresses than number `asking` have under an id, and whether all
-        of them answered. It ends in some seconds, and raises nothing."""
+        """Returns the stories that the ingresses other than number `asking` have under an id, and
+        whether all of them answered. It returns within seconds and raises nothing."""
 
 
 class NoPeers:
-    """There is one ingress."""
+    """The case of a single ingress."""
 
     async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
         return [], True

@@ -1,4 +1,4 @@
-"""Answers of the admin API, and of the routes that describe the server and its model."""
+"""Response bodies of the admin API, and of the routes that describe the server and its model."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ class ChangeResult(msgspec.Struct, frozen=True):
     """The manager's answer to a requested change."""
 
     target: int
-    """The number of engines that is wanted now."""
+    """The target number of engines."""
     refusal: str | None = None
     """The reason of a refusal; None: accepted."""
     kept: list[str] = []
-    """Keys of a requested configuration that differ, and stay as they are."""
+    """Keys of a requested configuration that differ but do not change."""
     version: str = ""
-    """Of a requested configuration."""
+    """The version of a requested configuration."""
 
 
 class Accepted(Body, kw_only=True):
-    """A change has begun, and replaces one that was under way; `GET /admin/cluster` has its
+    """A change has begun, and replaces the one in progress, if any. `GET /admin/cluster` shows its
     phase."""
 
     status: str = "accepted"
     target: int | None = None
-    """The number of engines that is wanted now."""
+    """The target number of engines."""
     kept: list[str] | UnsetType = UNSET
-    """Of an upgrade: keys of the configuration that differ, and stay as they are."""
+    """For an upgrade: keys of the configuration that differ but do not change."""
     version: str | UnsetType = UNSET
-    """Of an upgrade: the version of which all engines are to be."""
+    """For an upgrade: the target version of all engines."""
 
 
 class WorkerState(Body, kw_only=True):
@@ -46,7 +46,7 @@ class EngineState(Body, kw_only=True):
     rank: int
     state: str
     version: str = ""
-    """Of weights and limits."""
+    """The version of weights and limits."""
     pid: int | None = None
     node: str | None = None
     running: int = 0
@@ -58,66 +58,66 @@ class EngineState(Body, kw_only=True):
     """The epoch of the engine's group."""
     wave: int = 0
     repairs: int = 0
-    """Times that workers were replaced, or that it woke up, since the start."""
+    """How often workers were replaced, or the engine woke up, since its start."""
     sleep_level: int = 0
-    """0: it is awake."""
+    """0: the engine is awake."""
     freed_bytes: int = 0
-    """Memory that its workers have given back while it sleeps."""
+    """Memory that the workers have freed while the engine sleeps."""
     workers: list[WorkerState] = []
 
 
 class CoordinatorState(Body, kw_only=True):
     pid: int | None = None
     error: str | None = None
-    """Why the engine does not answer; the other fields then have their last known values."""
+    """Why the coordinator does not answer; the other fields then hold their last known values."""
 
 
 class RescaleState(Body, kw_only=True):
-    """`phase` is idle, pending (engines wait for room), prepare, commit, drain or failed; `error`
-    says why it failed. A start that fails without a requested change is retried, ever more slowly.
-    """
+    """`phase` is idle, pending (engines wait for resources), prepare, commit, drain or failed;
+    `error` says why it failed. A start that fails without a requested change is retried with
+    growing pauses."""
 
     phase: str
     error: str | None = None
     failures: int = 0
     """Consecutive failed starts of the missing engine."""
     next_try_s: float | None = None
-    """Seconds until the next attempt; 0: one is running."""
+    """Seconds until the next attempt; 0: an attempt is running."""
 
 
 class UpgradeState(Body, kw_only=True):
-    """`phase` is idle, in progress, rolling back or failed (and rolled back), cancelling or
-    cancelled; `error` says why it failed, and what does not start now."""
+    """`phase` is idle, in progress, rolling back, failed (and rolled back), cancelling or
+    cancelled; `error` says why it failed, or what fails to start now."""
 
     phase: str = "idle"
     version: str = ""
-    """Of which all engines are to be."""
+    """The target version of all engines."""
     previous: str | None = None
-    """The one that was wanted before, until no engine is of it."""
+    """The previous target version, as long as an engine runs it."""
     model: str = ""
-    """`model.path` of the version that is wanted."""
+    """`model.path` of the target version."""
     error: str | None = None
     failures: int = 0
     """Consecutive failed starts of a version that is wanted, or by which answers have begun."""
     next_try_s: float | None = None
-    """Seconds until the next attempt; 0: one is running."""
+    """Seconds until the next attempt; 0: an attempt is running."""
 
 
 class LeftoverState(Body, kw_only=True):
-    """Resources that ended engines may still hold in Ray: ending them is retried, ever more
-    slowly."""
+    """Resources that terminated engines may still hold in Ray. Removing them is retried with
+    growing pauses."""
 
     names: list[str] = []
-    """Names of the actors and placement groups that are known."""
+    """Names of the known actors and placement groups."""
     reason: str
     failures: int = 0
     """Consecutive failed attempts."""
     next_try_s: float = 0.0
-    """Seconds until the next attempt; 0: one is running."""
+    """Seconds until the next attempt; 0: an attempt is running."""
 
 
 class ScalingDecision(Body, kw_only=True):
-    """The autoscaler has moved the target."""
+    """A change of the target number of engines by the autoscaler."""
 
     before: int
     engines: int
@@ -126,48 +126,48 @@ class ScalingDecision(Body, kw_only=True):
 
 
 class AutoscalingState(Body, kw_only=True):
-    """The load that the autoscaler follows, and what it wants."""
+    """The load that the autoscaler follows, and its recommendation."""
 
     min_engines: int
     max_engines: int
     queue_s: float | None = None
-    """How long a new request would wait for a slot; null, here and below: not known."""
+    """How long a new request would wait for a slot; null, here and below: unknown."""
     kv_usage: float | None = None
     """Share of the KV blocks in use, on average over the engines."""
     ttft_s: float | None = None
-    """Time to first token of nine of ten requests of the last seconds."""
+    """The 90th percentile of the time to first token over the last seconds."""
     recommended: int | None = None
-    """Engines that this load wants. The target follows when it has wanted them for
-    `autoscaling.grow_after_s`, or fewer for `shrink_after_s`."""
+    """The number of engines that this load needs. The target follows after the load has needed more
+    for `autoscaling.grow_after_s`, or fewer for `shrink_after_s`."""
     reason: str
     shrink_after_s: float
     last_decision: ScalingDecision | None = None
 
 
 class PendingEngines(Body, kw_only=True):
-    """Engines that wait for room in the Ray cluster: their placement groups are there, so that
+    """Engines that wait for resources in the Ray cluster. Their placement groups exist, so that
     Ray's autoscaler adds hosts for them."""
 
     ranks: list[int]
     reason: str
     bundles: list[dict[str, float]]
-    """Ray resources that each of them asks for; a bundle must fit on one host."""
+    """Ray resources that each of them requests; each bundle must fit on one host."""
 
 
 class DrainingNode(Body, kw_only=True):
-    """A host that Ray takes away: its engines are replaced elsewhere, and leave."""
+    """A host that Ray will remove: its engines are replaced elsewhere, and leave."""
 
     node: str
     left_s: float | None = None
-    """Seconds until it is taken away; null: not known."""
+    """Seconds until the host is removed; null: unknown."""
     engines: list[int] = []
-    """Ranks of those that are there yet."""
+    """Ranks of the engines that are still on the host."""
 
 
 class ClusterState(Body, kw_only=True):
-    """`epoch` counts memberships, `wave` counts waves, `target` is the wanted number of engines;
+    """`epoch` counts memberships, `wave` counts waves, `target` is the target number of engines.
     `state` is starting, serving, changing, paused, degraded (engines are missing, and starting them
-    fails) or failed (none is left)."""
+    fails) or failed (no engine is left)."""
 
     epoch: int
     wave: int
@@ -178,11 +178,11 @@ class ClusterState(Body, kw_only=True):
     rescale: RescaleState
     upgrade: UpgradeState = msgspec.field(default_factory=UpgradeState)
     leftovers: LeftoverState | None = None
-    """None: there are none."""
+    """Null: nothing is left over."""
     autoscaling: AutoscalingState | None = None
-    """None: it is off."""
+    """Null: autoscaling is off."""
     pending: PendingEngines | None = None
-    """None: none waits for room."""
+    """Null: no engine waits for resources."""
     draining_nodes: list[DrainingNode] = []
 
 
@@ -191,7 +191,8 @@ class Health(Body, kw_only=True):
 
 
 class Readiness(Body, kw_only=True):
-    """The ranks that take requests and can make progress; `coordinator` is ok or silent."""
+    """`engines` are the ranks that accept requests and can make progress; `coordinator` is ok or
+    silent."""
 
     status: str = "ready"
     engines: list[int]
@@ -199,7 +200,7 @@ class Readiness(Body, kw_only=True):
 
 
 class IdleEngine(Body, kw_only=True):
-    """Whether all slots and blocks of an engine are free; if not, what is held."""
+    """Whether all slots and blocks of an engine are free; `reason` says what is held."""
 
     rank: int
     idle: bool
@@ -216,9 +217,9 @@ class ModelCard(Body, kw_only=True):
     created: int
     owned_by: str = "swell"
     root: str | None = None
-    """The name of the model itself: folders are not shown to users."""
+    """The name of the base model: users do not see its folder."""
     parent: str | None = None
-    """Of an adapter: the model that it adapts."""
+    """For an adapter: the name of its base model."""
     max_model_len: int
 
 
@@ -232,7 +233,8 @@ class Version(Body, kw_only=True):
 
 
 class ServerLoad(Body, kw_only=True):
-    """`server_load`: requests that run or wait in all engines, by their last reports."""
+    """`server_load` counts the requests that run or wait in all engines, from their last
+    reports."""
 
     server_load: int
 
@@ -246,30 +248,30 @@ class EngineLoad(Body, kw_only=True):
 
 
 class RequestStory(Body, kw_only=True):
-    """One HTTP request, while it runs and for a while after its end."""
+    """One HTTP request, while it runs and for a while after it has finished."""
 
     id: str
-    """Of the answer."""
+    """The id of the answer."""
     request_id: str
-    """The header `x-request-id` of request and answer."""
+    """The header `x-request-id` of the request and of its answer."""
     operation: str
     model: str
     running: bool
     ingress: int
-    """Number of the ingress that serves it; the others have other ones."""
+    """The number of the ingress that serves the request."""
     timings: Timings
 
 
 class RequestStories(Body, kw_only=True):
-    """Requests that were sent under one id, oldest first."""
+    """The requests that were sent under one id, oldest first."""
 
     requests: list[RequestStory]
     complete: bool = True
-    """False: an ingress did not answer, and may know of more."""
+    """False: an ingress did not answer, and may know more requests."""
 
 
 class ServerInfo(Body, kw_only=True):
-    """What a user may see of the server: no path, no host, no key. Operators use
+    """The description of the server for users: without paths, hosts or keys. Operators use
     `/admin/cluster`."""
 
     version: str
@@ -277,7 +279,7 @@ class ServerInfo(Body, kw_only=True):
     context_length: int
     dtype: str
     dp_size: int
-    """Engines that are here now."""
+    """The current number of engines."""
     tp_size: int
     pp_size: int
     max_running_requests: int

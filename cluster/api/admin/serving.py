@@ -1,4 +1,4 @@
-"""The admin routes of one ingress: it calls the manager, which decides, and the engines."""
+"""The admin routes of one ingress. They call the manager, which decides, and the engines."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.strict_json import check_strict
 
 _ENGINE_CALL_TIMEOUT_S = 10.0
-"""How long an engine may take to answer a call: it answers between steps."""
+"""The timeout of a call to an engine, which answers between two steps."""
 _MAX_BODY_BYTES = 64 * 1024
-"""The longest body of a request."""
+"""The maximum size of a request body."""
 
 
 _CHANGES: dict[str, type[RequestBody]] = {
@@ -43,18 +43,19 @@ _CHANGES: dict[str, type[RequestBody]] = {
     "sleep": changes.SleepRequest,
     "wake": changes.SwitchRequest,
 }
-"""Method of the manager, whose arguments are the fields of the body."""
+"""Methods of the manager, and the bodies whose fields are their arguments."""
 
 
 _LEVEL = re.compile("0|[1-9][0-9]{0,8}")
 _EMPTY: list[list[bytes]] = [[], [b"{}"], [b"{", b"}"]]
-"""Bodies without fields, as they are between blanks."""
+"""Bodies without fields, split at white space."""
 _QUERIES = {"sleep": ("level", "requests")}
-"""Fields that may stand in the query in place of a body, as vLLM has them."""
+"""Fields that may be query parameters instead of a body, as in vLLM."""
 
 
 def _from_query(request: Request) -> bytes:
-    """The body whose fields these are; a repeated one stands there twice."""
+    """Returns a JSON body with the query parameters as fields; a repeated parameter becomes a
+    repeated field."""
     fields = [
         f"{json.dumps(name)}:{value if _LEVEL.fullmatch(value) else json.dumps(value)}"
         for name, value in request.query_params.multi_items()
@@ -63,9 +64,8 @@ def _from_query(request: Request) -> bytes:
 
 
 def check_literal(request: Request, path: str) -> None:
-    """Raises HTTPError 404 unless the URL has the path of the route without percent-encoding, but
-    for its parameter: a proxy that keeps clients from operators' routes may compare what is
-    written."""
+    """Raises HTTPError 404 unless the URL has the path of the route, up to its parameter, without
+    percent-encoding: a proxy that blocks the routes of operators may compare the encoded text."""
     sent = request.scope.get("raw_path", b"").decode("latin-1")
     sent = sent.removeprefix(request.scope.get("root_path", ""))
     literal, parameter, _ = path.partition("{")
@@ -78,8 +78,8 @@ def check_literal(request: Request, path: str) -> None:
 
 
 class AdminRoutes:
-    """The routes by which operators change and inspect the cluster. `services.manager` answers with
-    a `ChangeResult`."""
+    """The routes with which operators change and inspect the cluster. The methods of
+    `services.manager` that change it return a `ChangeResult`."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -101,7 +101,8 @@ class AdminRoutes:
         ]
 
     def _route(self, path: str, handler: Handler, method: str, *query: str) -> Route:
-        """A route that only operators may use; `query`: the parameters that it takes."""
+        """Returns a route that only operators may use. `query` names the parameters that it
+        accepts."""
 
         async def run(request: Request) -> Any:
             check_literal(request, path)
@@ -115,8 +116,7 @@ class AdminRoutes:
         return json_response(await self._call_manager("describe"))
 
     async def _idle(self, request: Request) -> Response:
-        """Check with every engine whether all its slots and blocks are free: the conservation
-        check."""
+        """Asks every engine whether all its slots and blocks are free (the conservation check)."""
         llm, engines = self._services.llm, []
         for rank in llm.view.roster.ranks:
             reason = None
@@ -128,7 +128,7 @@ class AdminRoutes:
         return json_response(admin.IdleReport(engines=engines))
 
     async def _request(self, request: Request) -> Response:
-        """What happened to a request, whichever ingress served it."""
+        """Returns the timeline of a request, from any of the ingresses."""
         id, services = request.path_params["id"], self._services
         theirs, complete = await services.peers.find(id, services.llm.client_index)
         found = [*services.recorder.find(id), *theirs]

@@ -1,4 +1,4 @@
-"""The OpenAPI description of every route, made from the very types that the routes use."""
+"""The OpenAPI description of every route, generated from the types that the routes use."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ _ENGINES = {
 
 @cache
 def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
-    """OpenAPI 3.1. Made once: no caller may change it. `unknown` is `serve.unknown_fields`."""
+    """Returns the OpenAPI 3.1 document. It is cached, so callers must not change it. `unknown` is
+    `serve.unknown_fields`."""
     types = [kind for one in OPERATIONS for kind in (one.answer, one.body, one.chunk, one.error)]
     kinds = [*dict.fromkeys(kind for kind in types if not isinstance(kind, str | None))]
     references, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS)
@@ -179,8 +180,8 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
 
 
 def _event_schema(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    """One event of a stream, as an object of its fields: OpenAPI 3.1 does not say what the schema
-    of an event stream describes, and readers of 3.1 take it for this."""
+    """Describes one event of a stream as an object of its fields. OpenAPI 3.1 does not define what
+    the schema of an event stream describes, and readers of 3.1 interpret it this way."""
     data: dict[str, Any] = {
         "type": "string",
         "contentMediaType": JSON,

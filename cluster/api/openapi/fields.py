@@ -1,7 +1,7 @@
-"""Properties of fields that their types do not express: which are those of other servers, where
-unknown ones are allowed, and the ranges of numbers.
+"""Adds properties of fields that their types do not express: which fields come from other servers,
+where unknown fields are allowed, and the ranges of numbers.
 
-The ranges of sampling are those that requests are checked against."""
+The ranges of sampling parameters are the same ones that requests are checked against."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPERATORS = (
     SwitchRequest,
     UnloadAdapterRequest,
 )
-"""Bodies in which an unknown field is refused in any case."""
+"""Bodies in which an unknown field is always refused."""
 
 
 def annotate_fields(
@@ -73,11 +73,11 @@ _LIMITS: dict[str, Numbers | Integers] = {
     "priority": Integers(-(2**31), 2**31 - 1),
     "data_parallel_rank": Integers(0, 2**31 - 1),
 }
-del _LIMITS["max_tokens"]  # an echoed prompt may have no answer
+del _LIMITS["max_tokens"]  # an echoed prompt may have 0 answer tokens
 
 
 def annotate_limits(schema: dict[str, Any]) -> None:
-    """Write limits into the schema of a body, at those of its fields that hold numbers."""
+    """Writes the ranges of numbers into the schema of a request body."""
     for name, allowed in _LIMITS.items():
         field = schema["properties"].get(name, {})
         limits = {"minimum": allowed.low, "maximum": allowed.high}

@@ -1,4 +1,4 @@
-"""Every route: its methods, its bodies, and the statuses of its errors."""
+"""Lists every route: its methods, its bodies, and the statuses of its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _ANSWER_ERRORS = (*_BODY_ERRORS, 404, 409, 422, 429, 500)
 
 
 class Operation(NamedTuple):
-    """One method of one route. `answer` is a type, or the media type of an answer without one."""
+    """One method of one route. `answer` is a type, or the media type of an answer that has no
+    type."""
 
     method: str
     path: str
@@ -35,7 +36,7 @@ class Operation(NamedTuple):
     answer: type | str
     body: type[RequestBody] | None = None
     chunk: Any = None
-    """What one event of a stream holds, where the answer may be streamed."""
+    """The type of one event, if the answer may be streamed."""
     errors: tuple[int, ...] = ()
     status: int = 200
     error: type = ErrorBody
@@ -44,9 +45,10 @@ class Operation(NamedTuple):
         "last one is `data: [DONE]`. Comments (`: ping`) leave while the stream waits."
     )
     named_events: bool = False
-    """Whether an event's type is beside its data; such streams have no `[DONE]`."""
+    """Whether the stream has `event:` lines with the type of each event; such streams do not send
+    `[DONE]`."""
     may_wait: bool = False
-    """Whether it waits for an engine, so that an early head may leave."""
+    """Whether the request waits for an engine, so that an early head may be sent."""
 
 
 _show = partial(Operation, "get", errors=_KEY_ERRORS)

@@ -1,1 +1,1 @@
-"""Answers that a client can continue after its connection was cut, and request twice."""
+"""Answers that a client can resume after its connection was cut, and request twice."""

@@ -7,8 +7,9 @@
     │           └ when the answer was created
     └ digest of caller, key and request: the answer
 
-With its request it says all that another ingress needs to continue the answer: the tokens follow
-from request, version and adapter, and the events from the tokens. Pure.
+Together with the request, the id is all that another ingress needs to continue the answer: the
+tokens follow from the request, the version and the adapter, and the events follow from the tokens.
+Pure.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ _FORM = re.compile(
 
 
 class AnswerOrigin(msgspec.Struct, frozen=True):
-    """Answers of one origin have the same events."""
+    """Identifies an answer. Answers with the same origin have the same events."""
 
     name: str
     created: int
     version: str
     adapter: str = ""
-    """The digest of its adapter; empty: it has none."""
+    """The digest of the adapter; empty: the answer is computed without an adapter."""
 
     def event_prefix(self) -> str:
-        """The id of an event, but for its number."""
+        """Returns the id of an event without its number."""
         adapter = self.adapter and f"-{self.adapter}"
         return f"{self.name}.{self.created}{adapter}.{self.version}."
 
@@ -45,11 +46,11 @@ class AnswerOrigin(msgspec.Struct, frozen=True):
 class EventId(msgspec.Struct, frozen=True):
     origin: AnswerOrigin
     number: int
-    """Events up to this one: the first has 1."""
+    """The number of this event; the first event is 1."""
 
 
 def parse_event_id(text: str) -> EventId:
-    """Raises BadRequest."""
+    """Parses a `last-event-id`. Raises BadRequest."""
     found = _FORM.match(text)
     if found is None:
         raise BadRequest(

@@ -1,4 +1,4 @@
-"""An answer that is computed once for all its readers: events are kept, and each reader begins
+"""An answer that is computed once for all its readers: its events are kept, and each reader begins
 after the event that it names.
 
     begin ─► RUNNING ─► DONE       all events are there
@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Mapping
 from swell.cluster.api.resumable.event_id import AnswerOrigin, EventId
 
 _WRITE_EVENTS = 256
-"""Events that a reader who is behind gets with one write."""
+"""The most events in one write to a reader that catches up."""
 
 
 class GenerationState(enum.Enum):
@@ -24,29 +24,29 @@ class GenerationState(enum.Enum):
 
 
 class EventsDropped(Exception):
-    """A reader is behind the events that are kept: its connection is cut, and it may resume."""
+    """A reader needs events that were dropped: its connection is cut, and it may resume."""
 
 
 class Generation:
-    """`owner` and `key` are the caller and its Idempotency-Key, `name` the digest of the whole
-    request (`AnswerOrigin`)."""
+    """One answer. `owner` and `key` are the caller and its Idempotency-Key; `name` is the digest of
+    the whole request (`AnswerOrigin`)."""
 
     def __init__(self, owner: str, key: str, name: str, adapter: str = "") -> None:
-        """`adapter`: the digest of its adapter."""
+        """`adapter` is the digest of the adapter."""
         self.owner = owner
         self.key = key
         self.name = name
         self.adapter = adapter
         self.origin: AnswerOrigin | None = None
-        """None: there is nothing of the answer yet."""
+        """None until the first part of the answer exists."""
         self.headers: Mapping[str, str] = {}
         self.state = GenerationState.RUNNING
         self.error: Exception | None = None
-        """Why there is no answer at all."""
+        """The reason why no answer exists."""
         self.readers = 0
         self.size_bytes = 0
         self._events: list[bytes] = []
-        """From number `_dropped` on."""
+        """The kept events, from number `_dropped` on."""
         self._dropped = 0
         self._prefix = ""
         self._waiting: set[asyncio.Future[None]] = set()
@@ -57,11 +57,12 @@ class Generation:
 
     @property
     def count(self) -> int:
-        """Events so far."""
+        """The number of events so far."""
         return self._dropped + len(self._events)
 
     def continues(self, event: EventId | None) -> bool:
-        """Whether what follows the event is here, or will be; None: the whole answer."""
+        """Returns whether the events after `event` are, or will be, available here; None: the whole
+        answer."""
         if event is None:
             return not self._dropped
         return self.origin == event.origin and event.number >= self._dropped
@@ -69,15 +70,16 @@ class Generation:
     # ---------------------------------------------------------------- what computes it
 
     def begin(self, created: int, version: str, headers: Mapping[str, str]) -> None:
-        """There is something of the answer."""
+        """Starts the answer: its first part exists."""
         self.origin = AnswerOrigin(self.name, created, version, self.adapter)
         self._prefix, self.headers = self.origin.event_prefix(), headers
         self._wake()
 
     def add_events(self, chunk: bytes, *, numbered: bool) -> int:
-        """Events, each with an empty line behind it. What ends a failed answer has no number: a
-        client continues behind what came before. Comments, which name engines, are left out:
-        they would be others if the answer were computed again. Returns the bytes that are kept."""
+        """Adds the events of `chunk`, each terminated by an empty line. The events that end a
+        failed answer are not numbered: a client continues after the ones before. Comments, which
+        name engines, are left out, because they would differ if the answer were computed again.
+        Returns the number of bytes that were kept."""
         before = self.size_bytes
         for event in chunk.split(b"\n\n")[:-1]:
             if event.startswith(b":"):
@@ -88,7 +90,7 @@ class Generation:
         return self.size_bytes - before
 
     def end_with(self, body: bytes) -> None:
-        """The body of an answer that is not streamed."""
+        """Stores the body of an answer that is not streamed, and ends the answer."""
         self._keep(body)
         self.end(GenerationState.DONE)
 
@@ -101,7 +103,7 @@ class Generation:
         self.end(GenerationState.FAILED)
 
     def drop_half(self) -> int:
-        """Drop the older half of its events. Returns their bytes."""
+        """Drops the older half of the events. Returns their size in bytes."""
         half = -(-len(self._events) // 2)
         old, self._events = self._events[:half], self._events[half:]
         self._dropped += len(old)
@@ -116,19 +118,20 @@ class Generation:
     # ---------------------------------------------------------------- readers
 
     async def begun(self) -> None:
-        """Until there is something of the answer. Raises why there is nothing."""
+        """Waits until the first part of the answer exists. Raises the error if no answer exists."""
         while self.origin is None and self.is_running:
             await self._change()
         if self.error is not None:
             raise self.error
 
     async def reached(self, number: int) -> None:
-        """Until so many events are there, or no more will come."""
+        """Waits until `number` events exist, or no more will come."""
         while self.count < number and self.is_running:
             await self._change()
 
     async def whole(self) -> bytes:
-        """The body of an answer that is not streamed. Raises why there is none."""
+        """Returns the body of an answer that is not streamed. Raises the error if no answer
+        exists."""
         while self.is_running:
             await self._change()
         if self.error is not None:
@@ -136,8 +139,8 @@ class Generation:
         return b"".join(self._events)
 
     async def events_after(self, number: int) -> AsyncGenerator[bytes]:
-        """Events behind the first `number`, as many together as there are at once. Raises
-        EventsDropped."""
+        """Yields the events after the first `number`; available events are joined into one write.
+        Raises EventsDropped."""
         while True:
             if number < self._dropped:
                 raise EventsDropped

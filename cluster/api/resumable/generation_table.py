@@ -1,9 +1,9 @@
-"""The answers that one ingress keeps for clients that may come back, within its limits.
+"""The answers that one ingress keeps, within its limits, for clients that may come back.
 
-Law: what is kept saves work, and no answer depends on it: an answer whose events were dropped is
-computed again, to the same events. So where there is too little room, answers that have ended go,
-the oldest first, and those that a client reads last. One that runs stays: where only such ones are
-left, a new one is refused, and of their events the older half is dropped. Pure: time is an
+Invariant: keeping an answer only saves work. If its events were dropped, the answer is computed
+again with the same events. Therefore, if space runs out, finished answers are removed, the oldest
+first, and those that a client is reading last. Running answers stay: if only these are left, a new
+answer is refused, and the older half of the events of the largest one is dropped. Pure: time is an
 argument.
 """
 
@@ -17,12 +17,12 @@ from swell.configs.resumable import ResumableLimits
 
 
 class GenerationTable:
-    """By caller and key."""
+    """The answers by caller and key."""
 
     def __init__(self, limits: ResumableLimits) -> None:
         self._limits = limits
         self._kept: dict[tuple[str, str], Generation] = {}
-        """Oldest first."""
+        """The answers, oldest first."""
         self._ended_s: dict[tuple[str, str], float] = {}
         self.size_bytes = 0
 
@@ -37,7 +37,7 @@ class GenerationTable:
         return self._kept.get((owner, key))
 
     def add(self, generation: Generation, now_s: float) -> None:
-        """Keep one more, in the place of another one of its name. Raises HTTPError."""
+        """Adds an answer, and replaces one with the same key. Raises HTTPError."""
         self.expire(now_s)
         limits, owner = self._limits, generation.owner
         if (before := self._kept.get((owner, generation.key))) is not None:
@@ -67,13 +67,14 @@ class GenerationTable:
         return self._kept.get((generation.owner, generation.key)) is generation
 
     def grew(self, generation: Generation, size_bytes: int) -> None:
-        """One of those that run has more events; they count while it is kept."""
+        """Counts new events of a running answer, as long as it is kept, and makes room if
+        necessary."""
         if not self.holds(generation):
             return
         self.size_bytes += size_bytes
         while self.size_bytes > self._limits.resumable_bytes:
             over = [one for one in self if not one.is_running]
-            if over:  # those who read it now have it to its end
+            if over:  # their current readers still get all events
                 self.remove(min(over, key=lambda one: one.readers > 0))
             else:
                 self.size_bytes -= max(self, key=lambda one: one.size_bytes).drop_half()
@@ -89,7 +90,8 @@ class GenerationTable:
             self.size_bytes -= generation.size_bytes
 
     def expire(self, now_s: float) -> None:
-        """Those that ended first come first."""
+        """Removes the answers that finished more than `resumable_age_s` ago; `_ended_s` is in order
+        of their finish."""
         for place, ended_s in list(self._ended_s.items()):
             if now_s - ended_s <= self._limits.resumable_age_s:
                 return

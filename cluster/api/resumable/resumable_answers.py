@@ -1,14 +1,15 @@
 """Answers that outlive the connections of their readers.
 
-A request with an `Idempotency-Key` names its answer: key, caller, path and body. While one ingress
-has the answer, every such request reads it there, from its beginning or behind the event that
-`Last-Event-ID` names; any other ingress computes it again. Both give the same events, since nothing
-of them depends on anything but the request, the version of the weights and the adapter: the seed
-and all ids derive from the name, the engines' outputs are taken token by token and choice by
-choice, and what else there is (time, version, adapter) is in the id of each event. So nothing is
-stored elsewhere, and the process that began an answer may be gone.
+A request with an `Idempotency-Key` names its answer by key, caller, path and body. While an ingress
+has the answer, every such request that reaches it reads the answer there, from its beginning or
+after the event that `Last-Event-ID` names. Any other ingress computes the answer again. Both
+produce the same events, because the events depend only on the request, the version of the weights
+and the adapter: the seed and all ids derive from the name, the outputs of the engines are read
+token by token and choice by choice, and everything else (time, version, adapter) is in the id of
+each event. Therefore nothing is stored elsewhere, and the process that began an answer may have
+terminated.
 
-An answer that no client reads goes on for `serve.resume_grace_s`, then it is aborted.
+An answer that no client reads runs for `serve.resume_grace_s`, then it is aborted.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ from swell.configs.lora import Adapter
 from swell.configs.resumable import ResumableLimits
 
 BeginAnswer = Callable[[Request, AnswerIdentity], Awaitable[Any]]
-"""Begins to compute an answer; returns its response."""
+"""Starts an answer and returns its response."""
 
 KEPT = (ENGINES, VERSION)
-"""Headers of an answer that all of its readers get."""
+"""Headers of the answer that all of its readers receive."""
 REPLAYED = "idempotent-replayed"
 """The header of an answer that an earlier request began."""
 
 
 class ResumableAnswers:
-    """Those of one ingress. `versions` are those of the engines that serve; `adapter_of` finds the
-    adapter that a request names; `count` counts what happens (`RESUMABLE_RESULTS` of the
-    metrics)."""
+    """The resumable answers of one ingress. `versions` returns the versions of the serving engines;
+    `adapter_of` finds the adapter that a request names; `count` counts results (`RESUMABLE_RESULTS`
+    of the metrics)."""
 
     def __init__(
         self,
@@ -87,12 +88,13 @@ class ResumableAnswers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def has(self, request: Request, owner: str) -> bool:
-        """Whether the answer is here already, so that the request costs no engine anything."""
+        """Returns whether this ingress keeps an answer for the request's key, so that the request
+        needs no engine."""
         key = request.headers.get(IDEMPOTENCY_KEY)
         return key is not None and self._table.find(owner, key, _now_s()) is not None
 
     async def answer(self, request: Request, owner: str, body: Any, begin: BeginAnswer) -> Any:
-        """The response to a request of the caller `owner`, whose body was checked."""
+        """Returns the response to a request of the caller `owner`, whose body was checked."""
         sent = read_headers(request)
         if sent is None:
             return await begin(request, new_identity(request, owner))
@@ -148,7 +150,7 @@ class ResumableAnswers:
         reading: ExitStack,
         headers: Mapping[str, str] = {},
     ) -> Any:
-        """The response over what is kept of an answer, and what comes."""
+        """Returns the response, made of the kept part of an answer and the part still to come."""
         headers = {**generation.headers, **headers}
         if not body.stream:
             return json_response(await with_deadline(request, generation.whole()), headers=headers)
@@ -163,7 +165,7 @@ class ResumableAnswers:
     # ---------------------------------------------------------------- readers
 
     def _join(self, generation: Generation, reading: ExitStack) -> None:
-        """One more reader, until `reading` ends."""
+        """Adds a reader, until `reading` is closed."""
         generation.readers += 1
         if (timer := self._grace_timers.pop(generation, None)) is not None:
             timer.cancel()
@@ -174,7 +176,7 @@ class ResumableAnswers:
         task = self._tasks.get(generation)
         if generation.readers or task is None:
             return
-        if not self._table.holds(generation):  # no request finds it any more
+        if not self._table.holds(generation):  # no request can find it any more
             task.cancel()
             return
         self._grace_timers[generation] = asyncio.get_running_loop().call_later(
@@ -182,14 +184,15 @@ class ResumableAnswers:
         )
 
     def _abandon(self, generation: Generation, task: asyncio.Task[None]) -> None:
-        """No client has come back. A request that comes while the answer ends begins anew."""
+        """Aborts an answer to which no client has come back. A request that arrives during the
+        abort starts a new answer."""
         self._table.remove(generation)
         task.cancel()
 
     # ---------------------------------------------------------------- an answer
 
     def _check_origin(self, last: EventId, adapter: str) -> None:
-        """Raises HTTPError where an answer that began elsewhere cannot be computed again."""
+        """Raises HTTPError if an answer that began elsewhere cannot be computed again."""
         version = last.origin.version
         gone = f"so it cannot be continued; leave out {LAST_EVENT_ID} to get a whole answer"
         if version and version not in self._versions():
@@ -214,7 +217,7 @@ class ResumableAnswers:
         identity: AnswerIdentity,
         begin: BeginAnswer,
     ) -> Generation:
-        """Compute an answer, from its beginning. Raises HTTPError."""
+        """Starts to compute an answer from its beginning. Raises HTTPError."""
         before = self._table.find(generation.owner, generation.key, _now_s())
         self._table.add(generation, _now_s())
         if before is not None and not before.readers and before in self._tasks:
@@ -269,7 +272,8 @@ class ResumableAnswers:
 def _identity(
     name: str, owner: str, adapter: Adapter | None, last: EventId | None
 ) -> AnswerIdentity:
-    """`last` is of the same answer, which was begun elsewhere."""
+    """Returns the identity of an answer. `last` is an event of the same answer that another ingress
+    began."""
     return AnswerIdentity(
         id=name,
         created=int(time.time()) if last is None else last.origin.created,
@@ -286,7 +290,7 @@ def _now_s() -> float:
 
 
 def _detached(request: Request) -> Request:
-    """The same request of a client that never leaves."""
+    """Returns the same request with a client that never disconnects."""
     kept = ("type", "headers", "path", "root_path", ARRIVAL_TIME_S)
     scope = {name: request.scope[name] for name in kept if name in request.scope}
     state = dict(request.scope["state"])

@@ -1,5 +1,5 @@
-"""What a request says of its resumption: its key, where it goes on, and the answer that it means.
-Pure."""
+"""Reads the headers of a resumable request: its key and its last event. Derives the name of its
+answer. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _KEY = re.compile(rf"[!-~]([ -~]{{0,{MAX_KEY_CHARS - 2}}}[!-~])?\Z")
 class ResumableHeaders(msgspec.Struct, frozen=True):
     key: str
     last_event: EventId | None
-    """The last event that the client has; None: it has nothing."""
+    """The last event that the client has; None: the client has none."""
 
 
 def read_headers(request: Request) -> ResumableHeaders | None:
-    """None: the answer is not resumable. Raises BadRequest."""
+    """Returns the headers; None: the answer is not resumable. Raises BadRequest."""
     key = request.headers.get(IDEMPOTENCY_KEY)
     last = request.headers.get(LAST_EVENT_ID) or None
     if key is None and last is None:
@@ -49,8 +49,9 @@ def read_headers(request: Request) -> ResumableHeaders | None:
 
 
 def answer_name(owner: str, path: str, key: str, body: RequestBody) -> str:
-    """The digest of a request: of its meaning, so white space and the order of fields do not count.
-    Every ingress gives an answer the same name, and derives the same ids and seed from it."""
+    """Returns a digest of the request. It covers the decoded body, so white space and the order of
+    fields do not matter. Every ingress computes the same name for an answer, and derives the same
+    ids and seed from it."""
     parts = [owner.encode(), path.encode(), key.encode(), msgspec.json.encode(body)]
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
@@ -60,14 +61,14 @@ def answer_name(owner: str, path: str, key: str, body: RequestBody) -> str:
 
 
 def seed_of(name: str) -> int:
-    """The seed of a request that has none."""
+    """Returns the seed of a request that does not set one."""
     digest = hashlib.blake2b(name.encode(), digest_size=8, person=b"seed")
     return int.from_bytes(digest.digest(), "big") & ((1 << SEED_BITS) - 1)
 
 
 def check_same_answer(sent: ResumableHeaders, name: str, known: str | None) -> None:
-    """`name`: that of the request; `known`: that of the answer which the key has had here. Raises
-    HTTPError 422."""
+    """Checks that a key is used for only one request. `name` is the digest of the request; `known`
+    is that of the answer that the key has here. Raises HTTPError 422."""
     if known is not None and known != name:
         raise HTTPError(
             422,

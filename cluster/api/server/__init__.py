@@ -1,1 +1,1 @@
-"""The HTTP server of one ingress: connections, limits, who may send requests."""
+"""The HTTP server of one ingress: connections, limits, and who may send requests."""

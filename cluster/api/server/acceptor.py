@@ -1,8 +1,9 @@
-"""Takes connections from a listening socket, many in a turn of the event loop.
+"""Accepts connections from a listening socket, many in one turn of the event loop.
 
-uvloop takes one a turn. A busy ingress has turns of several milliseconds, so a new client would
-wait behind all who came before at some hundred a second, and a probe of `/health` as long. What a
-connection then requests begins a few at a time (`request_throttle.py`).
+uvloop accepts one per turn. A busy ingress has turns of several milliseconds, so it would accept
+only some hundred connections per second: a new client, or a probe of `/health`, would wait until
+all earlier ones are accepted. The requests of the connections begin a few at a time
+(`request_throttle.py`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from collections.abc import Callable
 from swell.configs.log import StructuredLogger
 
 PER_TURN = 256
-"""Some 20 ms of work with the first bytes of each. A full queue of the kernel is empty after 16
-turns."""
+"""Connections accepted per turn: some 20 ms of work with the first bytes of each. A full kernel
+queue is empty after 16 turns."""
 PAUSE_S = 1.0
-"""Where none can be taken, for want of file descriptors or memory, until it is tried again."""
+"""The pause after a failed accept, for lack of file descriptors or memory, before the next try."""
 
 
 class Acceptor:
-    """A server in the eyes of uvicorn, which closes it before the listener, and waits for it."""
+    """Accepts connections. To uvicorn it is a server: uvicorn calls `close` before it closes the
+    listener, and then waits for `wait_closed`."""
 
     def __init__(
         self,
@@ -37,7 +39,7 @@ class Acceptor:
         self._listen()
 
     def close(self) -> None:
-        """Take no more; what was taken goes on."""
+        """Stops accepting; accepted connections continue."""
         self._loop.remove_reader(self._listener)
         if self._paused is not None:
             self._paused.cancel()

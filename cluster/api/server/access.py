@@ -1,17 +1,17 @@
 """Access rules: the host names under which a server is reached, and the origins whose pages may use
 it.
 
-A browser sends requests for any page that is open in it. What protects a server that a browser can
-reach, one on a loopback address above all:
+A browser sends requests for any page that is open in it. A server that a browser can reach, above
+all one on a loopback address, is protected by these rules:
 
-- JSON is sent with its content type, for which a browser sends a preflight first, and is refused:
-  so a page of another site cannot make it send any (`body_reader.require_json`), unless
-  `serve.cors_origins` names it.
-- A page may give its own name the address of this server, and is then of the same site. But the
-  browser sends that name as `Host`: a name that is not known is refused. An address is no name, so
-  it cannot be given away.
-- `Origin` names the page's site. What operators may do is for pages of this server and of this
-  machine alone.
+- A JSON body needs its content type, for which a browser sends a preflight first, which is refused.
+  Therefore a page of another site cannot make the browser send JSON (`body_reader.require_json`),
+  unless `serve.cors_origins` names the site.
+- A page may point its own host name at the address of this server, and is then of the same site
+  (DNS rebinding). But the browser sends that name as `Host`, and unknown names are refused. IP
+  addresses are accepted, because nobody can point them elsewhere.
+- `Origin` names the page's site. Only pages of this server and of this machine may use the admin
+  API.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ORIGIN = re.compile(r"https?://([^\s/\\?#@,]+)", re.IGNORECASE)
 
 
 class Access:
-    """Access rules of one server, for users and operators. Raises HTTPError 401 and 403."""
+    """The access rules of one server, for users and operators. Raises HTTPError 401 and 403."""
 
     def __init__(self, config: ServeConfig) -> None:
         own = {"localhost", socket.gethostname().lower(), config.host.lower()}
@@ -47,23 +47,24 @@ class Access:
         self._admin_closed = config.admin_keys_file is None and config.api_keys_file is not None
 
     def check_user(self, request: Request) -> SecretText:
-        """Check a request for the model. A server that the network reaches cannot know all of its
-        names, unless they are listed. Returns the name of the user's key: responses stored under it
-        are found with no other key."""
+        """Checks a request for the model. A server on a network cannot know all of its names, so
+        the host is only checked if names are configured or the address is a loopback. Returns the
+        name of the user's key: responses stored under it cannot be found with another key."""
         if self._checks_host:
             self._check_host(request)
         return self._user_keys.check(request)
 
     def prefix_salt(self, owner: SecretText, cache_salt: str | None) -> str | None:
-        """The cache salt of a request of the user `owner` (`check_user`), which sent `cache_salt`:
-        users find no prefixes of each other, unless `serve.share_prefixes` lets them."""
+        """Returns the cache salt of a request of the user `owner` (from `check_user`) that sent
+        `cache_salt`. Users do not share cached prefixes, unless `serve.share_prefixes` allows
+        it."""
         if not owner or self._shares_prefixes:
             return cache_salt
         text = f"{owner} {'' if cache_salt is None else 'salt ' + cache_salt}"
         return DERIVED_SALT + hashlib.blake2b(text.encode(), person=b"swell-key").hexdigest()
 
     def check_admin(self, request: Request) -> None:
-        """Check a request of an operator, which needs a key of `serve.admin_keys_file`. If only
+        """Checks a request of an operator, which needs a key of `serve.admin_keys_file`. If only
         `serve.api_keys_file` is set, no key is accepted: a user's key is not an operator's."""
         self._check_host(request)
         self._check_origin(request)
@@ -103,8 +104,8 @@ class Access:
 
 
 def host_name(host: str) -> str:
-    """The name of a header `Host`, without its port, and without the dot of a whole name. One of
-    another form stays as it is, and is no name that is known."""
+    """Returns the name in a `Host` header, without port and trailing dot. A malformed header is
+    returned as it is, and matches no known name."""
     found = _HOST.fullmatch(host)
     if found is None:
         return host.lower()
@@ -112,8 +113,8 @@ def host_name(host: str) -> str:
 
 
 def _site(origin: str) -> tuple[str, str]:
-    """Host name, and host name with port; empty for what no web page of a host has, as `null` or
-    `app://localhost`."""
+    """Returns the host name, and the host name with port. Both are empty for an origin that is not
+    a web page of a host, such as `null` or `app://localhost`."""
     found = _ORIGIN.fullmatch(origin)
     return (host_name(found[1]), found[1]) if found else ("", "")
 

@@ -22,13 +22,13 @@ _FILES = ("api_keys_file", "admin_keys_file")
 _LOG = StructuredLogger("cluster.api_keys")
 MAX_FILE_BYTES = 1024 * 1024
 _LINE = re.compile(rb"[ \t]*(?:([!-\"$-~]+)[ \t]*|([!-\"$-~]+)[ \t]+#.*|#.*)?")
-"""Nothing, a key, a key and a comment, or a comment. A key is visible ASCII, as a header carries
-it, without `#`."""
+"""An empty line, a key, a key and a comment, or a comment. A key is visible ASCII without `#`, so
+that a header can carry it."""
 
 
 class ApiKeys:
-    """Keys of a file, one a line; `#` behind a space starts a comment. Without a file no key is
-    needed."""
+    """The keys of a file, one per line; `#` after a space starts a comment. Without a file no key
+    is needed."""
 
     def __init__(self, path: str | None, setting: str) -> None:
         self._hashes: list[SecretBytes] | None = None
@@ -54,7 +54,7 @@ class ApiKeys:
         self._hashes = []
         for number, line in enumerate(content.splitlines(), 1):
             found = _LINE.fullmatch(line)
-            if found is None:  # an error must not show the key
+            if found is None:  # the error must not show the key
                 raise ConfigError(
                     f"{setting}={path!r}, line {number}: a key is visible ASCII without spaces and "
                     "'#', one a line; a comment is behind a space"
@@ -65,15 +65,15 @@ class ApiKeys:
             raise ConfigError(f"{setting}={path!r} holds no key")
 
     def check(self, request: Request) -> SecretText:
-        """A name for the key of the request, which does not reveal it; empty without configured
-        keys. Raises HTTPError 401 unless it is one of them."""
+        """Returns a name for the key of the request that does not reveal the key; empty if no keys
+        are configured. Raises HTTPError 401 unless the key is one of them."""
         if self._hashes is None:
             return ""
         _check_single(request)
         for key in _presented_keys(request):
             shown = hashlib.sha256(key.encode())
             known = [hmac.compare_digest(shown.digest(), one) for one in self._hashes]
-            if any(known):  # all are compared, so that the time reveals nothing of them
+            if any(known):  # all are compared, so that the time reveals nothing about them
                 return shown.hexdigest()
         raise HTTPError(
             401,
@@ -83,11 +83,11 @@ class ApiKeys:
 
 
 def key_file_warnings(config: ServeConfig) -> list[str]:
-    """A line for each file of keys that every account of this host may read."""
+    """Returns a warning for each key file that every account of this host may read."""
     found = []
     for name in _FILES:
         if (path := getattr(config, name)) is not None:
-            with contextlib.suppress(OSError):  # it is not here, or it cannot be read either
+            with contextlib.suppress(OSError):  # it is missing here, or cannot be read either
                 found.append(_read_by_others(f"serve.{name}", path, os.stat(path).st_mode))
     return [text for text in found if text is not None]
 
@@ -102,7 +102,8 @@ def _read_by_others(setting: str, path: str, mode: int) -> str | None:
 
 
 def _check_single(request: Request) -> None:
-    """A header with a key stands once: another server on the way may look at another one."""
+    """Raises HTTPError if a header with a key occurs twice: a proxy on the way may check the other
+    one."""
     for name in ("authorization", "x-api-key"):
         count = len(request.headers.getlist(name))
         if count > 1:
@@ -110,7 +111,8 @@ def _check_single(request: Request) -> None:
 
 
 def _presented_keys(request: Request) -> Iterator[SecretText]:
-    """OpenAI's clients send `authorization`, Anthropic's `x-api-key` or both."""
+    """Yields the keys of a request. OpenAI's clients send `authorization`, Anthropic's send
+    `x-api-key` or both."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield key.strip()

@@ -1,14 +1,14 @@
-"""One connection of the HTTP server, and what it may cost before and beside its requests.
+"""One connection of the HTTP server, and the limits of its cost before and between its requests.
 
     connect ── head ──────────► body ───────────► answer ──► idle ── head ...
                head_timeout_s   transfer_timeout_s           idle_timeout_s
                MAX_HEAD_BYTES       1 KiB/s
 
-uvicorn parses with llhttp, which has no limits of its own: a header that never ends is gathered
-anew with each piece of it, and a client that sends half a request is waited for without end. So
-bytes are fed to it in slices, and a client that crosses a limit gets an answer and is closed. An
-answer that was given before the body was read (401, 413, 415 ...) ends the connection too: no
-handler reads what is still to come.
+uvicorn parses with llhttp, which does not limit anything: a header without end is collected and
+copied with each new piece, and half a request is waited for forever. So bytes are fed to it in
+slices, and a client that crosses a limit gets an error and is disconnected. An answer that is sent
+before the body was read (401, 413, 415 ...) also closes the connection: no handler reads the rest
+of the body.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from swell.cluster.api.server.stalled_reader import StalledReader
 from swell.configs.schema import ServeConfig
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers together; also what may come between two parts of a chunked body, or
-behind it."""
+"""The limit of the request line and headers together, and of the bytes between two chunks of a body
+or after its last chunk."""
 MAX_URL_BYTES = 8 * 1024
 MAX_HEADERS = 256
 MAX_PIPELINED = 16
-"""Requests that may wait behind one on the same connection."""
+"""The most requests that may wait for an earlier one on the same connection."""
 MAX_CHUNKS = 4096
-"""Parts of a chunked body that may come in one piece of the network's; a client that sends chunks
-of a few bytes makes much work of little."""
+"""The most chunks of a body in one received piece: a client that sends tiny chunks causes much work
+with few bytes."""
 MIN_BODY_RATE = 1024
-"""Bytes a second, on average."""
+"""The minimum average rate of a body, in bytes per second."""
 LINGER_S = 2.0
-"""A client that is still sending may read the answer to what it sent for so long."""
+"""How long a client that is still sending may read the answer before the connection is closed."""
 _SLICE_BYTES = 8 * 1024
 
 
 class _ReadState(enum.Enum):
-    """What the client is sending, or was."""
+    """The part of a request that the client is sending, or sent last."""
 
     HEAD = enum.auto()
     BODY = enum.auto()
     COMPLETE = enum.auto()
-    """A whole request has come."""
+    """A whole request has arrived."""
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """`limits` and `cors` are set by a subclass that `limited_protocol` makes: uvicorn makes the
-    instances."""
+    """A connection with limits. uvicorn creates the instances, so `limits` and `cors` are set by a
+    subclass that `limited_protocol` makes."""
 
     limits: ServeConfig
     most_connections: str
-    """The limit of connections, and where it comes from."""
+    """The limit of connections and its reason, for error messages."""
     cors: CorsRules
-    """Which origins may read the reason of a refusal."""
+    """The origins whose pages may read the reason of a refusal."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,19 +72,19 @@ class LimitedConnection(HttpToolsProtocol):
         self.url, self.headers = b"", []
         self._read_state = _ReadState.HEAD
         self._head_bytes = 0
-        """Bytes in the stage HEAD, or since the last part of a body."""
+        """Bytes received in the state HEAD, or since the last part of a body."""
         self._chunks = 0
-        """Parts of a body in this piece of the network's."""
+        """Chunks of the body in the received piece."""
         self._refusal: HTTPError | None = None
-        """Why the connection ends."""
+        """The reason why the connection is closed."""
         self._deferred: HTTPError | None = None
-        """The same, while requests that came before the refused one are answered."""
+        """The same, while requests that arrived before the refused one are answered."""
         self._reparsing_head = False
-        """The parser reads a head that was read."""
+        """Whether the parser is being fed a head for the second time."""
         self._closing = False
-        """What still comes is not read."""
+        """Whether further received bytes are dropped."""
         self._answering: RequestResponseCycle | None = None
-        """The request that the application has; `cycle` is the newest one."""
+        """The request that the application handles; `cycle` is the newest one."""
         self._half_closed: HalfCloseWatcher | None = None
         self._deadline_s = 0.0
         self._read_timer: asyncio.TimerHandle | None = None
@@ -121,8 +121,8 @@ class LimitedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more. False: the connection ends; what has come whole is answered
-        before."""
+        """Handles the end of the client's sending. Returns False if the transport should close, and
+        True if requests that arrived completely must be answered first."""
         answering, deferred = self._answering, self._deferred is not None
         if answering is None or (self._closing and not deferred):
             return False
@@ -158,8 +158,8 @@ class LimitedConnection(HttpToolsProtocol):
             self._arm_read_timer(self.limits.head_timeout_s)
 
     def _feed(self, part: bytes) -> None:
-        """As uvicorn's `data_received`, but a request that offers a protocol upgrade is answered as
-        HTTP/1.1, with the body that the parser leaves out."""
+        """Works like uvicorn's `data_received`, but answers a request that offers a protocol
+        upgrade as HTTP/1.1, with the body that the parser leaves out."""
         self._unset_keepalive_if_required()
         try:
             while part:
@@ -169,7 +169,7 @@ class LimitedConnection(HttpToolsProtocol):
             self._refusal = self._refusal or HTTPError(400, text, "invalid_request")
 
     def _parsed(self, part: bytes) -> bytes:
-        """What is left of it behind a request that offers another protocol."""
+        """Parses `part`. Returns the rest after a request that offers another protocol."""
         try:
             self.parser.feed_data(part)
         except httptools.HttpParserUpgrade as offer:
@@ -179,9 +179,9 @@ class LimitedConnection(HttpToolsProtocol):
         return b""
 
     def _parse_body(self) -> None:
-        """The parser takes what follows for another protocol; a new one takes it for the body that
-        the head has announced. What would be the next request to us, and a body to a proxy in
-        between, could pass that proxy's rules."""
+        """Replaces the parser, which takes the following bytes for another protocol, with one that
+        takes them for the body that the head announces. Otherwise a body to a proxy could be a
+        request to us, which bypasses the proxy's rules (request smuggling)."""
         version, url, headers = self.scope["http_version"].encode(), self.url, [*self.headers]
         head = [b"POST / HTTP/" + version, *(b": ".join(pair) for pair in self._framing())]
         self._reparsing_head = True
@@ -196,7 +196,7 @@ class LimitedConnection(HttpToolsProtocol):
         return [(name, value) for name, value in self.headers if name in names]
 
     def pause_writing(self) -> None:
-        """The client does not read its answer as fast as it comes."""
+        """Called when the client reads its answer more slowly than it is produced."""
         super().pause_writing()
         self._stalled.start()
 
@@ -214,8 +214,8 @@ class LimitedConnection(HttpToolsProtocol):
             self._arm_read_timer(self.limits.head_timeout_s)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """What comes behind a chunked body is no header: a server on the way may have checked those
-        of the head alone."""
+        """Ignores trailers after a chunked body: a proxy on the way may have checked only the
+        headers of the head."""
         if self._read_state is not _ReadState.BODY:
             super().on_header(name, value)
 
@@ -260,7 +260,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_message_complete()
         self._cancel_read_timer()
         if 0 < len(self.pipeline) < MAX_PIPELINED:
-            self.flow.resume_reading()  # or nothing says that the client has left
+            self.flow.resume_reading()  # otherwise nobody notices that the client has left
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -270,7 +270,7 @@ class LimitedConnection(HttpToolsProtocol):
             assert self._answering is not None, "an answer has ended"
             if self._answering.response_complete:
                 self._write_refusal(self._deferred)
-        if self._has_unsent():  # too little for `pause_writing`, and a connection waits for it
+        if self._has_unsent():  # too little for `pause_writing`, but a connection waits for it
             self._stalled.start()
 
     # --------------------------------------------------------------------------------- the limits
@@ -294,10 +294,10 @@ class LimitedConnection(HttpToolsProtocol):
         return None
 
     def _arm_read_timer(self, timeout_s: float) -> None:
-        """More must come within this time; a request that is being computed is not waited for."""
+        """Sets the deadline for the next bytes; none applies while a request is computed."""
         self._deadline_s = self.loop.time() + timeout_s
         if self._read_timer is not None and self._read_timer.when() <= self._deadline_s:
-            return  # it will look at the deadline
+            return  # it will check the deadline
         if self._read_timer is not None:
             self._read_timer.cancel()
         self._read_timer = self.loop.call_at(self._deadline_s, self._on_read_timer)
@@ -313,7 +313,7 @@ class LimitedConnection(HttpToolsProtocol):
         if self.loop.time() < self._deadline_s:
             self._read_timer = self.loop.call_at(self._deadline_s, self._on_read_timer)
         elif self.flow.read_paused:
-            # What the client has sent waits here for its reader.
+            # The client's bytes wait here for their reader.
             self._arm_read_timer(limits.transfer_timeout_s)
         elif self._read_state is _ReadState.COMPLETE:
             if self._is_idle():
@@ -328,8 +328,8 @@ class LimitedConnection(HttpToolsProtocol):
             self._refuse(HTTPError(408, what, "request_timeout"))
 
     def _refuse(self, refusal: HTTPError) -> None:
-        """Answer the request that comes, behind all that came before it, and close the connection.
-        Where its own answer has begun, there is no other one."""
+        """Answers the current request with an error after all earlier ones are answered, and closes
+        the connection. If its own answer has begun, the connection only closes."""
         if self._closing or self.transport.is_closing():
             return
         refused = self.cycle if self._read_state is _ReadState.BODY else None
@@ -351,10 +351,10 @@ class LimitedConnection(HttpToolsProtocol):
             return
         self._deferred, self._closing = refusal, True
         self._cancel_read_timer()
-        self.flow.resume_reading()  # what comes is thrown away; a client that leaves is noticed
+        self.flow.resume_reading()  # received bytes are dropped; notices a client that leaves
 
     def _disconnect(self, cycle: RequestResponseCycle) -> None:
-        """The request ends as if its client had left."""
+        """Makes the request end as if its client had left."""
         cycle.disconnected = True
         cycle.message_event.set()
 
@@ -371,8 +371,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """The answer is out, and the client may still be sending: to close now would take the
-        answer from it. What comes is thrown away, for a moment."""
+        """Closes the connection soon. The client may still be sending, and closing now would
+        discard the answer before it is read, so received bytes are dropped for a moment."""
         self._closing = True
         self._unset_keepalive_if_required()
         self._cancel_read_timer()
@@ -385,8 +385,8 @@ class LimitedConnection(HttpToolsProtocol):
 
 
 def limited_protocol(limits: ServeConfig, configured: int) -> type[LimitedConnection]:
-    """The protocol of a server with these limits; `configured`: connections that it should have,
-    were there no limit of open files."""
+    """Returns the protocol class of a server with these limits. `configured` is the number of
+    connections that the configuration asks for, before the limit of open files."""
     most = f"serve.max_connections={limits.max_connections}"
     if limits.max_connections < configured:
         most = f"{limits.max_connections} (its limit of open files, ulimit -n, allows no more)"

@@ -1,7 +1,8 @@
-"""Request bodies that come packed: `Content-Encoding: gzip` or `deflate`, unpacked as they come.
+"""Decompresses request bodies (`Content-Encoding: gzip` or `deflate`) as they arrive.
 
-A few bytes may unpack to a thousand times as many. So a part is unpacked piece by piece, and only
-as far as its reader reads: a reader that stops at a limit has unpacked one piece more at most.
+A few bytes may decompress to a thousand times as many. Therefore a part is decompressed piece by
+piece, only as far as its reader reads. A reader that stops at a limit has decompressed at most one
+more piece.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.text.sampling_params import BadRequest, shown
 
 DECODED_CHUNK_BYTES = 64 * 1024
-"""Unpacked in some 0.1 ms; the event loop has its turn between two of them."""
+"""The size of a piece, which decompresses in some 0.1 ms; the event loop gets its turn between two
+pieces."""
 MAX_MEMBERS = 1024
-"""Members of a gzip body: one of 20 bytes decompresses to nothing, and takes a microsecond at
-least. Those of `bgzip` have 64 KiB each."""
+"""The most members of a gzip body: a member of 20 bytes decompresses to nothing, but costs at least
+a microsecond. The members of `bgzip` files have 64 KiB each."""
 _ACCEPTED = "gzip, deflate"
 _NAMES = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
 _GZIP, _ZLIB, _RAW = 31, 15, -15
-"""The `wbits` of zlib."""
+"""The `wbits` parameter of zlib for each format."""
 
 
 class ZlibDecoder:
-    """`deflate` means zlib's format (RFC 9110, 8.4.1.2); clients that leave its head and its sum
-    out are understood by the head that is missing."""
+    """Decompresses one body. `deflate` means the zlib format (RFC 9110, 8.4.1.2). Some clients send
+    raw deflate data without the zlib header and checksum, which is recognized by the missing
+    header."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -37,7 +40,8 @@ class ZlibDecoder:
         self._members = 1
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
-        """What a part of the body holds. Raises BadRequest where it is damaged."""
+        """Yields the decompressed content of a part of the body. Raises BadRequest if it is
+        damaged."""
         if self._inflate is None:
             part = self._head = self._head + part
             if len(part) < 2:
@@ -56,7 +60,8 @@ class ZlibDecoder:
                 return
 
     def _next(self, inflate: Any, part: bytes) -> Any:
-        """What reads `part`. Behind a member of gzip there may be another (RFC 1952, 2.2)."""
+        """Returns the decompressor for `part`. Another gzip member may follow the first (RFC 1952,
+        2.2)."""
         if not inflate.eof or not part:
             return inflate
         if self._name != "gzip":
@@ -67,7 +72,7 @@ class ZlibDecoder:
         return zlib.decompressobj(_GZIP)
 
     def end(self) -> None:
-        """Nothing follows. Raises BadRequest where something is missing."""
+        """Ends the body. Raises BadRequest if data is missing."""
         if self._inflate is None or not self._inflate.eof:
             raise self._damaged("ends too early")
 
@@ -78,12 +83,13 @@ class ZlibDecoder:
 
 
 def _is_zlib(head: bytes) -> bool:
-    """RFC 1950, 2.2."""
+    """Returns whether the data begins with a zlib header (RFC 1950, 2.2)."""
     return head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0
 
 
 def body_decoder(request: Request) -> ZlibDecoder | None:
-    """What unpacks the body of this request; None: it is not packed. Raises HTTPError 415."""
+    """Returns the decompressor of this request's body; None: it is not compressed. Raises HTTPError
+    415."""
     sent = ",".join(request.headers.getlist("content-encoding"))
     names = [name.strip().lower() for name in sent.split(",")]
     names = [name for name in names if name not in ("", "identity")]

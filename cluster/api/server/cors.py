@@ -1,10 +1,10 @@
-"""Which pages may read answers of the server: `serve.cors_origins`.
+"""Decides which pages may read answers of the server: `serve.cors_origins`.
 
 A browser shows a page of another site an answer only if the answer names the page's origin, and
-sends a *preflight* before it sends JSON or a key. Every answer that is not the admin API's
-carries the headers: also errors, streams, and what a connection refuses before its request is whole
-(`connection.py`). The rules of `access.py` hold all the same: a page changes neither the name under
-which the server is known nor the content type that it wants.
+sends a *preflight* before it sends JSON or a key. Every answer outside the admin API carries the
+headers: also errors, streams, and refusals of a connection before its request is complete
+(`connection.py`). The rules of `access.py` still apply: a page cannot change the name under which
+the server is known, or the content type that it requires.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _EXPOSED = (
     "idempotent-replayed"
 )
 _CLOSED = ("/admin/", "/v1/load_lora_adapter/", "/v1/unload_lora_adapter/")
-"""Of operators."""
+"""The paths of operators."""
 _MAX_AGE_S = 600
-"""For how long a browser may cache a preflight."""
+"""How long a browser may cache a preflight."""
 
 Pairs = list[tuple[bytes, bytes]]
 
 
 class CorsRules(msgspec.Struct, frozen=True):
-    """Empty: no page of another site reads anything."""
+    """The origins whose pages may read answers. If empty, pages of other sites can read nothing."""
 
     origins: frozenset[str] = frozenset()
 
@@ -51,7 +51,8 @@ class CorsRules(msgspec.Struct, frozen=True):
         return _ALL in self.origins or (origin or "").lower() in self.origins
 
     def headers(self, path: str, origin: str | None) -> Pairs:
-        """What an answer at `path` has for a page of `origin`; None: it is not known whose."""
+        """Returns the CORS headers of an answer at `path` for a page of `origin`; None: the origin
+        is unknown."""
         if not self.origins or is_closed(path):
             return []
         pairs: Pairs = []
@@ -64,19 +65,20 @@ class CorsRules(msgspec.Struct, frozen=True):
         return pairs
 
     def headers_at(self, url: bytes, sent: Pairs) -> Pairs:
-        """The same, for what has come of a request: perhaps nothing."""
+        """Returns the same for the part of a request that has arrived, which may be empty."""
         path = unquote(url.partition(b"?")[0].decode("latin-1"))
         origins = [value.decode("latin-1") for name, value in sent if name == b"origin"]
         return self.headers(path, origins[0] if origins else None)
 
 
 def is_closed(path: str) -> bool:
-    """The admin API has no CORS headers: operators use pages of the server itself, or none."""
+    """Returns whether the path belongs to the admin API, which never sends CORS headers: operators
+    use pages of the server itself, or none."""
     return f"{path}/".startswith(_CLOSED)
 
 
 class Cors:
-    """ASGI middleware over everything that answers."""
+    """ASGI middleware that adds CORS headers to every answer and answers preflights."""
 
     def __init__(self, app: ASGIApp, rules: CorsRules) -> None:
         self._app = app

@@ -1,18 +1,19 @@
-"""A client that has stopped sending: it waits for its answer, or it has left.
+"""Detects whether a client that has stopped sending waits for its answer or has left.
 
-TCP has the same segment for both. RFC 9112 says that the first is allowed, and does not imply that
-no answer is wanted; nearly always it is the second, whose engines are wanted elsewhere. The
-difference is that a client that has left answers what is written to it with a reset. The connection
-stays open, and the client is written to:
+TCP sends the same segment (FIN) in both cases. RFC 9112 allows a client to stop sending and wait,
+but nearly always the client has left, and its engines should serve others. A client that has left
+answers any bytes that it receives with a reset. So the connection stays open, and bytes are written
+to the client:
 
-- A stream: by the next token. If none comes for `PROBE_S`, by a comment, which every reader of
-  events skips.
+- A stream sends its next token. If none comes for `PROBE_S`, it sends a comment, which every
+  event-stream reader skips.
 - A client that waits that long for the first byte gets the interim response `100 Continue`, which
-  every client of HTTP/1.1 must skip (RFC 9110, 15.2).
-- HTTP/1.0 has none, and a client may leave later: the kernel probes with keep-alive segments. The
-  other kernel answers for a process that is gone until it forgets the connection, after a minute.
+  every HTTP/1.1 client must skip (RFC 9110, 15.2).
+- HTTP/1.0 does not have interim responses, and a client may leave after the probe: for these cases
+  the kernel sends TCP keep-alive segments. The client's kernel answers them for an exited process
+  until it forgets the connection, after a minute.
 
-The event loop does not look at a socket that has nothing more to read, so it is looked at here.
+The event loop does not poll a socket that has nothing more to read, so this module polls it.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from swell.cluster.api.event_stream import IS_EVENT_STREAM
 from swell.cluster.api.server.response_framing import is_http10
 
 PROBE_S = 1.0
-"""Most answers begin sooner, so that their clients see nothing else; longer would keep engines at
-work for those who have left."""
+"""The wait before the probe. Most answers begin sooner, so their clients see nothing unusual; a
+longer wait would keep engines working for clients that have left."""
 KEEPALIVE_S = 10
 _MIN_POLL_S = 0.02
 _MAX_POLL_S = 1.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT = b":\n\n"
 _CHUNK = b"%x\r\n%b\r\n"
-"""Between two events, which are whole chunks."""
+"""The chunk framing. The comment is sent between two events, and every event is a whole chunk."""
 
 
 class HalfCloseWatcher:
-    """Probes one such connection, and aborts it once its client has left. `answering`
-    gives the request that the application has."""
+    """Probes one half-closed connection, and aborts it once its client has left. `answering`
+    returns the request that the application handles."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class HalfCloseWatcher:
             self._transport.abort()
             return
         if self._loop.time() >= self._probe_at_s:
-            # A stream to HTTP/1.0 that has not begun can be probed once it has.
+            # A stream to HTTP/1.0 that has not begun can be probed later, once it has begun.
             self._probe_at_s = self._loop.time() + PROBE_S
             if said := _probe(self._answering()):
                 self._probe_at_s = float("inf")
@@ -82,7 +83,7 @@ class HalfCloseWatcher:
 
 
 def _probe(answering: RequestResponseCycle | None) -> bytes:
-    """Bytes that may be written now and have no meaning; empty: there are none."""
+    """Returns bytes that mean nothing to the client and may be written now; empty: none exist."""
     if answering is None:
         return b""
     if answering.response_started:
@@ -93,7 +94,8 @@ def _probe(answering: RequestResponseCycle | None) -> bytes:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Options set on a duplicate hold for the connection: event loops give no socket to set."""
+    """Enables TCP keep-alive. Event loops do not expose a socket with `setsockopt`, but options set
+    on a duplicate apply to the connection."""
     with connection.dup() as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):

@@ -1,8 +1,7 @@
-"""The way in: an HTTP server run by the ingress itself, on a port that its siblings share.
+"""The HTTP server that each ingress runs itself, on a port that all ingresses of a host share.
 
-The kernel spreads connections over all sockets that listen with SO_REUSEPORT. A server that
-leaves closes its socket first, so that new connections go to the others, and then finishes its
-streams.
+The kernel spreads connections over all sockets that listen with SO_REUSEPORT. A server that stops
+closes its socket first, so that new connections go to the others, and then finishes its streams.
 """
 
 from __future__ import annotations
@@ -25,24 +24,25 @@ from swell.configs.schema import ConfigError, ServeConfig
 from swell.coordinator.ports import address_family
 
 _BACKLOG = 4096
-"""Connections that wait to be taken, as many as the kernel allows (`net.core.somaxconn`). Those
-beyond them try again after a second."""
+"""The length of the accept queue; the kernel caps it at `net.core.somaxconn`. Clients beyond it try
+again after a second."""
 
 _RAISE_LIMIT = "`ulimit -n 65536`, LimitNOFILE= of systemd, --ulimit nofile= of Docker"
 _FLUSH_S = 5.0
-"""What answers that were ended at the end of the drain may take to leave."""
+"""Extra time for sending the answers that are terminated when the drain timeout is over."""
 _RESERVED_FDS = 512
-"""File descriptors for other purposes, and for connections that are being refused."""
+"""File descriptors that are reserved for other purposes, and for connections that are being
+refused."""
 
 
 MIN_CONNECTIONS = 128
-"""A process that may have fewer serves nobody well, and is not started."""
+"""A process that could have fewer connections is useless, and does not start."""
 
 
 def capped_by_fd_limit(config: ServeConfig) -> ServeConfig:
-    """With at most as many connections as this process may have file descriptors for: beyond them
-    no client could be refused with an answer. Its own limit is raised where it may be. Raises
-    ConfigError if it may have too few."""
+    """Returns the configuration with `max_connections` capped by the file descriptors of this
+    process: beyond them a client could not even be refused with an answer. Raises the soft limit of
+    the process if allowed. Raises ConfigError if too few connections remain."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.max_connections + _RESERVED_FDS
     if soft < wanted:
@@ -58,7 +58,7 @@ def capped_by_fd_limit(config: ServeConfig) -> ServeConfig:
 
 
 def fd_warning(config: ServeConfig) -> str | None:
-    """What an operator must know of the limit of open files here; None: it suffices. Raises
+    """Returns a warning about the limit of open files; None: the limit is high enough. Raises
     ConfigError."""
     room = capped_by_fd_limit(config).max_connections
     if room == config.max_connections:
@@ -80,17 +80,18 @@ def _shared_socket(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with signals left to the owner of the process, and woken where it used to check ten
-    times a second whether it should end."""
+    """A uvicorn server that leaves signals to the owner of the process. It is woken when it should
+    stop, instead of checking ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._ending = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which then closes what is in `servers`."""
+        """Starts uvicorn without sockets, and adds an `Acceptor` for each socket to `servers`,
+        which uvicorn closes when it stops."""
         await super().startup(sockets=[])
-        servers: list[Any] = self.servers  # what uvicorn closes and waits for
+        servers: list[Any] = self.servers  # uvicorn closes these and waits for them
         servers += [Acceptor(listener, self._protocol) for listener in sockets or ()]
 
     def _protocol(self) -> asyncio.Protocol:
@@ -103,7 +104,7 @@ class _Server(uvicorn.Server):
         self._ending.set()
 
     async def main_loop(self) -> None:
-        while not await self.on_tick(counter=0):  # writes the date of the answers' headers
+        while not await self.on_tick(counter=0):  # updates the `date` header of answers
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), 1.0)
 
@@ -113,7 +114,7 @@ class _Server(uvicorn.Server):
 
 
 class EdgeServer:
-    """Serves an ASGI app in the running event loop until `stop`; `config` limits its
+    """Serves an ASGI app in the running event loop until `stop`. `config` limits its
     connections."""
 
     def __init__(
@@ -156,13 +157,15 @@ class EdgeServer:
         self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A replica that has stopped listening, though `stop` was not called, is replaced."""
+        """Terminates the process if the server has stopped although `stop` was not called, so that
+        the replica is replaced."""
         if not self._server.should_exit and not task.cancelled():
             process.exit_process("HTTP server", task.exception() or RuntimeError("it returned"))
 
     async def stop(self, end_requests: Callable[[float], None] = lambda _: None) -> None:
-        """Stop accepting, finish the streams, then return. `end_requests` gets the time that they
-        had once it is over, and ends with an error what has not finished."""
+        """Stops accepting, waits until the streams have finished, then returns. After the drain
+        timeout it calls `end_requests` with that timeout, which terminates the unfinished requests
+        with an error."""
         self._server.end()
         loop, limit_s = asyncio.get_running_loop(), self._drain_timeout_s
         timer = loop.call_later(limit_s, end_requests, limit_s)

@@ -1,5 +1,5 @@
-"""Heads that the parser takes, and that HTTP/1.1 (RFC 9112) refuses: another server on the way may
-read them otherwise, and see another host, another path or the end of the body elsewhere."""
+"""Refuses request heads that the parser accepts but HTTP/1.1 (RFC 9112) forbids. A proxy on the way
+may read them differently, and see another host, another path, or another end of the body."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from swell.cluster.text.sampling_params import shown
 
 _CODE = "invalid_head"
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)
-"""The target of a request to a proxy, which names the host a second time."""
+"""A request target with a host name (absolute form), as sent to a proxy."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 def head_refusal(method: bytes, target: bytes, version: str, headers: Headers) -> HTTPError | None:
-    """Why a request with this head is not served; None: it may be. Names of headers are lower
-    case."""
+    """Returns the reason for which a request with this head is refused; None: it is accepted. Names
+    of headers must be lower case."""
     if version not in ("1.0", "1.1"):
         return HTTPError(505, f"HTTP/{version} is not spoken here; send HTTP/1.1", _CODE)
     hosts = [value for name, value in headers if name == b"host"]

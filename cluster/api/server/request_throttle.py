@@ -1,10 +1,10 @@
-"""Requests begin a few at a time, so that thousands that come at once hold up no other request.
+"""Starts requests a few at a time, so that thousands that arrive at once do not delay all others.
 
-The handler of a request runs without a pause from its first byte to its submission, or to its
-refusal. The event loop runs everything that is ready before it looks at its sockets again: were all
-of 10 000 requests ready at once, a probe of `/health` and every token of every stream would wait
-behind all of them. Here each turn of the loop begins `PER_TURN` of them, in the order in which they
-came; what is short and must always answer does not queue.
+The handler of a request runs without a pause from its first byte to its submission or refusal. The
+event loop runs all ready tasks before it polls its sockets again. If 10 000 requests became ready
+at once, a probe of `/health` and every token of every stream would wait for all of them. Therefore
+each turn of the loop starts `PER_TURN` requests, in order of arrival. Short routes that must always
+answer do not queue.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from swell.cluster.api.routing import route_path
 
 PER_TURN = 2
-"""Some milliseconds of work, were each of them to submit a prompt of a few thousand tokens."""
+"""Requests started per turn: some milliseconds of work if each submits a prompt of a few thousand
+tokens."""
 ARRIVAL_TIME_S = "swell.arrived_s"
-"""Key of the ASGI scope: when the request came, on the clock of the event loop."""
+"""Key of the ASGI scope: when the request arrived, on the clock of the event loop."""
 UNTHROTTLED_PATHS = ("/health", "/ping", "/ready", "/metrics", "/load", "/admin/")
 
 
 class RequestThrottle:
-    """ASGI middleware. The limit of connections bounds the requests that wait."""
+    """ASGI middleware that queues requests. The limit of connections bounds the queue."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._left = PER_TURN
-        """How many may still begin in this turn of the loop."""
+        """The number of requests that may still start in this turn of the loop."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +52,7 @@ class RequestThrottle:
         await place
 
     def _refill(self) -> None:
-        """Requests that wait start before new ones."""
+        """Begins a new turn: waiting requests start before new ones."""
         self._left = PER_TURN
         while self._waiting and self._left:
             place = self._waiting.popleft()

@@ -1,13 +1,13 @@
-"""Answers that uvicorn alone would end or frame in the wrong way.
+"""Corrects the framing and the end of answers that uvicorn by itself would get wrong.
 
     head ──► answer begins: `connection: close` ──► answer ends ──► what still comes is thrown away
 
-- An answer that begins before its request's body has come says that it ends the connection. Without
-  the header a client sends its next request into a connection that is being closed, and gets no
-  answer to it.
-- Clients of HTTP/1.0 know neither chunks (RFC 9112, 6.1) nor interim answers (RFC 9110, 10.1.1).
-  uvicorn sends both to all clients: here an answer whose length is not known ends with its
-  connection, which is not kept for them in any case.
+- An answer that begins before the body of its request has arrived announces `connection: close`.
+  Without the header a client would send its next request into a connection that is being closed,
+  and get no answer.
+- HTTP/1.0 clients support neither chunks (RFC 9112, 6.1) nor interim answers (RFC 9110, 10.1.1),
+  but uvicorn sends both to all clients. Here an answer of unknown length ends with its connection,
+  which is never kept open for these clients.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def is_http10(cycle: RequestResponseCycle) -> bool:
 
 
 def with_framing(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
-    """`app` for this one request, whose answer is framed so.
+    """Wraps `app` for this one request, so that its answer is framed correctly.
 
-    `cycle.keep_alive` is false only while an early head is written, or when the body has come after
-    all: uvicorn would close at once, which takes the answer from a client that is still sending.
-    uvicorn chunks what it has no length of, and holds the rest to its length: so for HTTP/1.0 it is
-    given the length of each part as it comes.
+    `cycle.keep_alive` is false only while an early head is written, or once the body has arrived
+    after all. Otherwise uvicorn would close the connection at once, and a client that is still
+    sending would lose the answer. uvicorn chunks an answer without a length, and enforces a known
+    length. So for HTTP/1.0 it is told the length of each part.
     """
     old = is_http10(cycle)
     if old:

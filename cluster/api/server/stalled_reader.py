@@ -1,8 +1,8 @@
-"""A client that takes no byte of what was written to it, as opposed to one that reads slowly.
+"""Detects a client that does not read its answer at all, as opposed to one that reads slowly.
 
-An event loop learns that the kernel takes more only when a third of the socket's buffer is free:
-over a megabyte, for which a slow client needs minutes. So progress is what the client's own kernel
-has acknowledged, which it does until its buffers are full, too.
+An event loop learns that the kernel accepts more bytes only when a third of the socket's buffer is
+free: over a megabyte, for which a slow client needs minutes. So progress is measured by the bytes
+that the client's kernel has acknowledged, which it does until its own buffers are full.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable
 
 CHECKS = 4
-"""Looks within the limit; a client is cut by one of them late at most."""
+"""The number of checks within the limit: a stalled client is cut off at most one check too late."""
 _BYTES_ACKED = slice(120, 128)
-"""`tcpi_bytes_acked` in `struct tcp_info` (linux/tcp.h), which only ever grows."""
+"""The position of `tcpi_bytes_acked`, a counter that only grows, in `struct tcp_info`
+(linux/tcp.h)."""
 
 
 class StallClock:
-    """How long a counter has not changed. Pure."""
+    """Measures how long a counter has not changed. Pure."""
 
     def __init__(self, limit_s: float, now_s: float, count: int) -> None:
         self._limit_s = limit_s
@@ -27,15 +28,16 @@ class StallClock:
         self._count = count
 
     def is_stalled(self, now_s: float, count: int) -> bool:
-        """Whether it has been `count` for `limit_s` and longer, as far as was looked."""
+        """Returns whether the count has stayed the same for at least `limit_s`, as far as was
+        observed."""
         if count != self._count:
             self._count, self._changed_s = count, now_s
         return now_s - self._changed_s >= self._limit_s
 
 
 class StalledReader:
-    """Aborts a connection whose client takes nothing for `limit_s`, while `has_left` says that
-    something is left to send. Started again for each answer that does not leave at once."""
+    """Aborts a connection whose client reads nothing for `limit_s` while `has_left` says that bytes
+    are left to send. It is started for each answer that is not sent at once."""
 
     def __init__(
         self,
@@ -74,7 +76,8 @@ class StalledReader:
             self._arm()
 
     def _taken_bytes(self) -> int:
-        """Bytes that the client's kernel has taken. Event loops give no socket to ask."""
+        """Returns the bytes that the client's kernel has acknowledged. The duplicate is needed
+        because event loops do not expose a socket with `getsockopt`."""
         connection = self._transport.get_extra_info("socket")
         try:
             with connection.dup() as same:

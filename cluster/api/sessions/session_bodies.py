@@ -1,4 +1,4 @@
-"""`/v1/sessions`: what a client may send, and what it gets."""
+"""Request and response bodies of `/v1/sessions`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class CreateSessionRequest(RequestBody, kw_only=True):
 
 
 class SessionBody(Body, kw_only=True):
-    """What is kept of a session."""
+    """A session."""
 
     id: str
     object: str = "session"
     created_at: int
     chunks: int
-    """How many it has."""
+    """The number of chunks."""
     tokens: int
-    """Of all chunks and their answers."""
+    """The total length of all chunks and their answers."""
     idle_limit_s: float
-    """It ends when no chunk has come for so long."""
+    """The session ends if no chunk arrives for this time."""
 
 
 class SessionDeleted(Body, kw_only=True):

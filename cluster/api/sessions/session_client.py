@@ -1,5 +1,5 @@
-"""An ingress's way to the sessions that the store keeps, and its copies of those that it has made
-or answered last."""
+"""The client of one ingress for the sessions in the store, with copies of the sessions that this
+ingress has created or answered last."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from swell.configs.secret import SecretText
 from swell.configs.sessions import SessionLimits
 
 _PATIENCE_S = 30.0
-"""How long a request waits for the store: Serve replaces one that has died within seconds."""
+"""How long a request waits for the store: Serve replaces a dead store within seconds."""
 _RETRY_S = 0.25
 _ENDED = Session(0)
 _ID = re.compile(f"{SESSION_PREFIX}[0-9a-f]{{32}}")
 _MAX_PUT_BYTES = 8 * 1024 * 1024
-"""Of the sessions in one message, but for the first."""
+"""The most bytes of sessions in one message; the first session may be larger."""
 _TOKEN_TYPE = next(kind for kind in "IL" if array(kind).itemsize == TOKEN_BYTES)
 
 
 class OpenChunk:
-    """A session as a chunk finds it, until its answer is there."""
+    """A chunk that is being answered, with the session as the chunk found it."""
 
     def __init__(self, id: str, key: SessionKey, session: Session, chunks: int) -> None:
-        """`chunks`: how many stay before this one."""
+        """`chunks` is the number of chunks that stay before this one."""
         self.id = id
         self.key = key
         self.ticket = uuid.uuid4().hex
@@ -58,7 +58,7 @@ class OpenChunk:
         self.chunks = chunks
         self.num_tokens = session.ends[chunks - 1] if chunks else 0
         self.until_s = float("inf")
-        """When its client gives up, by the clock of the event loop."""
+        """The deadline of the client, on the clock of the event loop."""
 
     @property
     def is_first(self) -> bool:
@@ -66,25 +66,25 @@ class OpenChunk:
 
     @property
     def is_last(self) -> bool:
-        """None stands in its place, or behind it."""
+        """Whether no other chunk stands at its place or after it."""
         return self.chunks == len(self.session.ends)
 
     @property
     def token_ids(self) -> list[int]:
-        """What is before the chunk."""
+        """The tokens before the chunk."""
         ids = array(_TOKEN_TYPE)
         ids.frombytes(self.session.tokens[: self.num_tokens * TOKEN_BYTES])
         return ids.tolist()
 
     def has(self, token_ids: Sequence[int]) -> bool:
-        """Whether the session has the chunk and its answer already."""
+        """Returns whether the session already contains the chunk and its answer."""
         packed = array(_TOKEN_TYPE, token_ids).tobytes()
         is_end = not self.is_last and self.session.ends[self.chunks] == len(token_ids)
         return is_end and self.session.tokens.startswith(packed)
 
     def with_answer(self, token_ids: Sequence[int], rank: int | None) -> Session:
-        """The session behind the chunk. `token_ids`: all of it, with the answer, which the engine
-        `rank` gave."""
+        """Returns the session after the chunk. `token_ids` are all its tokens, with the answer;
+        `rank` is the engine that answered."""
         return Session(
             created=self.session.created,
             tokens=array(_TOKEN_TYPE, token_ids).tobytes(),
@@ -96,19 +96,20 @@ class OpenChunk:
 
 
 class SessionClient:
-    """Sessions of one ingress. Where the store does not answer, or does not know yet what its
-    predecessor had, a call waits for it."""
+    """The sessions of one ingress. If the store does not answer, or has not yet received the
+    sessions of its predecessor, a call waits for it."""
 
     def __init__(
         self, store: Any, limits: SessionLimits, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """`store`: the handle of `StoreService`; None: there are no sessions."""
+        """`store` is the handle of `StoreService`; None: sessions are disabled."""
         self._limits = limits
         enabled = store is not None and limits.sessions > 0
         self._calls = StoreCalls(store.handle_session, "sessions") if enabled else None
         self._now = now
         self._copies: OrderedDict[SessionKey, tuple[Session, float]] = OrderedDict()
-        """Those of which this ingress has seen the newest revision, and when."""
+        """The sessions whose newest revision this ingress has seen, and when. The least recently
+        used come first."""
         self._copied_bytes = 0
         self._open: set[OpenChunk] = set()
         """Chunks that are being answered."""
@@ -146,7 +147,8 @@ class SessionClient:
         self._found(id, await self._until_answered(EndSession(key)))
 
     async def find(self, owner: SecretText, id: str, chunk: int | None) -> OpenChunk:
-        """The session behind its first `chunk` chunks; None: behind all. Nothing has begun."""
+        """Returns the session after its first `chunk` chunks; None: after all of them. Begins
+        nothing in the store."""
         session = await self.read(owner, id)
         count = len(session.ends)
         if chunk is not None and chunk > count:
@@ -159,8 +161,8 @@ class SessionClient:
         return OpenChunk(id, self._key(owner, id), session, count if chunk is None else chunk)
 
     async def begin(self, chunk: OpenChunk) -> bool:
-        """The chunk takes the place of any other that is being answered, until `close_chunk`.
-        False: the session is another one since it was found."""
+        """Begins the chunk, which supersedes any other chunk in progress, until `close_chunk`.
+        Returns False if the session has changed since it was found."""
         begin = BeginChunk(chunk.key, chunk.ticket, chunk.session.revision)
         reply = await self._until_answered(begin, chunk.until_s)
         if isinstance(reply, Session):
@@ -172,11 +174,11 @@ class SessionClient:
         return True
 
     def close_chunk(self, chunk: OpenChunk) -> None:
-        """It is answered no more."""
+        """Ends the work on a chunk."""
         self._open.discard(chunk)
 
     async def commit(self, chunk: OpenChunk, token_ids: Sequence[int], rank: int | None) -> None:
-        """The chunk and its answer are a part of the session. Raises HTTPError if they are not."""
+        """Adds the chunk and its answer to the session. Raises HTTPError if that fails."""
         session = chunk.with_answer(token_ids, rank)
         commit = CommitChunk(chunk.key, chunk.ticket, session)
         reply = await self._until_answered(commit, chunk.until_s)
@@ -194,7 +196,8 @@ class SessionClient:
     # ---------------------------------------------------------------- the store
 
     def _key(self, owner: SecretText, id: str) -> SessionKey:
-        """Raises HTTPError 404 for what was never an id, however long it is."""
+        """Returns the store key of a session. Raises HTTPError 404 for a malformed id, which may be
+        very long."""
         if self._calls is not None and not _ID.fullmatch(id):
             raise _not_found(id)
         return store_key(owner, id)
@@ -212,7 +215,7 @@ class SessionClient:
             except StoreUnavailable as caught:
                 reply, error, is_repeated = SessionReply.YOUNG, caught, True
             if reply is SessionReply.UNKNOWN and is_repeated and isinstance(request, EndSession):
-                return _ENDED  # by the call whose answer was lost
+                return _ENDED  # ended by the call whose answer was lost
             if reply is not SessionReply.YOUNG:
                 return reply
             if self._now() >= give_up_s:
@@ -242,7 +245,8 @@ class SessionClient:
             self._copied_bytes -= session.size_bytes
 
     def _expire(self) -> None:
-        """The store forgets them, too."""
+        """Drops copies that are idle for too long; the store drops these sessions too. Copies of
+        open chunks stay."""
         oldest_s = self._now() - self._limits.session_idle_s
         while self._copies:
             key, (session, used_s) = next(iter(self._copies.items()))
@@ -277,7 +281,7 @@ class SessionClient:
             if key in self._copies and self._copies[key][0].revision == sent[key]:
                 self._drop(key)
         put, size_bytes = PutSessions([], []), 0
-        for key in reversed(reply.wanted):  # those first that were used last
+        for key in reversed(reply.wanted):  # the most recently used ones first
             if key not in self._copies:
                 continue
             session = self._copies[key][0]

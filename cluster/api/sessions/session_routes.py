@@ -1,4 +1,4 @@
-"""Sessions over HTTP: their routes, and chunks of them, which come as `/v1/completions`."""
+"""Sessions over HTTP: their routes, and their chunks, which arrive at `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _MAX_BODY_BYTES = 64 * 1024
 
 
 class SessionRoutes:
-    """A chunk is a part of its session when the end of its answer is sent, and only then: one whose
-    client leaves before, or whose answer fails, leaves the session as it was."""
+    """A chunk becomes a part of its session only when the end of its answer is sent. If its client
+    leaves earlier, or its answer fails, the session stays as it was."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -66,7 +66,8 @@ class SessionRoutes:
     async def answer(
         self, body: CompletionRequest, request: Request, identity: AnswerIdentity
     ) -> Any:
-        """The answer to a chunk: that of one prompt with everything before it in front."""
+        """Returns the answer to a chunk: the answer to one prompt that consists of all earlier
+        tokens and the chunk."""
         services, id = self._services, str(body.session)
         if identity.is_repeatable and body.session_chunk is None:
             raise BadRequest(
@@ -85,7 +86,7 @@ class SessionRoutes:
             params = await self._process(body, request, identity, chunk)
             services.llm.check_admission()
             try:
-                # What may be there already, by an earlier answer to this request, takes no place.
+                # A chunk that an earlier attempt of this request may have committed does not begin.
                 may_be_there = identity.is_repeatable and not chunk.is_last
                 if may_be_there or await with_deadline(request, self._client.begin(chunk)):
                     return await self._answer(body, request, identity, chunk, params)
@@ -136,7 +137,8 @@ class SessionRoutes:
         return reply
 
     def _convert(self, body: CompletionRequest, chunk: OpenChunk) -> GenerationRequest:
-        """Special tokens of the tokenizer stand at the beginning of the session alone."""
+        """Converts the body. By default, only the first chunk of a session gets the tokenizer's
+        special tokens."""
         converted = to_generation_request(body, self._services.sampling_defaults)
         options = converted.tokenize_options
         if body.add_special_tokens is None:
@@ -177,7 +179,8 @@ class SessionRoutes:
 
 
 async def _of_session(processing: Awaitable[RequestParams], chunk: OpenChunk) -> RequestParams:
-    """As `processing`, whose errors say how much of a prompt that is too long is the session's."""
+    """Returns the result of `processing`. If the prompt is too long, the error says how many of its
+    tokens belong to the session."""
     try:
         return await processing
     except BadRequest as error:

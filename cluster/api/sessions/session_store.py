@@ -1,20 +1,21 @@
-"""What is kept of sessions, in one process for all ingresses. Pure: time is an argument.
+"""Keeps the sessions of all ingresses in one process. Pure: time is an argument.
 
-A session is a list of tokens, and where each chunk with its answer ends. An ingress that answers a
-chunk reads the session, takes it with `BeginChunk` under a ticket of its own once the chunk may be
-computed, and brings it back with `CommitChunk`, longer by the chunk and its answer:
+A session is a list of tokens, with the end of each chunk and its answer. An ingress that answers a
+chunk reads the session, begins the chunk with `BeginChunk` and a ticket of its own once the chunk
+may be computed, and returns the session with `CommitChunk`, extended by the chunk and its answer:
 
     ReadSession ─► Session, revision r;  BeginChunk(ticket, r) ─► OK ... answer ...
     CommitChunk(ticket, revision r + 1)
 
-The chunk that began last is the one that counts: what was begun before it, and at an earlier
-revision, is SUPERSEDED. So nothing has to be given back, and an ingress that dies holds nothing up.
+The chunk that began last wins: chunks that began before it, or at an earlier revision, are
+SUPERSEDED. Therefore no chunk has to be released, and an ingress that dies blocks nothing.
 
-The ingress that has made a session, or answers its last chunk, keeps a copy. A store that was
-started anew is *young*: it knows nothing of what its predecessor had, asks for it in its replies to
-`ReportSessions`, and answers YOUNG meanwhile where it knows no session, or only a copy: there may
-be a newer one, in another ingress. Its age is the time in which it could have heard of one: a pause
-between two requests counts for `REPORT_S` at most, since a process that stands still hears nothing.
+The ingress that created a session, or answered its last chunk, keeps a copy. A restarted store is
+*young*: it has lost the sessions of its predecessor, and requests them in its replies to
+`ReportSessions`. Until then it answers YOUNG if it does not know a session, or only has a copy:
+another ingress may have a newer one. The age of the store is the time in which it could receive
+reports: a pause between two requests counts for at most `REPORT_S`, since a suspended process
+receives nothing.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ from swell.configs.sessions import SessionLimits
 from swell.coordinator.listening_clock import ListeningClock
 
 SessionKey = SecretText
-"""The name of a session: its id, behind a digest of the key that its client has."""
+"""The name of a session: a digest of the client's API key, then the id."""
 REPORT_S = 2.0
-"""How often an ingress that keeps copies reports them."""
+"""The interval at which an ingress reports its copies."""
 YOUNG_S = 3 * REPORT_S
-"""Up to this age a store is young."""
+"""A store is young up to this age."""
 WANTED_S = 5 * YOUNG_S
-"""Up to this age it waits for copies that it has asked for while it was young."""
+"""A store waits up to this age for copies that it requested while it was young."""
 TOKEN_BYTES = 4
 
 
 class Session(msgspec.Struct, frozen=True):
-    """One session as it is between two chunks."""
+    """A session between two chunks."""
 
     created: int
     """In seconds since 1970."""
     tokens: bytes = b""
-    """All token ids, each of `TOKEN_BYTES` bytes in the order of the machine."""
+    """All token ids, each of `TOKEN_BYTES` bytes in native byte order."""
     ends: list[int] = []
-    """How many tokens there are behind each chunk and its answer."""
+    """The number of tokens up to the end of each chunk's answer."""
     revision: int = 0
-    """How many chunks were committed, those included that were replaced since."""
+    """The number of committed chunks, including those that were replaced later."""
     rank: int | None = None
-    """The engine that has answered last, and has the KV."""
+    """The engine that answered last, and has the KV cache of the session."""
     ticket: str = ""
-    """Of the chunk that was committed last: a commit may come twice."""
+    """The ticket of the chunk that was committed last, which makes a repeated commit harmless."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,15 +66,15 @@ class Session(msgspec.Struct, frozen=True):
 
 
 class CreateSession(HoldsSecrets, frozen=True, tag=True):
-    """Answered by `SessionReply`: OK, also the second time, FULL or OWNER_FULL."""
+    """Creates a session. The reply is OK, also the second time, FULL or OWNER_FULL."""
 
     key: SessionKey
     session: Session
 
 
 class BeginChunk(HoldsSecrets, frozen=True, tag=True):
-    """Answered by OK, UNKNOWN, YOUNG or FULL, and by the session if it has another revision: then
-    nothing has begun."""
+    """Begins a chunk. The reply is OK, UNKNOWN, YOUNG or FULL. If the session has another revision,
+    the reply is the session, and nothing has begun."""
 
     key: SessionKey
     ticket: str
@@ -81,38 +82,38 @@ class BeginChunk(HoldsSecrets, frozen=True, tag=True):
 
 
 class CommitChunk(HoldsSecrets, frozen=True, tag=True):
-    """Answered by OK, SUPERSEDED, UNKNOWN or YOUNG."""
+    """Commits a chunk. The reply is OK, SUPERSEDED, UNKNOWN or YOUNG."""
 
     key: SessionKey
     ticket: str
     session: Session
-    """At the next revision."""
+    """The session at its next revision."""
 
 
 class ReadSession(HoldsSecrets, frozen=True, tag=True):
-    """Answered by the session, or by UNKNOWN or YOUNG."""
+    """Reads a session. The reply is the session, UNKNOWN or YOUNG."""
 
     key: SessionKey
 
 
 class EndSession(HoldsSecrets, frozen=True, tag=True):
-    """As `ReadSession`; then there is none."""
+    """Ends a session. The reply is that of `ReadSession`."""
 
     key: SessionKey
 
 
 class ReportSessions(HoldsSecrets, frozen=True, tag=True):
-    """An ingress has these copies. Answered by `ReportReply`."""
+    """Reports the copies of an ingress. The reply is a `ReportReply`."""
 
     keys: list[SessionKey]
     revisions: list[int]
-    """Of each."""
+    """The revision of each copy."""
     answering: list[SessionKey] = []
-    """Sessions of which it answers a chunk."""
+    """Sessions whose chunk the ingress is answering."""
 
 
 class PutSessions(HoldsSecrets, frozen=True, tag=True):
-    """Copies that the store has asked for. Answered by OK."""
+    """Sends copies that the store has requested. The reply is OK."""
 
     keys: list[SessionKey]
     sessions: list[Session]
@@ -132,9 +133,9 @@ SessionRequest = (
 class SessionReply(enum.StrEnum):
     OK = "ok"
     UNKNOWN = "unknown"
-    """There is no such session."""
+    """The session does not exist."""
     YOUNG = "young"
-    """Ask again: it may still be put."""
+    """The session may still be restored from a copy: try again."""
     SUPERSEDED = "superseded"
     """Another chunk has begun since, or was committed."""
     FULL = "full"
@@ -143,9 +144,9 @@ class SessionReply(enum.StrEnum):
 
 class ReportReply(HoldsSecrets, frozen=True):
     wanted: list[SessionKey]
-    """Copies to put."""
+    """Copies to send with `PutSessions`."""
     dropped: list[SessionKey]
-    """Copies that are of no use: the session has ended, or has gone on elsewhere."""
+    """Copies to drop: the session has ended, or another ingress has a newer revision."""
 
 
 StoreAnswer = Session | SessionReply | ReportReply
@@ -155,22 +156,23 @@ class _Entry(msgspec.Struct):
     session: Session
     used_s: float
     ticket: str = ""
-    """Of the chunk that began last; empty: none has, or it was committed."""
+    """The ticket of the chunk that began last; empty: none has begun, or it was committed."""
     is_copy: bool = False
-    """It was put: a chunk that followed may be in another ingress."""
+    """Whether the session was restored from a copy. If so, another ingress may have a newer
+    revision."""
 
 
 class SessionStore:
-    """All sessions of an application. The least recently used come first; a session that was used
-    for `session_idle_s` by no client has ended."""
+    """All sessions of an application, the least recently used first. A session that no client has
+    used for `session_idle_s` is dropped."""
 
     def __init__(self, limits: SessionLimits, now_s: float) -> None:
         self._limits = limits
         self._clock = ListeningClock(4 * REPORT_S)
-        """A pause counts for a quarter of that at most."""
+        """Measures the age. A pause counts for at most a quarter of the argument."""
         self._age_s = self._clock.advance(now_s)
         self._wanted: set[str] = set()
-        """Copies that were asked for while it was young, and have not come."""
+        """Copies that were requested while the store was young and have not arrived."""
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._per_owner: Counter[str] = Counter()
         self.size_bytes = 0
@@ -179,7 +181,7 @@ class SessionStore:
         return len(self._entries)
 
     def handle(self, request: SessionRequest, now_s: float) -> StoreAnswer:
-        """One request of an ingress, at a monotonic time."""
+        """Handles one request of an ingress, at a monotonic time."""
         self._grow_older(now_s)
         self._expire(now_s)
         match request:
@@ -259,7 +261,7 @@ class SessionStore:
         return reply
 
     def _put(self, key: SessionKey, session: Session, now_s: float) -> None:
-        """What was committed here is no copy, and stays."""
+        """Restores a session from a copy. A session that was committed here is newer, and stays."""
         self._wanted.discard(key)
         entry = self._entries.get(key)
         if entry is None:
@@ -268,7 +270,8 @@ class SessionStore:
             self._set(key, _Entry(session, now_s, entry.ticket, is_copy=True))
 
     def _may_be_put(self, key: SessionKey) -> bool:
-        """Whether an ingress may have a session that is not here, or a newer one."""
+        """Returns whether an ingress may have a session that is missing here, or a newer revision
+        of it."""
         entry = self._entries.get(key)
         is_waiting = self._age_s < YOUNG_S or key in self._wanted
         return is_waiting and (entry is None or entry.is_copy)
@@ -309,7 +312,8 @@ class SessionStore:
 
 
 def _follows(session: Session, entry: _Entry) -> bool:
-    """Whether a session is the next of what is kept. Behind a copy some may have been lost."""
+    """Returns whether `session` is the next revision of the kept one. After a copy, revisions may
+    be missing."""
     behind = session.revision - entry.session.revision
     return behind == 1 or (entry.is_copy and behind > 1)
 

@@ -1,4 +1,4 @@
-"""The answer to a chunk of a session."""
+"""Writes the answer to a chunk of a session."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from swell.cluster.api.response_writer import Batches
 from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 
 Commit = Callable[[Sequence[int], str], Awaitable[None]]
-"""Of the tokens of an answer, and the engines that served it, as their header names them."""
+"""Commits the tokens of an answer. The second argument is the header that lists the engines that
+served it."""
 
 
 class SessionChunkWriter(CompletionResponseWriter):
-    """Awaits `commit` before the end of a stream is sent: a client that has seen the end may send
-    the next chunk. Of an answer that is not streamed the caller commits `answer_ids`."""
+    """Awaits `commit` before the end of a stream is sent, because a client that has seen the end
+    may send the next chunk. The caller commits the `answer_ids` of an answer that is not
+    streamed."""
 
     def __init__(
         self, id: str, model: str, body: CompletionRequest, created: int, commit: Commit
@@ -30,7 +32,7 @@ class SessionChunkWriter(CompletionResponseWriter):
         self._commit = commit
         self._usage: Usage | None = None
         self._last: list[bytes] = []
-        """The event with the finish reason: for many clients it is the end."""
+        """The event with the finish reason, which many clients take for the end."""
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         for output in outputs:
@@ -48,7 +50,7 @@ class SessionChunkWriter(CompletionResponseWriter):
     async def stream(
         self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
     ) -> AsyncGenerator[bytes]:
-        """As in the base class, but for its end."""
+        """Works like the base class, but commits the chunk before the end of the stream."""
         answer = super().stream(outputs, choices, sent_engines=sent_engines, engines=engines)
         async with contextlib.aclosing(answer):
             async for event in answer:

@@ -1,7 +1,7 @@
-"""Where requests that have ended are exported to.
+"""Exports finished requests as traces to a collector.
 
-No request waits for the collector. What it cannot take now waits in a queue of a bounded length;
-what does not fit there is dropped, and counted.
+No request waits for the collector. Requests that it cannot accept now wait in a bounded queue. If
+the queue is full, a request is dropped and counted.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from swell.cluster.text.offload import OffloadPool
 from swell.configs.log import StructuredLogger
 
 MAX_QUEUED_ANSWERS = 4096
-"""Some megabytes."""
+"""The most answers in the queue: some megabytes."""
 _BATCH_ANSWERS = 256
 _DELAY_S = 0.5
 """How long a trace may wait for others of its batch."""
 _FLUSH_S = 2.0
-"""How long the end of the ingress may wait for the last batches."""
+"""How long the shutdown of the ingress may wait for the last batches."""
 _RETRY_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""Between two attempts; the last is repeated."""
+"""The pauses between two attempts; the last one is repeated."""
 SENT, DROPPED = "sent", "dropped"
 Count = Callable[[str, int], None]
 
 
 class TraceExporter:
-    """Takes requests that have ended. This one does nothing: there is no collector."""
+    """Accepts finished requests. This base class does nothing: no collector is configured."""
 
     def export(
         self, record: RequestRecord, params: RequestParams, headers: Mapping[str, str]
     ) -> None:
-        """`headers`: those of the trace that the caller's request has."""
+        """Queues a finished request. `headers` are the trace headers of the caller's request."""
 
     async def close(self) -> None:
-        """Send what waits, if that is soon possible."""
+        """Sends what is queued, if that is possible soon."""
 
 
 class OtlpExporter(TraceExporter):
-    """Sends them to a collector in batches, from a thread of its own."""
+    """Sends the requests to a collector in batches, from its own thread."""
 
     def __init__(self, endpoint: str, count: Count) -> None:
-        """As `make_exporter`."""
-        # Protobuf is loaded where it is used alone.
+        """Takes the arguments of `make_exporter`."""
+        # Protobuf is only imported if traces are exported.
         from swell.cluster.api.tracing import otlp
 
         self._otlp = otlp
@@ -92,7 +92,8 @@ class OtlpExporter(TraceExporter):
         self._pool.close()
 
     async def _send_all(self) -> None:
-        """Until nothing waits; a request that ends later begins this again."""
+        """Sends batches until the queue is empty; a request that finishes later starts this
+        again."""
         await asyncio.sleep(_DELAY_S)
         while self._queue:
             batch = self._take_batch()
@@ -113,7 +114,8 @@ class OtlpExporter(TraceExporter):
         return batch
 
     async def _send(self, batch: Sequence[TracedRequest]) -> None:
-        """Again and again while the collector is away. Raises CollectorRefused."""
+        """Sends one batch, and retries while the collector is unavailable. Raises
+        CollectorRefused."""
         spans: list[Span] = []
         for wait_s in chain(_RETRY_S, repeat(_RETRY_S[-1])):
             try:
@@ -123,13 +125,15 @@ class OtlpExporter(TraceExporter):
                 await asyncio.sleep(wait_s)
 
     def _post(self, batch: Sequence[TracedRequest], spans: list[Span]) -> None:
-        """On the thread. Spans keep their ids when they are sent again."""
+        """Sends one batch, on the thread. The spans are made once, so that they keep their ids when
+        they are sent again."""
         if not spans:
             spans += [span for traced in batch for span in spans_of(traced, os.urandom)]
         self._otlp.post_spans(self._url, self._resource, spans)
 
 
 def make_exporter(endpoint: str | None, count: Count) -> TraceExporter:
-    """`endpoint`: the base URL of a collector, as `http://collector:4318`; None: there is none.
-    `count` is called with SENT or DROPPED and a number of requests."""
+    """Returns the exporter for `endpoint`, the base URL of a collector such as
+    `http://collector:4318`; None: no traces are exported. `count` is called with SENT or DROPPED
+    and a number of requests."""
     return TraceExporter() if endpoint is None else OtlpExporter(endpoint, count)

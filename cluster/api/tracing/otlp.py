@@ -1,4 +1,4 @@
-"""Spans to a collector: OTLP over HTTP, as protobuf. Its messages come with Ray."""
+"""Sends spans to a collector with OTLP over HTTP, as protobuf. Ray installs the message classes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from swell.cluster.api.tracing.spans import Span, Value
 _POST_TIMEOUT_S = 5.0
 _HTTP_PROTOBUF = {"content-type": "application/x-protobuf", "user-agent": "swell"}
 _RETRYABLE = (429, 502, 503, 504)
-"""Statuses after which the same batch may be sent again, as OTLP has it."""
+"""Statuses after which the same batch may be sent again, as OTLP defines."""
 
 
 class CollectorAway(RuntimeError):
-    """The collector may take the same batch later."""
+    """The collector may accept the same batch later."""
 
 
 class CollectorRefused(RuntimeError):
-    """It never will."""
+    """The collector will never accept this batch."""
 
 
 def post_spans(url: str, resource: Mapping[str, Value], spans: Iterable[Span]) -> None:
-    """Send one batch. Raises CollectorAway or CollectorRefused."""
+    """Sends one batch. Raises CollectorAway or CollectorRefused."""
     body = encode_spans(resource, spans)
     request = urllib.request.Request(url, body, _HTTP_PROTOBUF, method="POST")
     try:
@@ -37,7 +37,7 @@ def post_spans(url: str, resource: Mapping[str, Value], spans: Iterable[Span]) -
         with error:
             kind = CollectorAway if error.code in _RETRYABLE else CollectorRefused
         raise kind(f"{url} answered {error.code}") from None
-    except Exception as error:  # of sockets, of TLS, of the other side's HTTP
+    except Exception as error:  # errors of sockets, of TLS, of the collector's HTTP
         raise CollectorAway(f"{url}: {error}") from None
 
 

@@ -1,12 +1,12 @@
-"""A request that has ended, as spans: pure.
+"""Turns a finished request into spans. Pure.
 
     chat MODEL   |<- received ------------------------------- finished ->|
       attempt        |<- routed -- resubmitted ->|
       attempt                                      |<- routed - finished ->|
 
-The first is the child of the caller's span, and has the attributes of OpenTelemetry's conventions
-for generative AI. Each attempt of each answer is a child of it; what happened on its way are its
-events.
+The first span is the child of the caller's span, and has the attributes of OpenTelemetry's
+conventions for generative AI. Each attempt of each answer is a child of it, with its timeline as
+span events.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class SpanEvent(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, kw_only=True):
-    """Times in nanoseconds since 1970."""
+    """One span. Times are in nanoseconds since 1970."""
 
     name: str
     trace_id: bytes
     span_id: bytes
     parent_id: bytes = b""
-    """Empty: none."""
+    """Empty: the span has a parent in no trace."""
     state: str = ""
     is_server: bool = False
-    """It answers a call of another process."""
+    """Whether the span answers a call of another process."""
     start_ns: int
     end_ns: int
     attributes: Mapping[str, Value]
@@ -55,20 +55,20 @@ class Span(msgspec.Struct, kw_only=True):
 
 
 class TracedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has ended, and what was asked."""
+    """A finished request with its parameters."""
 
     record: RequestRecord
     parent: TraceContext | None
     """The caller's span."""
     attributes: Mapping[str, Value]
-    """`gen_ai.request.*`, and the prompt's tokens."""
+    """The attributes `gen_ai.request.*`, and the number of prompt tokens."""
 
 
 def request_attributes(
     params: SamplingParams, *, prompt_tokens: int, max_tokens: int, stream: bool
 ) -> dict[str, Value]:
-    """Those that are known before the answer. No text is among them. `max_tokens`: the longest
-    answer, whether the request or the server sets it."""
+    """Returns the attributes that are known before the answer. They never contain text of the
+    request. `max_tokens` is the longest possible answer, set by the request or the server."""
     attributes: dict[str, Value] = {
         "gen_ai.request.max_tokens": max_tokens,
         "gen_ai.request.temperature": float(params.temperature),
@@ -88,7 +88,7 @@ def request_attributes(
 
 
 def spans_of(traced: TracedRequest, random_bytes: RandomBytes) -> Iterator[Span]:
-    """The span of the request, then those of its attempts."""
+    """Yields the span of the request, then those of its attempts."""
     record, parent = traced.record, traced.parent
     at_ns = _Clock(record)
     reasons = [reason for journey in record.journeys if (reason := _finish_reason(journey))]
@@ -129,7 +129,7 @@ def spans_of(traced: TracedRequest, random_bytes: RandomBytes) -> Iterator[Span]
 
 
 class _Clock:
-    """From the clock of the ingress to nanoseconds since 1970."""
+    """Converts the clock of the ingress to nanoseconds since 1970."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._start_s = record.received_s
@@ -140,8 +140,8 @@ class _Clock:
 
 
 def _attempts(journey: Journey) -> Iterator[list[PlacedEvent]]:
-    """The events of each attempt, from `routed` on. An attempt may end with the request, or
-    without any event, where there were too many."""
+    """Yields the events of each attempt, from `routed` on. An attempt may end with the request, or
+    without an end event if the journey had too many events."""
     events: list[PlacedEvent] = []
     for event in journey.events:
         if event.kind is JourneyEventType.ROUTED:

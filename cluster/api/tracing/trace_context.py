@@ -1,4 +1,4 @@
-"""The caller's trace, from the headers of a request (W3C Trace Context, level 1): pure."""
+"""Reads the caller's trace from the headers of a request (W3C Trace Context, level 1). Pure."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _TRACEPARENT = re.compile(
 _HEADERS = ("traceparent", "tracestate")
 _SAMPLED = 1
 _MAX_STATE_CHARS = 512
-"""A longer `tracestate` need not be passed on."""
+"""The longest `tracestate` that is passed on."""
 
 
 class TraceContext(NamedTuple):
-    """The span of a caller."""
+    """The caller's span."""
 
     trace_id: bytes
     span_id: bytes
     sampled: bool
     state: str = ""
-    """`tracestate`, as it came."""
+    """The header `tracestate`, unchanged."""
 
 
 def trace_headers(request: Request) -> dict[str, str]:
@@ -34,7 +34,7 @@ def trace_headers(request: Request) -> dict[str, str]:
 
 
 def trace_context(headers: Mapping[str, str]) -> TraceContext | None:
-    """None: there is no `traceparent`, or none that is valid, which counts as none."""
+    """Returns the caller's span; None: `traceparent` is missing or invalid."""
     found = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
     if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"]):
         return None
