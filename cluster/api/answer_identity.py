@@ -18,7 +18,7 @@ class AnswerIdentity(HoldsSecrets, frozen=True, kw_only=True):
     id: str
     """The id of the answer, without the prefix of an API."""
     created: int
-    """When the request arrived, in seconds since 1970."""
+    """When the answer began, in seconds since 1970."""
     owner: SecretText = ""
     """The name of the user's key, as `Access.check_user` returns it."""
     random: Random = SYSTEM_RANDOM

@@ -73,7 +73,7 @@ class BodyReader:
             self.held_bytes -= size
 
     def _check_room(self, size: int) -> None:
-        """Raises HTTPError if a request that holds `size` bytes leaves too little room for
+        """Raises HTTPError if a request that holds `size` bytes leaves too little room for the
         others."""
         is_share = size * self._readers <= self._max_held_bytes
         if self.held_bytes > self._max_held_bytes and not is_share:

@@ -33,7 +33,7 @@ class StreamOptions(RequestBody, kw_only=True):
 
 
 class JsonSchemaFormat(RequestBody, kw_only=True):
-    """The schema is always enforced, also with `strict: false`."""
+    """A JSON schema for the answer. It is always enforced, also with `strict: false`."""
 
     name: str
     description: str | None = None

@@ -19,7 +19,7 @@ class CompletionLogprobs(Body, kw_only=True):
     """The most likely tokens by name. The sampled token is always among them, and no two tokens
     have the same name."""
     text_offset: list[int]
-    """Number of characters of the whole text, with an echoed prompt, before each token."""
+    """Number of characters of the whole text, including an echoed prompt, before each token."""
 
 
 class TopLogprob(Body, kw_only=True):

@@ -29,7 +29,7 @@ class SamplingFields(RequestBody, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    """Token id -> -100 .. 100, added to its logit."""
+    """Maps token ids to biases of -100 .. 100, which are added to their logits."""
     bad_words: list[str] | None = None
     """Texts that must not occur in the answer, as the tokenizer writes them."""
     allowed_token_ids: list[int] | None = None

@@ -94,8 +94,8 @@ class LoadAdapterRequest(RequestBody, kw_only=True):
     lora_path: str
     """The absolute path of the adapter's folder, the same on every host."""
     load_inplace: bool = False
-    """Whether it may replace an adapter of the same name. Requests that began with the old adapter
-    finish with it."""
+    """Whether the adapter may replace one of the same name. Requests that began with the old
+    adapter finish with it."""
 
     def check(self) -> None:
         _check_name(self.lora_name)

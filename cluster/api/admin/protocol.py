@@ -93,12 +93,12 @@ class UpgradeState(Body, kw_only=True):
     version: str = ""
     """The target version of all engines."""
     previous: str | None = None
-    """The previous target version, as long as an engine runs it."""
+    """The version that the target version replaces; null if no upgrade is in progress."""
     model: str = ""
     """`model.path` of the target version."""
     error: str | None = None
     failures: int = 0
-    """Consecutive failed starts of a version that is wanted, or by which answers have begun."""
+    """Consecutive failed starts of the target version, or of one that unfinished answers need."""
     next_try_s: float | None = None
     """Seconds until the next attempt; 0: an attempt is running."""
 

@@ -128,7 +128,7 @@ class AdminRoutes:
         return json_response(admin.IdleReport(engines=engines))
 
     async def _request(self, request: Request) -> Response:
-        """Returns the timeline of a request, from any of the ingresses."""
+        """Returns the timeline of a request, no matter which ingress served it."""
         id, services = request.path_params["id"], self._services
         theirs, complete = await services.peers.find(id, services.llm.client_index)
         found = [*services.recorder.find(id), *theirs]

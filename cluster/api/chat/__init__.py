@@ -1,1 +1,1 @@
-"""`/v1/chat/completions`."""
+"""The route `/v1/chat/completions`."""

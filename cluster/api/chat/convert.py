@@ -1,4 +1,4 @@
-"""A body of `/v1/chat/completions` to a `GenerationRequest`. Pure."""
+"""Converts a body of `/v1/chat/completions` to a `GenerationRequest`. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from swell.cluster.text.generation_request import Conversation, GenerationReques
 def to_generation_request(
     body: ChatCompletionRequest, defaults: Mapping[str, Any]
 ) -> GenerationRequest:
-    """The common form of a checked body. `defaults`: the model's, for fields of `SamplingParams`
-    that the body leaves out. Raises `BadRequest`."""
+    """Converts a checked body. `defaults` are the model's, for fields of `SamplingParams` that the
+    body leaves out. Raises `BadRequest`."""
     return body.generation_request(
         conversation(body), defaults, add_special_tokens=False, prompt_field="messages"
     )

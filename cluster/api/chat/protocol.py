@@ -1,7 +1,7 @@
-"""`/v1/chat/completions`: what a client may send, and what it gets.
+"""Request and response bodies of `/v1/chat/completions`.
 
 `stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs`, `routed_experts`,
-`reasoning_content` and `timings` are not OpenAI's.
+`reasoning_content` and `timings` are not part of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SWITCHES = attrgetter(
 """The fields that `template_variables` reads."""
 _NO_SWITCH = (None,) * 5
 _PARAM_NAMES = {"logprobs": "top_logprobs"}
-"""Fields of `SamplingParams` -> the field of a chat request that gives their value."""
+"""Fields of `SamplingParams` -> the field of a chat request that sets them."""
 _NEWER_NAMES = {**_PARAM_NAMES, "max_tokens": "max_completion_tokens"}
 
 
@@ -57,30 +57,31 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     tools: list[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    """false: one call at most."""
+    """false: at most one call."""
     reasoning_effort: str | None = None
     """Passed to the chat template; its meaning depends on the model. `none`: no reasoning."""
     thinking_token_budget: int | None = None
-    """The most tokens of reasoning; then its end is forced. -1: no limit."""
+    """The maximum number of reasoning tokens, after which the end of the reasoning is forced. -1:
+    no limit."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    """The answer goes on with the last message, which is the assistant's."""
+    """The answer continues the last message, which must be the assistant's."""
     chat_template: str | None = None
-    """A template instead of the model's, where `serve.request_chat_template` allows it."""
+    """A template to use instead of the model's, if `serve.request_chat_template` allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the chat template, as `enable_thinking`."""
+    """Variables for the chat template, such as `enable_thinking`."""
     enable_thinking: bool | None = None
-    """The variables `enable_thinking` and `thinking` of the chat template: templates read one or
-    the other."""
+    """Sets the variables `enable_thinking` and `thinking` of the chat template: templates read one
+    or the other."""
     thinking: bool | ThinkingSwitch | None = None
-    """The same."""
+    """Another name of `enable_thinking`, with two forms."""
     reasoning: ReasoningSwitch | None = None
-    """The effort again, and whether to reason."""
+    """Another form of `reasoning_effort` and `enable_thinking`."""
     include_reasoning: bool | None = None
-    """false: the answer comes without its reasoning."""
+    """false: the answer is sent without its reasoning."""
     documents: list[dict[str, Any]] | None = None
-    """For chat templates that write documents."""
+    """Documents for chat templates that support them."""
 
     functions: Annotated[list[Any] | None, neutral([])] = None
     function_call: Annotated[Any, neutral("none", "auto")] = None
@@ -89,7 +90,7 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     prediction: NotServed = None
     web_search_options: NotServed = None
     verbosity: Any = None
-    """This and the next field change nothing in the answer."""
+    """This field and the next one do not change the answer."""
     store: Any = None
 
     ECOSYSTEM = CHAT
@@ -132,8 +133,8 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
             )
 
     def template_variables(self) -> dict[str, Any]:
-        """The variables that the chat template gets beside the messages. Raises `BadRequest` where
-        two fields contradict each other."""
+        """Returns the variables that the chat template gets in addition to the messages. Raises
+        `BadRequest` if two fields contradict each other."""
         chosen: dict[str, tuple[str, Any]] = {}
         if _SWITCHES(self) == _NO_SWITCH:
             return {}
@@ -147,7 +148,7 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
         return {name: value for name, (_, value) in chosen.items()}
 
     def _variables(self) -> Iterator[tuple[str, str, Any]]:
-        """(field of the request, variable of the template, value)."""
+        """Yields (field of the request, variable of the template, value)."""
         for name, value in (self.chat_template_kwargs or {}).items():
             yield f"chat_template_kwargs.{name}", name, value
         thinking, reasoning = self.thinking, self.reasoning or ReasoningSwitch()
@@ -177,8 +178,8 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
 
     @property
     def echoed(self) -> str:
-        """What the answer begins with: with `echo`, the last message, where it is of the same
-        role."""
+        """The text that the answer begins with: with `echo`, the last message, if it has the role
+        of the answer."""
         last = self.messages[-1]
         return last.text if self.echo and last.role == self.answer_role else ""
 
@@ -209,10 +210,10 @@ class ChatResponseMessage(Body, kw_only=True):
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """The same, under vLLM's newer name; a stream has `reasoning_content` alone, for there are
-    clients that take both for two texts."""
+    """The reasoning under vLLM's newer name. A stream only sends `reasoning_content`, because some
+    clients would show the two fields as two texts."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
-    """Absent without calls, as in OpenAI's API."""
+    """Absent if the answer does not call tools, as in OpenAI's API."""
 
 
 class ChatChoice(Body, kw_only=True):
@@ -235,7 +236,7 @@ class ChatCompletion(Body, kw_only=True):
     service_tier: str | None = None
     """Always null: there is one tier."""
     system_fingerprint: str | None = None
-    """The version of weights and limits that gave the whole answer."""
+    """The version of weights and limits that computed the whole answer."""
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     timings: Timings | UnsetType = UNSET
@@ -247,7 +248,8 @@ class FunctionDelta(Body, kw_only=True):
 
 
 class ToolCallDelta(Body, kw_only=True):
-    """The first of a call has its id and name; the others more of its arguments."""
+    """Part of a tool call. The first part has the id and name of the call; the others have more of
+    its arguments."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -270,12 +272,12 @@ class ChatChunkChoice(Body, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     routed_experts: RoutedExpertsBody | UnsetType = UNSET
-    """In its last chunk, if `return_routed_experts` is set."""
+    """Set in the last chunk of a choice if `return_routed_experts` is set."""
 
 
 class ChatChunk(Body, kw_only=True):
-    """One event of a chat stream; `usage` and `timings` as in `CompletionChunk`. The first one has
-    the prompt's ids if `return_token_ids` is set."""
+    """One event of a chat stream. `usage` and `timings` are as in `CompletionChunk`. The first
+    event has the token ids of the prompt if `return_token_ids` is set."""
 
     id: str
     object: str = "chat.completion.chunk"

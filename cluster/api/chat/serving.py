@@ -1,4 +1,4 @@
-"""The answer of `/v1/chat/completions`."""
+"""Writes the answer of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from swell.cluster.text.schema.chat_messages import call_rules
 
 
 class ReasoningCounter(Protocol):
-    """Counts the tokens of reasoning, as `ReasoningTokens`."""
+    """Counts the tokens of reasoning texts, like `ReasoningTokens`."""
 
     def reasoning_tokens(self, texts: Sequence[str], most: int) -> int: ...
 
@@ -41,10 +41,10 @@ class ReasoningCounter(Protocol):
 
 
 class ChatResponseWriter(ResponseWriter):
-    """`make_parser` makes what reads one choice."""
+    """Writes chat answers. `make_parser` makes the parser of one choice."""
 
     token_bytes = 4
-    """Reasoning is tokenized again."""
+    """Higher than the default because reasoning is tokenized again."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class ChatResponseWriter(ResponseWriter):
         self._readers: dict[int, PartReader] = {}
         self._counter = counter
         self._reasoning: defaultdict[int, list[str]] = defaultdict(list)
-        """Of each choice, where it is counted."""
+        """The reasoning texts of each choice, if reasoning tokens are counted."""
         self._counts_reasoning = body.include_usage or not body.stream
         self._called: set[int] = set()
-        """Choices with a tool call."""
+        """The choices with a tool call."""
         self._echoed = body.echoed
         self._hides_reasoning = body.include_reasoning is False
         self._continuous_usage = body.continuous_usage
         self._extra_fields_per_chunk = body.return_token_ids or body.continuous_usage
-        """Every output has more than text."""
+        """Whether every output has more fields than text."""
         self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
@@ -118,7 +118,7 @@ class ChatResponseWriter(ResponseWriter):
         )
 
     def _visible_parts(self, reader: PartReader, part: CompletionOutput) -> list[parts.AnswerDelta]:
-        """What the client gets of an output."""
+        """Returns the parts of an output that the client receives."""
         parsed = reader.read(part)
         if self._counts_reasoning:
             said = [one.text for one in parsed if isinstance(one, parts.Reasoning)]
@@ -154,7 +154,8 @@ class ChatResponseWriter(ResponseWriter):
         parsed: list[parts.AnswerDelta],
         usage: Usage | None,
     ) -> list[bytes]:
-        """The last chunk of a choice has an empty delta and tells why it ends, as OpenAI's."""
+        """Returns the last events of a choice. As in OpenAI's API, the last chunk has an empty
+        delta and the finish reason."""
         data = self._data_fields(part)
         events = self._events(choice, parsed, data, usage) if parsed else []
         if parsed:
@@ -174,7 +175,7 @@ class ChatResponseWriter(ResponseWriter):
         fields: ChunkFields,
         usage: Usage | None,
     ) -> list[bytes]:
-        """An event of each part; the last one has the fields."""
+        """Returns one event for each part; the last one carries `fields`."""
         *before, last = parsed
         event = self._event(choice, last, fields, usage)
         if not before:
@@ -182,7 +183,8 @@ class ChatResponseWriter(ResponseWriter):
         return [*(self._event(choice, one, TEXT_ONLY, usage) for one in before), event]
 
     def _begin(self, output: RequestOutput) -> Iterable[bytes]:
-        """The role of all choices. They answer one prompt, whose token ids come with the first."""
+        """Yields the first event, with the role, of each choice. All choices answer one prompt,
+        whose token ids are sent with the first one."""
         self._stream.set_version(output.version)
         ids = output.prompt_token_ids if self._body.return_token_ids else None
         usage = usage_of([output], 0) if self._continuous_usage else None
@@ -210,7 +212,7 @@ class ChatResponseWriter(ResponseWriter):
         return self._stream.delta(delta, choice, fields, usage)
 
     def _data_fields(self, part: CompletionOutput) -> ChunkFields:
-        """What the last event of an output's text has beside it."""
+        """Returns the fields that the last event of an output carries in addition to its text."""
         if part.logprobs is None and not self._extra_fields_per_chunk:
             return TEXT_ONLY
         return ChunkFields(
@@ -225,7 +227,8 @@ class ChatResponseWriter(ResponseWriter):
         return chat_logprobs(part.logprobs, self._body.top_logprobs or 0, by_id=by_id)
 
     def _reason(self, part: CompletionOutput, *, called: bool) -> str | None:
-        """OpenAI says `tool_calls` where the model chose to call, and `stop` where it had to."""
+        """Returns the finish reason. As in OpenAI's API, it is `tool_calls` if the model chose to
+        call, and `stop` if it was forced to."""
         chose = called and not call_rules(self._body.tool_choice).single
         return "tool_calls" if chose and part.finish_reason == "stop" else part.finish_reason
 

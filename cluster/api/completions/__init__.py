@@ -1,1 +1,1 @@
-"""`/v1/completions`."""
+"""The route `/v1/completions`."""

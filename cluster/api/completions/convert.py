@@ -1,4 +1,4 @@
-"""A body of `/v1/completions` to a `GenerationRequest`. Pure."""
+"""Converts a body of `/v1/completions` to a `GenerationRequest`. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from swell.cluster.text.validate_params import check_length
 def to_generation_request(
     body: CompletionRequest, defaults: Mapping[str, Any]
 ) -> GenerationRequest:
-    """The common form of a checked body. `defaults`: the model's, for fields of `SamplingParams`
-    that the body leaves out. Raises `BadRequest`."""
+    """Converts a checked body. `defaults` are the model's, for fields of `SamplingParams` that the
+    body leaves out. Raises `BadRequest`."""
     own: dict[str, Any] = {"add_special_tokens": True, "echo": bool(body.echo)}
     if body.prompt_embeds is not None:
         texts = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
@@ -24,7 +24,7 @@ def to_generation_request(
             raise bad_value("prompt_embeds", texts, "is empty; send one prompt at least")
         check_length("prompt_embeds", texts, "prompts", MAX_PROMPTS)
         own["embeds"] = [read_prompt_embeds(text, "prompt_embeds") for text in texts]
-        # The model's default penalty is of tokens, and the prompt has none.
+        # The model's default penalty applies to tokens, but the prompt consists of embeddings.
         defaults = {name: defaults[name] for name in defaults if name != "repetition_penalty"}
         return body.generation_request([], defaults, prompt_field="prompt_embeds", **own)
     assert body.prompt is not None, "it is checked"

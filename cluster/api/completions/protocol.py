@@ -1,7 +1,7 @@
-"""`/v1/completions`: what a client may send, and what it gets.
+"""Request and response bodies of `/v1/completions`.
 
-`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs`,
-`routed_experts` and `timings` are not OpenAI's.
+`stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs`, `routed_experts` and `timings`
+are not part of OpenAI's API.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _IN_SESSIONS: Mapping[str, Any] = {
     "prompt_logprobs": None,
     "truncate_prompt_tokens": None,
 }
-"""Fields that a chunk of a session may only have with these values."""
+"""Fields that a chunk of a session may set only to these values."""
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for completions; chat answers may fill the model's length."""
+"""OpenAI's default for completions. Chat answers may fill the model's context instead."""
 
 
 class CompletionRequest(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
-    """Text, texts, token ids, or lists of token ids; null only with `prompt_embeds`."""
+    """A text, texts, token ids, or lists of token ids; null only with `prompt_embeds`."""
     prompt_embeds: str | list[str] | None = None
-    """In place of `prompt`: one or several as embeddings, each the base64 of a safetensors file
-    with one tensor [tokens, hidden size]. Only with `model.prompt_embeds: true`."""
+    """Embeddings of one or several prompts in place of `prompt`, each the base64 of a safetensors
+    file with one tensor [tokens, hidden size]. Only with `model.prompt_embeds: true`."""
     logprobs: int | None = None
     session_chunk: Annotated[int, Meta(ge=0)] | None = None
-    """So many chunks of the session stay, and this one takes the place of those behind them. None:
-    all stay."""
+    """The number of chunks of the session that stay; this chunk replaces the later ones. None: all
+    stay."""
     suffix: Annotated[str | None, neutral("")] = None
 
     ECOSYSTEM = COMPLETIONS
@@ -77,12 +77,12 @@ class CompletionRequest(GenerationBody, kw_only=True):
 
     @property
     def has_no_answer(self) -> bool:
-        """`max_tokens` may be 0 with `echo` or `session_id`."""
+        """Whether no answer is requested: `max_tokens` may be 0 with `echo` or `session_id`."""
         return self.max_tokens == 0 and (bool(self.echo) or self.session is not None)
 
     def answer_max_tokens(self) -> int | None:
         if self.has_no_answer:
-            return 1  # an engine samples one token at least; it is not shown
+            return 1  # an engine samples at least one token; it is not shown
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def endpoint_sampling_params(self) -> Mapping[str, Any]:
@@ -116,7 +116,7 @@ class Completion(Body, kw_only=True):
     service_tier: str | None = None
     """Always null."""
     system_fingerprint: str | None = None
-    """The version of weights and limits that gave the whole answer."""
+    """The version of weights and limits that computed the whole answer."""
     timings: Timings | UnsetType = UNSET
 
 
@@ -128,15 +128,15 @@ class CompletionChunkChoice(Body, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """In a choice's first chunk, if `return_token_ids` is set."""
+    """Set in the first chunk of a choice if `return_token_ids` is set."""
     routed_experts: RoutedExpertsBody | UnsetType = UNSET
-    """In its last, if `return_routed_experts` is set."""
+    """Set in the last chunk of a choice if `return_routed_experts` is set."""
 
 
 class CompletionChunk(Body, kw_only=True):
-    """One event of a completion stream. `usage` is absent from a stream whose request did not set
-    `include_usage`; else it is null in all but the last event, unless `continuous_usage_stats` is
-    set. The last event has the `timings`, with `include_timings`."""
+    """One event of a completion stream. `usage` is absent unless the request sets `include_usage`.
+    Then it is null in all but the last event, unless `continuous_usage_stats` is set. With
+    `include_timings`, the last event has the `timings`."""
 
     id: str
     object: str = "text_completion"

@@ -1,4 +1,4 @@
-"""The answer of `/v1/completions`."""
+"""Writes the answer of `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swell.cluster.client.outputs import CompletionOutput, RequestOutput
 
 
 class CompletionResponseWriter(ResponseWriter):
-    """With `echo` every choice begins with the text of its prompt."""
+    """Writes completions. With `echo` every choice begins with the text of its prompt."""
 
     operation = "text_completion"
 
@@ -36,11 +36,11 @@ class CompletionResponseWriter(ResponseWriter):
             self.id, self.created, model, include_usage=body.include_usage
         )
         self._echoed_chars: dict[int, int] = {}
-        """Characters of the echo, for each choice of a stream that has begun."""
+        """Number of characters of the echo, for each choice of a stream that has begun."""
         self._extra_fields_per_chunk = (
             body.return_token_ids or body.logprobs is not None or body.continuous_usage
         )
-        """Every chunk has more than its text."""
+        """Whether every chunk has more fields than its text."""
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         choices = [
@@ -78,7 +78,8 @@ class CompletionResponseWriter(ResponseWriter):
         )
 
     def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
-        """With `echo` the first chunk begins with the prompt."""
+        """Returns the events of a new output. With `echo` the first chunk begins with the
+        prompt."""
         body, part = self._body, self._shown(part)
         begins = choice not in self._echoed_chars
         prompt = ""
@@ -102,14 +103,14 @@ class CompletionResponseWriter(ResponseWriter):
         return [self._stream.chunk(prompt + part.text, choice, fields, usage)]
 
     def _echo(self, output: RequestOutput) -> str:
-        """What every answer to a prompt begins with."""
+        """Returns the text that every answer to a prompt begins with."""
         return (output.prompt or "") if self._body.echo else ""
 
     def _logprobs(
         self, output: RequestOutput, part: CompletionOutput, echoed_chars: int
     ) -> CompletionLogprobs | None:
-        """The log probabilities of an output; only a stream's first output has those of the
-        prompt."""
+        """Returns the log probabilities of an output. In a stream, only the first output has those
+        of the prompt."""
         if self._body.logprobs is None or part.logprobs is None:
             return None
         return completion_logprobs(
@@ -121,7 +122,7 @@ class CompletionResponseWriter(ResponseWriter):
         )
 
     def _shown(self, part: CompletionOutput) -> CompletionOutput:
-        """Where no answer is wanted, the one token that had to be sampled is left out."""
+        """Removes the one token that had to be sampled if no answer is requested."""
         if not self._body.has_no_answer:
             return part
         none = None if part.logprobs is None else part.logprobs[:0]

@@ -1,1 +1,1 @@
-"""`/v1/messages`, Anthropic's API."""
+"""The route `/v1/messages` of Anthropic's API."""

@@ -1,4 +1,4 @@
-"""What a message of a client holds: its content blocks."""
+"""The content blocks of a client's message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from swell.cluster.text.schema.request_body import HistoryPart, neutral
 
 
 class Block(HistoryPart, kw_only=True, tag_field="type"):
-    """Base of the content blocks; `cache_control` is accepted: prefixes are always shared."""
+    """Base class of the content blocks. `cache_control` is accepted and ignored: prefixes are
+    always cached."""
 
     cache_control: Any = None
 
@@ -28,7 +29,7 @@ class TextBlock(Block, kw_only=True, tag="text"):
 
 
 class ThinkingBlock(Block, kw_only=True, tag="thinking"):
-    """The reasoning of an earlier answer; passed to the chat template. Signatures are not
+    """The reasoning of an earlier answer, which is passed to the chat template. Signatures are not
     checked."""
 
     thinking: str
@@ -36,7 +37,7 @@ class ThinkingBlock(Block, kw_only=True, tag="thinking"):
 
 
 class RedactedThinkingBlock(Block, kw_only=True, tag="redacted_thinking"):
-    """Accepted and left out: only the server that encrypted it can read it."""
+    """Accepted and ignored: only the server that encrypted it can read it."""
 
     data: str
 
@@ -57,7 +58,7 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
 
 
 class UnservedBlock(Block, kw_only=True):
-    """Base of those that are known and refused by name."""
+    """Base class of the known block types that are refused."""
 
     source: Any = None
     title: Any = None
@@ -95,7 +96,8 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
     tool_use_id: str
     content: str | list[ResultBlock] | None = None
     is_error: bool | None = None
-    """"Error" in front marks a failure: chat templates have no field for it."""
+    """Whether the tool failed. If so, "Error: " is prepended to the result, because chat templates
+    lack a field for failures."""
     toolset_name: Annotated[str | None, neutral()] = None
 
     def check_at(self, path: str) -> None:
@@ -124,7 +126,7 @@ ContentBlock = (
 
 
 def text_of(content: object) -> str:
-    """The texts of a content, on lines of their own."""
+    """Returns the texts of a content, joined by line breaks."""
     if isinstance(content, str):
         return content
     assert isinstance(content, list), "a content is a text or a list of blocks"

@@ -1,7 +1,8 @@
-"""Ids of calls: Anthropic's are `toolu_` and letters, digits, `_` or `-`; those of a model's format
-look as its template wants them (Mistral's have nine letters and digits, Kimi's name the function).
-So the one is the other with a prefix, and in hexadecimal where it has other characters: what comes
-back in a conversation reaches the template as it left the parser."""
+"""Converts ids of tool calls. Anthropic's ids are `toolu_` and letters, digits, `_` or `-`; the ids
+of a model's format look as its chat template requires (Mistral's are nine letters and digits,
+Kimi's contain the function name). Therefore an Anthropic id is the model's id with a prefix, in
+hexadecimal if it has other characters. An id that a client sends back reaches the template exactly
+as the parser returned it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def tool_use_id(call_id: str) -> str:
 
 
 def call_id(tool_use_id: str) -> str:
-    """Ids without the prefix, from other servers, are not changed."""
+    """Returns the model's id. Ids without the prefix, from other servers, are not changed."""
     if tool_use_id.startswith(_CODED):
         try:
             return bytes.fromhex(tool_use_id.removeprefix(_CODED)).decode()

@@ -1,6 +1,6 @@
-"""What a model wrote as the content of a message: blocks, or the events that build them.
+"""Turns the parts of an answer into content blocks, or into the events that build them.
 
-A block ends where one of another kind, or the next call, begins.
+A block ends when a part of another kind, or the next call, begins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from swell.cluster.text.parsers import deltas as parts
 
 
 def blocks(said: Iterable[parts.AnswerDelta], *, hides_thinking: bool) -> list[OutputBlock]:
-    """The content of a whole answer. `hides_thinking`: the text of its thinking is left out."""
+    """Returns the content of a whole answer. `hides_thinking` leaves out the text of its
+    thinking."""
     content: list[OutputBlock] = []
     call: ToolUseOutput | None = None
     for part in parts.merge(said):
@@ -53,20 +54,20 @@ def blocks(said: Iterable[parts.AnswerDelta], *, hides_thinking: bool) -> list[O
 def _input(written: str) -> dict[str, Any] | msgspec.Raw:
     try:
         value: dict[str, Any] = msgspec.json.decode(written)
-    except msgspec.DecodeError:  # a number that no double holds
+    except msgspec.DecodeError:  # a number that does not fit a double
         return msgspec.Raw(written.encode())
     return value
 
 
 class ContentEvents:
-    """The same content, as a stream. A block has at least one delta."""
+    """Yields the events of the same content in a stream. Each block has at least one delta."""
 
     def __init__(self, *, hides_thinking: bool) -> None:
         self.called = False
-        """There was a call."""
+        """Whether the answer contains a tool call."""
         self._hides_thinking = hides_thinking
         self._open: OutputBlock | None = None
-        """The block that has begun, as it began."""
+        """The block that has begun, as it began; None: no block is open."""
         self._index = 0
         self._input = PartialObject()
         self._input_began = False
@@ -92,7 +93,7 @@ class ContentEvents:
                     yield self._delta(InputDelta(partial_json=given))
 
     def end(self) -> Iterator[Event]:
-        """The block that is open ends; perhaps there is none."""
+        """Ends the open block, if any."""
         if self._open is None:
             return
         if isinstance(self._open, ThinkingOutput):

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages` and `/v1/messages/count_tokens` to the common form. Pure."""
+"""Converts bodies of `/v1/messages` and `/v1/messages/count_tokens`. Pure."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ from swell.cluster.text.schema import chat_messages as chat
 from swell.cluster.text.truncation import TEMPLATE_TEXT
 
 _MERGED_ROLES = ("user", "assistant")
-"""Roles whose messages in a row are one, as Anthropic's API has it."""
+"""Roles whose adjacent messages are merged, as in Anthropic's API."""
 _PARAM_NAMES = {"stop": "stop_sequences"}
 _SCHEMA_FIELD = "output_config.format.schema"
 
 
 def to_generation_request(body: MessagesRequest, defaults: Mapping[str, Any]) -> GenerationRequest:
-    """The common form of a checked body. `defaults`: the model's, for fields of `SamplingParams`
-    that the body leaves out. An answer may run into the end of the context, which is no error to
-    this API."""
+    """Converts a checked body. `defaults` are the model's, for fields of `SamplingParams` that the
+    body leaves out. In this API it is not an error if an answer reaches the end of the context."""
     form = None if body.output_config is None else body.output_config.format
     given = {
         "temperature": body.temperature,
@@ -65,10 +64,10 @@ def to_generation_request(body: MessagesRequest, defaults: Mapping[str, Any]) ->
 
 
 def conversation(body: CountTokensRequest) -> Conversation:
-    """The conversation that the model reads, and the rules for its answer."""
+    """Returns the conversation that the model reads, and the rules for its answer."""
     messages = chat_messages(body)
     choice = body.tool_choice
-    continues = messages[-1].role == "assistant"  # then the answer goes on with this message
+    continues = messages[-1].role == "assistant"  # if so, the answer continues this message
     tools = None if choice is not None and choice.type == "none" else body.tools
     template = TemplateOptions(
         tools=[
@@ -89,7 +88,8 @@ def conversation(body: CountTokensRequest) -> Conversation:
 
 
 def template_variables(body: CountTokensRequest) -> dict[str, Any]:
-    """Variables of the chat template; those that the client sends itself win."""
+    """Returns the variables of the chat template. Variables that the client sends explicitly take
+    precedence."""
     variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
@@ -108,8 +108,8 @@ def _tool_choice(choice: ToolChoice) -> chat.ToolChoice:
 
 
 def chat_messages(body: CountTokensRequest) -> list[chat.ChatMessage]:
-    """The messages, the system's first. A message with tool results becomes one of role `tool` for
-    each, in order, and after them one of the user with its text."""
+    """Returns the messages, the system message first. A message with tool results becomes one
+    message of role `tool` for each result, in order, and then a user message with its text."""
     said: list[chat.ChatMessage] = []
     if body.system:
         said.append(chat.ChatMessage(role="system", content=text_of(body.system)))
@@ -123,7 +123,7 @@ def chat_messages(body: CountTokensRequest) -> list[chat.ChatMessage]:
 
 def _converted(messages: list[InputMessage]) -> Iterator[chat.ChatMessage]:
     called: dict[str, str] = {}
-    """The names of the tools that were called before, by the id of the call."""
+    """The names of the tools that earlier messages called, by call id."""
     for message in messages:
         blocks = message.blocks
         text = text_of(blocks)
@@ -160,7 +160,7 @@ def _call(block: ToolUseBlock) -> chat.MessageToolCall:
 
 
 def _merge_adjacent(row: list[chat.ChatMessage]) -> chat.ChatMessage:
-    """Messages of one role as one, their texts on lines of their own."""
+    """Merges messages of one role; their texts are joined by line breaks."""
     if len(row) == 1:
         return row[0]
     return chat.ChatMessage(

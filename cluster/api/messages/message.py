@@ -1,4 +1,4 @@
-"""`/v1/messages`: what a client gets, whole or as events; and errors as its clients know them."""
+"""Response bodies, stream events and errors of `/v1/messages`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ StopReason = Literal[
 ]
 
 SIGNATURE = "unsigned"
-"""The signature of thinking blocks. The API requires a signature, and clients send no block back
-without one."""
+"""The signature of thinking blocks. The API requires one, and clients do not send back a block
+without it."""
 
 
 class TextOutput(Body, kw_only=True, tag_field="type", tag="text"):
@@ -31,19 +31,19 @@ class ToolUseOutput(Body, kw_only=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: Annotated[Any, Meta(extra_json_schema={"type": "object"})]
-    """An object; as JSON text where it has a number that no double holds."""
+    """An object. If it contains a number that does not fit a double, it is kept as JSON text."""
 
 
 OutputBlock = TextOutput | ThinkingOutput | ToolUseOutput
 
 
 class MessageUsage(Body, kw_only=True):
-    """The prompt's tokens are the sum of the three numbers of input."""
+    """The usage of an answer. The number of prompt tokens is the sum of the three input fields."""
 
     input_tokens: int
-    """Those that were computed."""
+    """The prompt tokens that were computed."""
     cache_creation_input_tokens: int = 0
-    """Always 0: every computed block is kept, at no price."""
+    """Always 0: every computed block is cached for free."""
     cache_read_input_tokens: int = 0
     output_tokens: int
 
@@ -64,9 +64,9 @@ class Message(Body, kw_only=True):
     model: str
     content: list[OutputBlock]
     stop_reason: StopReason | None
-    """None in `message_start` alone."""
+    """None only in `message_start`."""
     stop_sequence: str | None
-    """The text that ended the answer, with `stop_sequence`."""
+    """The text that ended the answer, if `stop_reason` is `stop_sequence`."""
     usage: MessageUsage
     timings: Timings | UnsetType = UNSET
 
@@ -76,7 +76,7 @@ class TokenCount(Body, kw_only=True):
 
 
 class Event(Body, kw_only=True, tag_field="type"):
-    """Base of the events of a stream."""
+    """Base class of the events of a stream."""
 
 
 class MessageStart(Event, kw_only=True, tag="message_start"):
@@ -101,7 +101,7 @@ class ThinkingDelta(Body, kw_only=True, tag_field="type", tag="thinking_delta"):
 
 
 class SignatureDelta(Body, kw_only=True, tag_field="type", tag="signature_delta"):
-    """The last of a thinking block."""
+    """The last delta of a thinking block."""
 
     signature: str
 
@@ -127,7 +127,7 @@ class Ending(Body, kw_only=True):
 
 
 class MessageDelta(Event, kw_only=True, tag="message_delta"):
-    """How the message ended; `usage` is that of all of it."""
+    """Reports how the message ended. `usage` covers the whole message."""
 
     delta: Ending
     usage: MessageUsage
@@ -139,7 +139,7 @@ class MessageStop(Event, kw_only=True, tag="message_stop"):
 
 
 class Ping(Event, kw_only=True, tag="ping"):
-    """Leaves while a stream waits, also before `message_start`: clients skip it."""
+    """Sent while a stream waits, also before `message_start`. Clients skip it."""
 
 
 class MessagesErrorDetail(Body, kw_only=True):
@@ -148,7 +148,7 @@ class MessagesErrorDetail(Body, kw_only=True):
 
 
 class MessagesError(Event, kw_only=True, tag="error"):
-    """The body of an answer that failed, and the last event of a stream that did."""
+    """The body of a failed answer, and the last event of a failed stream."""
 
     error: MessagesErrorDetail
     request_id: str | None = None
@@ -157,8 +157,8 @@ class MessagesError(Event, kw_only=True, tag="error"):
 StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | Ping
 
 OVERLOADED = 529
-"""A status of this API alone: no engine can answer, try again. Its clients do so, as with other
-5xx, and call it by its name."""
+"""A status that only this API has: no engine can answer, try again. Anthropic's clients retry it
+like other 5xx, and have a name for it."""
 
 _KINDS = {
     401: "authentication_error",
@@ -173,7 +173,7 @@ _KINDS = {
 
 
 def messages_status(status: int) -> int:
-    """The status that this API has instead of another one."""
+    """Returns the status that this API uses for an HTTP status."""
     return OVERLOADED if status == 503 else status
 
 

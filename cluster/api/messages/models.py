@@ -1,4 +1,4 @@
-"""The models that the server has, in the form of Anthropic's API: `GET /v1/models` with the header
+"""Lists the served models in the format of Anthropic's API: `GET /v1/models` with the header
 `anthropic-version`."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ QUERY = ("after_id", "before_id", "limit")
 _DEFAULT_LIMIT = 20
 _MAX_LIMIT = 1000
 _OLDEST, _NEWEST = 0, 253_402_300_799
-"""Seconds that have a date with a year of four digits."""
+"""The times, in seconds since 1970, whose year has four digits."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,8 @@ def model_info(name: str, created_s: int, max_model_len: int) -> ModelInfo:
 
 
 def model_page(models: Sequence[ModelInfo], query: Mapping[str, str]) -> ModelPage:
-    """The models after `after_id` or before `before_id`, `limit` at most. Raises `BadRequest`."""
+    """Returns the models after `after_id` or before `before_id`, at most `limit`. Raises
+    `BadRequest`."""
     limit = _limit(query.get("limit"))
     after, before = query.get("after_id"), query.get("before_id")
     if after is not None and before is not None:

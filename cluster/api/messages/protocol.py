@@ -1,7 +1,7 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: what a client may send.
+"""Request bodies of `/v1/messages` and `/v1/messages/count_tokens`.
 
 `seed`, `priority`, `cache_salt`, `data_parallel_rank`, `include_timings` and `chat_template_kwargs`
-are not Anthropic's; they mean what they do for chat completions.
+are not part of Anthropic's API. They have the same meaning as for chat completions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROLE_OF_BLOCK = {
     ThinkingBlock: "assistant",
     RedactedThinkingBlock: "assistant",
 }
-"""Blocks of messages of one role only; `system` has text alone."""
+"""Blocks that may only occur in messages of one role; `system` messages may only have text."""
 
 
 class InputMessage(HistoryPart, kw_only=True):
@@ -64,30 +64,30 @@ class InputMessage(HistoryPart, kw_only=True):
 
     @property
     def blocks(self) -> list[ContentBlock]:
-        """The content as blocks; a text is one, and an empty text none."""
+        """The content as blocks. A text is one block, and an empty text is an empty list."""
         if isinstance(self.content, list):
             return self.content
         return [TextBlock(text=self.content)] if self.content else []
 
 
 class Tool(HistoryPart, kw_only=True):
-    """A tool that the client runs; those that Anthropic runs are refused by their type."""
+    """A tool that the client runs. Tools that Anthropic runs are refused by their type."""
 
     name: str
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    """Enforce the schema also where the model itself chooses to call."""
+    """Enforce the schema also if the model itself chooses to call."""
     cache_control: Any = None
     eager_input_streaming: bool | None = None
-    """Accepted: inputs stream while they are written."""
+    """Accepted: inputs are always streamed while they are generated."""
     defer_loading: Annotated[bool | None, neutral(False)] = None
     allowed_callers: Annotated[list[str] | None, neutral(["direct"])] = None
     input_examples: Annotated[list[Any] | None, neutral([])] = None
 
     max_uses: NotServed = None
-    """This and the next fields are those of Anthropic's own tools."""
+    """This field and the next ones belong to Anthropic's own tools."""
     allowed_domains: NotServed = None
     blocked_domains: NotServed = None
     user_location: NotServed = None
@@ -127,7 +127,7 @@ class Thinking(RequestBody, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
-    """The most tokens of reasoning; then its end is forced."""
+    """The maximum number of reasoning tokens, after which the end of the reasoning is forced."""
     display: Literal["summarized", "omitted"] | None = None
     """omitted: the text of thinking blocks stays empty."""
 
@@ -145,14 +145,14 @@ class OutputConfig(RequestBody, kw_only=True):
     effort: str | None = None
     """Passed to the chat template as `reasoning_effort`."""
     format: OutputFormat | None = None
-    """The answer follows the schema."""
+    """The schema that the answer must follow."""
 
 
 class CountTokensRequest(RequestBody, kw_only=True):
-    """What both routes take: a conversation."""
+    """A conversation: the fields that both routes share."""
 
     model: str | None = None
-    """None: the one that is served."""
+    """None: the model that is served."""
     messages: list[InputMessage]
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = None
@@ -161,9 +161,9 @@ class CountTokensRequest(RequestBody, kw_only=True):
     output_config: OutputConfig | None = None
     cache_control: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the chat template, as `enable_thinking`."""
+    """Variables for the chat template, such as `enable_thinking`."""
     user_profile_id: Any = None
-    """Changes nothing in the answer."""
+    """Does not change the answer."""
 
     context_management: Annotated[Any, neutral({"edits": []}, _KEEP_THINKING)] = None
     mcp_servers: Annotated[list[Any] | None, neutral([])] = None
@@ -184,7 +184,8 @@ class CountTokensRequest(RequestBody, kw_only=True):
         self._check_tools()
 
     def _check_calls(self) -> None:
-        """Every result answers an earlier call, and the last message makes no call."""
+        """Checks that every result answers an earlier call, and that the last message does not
+        call."""
         called: set[str] = set()
         for place, message in enumerate(self.messages):
             for index, block in enumerate(message.blocks):
@@ -244,7 +245,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     include_timings: IncludeTimings = None
 
     metadata: Any = None
-    """This and the next field change nothing in the answer."""
+    """This field and the next one do not change the answer."""
     service_tier: Any = None
 
     container: NotServed = None

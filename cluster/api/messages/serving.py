@@ -1,8 +1,8 @@
-"""The answer of `/v1/messages`.
+"""Writes the answer of `/v1/messages`.
 
     message_start │ block 0: start, deltas, stop │ block 1: ... │ message_delta, message_stop
 
-`message_start` has the prompt's tokens, so it waits for the first output.
+`message_start` contains the number of prompt tokens, so it waits for the first output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from swell.cluster.text.parsers.base import Parser
 
 
 class MessagesResponseWriter(ResponseWriter):
-    """`make_parser` makes the parser of the answer; `request_id` is sent with an error."""
+    """Writes messages. `make_parser` makes the parser of the answer; `request_id` is sent with an
+    error."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class MessagesResponseWriter(ResponseWriter):
         self._reader = PartReader(make_parser())
         self._content = ContentEvents(hides_thinking=self._hides_thinking)
         self._ending: Ending | None = None
-        """How the stream ends, as far as known; None before it has begun."""
+        """How the stream ends, as far as known; None: the stream has not begun."""
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         (output,) = outputs
@@ -71,7 +72,7 @@ class MessagesResponseWriter(ResponseWriter):
         )
 
     def _ended(self, part: CompletionOutput, *, called: bool) -> Ending:
-        """Why a finished answer ended."""
+        """Returns why a finished answer ended."""
         if part.finish_reason == "length":
             if part.num_output_tokens < self._max_tokens:
                 return Ending(stop_reason="model_context_window_exceeded")

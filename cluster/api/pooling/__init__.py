@@ -1,1 +1,1 @@
-"""`/v1/embeddings`, `/classify`, `/v1/score` and `/v1/rerank`."""
+"""The routes `/v1/embeddings`, `/classify`, `/v1/score` and `/v1/rerank`."""

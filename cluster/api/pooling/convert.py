@@ -1,4 +1,4 @@
-"""Bodies of requests that pool to a `PoolingRequest`. Pure."""
+"""Converts bodies of pooling requests to a `PoolingRequest`. Pure."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ _TRUNCATE: dict[str, TruncatePrompts] = {
     "false": "none",
     "true": "end",
 }
-"""A value of `truncate`, as text -> what it means."""
+"""A value of `truncate`, as lower-case text -> its meaning."""
 
 
 class Pairs(NamedTuple):
-    """What a score is asked of: `firsts` has one text, or as many as `seconds`."""
+    """The pairs of texts to score. `firsts` holds one text for all pairs, or one for each of
+    `seconds`."""
 
     firsts: list[str]
     seconds: list[str]
     fields: tuple[str, str]
-    """As error messages name them."""
+    """The names of the two fields, for error messages."""
 
 
 def embedding_request(body: EmbeddingRequest) -> PoolingRequest:
-    """One vector for each text."""
+    """Returns a request for one vector for each text."""
     inputs = split_prompts(body.input, "input")
     return _request(
         body,
@@ -53,14 +54,14 @@ def embedding_request(body: EmbeddingRequest) -> PoolingRequest:
 
 
 def classify_request(body: ClassifyRequest) -> PoolingRequest:
-    """The scores of all classes for each text."""
+    """Returns a request for the scores of all classes for each text."""
     inputs = split_prompts(body.input, "input")
     fields = _fields("input", len(inputs))
     return _request(body, "classify", inputs, fields, activates=body.use_activation)
 
 
 def score_pairs(body: ScoreRequest) -> Pairs:
-    """The texts of `/v1/score`. Raises `BadRequest`."""
+    """Returns the pairs of `/v1/score`. Raises `BadRequest`."""
     names = [_one_of(body, names) for names in (("text_1", "queries"), ("text_2", "documents"))]
     firsts, seconds = (_texts(name, getattr(body, name)) for name in names)
     if len(firsts) not in (1, len(seconds)):
@@ -73,7 +74,7 @@ def score_pairs(body: ScoreRequest) -> Pairs:
 
 
 def rerank_pairs(body: RerankRequest) -> Pairs:
-    """The query and the documents. Raises `BadRequest`."""
+    """Returns the query paired with each document. Raises `BadRequest`."""
     documents = [one if isinstance(one, str) else one.text for one in body.documents]
     if not documents:
         raise bad_value("documents", documents, "is empty; at least one document is needed")
@@ -85,8 +86,8 @@ def rerank_pairs(body: RerankRequest) -> Pairs:
 def score_request(
     body: ScoreRequest | RerankRequest, pairs: Pairs, *, embeds: bool
 ) -> PoolingRequest:
-    """`embeds`: the model gives a vector for each text, first those of `pairs.firsts`; else one
-    score for each pair."""
+    """Returns a request that scores the pairs. With `embeds` the model returns a vector for each
+    text, those of `pairs.firsts` first; otherwise it returns one score for each pair."""
     firsts, seconds = pairs.firsts, pairs.seconds
     first_fields, fields = (
         _fields(name, len(texts))

@@ -1,4 +1,4 @@
-"""The routes of models that pool."""
+"""The routes of pooling models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from swell.cluster.text.pooling_processor import PoolingProcessor, PoolingReques
 
 
 class PoolingRoutes:
-    """Without a model that pools, each answers with the reason (`Services.read_for_answer`)."""
+    """The routes. If the served model does not pool, each is refused with the reason
+    (`Services.read_for_answer`)."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -91,7 +92,7 @@ class PoolingRoutes:
         return await self._serving.pool(request, params, writer)
 
     async def _process(self, request: Request, make: Callable[[], PoolingRequest]) -> RequestParams:
-        """A long body is tokenized in a thread."""
+        """Returns the parameters of a request. A long body is tokenized in a thread."""
         owner = self._access.check_user(request)
 
         def process() -> RequestParams:

@@ -1,5 +1,5 @@
-"""`/v1/embeddings` as OpenAI's, `/classify` and `/v1/score` as vLLM's, `/v1/rerank` as Jina's and
-Cohere's: what a client may send, and what it gets."""
+"""Request and response bodies of `/v1/embeddings` (as in OpenAI's API), `/classify` and `/v1/score`
+(as in vLLM), and `/v1/rerank` (as in Jina's and Cohere's APIs)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from swell.cluster.text.schema.known_fields import EMBEDDING, SCORING
 from swell.cluster.text.schema.request_body import RequestBody
 
 Texts = str | list[str | int | list[int]]
-"""Text, texts, token ids, or lists of token ids."""
+"""A text, texts, token ids, or lists of token ids."""
 
 
 class PoolingBody(RequestBody, kw_only=True):
-    """The fields that all of them share."""
+    """The fields that all pooling requests share."""
 
     model: str | None = None
-    """None: the one that is served."""
+    """None: the model that is served."""
     truncate_prompt_tokens: int | None = None
-    """Tokens that are kept of a longer text, or of a pair; -1: as many as fit."""
+    """How many tokens of a longer text or pair are kept; -1: as many as fit."""
     truncation_side: Literal["left", "right"] | None = None
     """The side that is cut off; right (default): the first tokens are kept."""
     truncate: bool | Literal["NONE", "START", "END", "none", "start", "end"] | None = None
-    """Which end of a longer text is cut, to as many tokens as fit; true: the end; null: as
-    `serve.truncate_prompts` says."""
+    """The side at which a longer text is cut to the tokens that fit; true: the end; null:
+    `serve.truncate_prompts` decides."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own special tokens (default: true)."""
     priority: int | None = None
@@ -36,7 +36,7 @@ class PoolingBody(RequestBody, kw_only=True):
     data_parallel_rank: int | None = None
     include_timings: IncludeTimings = None
     user: Any = None
-    """Changes nothing in the answer."""
+    """Does not change the answer."""
 
     POOLS = True
     ECOSYSTEM = SCORING
@@ -49,16 +49,17 @@ class PoolingBody(RequestBody, kw_only=True):
 class EmbeddingRequest(PoolingBody, kw_only=True):
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
-    """base64: of the float32 values, little-endian."""
+    """base64: the vector's float32 values (little-endian) in base64."""
     dimensions: int | None = None
-    """Keep so many values, the first ones; a normalized vector is normalized after that."""
+    """Keep only this many values, the first ones. A normalized vector is normalized after the
+    cut."""
     normalize: bool | None = None
-    """Whether vectors have the length 1; None: as the model's files say."""
+    """Whether vectors are normalized to length 1; None: as the model's files say."""
     prompt_name: str | None = None
-    """The prompt of the model that is put in front of each text."""
+    """The name of the model's prompt that is prepended to each text."""
     input_type: str | None = None
-    """What the texts are, as query or document (`INPUT_TYPES`): the model's prompt for it is put in
-    front of each, if the model has one."""
+    """The role of the texts, such as query or document (`INPUT_TYPES`). The model's prompt for this
+    role is prepended to each text, if the model has one."""
 
     ECOSYSTEM = EMBEDDING
 
@@ -66,11 +67,11 @@ class EmbeddingRequest(PoolingBody, kw_only=True):
 class ClassifyRequest(PoolingBody, kw_only=True):
     input: Texts
     use_activation: bool | None = None
-    """False: scores instead of probabilities."""
+    """false: return scores instead of probabilities."""
 
 
 class ScoreRequest(PoolingBody, kw_only=True):
-    """One text against each of several, or pairs of two lists of equal length."""
+    """Scores one text against each of several, or the pairs of two lists of equal length."""
 
     text_1: str | list[str] | None = None
     text_2: str | list[str] | None = None
@@ -79,7 +80,7 @@ class ScoreRequest(PoolingBody, kw_only=True):
     documents: str | list[str] | None = None
     """Another name of `text_2`."""
     use_activation: bool | None = None
-    """False: the score before its activation."""
+    """false: return the score before its activation."""
 
 
 class RerankDocument(RequestBody, kw_only=True):
@@ -90,11 +91,11 @@ class RerankRequest(PoolingBody, kw_only=True):
     query: str
     documents: list[str | RerankDocument]
     top_n: int | None = None
-    """The most results; None: all."""
+    """The maximum number of results; null or 0: all."""
     return_documents: bool | None = None
-    """Whether results hold their documents (default: true)."""
+    """Whether results contain their documents (default: true)."""
     use_activation: bool | None = None
-    """False: scores before their activation."""
+    """false: return scores before their activation."""
 
 
 class Embedding(Body, kw_only=True):
@@ -117,7 +118,7 @@ class Classification(Body, kw_only=True):
     index: int
     label: str
     probs: list[float]
-    """Of every class, in the order of their numbers."""
+    """The probability of each class, by class index."""
     num_classes: int
 
 
@@ -153,13 +154,13 @@ class RerankedDocument(Body, kw_only=True):
 
 class RerankResult(Body, kw_only=True):
     index: int
-    """Of the document, as it was sent."""
+    """The index of the document in the request."""
     relevance_score: float
     document: RerankedDocument | UnsetType = UNSET
 
 
 class RerankResponse(Body, kw_only=True):
-    """The results, the best first."""
+    """The results, best first."""
 
     id: str
     model: str

@@ -1,4 +1,4 @@
-"""The answers of requests that pool."""
+"""Writes the answers of pooling requests."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class ClassificationWriter(AnswerWriter):
 
 
 class ScoreWriter(AnswerWriter):
-    """Of each pair the score of the model, or the cosine of its two embeddings."""
+    """Writes one score for each pair: the score of the model, or the cosine of the two
+    embeddings."""
 
     operation = "score"
 
@@ -101,7 +102,7 @@ class ScoreWriter(AnswerWriter):
         )
 
     def scores(self, outputs: list[RequestOutput]) -> list[float]:
-        """One for each pair."""
+        """Returns one score for each pair."""
         vectors = [float_values(output.outputs[0].pooled) for output in outputs]
         return (
             cosines(vectors, len(self._pairs.firsts)) if self._embeds else [v[0] for v in vectors]

@@ -1,1 +1,1 @@
-"""`/v1/responses`."""
+"""The route `/v1/responses`."""

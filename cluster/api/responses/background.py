@@ -1,5 +1,5 @@
-"""Responses that one ingress computes while no client waits for them, and what another ingress
-needs to compute them, should this one end."""
+"""Computes responses while no client waits for them, and defines what another ingress needs to
+compute them if this one terminates."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ from swell.configs.lora import Adapter
 Work = Coroutine[None, None, None]
 
 _MAX_TAKEOVERS = 8
-"""Responses that an ingress takes over with one heartbeat."""
+"""The most responses that an ingress takes over with one heartbeat."""
 
 
 class BackgroundRunner:
-    """Reports running responses to the store, and stops those that its reply names
-    (`response_store.py`): one call a heartbeat, however many run, and seldom one while none does.
-    If this ingress ends, another one that `is_ready` takes its responses over and computes the same
-    answers; `resume` makes the work of one."""
+    """Reports running responses to the store, and stops those that the reply names
+    (`response_store.py`). It makes one call per heartbeat, however many responses run, and fewer
+    calls while none runs. If this ingress terminates, another one that `is_ready` takes its
+    responses over and computes the same answers. `resume` returns the work of a response that is
+    taken over."""
 
     def __init__(
         self,
@@ -65,7 +66,8 @@ class BackgroundRunner:
         self._running: dict[str, Begin] = {}
         self._heartbeat_task: asyncio.Task[None] | None = None
         self._is_asking = False
-        """A heartbeat is under way: the store may have given this runner something already."""
+        """Whether a heartbeat is in progress: the store may have assigned responses to this
+        runner."""
         self._log = StructuredLogger("cluster.ingress")
 
     def start(self) -> None:
@@ -74,7 +76,8 @@ class BackgroundRunner:
     async def begin(
         self, key: StoreKey, kept: StoredResponse, job: Job, work: Callable[[], Work]
     ) -> None:
-        """Run `work`, which stores the response at its end. HTTPError if it cannot be stored."""
+        """Starts `work`, which stores the response when it ends. Raises HTTPError if the response
+        cannot be stored."""
         begin = Begin(key, kept, self._runner, job)
         if not await self._store.call(begin):
             raise HTTPError(
@@ -86,8 +89,9 @@ class BackgroundRunner:
         self._run(begin, work())
 
     async def store(self, key: StoreKey, kept: StoredResponse) -> bool:
-        """Store the end of a response, however long the store is away: no other copy exists.
-        False: there is no room, or it was cancelled or deleted while it ran, or taken over."""
+        """Stores a finished response, however long the store is unavailable: no other copy exists.
+        Returns False if space is lacking, or the response was cancelled, deleted or taken over
+        while it ran."""
         while True:
             try:
                 return await self._store.call(Store(key, kept, self._runner)) is True
@@ -95,7 +99,7 @@ class BackgroundRunner:
                 await asyncio.sleep(HEARTBEAT_S)
 
     async def close(self) -> None:
-        """End what runs here; other ingresses may take it at once."""
+        """Cancels what runs here; other ingresses may take it over at once."""
         tasks = [*self._tasks.values(), *([self._heartbeat_task] if self._heartbeat_task else ())]
         ran = bool(self._tasks) or self._is_asking
         for task in tasks:
@@ -112,7 +116,7 @@ class BackgroundRunner:
     async def _finish(self, key: StoreKey, work: Work) -> None:
         try:
             await work
-        except Exception as error:  # no heartbeat names it any more: it is taken over
+        except Exception as error:  # no later heartbeat lists it: it is taken over
             self._log.exception("background", error)
         finally:
             del self._tasks[key], self._running[key]
@@ -143,8 +147,8 @@ class BackgroundRunner:
             if key in self._tasks:
                 self._tasks[key].cancel()
         for begin in orders.taken:
-            if begin.id not in self._tasks:  # else it is being stopped, and will be given again
-                id = response_id_of(begin.id)  # the log holds no API keys
+            if begin.id not in self._tasks:  # else it is being stopped, and is reassigned later
+                id = response_id_of(begin.id)  # the log must not contain API keys
                 self._log.warning("taken over", id=id, lost_runners=begin.lost_runners)
                 self._run(begin, self._resume(begin))
         for key in orders.unknown:
@@ -153,9 +157,9 @@ class BackgroundRunner:
 
 
 class LiveEvents:
-    """The events of a response in the background, for the client that has begun it. The work never
-    waits for this client, nor ends with it: what waits for it is at most the events of one answer,
-    and is dropped when it leaves."""
+    """The events of a background response, for the client that began it. The work neither waits for
+    this client nor stops with it. At most the events of one answer are queued, and they are dropped
+    when the client leaves."""
 
     def __init__(self) -> None:
         self._waiting: asyncio.Queue[bytes] | None = asyncio.Queue()
@@ -165,7 +169,7 @@ class LiveEvents:
             self._waiting.put_nowait(events)
 
     async def pass_on(self, reply: EventStreamResponse) -> None:
-        """Run the work whose events these are."""
+        """Runs the work that yields the events, and queues them."""
         async with reply.opened() as events:
             async for event in events:
                 self.put(event)
@@ -185,8 +189,8 @@ class LiveEvents:
 
 
 def make_job(request: Request, body: ResponsesRequest, adapter: Adapter | None) -> Job:
-    """Small: what is not set is left out, and so is the input, which is kept as items. An ingress
-    that takes it over has no client to whom it could stream."""
+    """Returns a small job: unset fields are left out, and so is the input, which is kept as items.
+    `stream` is removed, because an ingress that takes over cannot stream to the client."""
     headers = {**trace_headers(request), REQUEST_ID: request_id(request)}
     return Job(
         msgspec.json.encode(
@@ -198,7 +202,7 @@ def make_job(request: Request, body: ResponsesRequest, adapter: Adapter | None) 
 
 
 def restore_job(begun: Begin) -> tuple[ResponsesRequest, ResponseBody, ChatCompletionRequest]:
-    """A response that another ingress had begun, as typed bodies."""
+    """Returns a response that another ingress had begun, as typed bodies."""
     body = decode(begun.job.body, ResponsesRequest)
     response = msgspec.json.decode(begun.kept.body, type=ResponseBody)
     return body, response, chat_request(body, (), items_of(begun.kept))
@@ -209,7 +213,7 @@ def items_of(kept: StoredResponse) -> list[Item]:
 
 
 def detached_request(job: Job) -> Request:
-    """The same request of a client that never leaves."""
+    """Returns the same request with a client that never disconnects."""
     return Request({"type": "http", "headers": job.headers}, receive=_never_receive)
 
 

@@ -1,4 +1,5 @@
-"""A request of `/v1/responses` as one of `/v1/chat/completions`: all that makes an answer."""
+"""Converts a request of `/v1/responses` to one of `/v1/chat/completions`, with everything that
+determines the answer."""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ _SHARED_FIELDS = (
     "chat_template_kwargs",
     "stream",
 )
-"""Fields that mean the same in both."""
+"""Fields with the same meaning in both requests."""
 
 
 def chat_request(
     body: ResponsesRequest, items: Sequence[Item], before: Sequence[Item] = ()
 ) -> ChatCompletionRequest:
-    """`items` are those of the body, `before` those of the conversation that it continues.
-    Raises `BadRequest` with the field names of a response."""
+    """Converts a request. `items` are those of the body, `before` those of the conversation that it
+    continues. Raises `BadRequest` with the field names of `/v1/responses`."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SHARED_FIELDS}
     if LOGPROBS in (body.include or ()):
         fields["logprobs"], fields["top_logprobs"] = True, body.top_logprobs
@@ -70,19 +71,19 @@ def chat_request(
 
 
 def chat_messages(items: Iterable[Item]) -> list[chat.ChatMessage]:
-    """A turn of the assistant is reasoning, then text, then calls: items that go on in this order
-    are one message, since chat templates write a turn as one."""
+    """Converts items to chat messages. A turn of the assistant is reasoning, then text, then calls.
+    Items in this order become one message, since chat templates write a turn as one message."""
     messages: list[chat.ChatMessage] = []
     reasoned: list[tuple[chat.ChatMessage, list[str]]] = []
-    """Turns and their reasoning, which is joined once."""
+    """Turns with the parts of their reasoning, which are joined at the end."""
     for item in items:
         turn = messages[-1] if messages and messages[-1].role == "assistant" else None
         begun = turn if turn and turn.content is None and turn.tool_calls is None else None
-        """The turn, where it has only reasoning."""
+        """The last turn, if it only has reasoning so far."""
         match item:
             case ReasoningItem():
                 text = "\n".join(part.text for part in item.content or item.summary)
-                if not text:  # it was encrypted, or there was none
+                if not text:  # it was encrypted, or is empty
                     continue
                 if begun is None:
                     messages.append(chat.ChatMessage(role="assistant"))
@@ -149,7 +150,7 @@ def _form(form: TextFormat | None) -> ResponseFormat | None:
 
 
 def name_of(path: str) -> str:
-    """The path of a field of a chat request -> the same of a response."""
+    """Converts the path of a field of a chat request to the path in a `/v1/responses` request."""
     match split_path(path):
         case ["messages", int(), str(), *rest] | ["messages", int() | str(), *rest]:
             return join_path(["input", *rest])

@@ -1,4 +1,4 @@
-"""The events of a streamed `/v1/responses` answer, in the order in which they come:
+"""The events of a streamed `/v1/responses` answer, in their order:
 
     created, in_progress
     for each item, one after the other:
@@ -11,7 +11,7 @@
         output_item.done
     completed, incomplete or failed
 
-`sequence_number` counts them from 0.
+`sequence_number` counts the events from 0.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Failed(_OfResponse, kw_only=True, tag="response.failed"):
 
 
 class ErrorEvent(Event, kw_only=True, tag="error"):
-    """The only event of a stream whose head left before there was a response, and that then
+    """The only event of a stream whose head was sent before the response existed, and that then
     failed."""
 
     code: str | None
@@ -73,7 +73,7 @@ class ItemDone(_OfItem, kw_only=True, tag="response.output_item.done"):
 
 
 class _Within(Event, kw_only=True):
-    """Base of events about a part of an item."""
+    """Base class of events about a part of an item."""
 
     item_id: str
     output_index: int

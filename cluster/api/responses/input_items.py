@@ -1,4 +1,4 @@
-"""The input of `/v1/responses`: every form that a client may send, brought into items."""
+"""Converts the `input` of `/v1/responses` to items, from every form that a client may send."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from swell.cluster.text.schema.request_body import HistoryPart, NotServed
 
 
 class InputPart(HistoryPart, kw_only=True):
-    """One part of an item; parts other than text are refused by name."""
+    """One part of an item. Parts other than text are refused by name."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
     prompt_cache_breakpoint: Any = None
-    """Accepted; prefixes are always shared."""
+    """Accepted; prefixes are always cached."""
     image_url: NotServed = None
     file_id: NotServed = None
     file_data: NotServed = None
@@ -43,7 +43,7 @@ class InputPart(HistoryPart, kw_only=True):
     input_audio: NotServed = None
 
     def checked_text(self, path: str, *types: str) -> str:
-        """The text; raises `BadRequest` unless the part is of one of `types`."""
+        """Returns the text. Raises `BadRequest` unless the part has one of `types`."""
         if self.type not in types:
             problem = f"is not supported here; it may be {' or '.join(map(repr, types))}"
             raise bad_value(f"{path}.type", self.type, problem, "unsupported_value")
@@ -60,13 +60,13 @@ def _texts(parts: Sequence[InputPart], field: str, type: str) -> list[str]:
 
 
 class InputItem(HistoryPart, kw_only=True):
-    """Base of every form; `status` is that of an earlier answer and has no effect."""
+    """Base class of all forms. `status` comes from an earlier answer and is ignored."""
 
     id: str | None = None
     status: Any = None
 
     def item(self) -> Item:
-        """The complete item. Raises `BadRequest` with a path below this item."""
+        """Returns the complete item. Raises `BadRequest` with a path relative to this item."""
         raise NotImplementedError
 
 
@@ -77,7 +77,7 @@ class InputMessage(InputItem, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputPart]
     phase: Any = None
-    """Accepted: a label of the client's, which no chat template knows."""
+    """Accepted: a label of the client that chat templates do not use."""
 
     def item(self) -> MessageItem:
         own = OutputText if self.role == "assistant" else InputText
@@ -113,7 +113,7 @@ class InputFunctionCall(_OfCall, kw_only=True):
     arguments: str
     is_async: Any = msgspec.field(default=None, name="async")
     async_: Any = None
-    """The same, as OpenAI's client writes it without the option to use the API's names."""
+    """The field `async`, as OpenAI's Python client spells it if it does not use the API's names."""
 
     def check(self) -> None:
         super().check()
@@ -170,7 +170,7 @@ FORMS: Mapping[str | None, type[InputItem]] = {
     "reasoning": InputReasoning,
     None: InputMessage,
 }
-"""By `type`."""
+"""The type of an input item for each value of `type`."""
 _TYPES = ", ".join(filter(None, FORMS))
 
 
@@ -179,7 +179,8 @@ class _Kind(msgspec.Struct):
 
 
 def read_input(value: str | Sequence[msgspec.Raw]) -> list[Item]:
-    """The items of a request's `input`; a text is a message of the user. Raises `BadRequest`."""
+    """Returns the items of a request's `input`; a text becomes a user message. Raises
+    `BadRequest`."""
     if isinstance(value, str):
         return [InputMessage(role="user", content=value).item()]
     if not value:

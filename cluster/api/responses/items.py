@@ -1,7 +1,8 @@
-"""The items of `/v1/responses`: what a conversation is made of, complete and in one form.
+"""The items of `/v1/responses`: the complete elements of a conversation, in one form.
 
-An answer is written in them, stored ones are kept in them, and the input is brought into them
-(`cluster/api/responses/input_items.py`), so an answer's items may be sent back as they are.
+Answers are written as items, and stored responses are kept as items. The input is converted to
+items (`cluster/api/responses/input_items.py`), so clients may send back an answer's items
+unchanged.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def new_id(prefix: str, random: Random = SYSTEM_RANDOM) -> str:
-    """By default an id that cannot be guessed: a client that knows that of a response may read
-    it."""
+    """Returns a random id. The default source is unguessable, because a client that knows the id of
+    a response may read it."""
     return f"{prefix}_{random.getrandbits(128):032x}"
 
 
@@ -55,10 +56,10 @@ class MessageItem(Body, kw_only=True, tag_field="type", tag="message"):
 class FunctionCallItem(Body, kw_only=True, tag_field="type", tag="function_call"):
     id: str
     call_id: str
-    """The id by which the call's output refers to it."""
+    """The id with which the call's output refers to the call."""
     name: str
     arguments: str
-    """JSON, as text; the model may have written something else, or not finished."""
+    """JSON, as text. The model may have written invalid or incomplete JSON."""
     status: Status = "completed"
 
 
@@ -79,4 +80,4 @@ class ReasoningItem(Body, kw_only=True, tag_field="type", tag="reasoning"):
 
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 OutputItem = MessageItem | FunctionCallItem | ReasoningItem
-"""What an answer may hold."""
+"""The items that an answer may contain."""

@@ -1,4 +1,4 @@
-"""The parts of an answer, written as the items of a response."""
+"""Writes the parts of an answer as the items of a response."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from swell.cluster.text.randomness import SYSTEM_RANDOM
 
 
 class OutputItemWriter:
-    """Parts in, events out; `items` gets what the events carry. One item is open at a time, and it
-    ends where a part belongs to another: parts of one kind that follow each other are one item. The
-    last of them holds its text only once it is closed."""
+    """Turns parts into events, and adds the resulting items to `items`. One item is open at a time,
+    and it ends when a part belongs to another item: adjacent parts of one kind form one item. The
+    last item holds its text only after it is closed."""
 
     def __init__(self, items: list[OutputItem], random: Random = SYSTEM_RANDOM) -> None:
-        """`random`: the ids of items are drawn from it."""
+        """`random` is the source of the ids of items."""
         self._items = items
         self._random = random
         self._open: OutputItem | None = None
         self._texts: list[str] = []
-        """Texts of the open item; the next two attributes belong to it, too."""
+        """Texts of the open item. The next two attributes belong to it, too."""
         self._logprobs: list[ChatTokenLogprob] = []
         self._place: dict[str, Any] = {}
-        """Fields that every event of the open item has."""
+        """Fields of every event of the open item."""
 
     def write(self, part: parts.AnswerDelta, logprobs: list[ChatTokenLogprob]) -> Iterator[Event]:
-        """`logprobs` are those of a content's tokens."""
+        """Yields the events of a part. `logprobs` are those of the tokens of a content."""
         match part:
             case parts.Content(text):
                 if not isinstance(self._open, MessageItem):
@@ -65,13 +65,13 @@ class OutputItemWriter:
             yield self._delta(text, logprobs)
 
     def finish(self, status: Status) -> Iterator[Event]:
-        """Nothing follows. An answer without text is one empty message."""
+        """Ends the answer. An answer without text becomes one empty message."""
         if not self._items:
             yield from self._begin_message()
         yield from self.close(status)
 
     def close(self, status: Status = "completed") -> Iterator[Event]:
-        """The open item gets its whole text and ends; the last one may have been cut off."""
+        """Closes the open item with its whole text. The last item may have been cut off."""
         item, text = self._open, "".join(self._texts)
         if item is None:
             return
@@ -103,7 +103,7 @@ class OutputItemWriter:
     def _begin(
         self, item: OutputItem, part: OutputText | ReasoningText | None = None
     ) -> Iterator[Event]:
-        """`part`: that of the item's content, before its text."""
+        """Opens an item. `part` is the part of its content, before its text."""
         yield from self.close()
         self._open, self._texts, self._logprobs = item, [], []
         index = len(self._items)

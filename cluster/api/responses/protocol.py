@@ -1,4 +1,4 @@
-"""`/v1/responses`: what a client may send."""
+"""Request bodies of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from swell.cluster.text.validate_params import check_length
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")
-"""Allowed values of `include`. Reasoning is sent as plain text, as `content`, and may be sent back
-so: nothing is encrypted."""
+"""Allowed values of `include`. Reasoning is sent as plain text in `content`, and clients may send
+it back in this form: nothing is encrypted."""
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
@@ -31,14 +31,14 @@ class ReasoningOptions(RequestBody, kw_only=True):
     effort: str | None = None
     """Passed to the chat template; its meaning depends on the model."""
     summary: Annotated[str | None, neutral("auto")] = None
-    """No summaries are made: reasoning comes whole."""
+    """Summaries are not made: the whole reasoning is sent."""
     generate_summary: Annotated[str | None, neutral("auto")] = None
     context: Annotated[str | None, neutral("auto")] = None
     mode: Annotated[str | None, neutral("standard")] = None
 
 
 class TextFormat(RequestBody, kw_only=True):
-    """The schema is held always, whatever `strict` says."""
+    """The format of the answer. The schema is always enforced, also with `strict: false`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -65,11 +65,11 @@ class TextFormat(RequestBody, kw_only=True):
 class TextOptions(RequestBody, kw_only=True):
     format: TextFormat | None = None
     verbosity: Any = None
-    """Accepted; no chat template knows it."""
+    """Accepted; chat templates do not use it."""
 
 
 class FunctionTool(FunctionDefinition, kw_only=True, tag_field="type", tag="function"):
-    """A function that the model may call: the same without the object around it."""
+    """A function that the model may call, without the enclosing object of chat requests."""
 
 
 class FunctionChoice(RequestBody, kw_only=True):
@@ -78,7 +78,7 @@ class FunctionChoice(RequestBody, kw_only=True):
 
 
 class AllowedToolsChoice(RequestBody, kw_only=True):
-    """A subset of the tools of the request, which the model may call."""
+    """A subset of the request's tools, which the model may call."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -87,19 +87,19 @@ class AllowedToolsChoice(RequestBody, kw_only=True):
 
 class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     model: str | None = None
-    """None: the one that is served."""
+    """None: the model that is served."""
     input: str | list[msgspec.Raw]
     """A text, or items: messages, function_call, function_call_output, reasoning."""
     instructions: str | None = None
-    """The system message; not taken over from `previous_response_id`."""
+    """The system message; it is not inherited from `previous_response_id`."""
     previous_response_id: str | None = None
-    """A stored response: its input and output come before this input."""
+    """A stored response, whose input and output come before this input."""
     max_output_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
-    """Function tools; the built-in ones are refused."""
+    """Function tools; built-in tools are refused."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    """false: one call at most."""
+    """false: at most one call."""
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
@@ -107,13 +107,14 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
-    """Store the response for later requests; true unless the server stores none."""
+    """Store the response for later requests (default: true, unless storing is disabled)."""
     background: bool | None = None
-    """Answer at once, compute meanwhile; the response is to be retrieved. With `stream` its events
-    are sent while the client is there, and it is computed without the client too."""
+    """Return at once and compute the response in the background; the client retrieves it later.
+    With `stream` its events are sent as long as the client is connected, and the computation goes
+    on after the client has left."""
     metadata: dict[str, str] | None = None
     user: str | None = None
-    """This and the next fields are sent back and change nothing in the answer."""
+    """This field and the next ones are returned and do not change the answer."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None
@@ -150,11 +151,12 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
         self.function_choice()
 
     def items(self) -> list[Item]:
-        """The input, complete. Raises `BadRequest`."""
+        """Returns the input as complete items. Raises `BadRequest`."""
         return read_input(self.input)
 
     def function_tools(self) -> list[FunctionTool]:
-        """Raises `BadRequest`, which names a built-in tool by its type."""
+        """Returns the tools of the request. Raises `BadRequest`, which names the type of a built-in
+        tool."""
         tools: list[FunctionTool] = []
         check_length("tools", self.tools or (), "tools", MAX_TOOLS)
         for index, tool in enumerate(self.tools or ()):
@@ -166,10 +168,11 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
         return tools
 
     def function_choice(self) -> str | FunctionChoice | AllowedToolsChoice | None:
-        """none, auto, required, one function, or those that may be called."""
+        """Returns none, auto, required, one function, or the functions that may be called. Raises
+        `BadRequest`."""
         choice = self.tool_choice
         if choice is None or choice in ("none", "auto", "required"):
-            return choice  # type: ignore[return-value]  # a dict is in no tuple of strings
+            return choice  # type: ignore[return-value]  # a dict is not in the tuple of strings
         kind = None if isinstance(choice, str) else _CHOICES.get(str(choice.get("type")))
         if isinstance(choice, str) or kind is None:
             raise bad_value(
@@ -215,7 +218,7 @@ _CHOICES: dict[str, type[FunctionChoice | AllowedToolsChoice]] = {
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """OpenAI's limits."""
+    """Checks OpenAI's limits. Raises `BadRequest`."""
     pairs = metadata or {}
     check_length("metadata", pairs, "pairs", MAX_METADATA)
     for key, value in pairs.items():

@@ -1,5 +1,5 @@
-"""`/v1/responses`: what a client gets. A response repeats the request, as it was understood, and
-holds the items of the answer."""
+"""Response bodies of `/v1/responses`. A response repeats the request, as the server understood it,
+and contains the items of the answer."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from swell.cluster.text.sampling_params import bad_value
 class InputTokensDetails(Body, kw_only=True):
     cached_tokens: int = 0
     cache_write_tokens: int = 0
-    """Always 0: prefixes are shared by themselves, at no price."""
+    """Always 0: prefixes are cached automatically and for free."""
 
 
 class OutputTokensDetails(Body, kw_only=True):
     reasoning_tokens: int = 0
-    """Tokens of the reasoning's text, tokenized again: markers do not count."""
+    """Number of tokens of the reasoning's text, tokenized again; markers are not counted."""
 
 
 class ResponseUsage(Body, kw_only=True):
@@ -66,7 +66,7 @@ class ResponseBody(Body, kw_only=True):
     safety_identifier: str | None
     service_tier: str = "default"
     store: bool
-    """Whether the response is stored; false too if it should have been but could not be."""
+    """Whether the response is stored; false also if storing it has failed."""
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
@@ -98,7 +98,7 @@ class ResponseDeleted(Body, kw_only=True):
 
 
 def begin_response(body: ResponsesRequest, model: str, *, store: bool) -> ResponseBody:
-    """The response to a request before there is anything of it."""
+    """Returns the response to a request before any output exists."""
     form: dict[str, Any] = {"type": "text"}
     if body.text and body.text.format:
         is_schema = body.text.format.type == "json_schema"
@@ -133,7 +133,7 @@ def begin_response(body: ResponsesRequest, model: str, *, store: bool) -> Respon
 def item_list(
     items: Sequence[Item], *, limit: int, after: str | None, newest_first: bool
 ) -> ResponseItemList:
-    """One page of a response's input. Raises `BadRequest` for an `after` that is not there."""
+    """Returns one page of a response's input. Raises `BadRequest` for an unknown `after`."""
     ordered = list(reversed(items)) if newest_first else list(items)
     ids = [item.id for item in ordered]
     if after is not None and after not in ids:

@@ -1,26 +1,27 @@
-"""Responses that are kept for later requests: what is kept, for how long, and who computes what is
-not finished. Pure: time is an argument.
+"""Keeps responses for later requests: it decides what is kept, for how long, and which ingress
+computes an unfinished response. Pure: time is an argument.
 
-An ingress stores a finished response with one `Store`. One that is computed in the background is
-stored twice: by `Begin` before its computation, and by `Store` at its end. Meanwhile its ingress,
-the *runner*, reports with every `Heartbeat` what it still computes; the reply is what to stop:
+An ingress stores a finished response with one `Store`. A background response is stored twice: by
+`Begin` before its computation, and by `Store` when it finishes. Meanwhile its ingress, the
+*runner*, reports with every `Heartbeat` what it still computes; the reply lists what to stop:
 
                     Store
         Begin ─► RUNNING ─────► DONE
                  │ ▲ │ └── Cancel ──► CANCELLED
-                 │ │ └── no Heartbeat for LEASE_S ─┬─► LOST, once MAX_LOST_RUNNERS were lost by it
+                 │ │ └── no Heartbeat for LEASE_S ─┬─► LOST, after MAX_LOST_RUNNERS lost runners
                  │ └── taken by a Heartbeat ◄──────┤
                  └── RunnerExit ───────────────────┘
 
-A response whose runner is gone is given to the next runner whose heartbeat takes some, with all
-that it needs to compute the same answer again (`Job`). It has one runner at a time: what an earlier
-one stores is not kept, and the reply to its next heartbeat is to stop. What is tried for the last
-time is alone of its kind with its runner, so that it costs no other response its last attempt. All
-but RUNNING are final: what a client has read stays true, whatever is stored or reported later.
+A response whose runner is lost is assigned to the next runner whose heartbeat offers to take
+responses over, with all that it needs to compute the same answer again (`Job`). A response has one
+runner at a time: what an earlier runner stores is rejected, and the reply to its next heartbeat
+tells it to stop. A runner gets at most one response that is on its last attempt, so that a response
+that crashes its runner does not use up the last attempt of another one. All states but RUNNING are
+final: what a client has read stays true, no matter what is stored or reported later.
 
-A store that was started anew knows nothing of what is computed; the reply to the next heartbeat
-lists it as unknown, and the ingress begins it again. Time in which the store itself was away is no
-silence of a runner (`coordinator/listening_clock.py`).
+A restarted store does not know the responses in progress. The reply to the next heartbeat lists
+them as unknown, and the ingress begins them again. Time in which the store itself was down does not
+count as silence of a runner (`coordinator/listening_clock.py`).
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ from swell.configs.secret import HoldsSecrets, SecretText
 from swell.coordinator.listening_clock import ListeningClock
 
 StoreKey = SecretText
-"""The name of a response: its id, behind a digest of the key that its client has."""
+"""The name of a response: a digest of the client's API key, then the id."""
 HEARTBEAT_S = 1.0
-"""How often an ingress reports what it computes; a cancelled response is computed that long."""
+"""The interval at which an ingress reports what it computes, and the longest time for which a
+cancelled response is still computed."""
 LEASE_S = 15.0
-"""An ingress that is silent for this long is gone, and another one computes what it did."""
+"""An ingress that is silent for this long is lost, and others take its responses over."""
 IDLE_HEARTBEAT_S = LEASE_S / 4
-"""How often an ingress that computes nothing offers to take some over."""
+"""The interval at which an ingress that computes nothing offers to take responses over."""
 MAX_LOST_RUNNERS = 3
-"""A response whose runners are lost so often may be what ends them."""
+"""A response that has lost this many runners may be what crashes them, and is not tried again."""
 _MAX_TAKEOVER_BYTES = 8 * 1024 * 1024
-"""What the answer to one heartbeat may hold, but for the first response that is taken."""
+"""The maximum size of the responses in a reply to one heartbeat; the first response may be
+larger."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
@@ -53,7 +56,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
     body: bytes
     items: bytes
-    """Everything that the model was given, instructions apart: the items of the conversation."""
+    """The items of the conversation: the whole input of the model without the instructions."""
 
     @property
     def size_bytes(self) -> int:
@@ -61,15 +64,15 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What another ingress needs, beside what is kept, to compute the same answer."""
+    """The data that another ingress needs, besides the response, to compute the same answer."""
 
     body: bytes
-    """The typed request as JSON, with its seed and without its input: that is in
+    """The typed request as JSON, with its seed and without its input, which is in
     `StoredResponse.items`."""
     headers: list[tuple[bytes, bytes]] = []
-    """Those of the request that go with it."""
+    """The headers of the request that the computation needs."""
     adapter: Adapter | None = None
-    """The one with which it began."""
+    """The adapter with which the response began."""
 
     @property
     def size_bytes(self) -> int:
@@ -77,16 +80,18 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Store(HoldsSecrets, frozen=True, tag=True):
-    """Store a finished response. Answered by whether it is stored: not if another runner has it."""
+    """Stores a finished response. The reply tells whether it is stored: it is not if another runner
+    computes the response."""
 
     id: StoreKey
     kept: StoredResponse
     runner: str = ""
-    """The runner that computed it; empty: not in the background."""
+    """The runner that computed the response; empty: it is not a background response."""
 
 
 class Begin(HoldsSecrets, frozen=True, tag=True):
-    """`runner` computes this one now. Answered by whether there is room for it."""
+    """`runner` starts to compute this response. The reply tells whether the store has room for
+    it."""
 
     id: StoreKey
     kept: StoredResponse
@@ -100,12 +105,14 @@ class Begin(HoldsSecrets, frozen=True, tag=True):
 
     @property
     def is_last_attempt(self) -> bool:
-        """A runner computes one of these at a time: another one may be what ends it."""
+        """Whether only one more attempt is left. A runner computes one such response at a time,
+        because another one may be what crashes the runner."""
         return self.lost_runners == MAX_LOST_RUNNERS - 1
 
 
 class Heartbeat(HoldsSecrets, frozen=True, tag=True):
-    """`runner` computes these, and would take over `takes` others. Answered by `HeartbeatReply`."""
+    """`runner` computes these responses, and would take over `takes` others. The reply is a
+    `HeartbeatReply`."""
 
     runner: str
     ids: list[StoreKey]
@@ -113,25 +120,26 @@ class Heartbeat(HoldsSecrets, frozen=True, tag=True):
 
 
 class RunnerExit(msgspec.Struct, frozen=True, tag=True):
-    """`runner` ends: others may take what it computes, at once. Answered by True."""
+    """`runner` terminates: others may take its responses over at once. The reply is True."""
 
     runner: str
 
 
 class Read(HoldsSecrets, frozen=True, tag=True):
-    """Answered, as the next two, by `StoredLookup`, or None."""
+    """Reads a response. The reply to this and the next two requests is a `StoredLookup`, or
+    None."""
 
     id: StoreKey
 
 
 class Cancel(HoldsSecrets, frozen=True, tag=True):
-    """Stop computing it. No effect on a response that is not running."""
+    """Stops the computation of a response. No effect on a response that is not running."""
 
     id: StoreKey
 
 
 class Delete(HoldsSecrets, frozen=True, tag=True):
-    """Delete it, and stop computing it."""
+    """Deletes a response, and stops its computation."""
 
     id: StoreKey
 
@@ -148,7 +156,7 @@ class StoredStatus(enum.StrEnum):
 
 class StoredLookup(msgspec.Struct, frozen=True):
     kept: StoredResponse
-    """The response; for a cancelled or lost one, as it was begun."""
+    """The response; for a cancelled or lost one, its state when it began."""
     status: StoredStatus
 
 
@@ -166,31 +174,31 @@ StoreReply = bool | StoredLookup | HeartbeatReply | None
 
 class _Run(msgspec.Struct):
     begin: Begin
-    """Its `runner` is empty while it waits for one."""
+    """The request that began it; its `runner` is empty while it waits for a runner."""
     begun_s: float
     last_heartbeat_s: float
-    """When its runner reported it last, in seconds of listening."""
+    """When a runner reported it last, in seconds of the listening clock."""
 
 
 class _Final(msgspec.Struct, frozen=True):
     found: StoredLookup
     final_s: float
-    """When it became final."""
+    """When the response became final."""
 
 
 class ResponseStore:
-    """At most `limit` responses of `limit_bytes` together, none older than `limit_s`. Where room is
-    needed, the one goes first that was not used for the longest time; none that is running."""
+    """Keeps at most `limit` responses with at most `limit_bytes` in total, none older than
+    `limit_s`. If it needs room, it drops the least recently used ones, but never a running one."""
 
     def __init__(self, limit: int, limit_bytes: int, limit_s: float) -> None:
         self._limit = limit
         self._limit_bytes = limit_bytes
         self._limit_s = limit_s
         self._final: OrderedDict[str, _Final] = OrderedDict()
-        """Least recently used first."""
+        """The final responses, least recently used first."""
         self._running: dict[str, _Run] = {}
         self._deleted_while_running: dict[str, float] = {}
-        """Deleted while running, and when their runners reported them last, as of a run."""
+        """The responses that were deleted while running, with the last report of their runners."""
         self._clock = ListeningClock(LEASE_S)
         self._now_s = self._listened_s = 0.0
         self._final_bytes = 0
@@ -205,7 +213,7 @@ class ResponseStore:
         return self._final_bytes + self._running_bytes
 
     def handle(self, request: StoreRequest, now_s: float) -> StoreReply:
-        """One request of an ingress, at a monotonic time."""
+        """Handles one request of an ingress, at a monotonic time."""
         self._now_s, self._listened_s = now_s, self._clock.advance(now_s)
         if isinstance(request, Heartbeat):
             return self._on_heartbeat(request)
@@ -247,7 +255,8 @@ class ResponseStore:
         return True
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
-        """A runner that sends one is not silent, however late its heartbeat is handled."""
+        """Handles a heartbeat. Its sender counts as alive, even if the heartbeat is handled
+        late."""
         orders, runner = HeartbeatReply([], [], []), heartbeat.runner
         for id in heartbeat.ids:
             run = self._running.get(id)
@@ -271,7 +280,7 @@ class ResponseStore:
         return True
 
     def _assign_orphans(self, heartbeat: Heartbeat, orders: HeartbeatReply) -> None:
-        """Give what waits for a runner to the sender."""
+        """Assigns responses without a runner to the sender of the heartbeat."""
         begins = [run.begin for run in self._running.values()]
         last = any(begin.is_last_attempt for begin in begins if begin.runner == heartbeat.runner)
         size_bytes = 0
@@ -307,11 +316,11 @@ class ResponseStore:
             self._drop(id)
         return found
 
-    # ---------------------------------------------------------------- room
+    # ---------------------------------------------------------------- space
 
     def _make_room(self, size_bytes: int, run: _Run | None = None) -> bool:
-        """Drop what must go for one more, which may take the place of `run`; nothing, where what
-        runs leaves too little."""
+        """Drops final responses to make room for one more, which may replace `run`. Returns False,
+        and drops nothing, if the running responses leave too little room."""
         count = self._limit + (run is not None)
         room_bytes = self._limit_bytes - size_bytes + (run.begin.size_bytes if run else 0)
         if len(self._running) >= count or self._running_bytes > room_bytes:
@@ -324,7 +333,7 @@ class ResponseStore:
         self._final_bytes -= self._final.pop(id).found.kept.size_bytes
 
     def _end(self, id: StoreKey, found: StoredLookup) -> None:
-        """It is final, and runs no longer, whatever its runner reports."""
+        """Makes a response final. Later reports of its runner cannot change it."""
         run = self._running.pop(id, None)
         if run is not None:
             self._running_bytes -= run.begin.size_bytes
@@ -335,8 +344,8 @@ class ResponseStore:
         self._end(id, StoredLookup(self._running[id].begin.kept, status))
 
     def _expire(self) -> None:
-        """What runners have left, and what is too old; for the latter all are checked, so not too
-        often."""
+        """Unassigns the responses of silent runners, and drops responses that are too old. The
+        check for age visits all responses, so it runs at most once per `HEARTBEAT_S`."""
         for id, run in list(self._running.items()):
             begin = run.begin
             if begin.runner and self._listened_s - run.last_heartbeat_s > LEASE_S:

@@ -1,4 +1,4 @@
-"""The routes of `/v1/responses`: answers, and what is kept of them for later."""
+"""The routes of `/v1/responses`: new responses, and stored ones."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ _encode = msgspec.json.encode
 
 
 class _Answer(HoldsSecrets, frozen=True):
-    """A response that is computed here."""
+    """A response that this ingress computes."""
 
     key: StoreKey
-    """Its name in the store."""
+    """The key of the response in the store."""
     items: bytes
     """The items of the conversation, as JSON."""
     body: ResponsesRequest
@@ -75,13 +75,13 @@ class _Answer(HoldsSecrets, frozen=True):
 
     @property
     def stored(self) -> StoredResponse:
-        """Its present form in the store."""
+        """The response as the store keeps it, in its current state."""
         return StoredResponse(_encode(self.response), self.items)
 
 
 class ResponseRoutes:
-    """An answer is stored before its end is sent, so a client that has seen the end and shows the
-    same API key can continue it, through any ingress."""
+    """The routes. An answer is stored before its end is sent, so that a client that has seen the
+    end can continue it with the same API key, through any ingress."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -123,7 +123,7 @@ class ResponseRoutes:
         if identity.is_repeatable:
             response.id, response.created_at = f"resp_{identity.id}", identity.created
         found = await self._previous_response(owner, body.previous_response_id)
-        if body.background and body.seed is None:  # another ingress must sample the same
+        if body.background and body.seed is None:  # another ingress must sample the same tokens
             body.seed = secrets.randbits(SEED_BITS)
         size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
         chat, items = await self._services.offloads.bodies.run_sized(
@@ -182,7 +182,7 @@ class ResponseRoutes:
         return possible and body.store is not False
 
     async def _previous_response(self, owner: SecretText, id: str | None) -> StoredLookup | None:
-        """The response that a request continues."""
+        """Returns the response that a request continues, if any."""
         if id is None:
             return None
         try:
@@ -197,8 +197,8 @@ class ResponseRoutes:
             ) from None
 
     async def _finalize(self, answer: _Answer) -> None:
-        """Store a response that has ended. Where another ingress computes it now, neither the
-        answer nor the failure is stored."""
+        """Stores a finished response. If another ingress computes it now, neither the answer nor
+        the failure is stored."""
         response = answer.response
         await self._count_reasoning(response)
         if not response.store:
@@ -229,8 +229,8 @@ class ResponseRoutes:
         writer: ResponsesWriter,
         identity: AnswerIdentity,
     ) -> Response | EventStreamResponse:
-        """The reply says `queued`, or streams; a later request sees `in_progress`, also while the
-        response waits for an engine or for another ingress."""
+        """Begins a background response. The reply says `queued`, or is a stream. Later requests see
+        `in_progress`, also while the response waits for an engine or for another ingress."""
         queued = _encode(msgspec.structs.replace(answer.response, status="queued"))
         job = make_job(request, answer.body, params.adapter)
         again = detached_request(job)
@@ -246,7 +246,8 @@ class ResponseRoutes:
         return live.response()
 
     async def _resume(self, begun: Begin) -> None:
-        """Compute again, to the same answer, what another ingress has left."""
+        """Computes a response again that another ingress left unfinished; the answer is the
+        same."""
         size = begun.kept.size_bytes
         restored = await self._services.offloads.bodies.run_sized(size, restore_job, begun)
         body, response, chat = restored
@@ -278,8 +279,8 @@ class ResponseRoutes:
         writer: ResponsesWriter,
         live: LiveEvents,
     ) -> None:
-        """The same for a client that reads the events: the first ones have the id, and come at
-        once."""
+        """Runs a background response whose client reads the events. The first events are sent at
+        once, because they contain the id."""
         try:
             live.put(b"".join(writer.stream_start(1)))
             await live.pass_on(await handle(writer))
@@ -290,7 +291,7 @@ class ResponseRoutes:
         finally:
             live.end()
 
-    # ---------------------------------------------------------------- what is kept
+    # ---------------------------------------------------------------- stored responses
 
     async def _retrieve(self, request: Request) -> Response:
         query = self._query(request, "stream", "include_obfuscation")
@@ -302,7 +303,7 @@ class ResponseRoutes:
         return json_response(found.kept.body if is_current else _current_response(found))
 
     async def _cancel(self, request: Request) -> Response:
-        """Also of one that has ended: the answer has its status."""
+        """Cancels a response. If it has already finished, the reply shows its status."""
         self._query(request)
         response = _current_response(await self._find(request, Cancel))
         if not response.background:
@@ -333,12 +334,12 @@ class ResponseRoutes:
     async def _find(
         self, request: Request, kind: type[Read] | type[Cancel] | type[Delete]
     ) -> StoredLookup:
-        """What is under the id of the route."""
+        """Sends a request for the response with the id of the route, and returns the reply."""
         key = store_key(self._services.access.check_user(request), request.path_params["id"])
         return await self._store.found(kind(key))
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:
-        """The checked query of a request that is authorized."""
+        """Returns the checked query of an authorized request."""
         self._services.access.check_user(request)
         return checked_query(request, *known)
 
@@ -346,8 +347,8 @@ class ResponseRoutes:
 def _conversation(
     body: ResponsesRequest, found: StoredLookup | None
 ) -> tuple[ChatCompletionRequest, bytes]:
-    """The request as one of chat, behind what was `found` of an earlier response; and the items of
-    the whole conversation, as JSON."""
+    """Returns the request as a chat request that continues the earlier response in `found`, and the
+    items of the whole conversation, as JSON."""
     own, before = body.items(), []
     if found is not None:
         response = _current_response(found)

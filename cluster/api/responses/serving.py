@@ -1,4 +1,4 @@
-"""The answer of `/v1/responses`."""
+"""Writes the answer of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _LAST = {
 
 
 class ResponsesWriter(ResponseWriter):
-    """Fills `response`, which was begun.
+    """Fills `response`, which has begun.
 
-    Whole or streamed, the answer goes through the same writer, so both hold the same. `finalize` is
-    awaited once the response has ended, before its end is sent: a client that has seen the end
-    can retrieve what is stored. `top_logprobs` as in `make_part_reader`; the ids of items are drawn
-    from `random`.
+    Whole and streamed answers go through the same writer, so they have the same content. `finalize`
+    is awaited once the response has ended, before its end is sent, so that a client that has seen
+    the end can retrieve the stored response. `top_logprobs` is that of `make_part_reader`; `random`
+    is the source of the ids of items.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ResponsesWriter(ResponseWriter):
         self._sequence = 0
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:
-        """Before `finalize`."""
+        """Returns the response. The caller awaits `finalize` afterwards."""
         (output,) = outputs
         for _ in self._write(output.outputs[0]):
             pass
@@ -67,7 +67,7 @@ class ResponsesWriter(ResponseWriter):
         return self.response
 
     def fail(self, message: str) -> None:
-        """The answer ends early: the output so far is kept, as incomplete."""
+        """Ends the answer with an error. The output so far is kept, as incomplete."""
         for _ in self._writer.close("incomplete"):
             pass
         self.response.fail(message)
@@ -77,7 +77,7 @@ class ResponsesWriter(ResponseWriter):
     async def stream(
         self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
     ) -> AsyncGenerator[bytes]:
-        """As in the base class; the very last event has the finalized response."""
+        """Works like the base class, but the very last event has the finalized response."""
         answer = super().stream(outputs, choices, sent_engines=sent_engines, engines=engines)
         async with contextlib.aclosing(answer):
             async for event in answer:
@@ -86,7 +86,7 @@ class ResponsesWriter(ResponseWriter):
         yield self.last_event()
 
     def last_event(self) -> bytes:
-        """Of a response that has ended."""
+        """Returns the last event of a response that has ended."""
         return self._event(_LAST[self.response.status](response=self.response))
 
     def stream_start(self, choices: int) -> Iterable[bytes]:
@@ -106,7 +106,7 @@ class ResponsesWriter(ResponseWriter):
         self.fail(error.message)
         return ()
 
-    # ---------------------------------------------------------------- both
+    # ---------------------------------------------------------------- whole and streamed answers
 
     def _write(self, part: CompletionOutput) -> Iterator[Event]:
         for said, logprobs in self._read(part):

@@ -1,4 +1,4 @@
-"""An ingress's way to the stored responses."""
+"""The client of one ingress for the stored responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swell.cluster.api.store_calls import StoreCalls, StoreUnavailable
 from swell.configs.log import StructuredLogger
 
 _UNAVAILABLE_S = 10.0
-"""A store that did not answer gets nothing to keep for so long."""
+"""After a failed call, `keep` does not use the store for this long."""
 
 
 def response_id_of(key: StoreKey) -> str:
@@ -29,18 +29,18 @@ def response_id_of(key: StoreKey) -> str:
 
 
 class ResponseStoreClient:
-    """Every method is one call of the store; any failure of the call raises `StoreUnavailable`."""
+    """Every method calls the store; any failure of a call raises `StoreUnavailable`."""
 
     def __init__(self, store: Any) -> None:
-        """`store`: the handle of `StoreService`; None: nothing is kept."""
+        """`store` is the handle of `StoreService`; None: nothing is kept."""
         self._calls = None if store is None else StoreCalls(store.handle, "stored responses")
         self._unavailable_until_s = 0.0
         self._log = StructuredLogger("cluster.ingress")
 
     async def keep(self, id: str, kept: StoredResponse) -> bool:
-        """Store a response; returns whether it is stored, perhaps by another ingress that gave the
-        same answer. Never raises, and waits for the store only if it answered lately: the answer
-        does not depend on the store."""
+        """Stores a response. Returns whether it is stored, perhaps by another ingress with the same
+        answer. Never raises, and only waits for the store if it answered recently, because the
+        answer does not depend on the store."""
         if time.monotonic() < self._unavailable_until_s:
             return False
         try:
@@ -52,7 +52,7 @@ class ResponseStoreClient:
             return False
 
     async def found(self, request: Read | Cancel | Delete) -> StoredLookup:
-        """Raises HTTPError 404 if there is no such response."""
+        """Returns the stored response. Raises HTTPError 404 if it does not exist."""
         found = await self.call(request)
         if not isinstance(found, StoredLookup):
             raise HTTPError(
@@ -64,7 +64,7 @@ class ResponseStoreClient:
         return found
 
     async def call(self, request: StoreRequest) -> StoreReply:
-        """None also if nothing is stored."""
+        """Returns the reply of the store; None also if nothing is stored."""
         if self._calls is None:
             return None
         reply: StoreReply = await self._calls.call(request)

@@ -1,9 +1,9 @@
 """The id of an event of a resumable stream.
 
     9f2c61...b7.1795440012-69fd...f2.3-0f3a91c2d4e5.17
-    │           │          │         │              └ events that the client has, with this one
-    │           │          │         └ version of the weights that gave the answer; empty: unknown
-    │           │          └ digest of its adapter, if it has one
+    │           │          │         │              └ number of events up to this one
+    │           │          │         └ version of the weights; empty: unknown
+    │           │          └ digest of the adapter, if any
     │           └ when the answer was created
     └ digest of caller, key and request: the answer
 

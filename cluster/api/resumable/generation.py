@@ -67,7 +67,7 @@ class Generation:
             return not self._dropped
         return self.origin == event.origin and event.number >= self._dropped
 
-    # ---------------------------------------------------------------- what computes it
+    # ---------------------------------------------------------------- the producer
 
     def begin(self, created: int, version: str, headers: Mapping[str, str]) -> None:
         """Starts the answer: its first part exists."""

@@ -4,9 +4,9 @@ it.
 A browser sends requests for any page that is open in it. A server that a browser can reach, above
 all one on a loopback address, is protected by these rules:
 
-- A JSON body needs its content type, for which a browser sends a preflight first, which is refused.
-  Therefore a page of another site cannot make the browser send JSON (`body_reader.require_json`),
-  unless `serve.cors_origins` names the site.
+- A JSON body needs the JSON content type. Before a browser sends it for a page of another site, it
+  sends a preflight, which is refused. Therefore such a page cannot make the browser send JSON
+  (`body_reader.require_json`), unless `serve.cors_origins` names the site.
 - A page may point its own host name at the address of this server, and is then of the same site
   (DNS rebinding). But the browser sends that name as `Host`, and unknown names are refused. IP
   addresses are accepted, because nobody can point them elsewhere.
@@ -48,8 +48,9 @@ class Access:
 
     def check_user(self, request: Request) -> SecretText:
         """Checks a request for the model. A server on a network cannot know all of its names, so
-        the host is only checked if names are configured or the address is a loopback. Returns the
-        name of the user's key: responses stored under it cannot be found with another key."""
+        the host is only checked if names are configured or the server listens on a loopback
+        address. Returns the name of the user's key: responses stored under it cannot be found with
+        another key."""
         if self._checks_host:
             self._check_host(request)
         return self._user_keys.check(request)

@@ -180,8 +180,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _parse_body(self) -> None:
         """Replaces the parser, which takes the following bytes for another protocol, with one that
-        takes them for the body that the head announces. Otherwise a body to a proxy could be a
-        request to us, which bypasses the proxy's rules (request smuggling)."""
+        takes them for the body that the head announces. Otherwise bytes that a proxy takes for a
+        body could be a request to us, and bypass its rules (request smuggling)."""
         version, url, headers = self.scope["http_version"].encode(), self.url, [*self.headers]
         head = [b"POST / HTTP/" + version, *(b": ".join(pair) for pair in self._framing())]
         self._reparsing_head = True

@@ -65,7 +65,8 @@ class CorsRules(msgspec.Struct, frozen=True):
         return pairs
 
     def headers_at(self, url: bytes, sent: Pairs) -> Pairs:
-        """Returns the same for the part of a request that has arrived, which may be empty."""
+        """Returns the CORS headers for the part of a request that has arrived, which may be
+        empty."""
         path = unquote(url.partition(b"?")[0].decode("latin-1"))
         origins = [value.decode("latin-1") for name, value in sent if name == b"origin"]
         return self.headers(path, origins[0] if origins else None)

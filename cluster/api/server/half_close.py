@@ -37,7 +37,7 @@ _MAX_POLL_S = 1.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _COMMENT = b":\n\n"
 _CHUNK = b"%x\r\n%b\r\n"
-"""The chunk framing. The comment is sent between two events, and every event is a whole chunk."""
+"""The framing of an HTTP chunk. The comment is sent between two events, each a whole chunk."""
 
 
 class HalfCloseWatcher:

@@ -1,6 +1,6 @@
 """Corrects the framing and the end of answers that uvicorn by itself would get wrong.
 
-    head ──► answer begins: `connection: close` ──► answer ends ──► what still comes is thrown away
+    head ──► answer begins: `connection: close` ──► answer ends ──► later bytes are dropped
 
 - An answer that begins before the body of its request has arrived announces `connection: close`.
   Without the header a client would send its next request into a connection that is being closed,

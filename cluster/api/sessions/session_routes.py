@@ -86,7 +86,7 @@ class SessionRoutes:
             params = await self._process(body, request, identity, chunk)
             services.llm.check_admission()
             try:
-                # A chunk that an earlier attempt of this request may have committed does not begin.
+                # Do not begin a chunk that an earlier attempt of this request may have committed.
                 may_be_there = identity.is_repeatable and not chunk.is_last
                 if may_be_there or await with_deadline(request, self._client.begin(chunk)):
                     return await self._answer(body, request, identity, chunk, params)

@@ -281,7 +281,7 @@ class SessionStore:
         if self._age_s >= WANTED_S:
             self._wanted.clear()
 
-    # ---------------------------------------------------------------- what is kept
+    # ---------------------------------------------------------------- stored sessions
 
     def _use(self, key: SessionKey, now_s: float) -> None:
         entry = self._entries.get(key)

@@ -43,7 +43,7 @@ class Span(msgspec.Struct, kw_only=True):
     trace_id: bytes
     span_id: bytes
     parent_id: bytes = b""
-    """Empty: the span has a parent in no trace."""
+    """Empty: this is a root span."""
     state: str = ""
     is_server: bool = False
     """Whether the span answers a call of another process."""
