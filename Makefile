@@ -51,7 +51,7 @@ simulate: setup
 	  wait $$first && exit $$second
 
 # What coordinator and ingresses cost with 10, 100 and 1 000 engines, on the virtual clock: a quarter of an hour of one
-# core. The table is in docs/performance.md.
+# core. The table is in docs/lab/performance.md.
 scale: setup
 	$(BIN)/python -m tests.simulator.scale
 
@@ -81,13 +81,13 @@ $(CONFORMANCE)/.installed: tests/conformance/requirements.txt
 
 # Every causal model of transformers, small: equal or refused; some ten minutes, rewrites the page.
 zoo: setup
-	$(BIN)/python -m tests.zoo --splits --page docs/models.md
+	$(BIN)/python -m tests.zoo --splits --page docs/reference/models.md
 
 # Every fault in every moment, under load: 312 cells, some hours on two cores; rewrites the tables of the page. Then 72
 # cells of hosts and links, as root: those where the head is lost need `redis-server`.
 fault-matrix: setup
-	$(BIN)/python -m tests.faults --markdown docs/reliability.md
-	$(BIN)/python -m tests.faults --hosts --markdown docs/reliability.md
+	$(BIN)/python -m tests.faults --markdown docs/lab/fault-matrix.md
+	$(BIN)/python -m tests.faults --hosts --markdown docs/lab/fault-matrix.md
 
 # Swell alone, or beside peers: BENCH="offline-m15 served" PEERS="vllm=PYTHON llamacpp=PYTHON" ARGS="--repeats 5".
 BENCH_TO := build
@@ -97,7 +97,7 @@ bench: $(VENV)/.bench
 
 # The same, into the page: cases that do not run keep their rows.
 bench-docs:
-	$(MAKE) bench BENCH_TO=docs ARGS="--markdown docs/performance.md $(ARGS)"
+	$(MAKE) bench BENCH_TO=docs ARGS="--markdown docs/lab/performance.md $(ARGS)"
 
 $(VENV)/.bench: $(STAMP)
 	$(PIP) install --editable '.[bench]'

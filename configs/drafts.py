@@ -1,4 +1,4 @@
-"""Speculative decoding: tokens that are guessed and computed ahead (`docs/drafts.md`)."""
+"""Speculative decoding: tokens that are guessed and computed ahead (`docs/operate/speculative-decoding.md`)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class SchedulerConfig(Section, frozen=True):
     """Tokens of each row that are computed one after the other before the host is asked again, in
     steps without prompts. A row that ends among them computes the rest for nothing, but on a CPU
     with one worker, and a new request waits for all of them; it pays where the host takes longer
-    than the device (`docs/performance.md`)."""
+    than the device (`docs/lab/performance.md`)."""
 
 
 def check_scheduler(config: SchedulerConfig, drafts_method: str, shares_experts: bool) -> None:

@@ -170,7 +170,7 @@ class ClusterConfig(Section, frozen=True):
     its first address there. None: at the address that Ray has of the host."""
     ports: Text | None = None
     """`A-B`: the ports at which they listen, at least 16 and not in use by others; see
-    `docs/network.md`. None: 20000-31999 for the coordinator, and any for the others."""
+    `docs/operate/network.md`. None: 20000-31999 for the coordinator, and any for the others."""
 
     @property
     def port_range(self) -> range | None:

@@ -107,7 +107,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     wakes: int = 0
     """Those of the `repairs` that replaced no worker: it woke up."""
     expert_imbalance: float = 0.0
-    """Of the experts that engines share, at the last look; 0: none (`docs/experts.md`)."""
+    """Of the experts that engines share, at the last look; 0: none (`docs/operate/experts.md`)."""
     freed_bytes: int = 0
     """Memory that its workers have given back while it sleeps."""
 

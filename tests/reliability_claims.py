@@ -1,4 +1,4 @@
-"""What `docs/reliability.md` says is protected, and the tests that would fail if it were not.
+"""What `docs/design/failover.md` says is protected, and the tests that would fail if it were not.
 
 A claim is quoted as it stands on the page. Tests are named `FILE::FUNCTION`.
 """

@@ -1,4 +1,4 @@
-"""Each claim of `docs/reliability.md` stands on the page and is asserted by tests that exist."""
+"""Each claim of `docs/design/failover.md` stands on the page and is asserted by tests that exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.faults import hosts
 from tests.reliability_claims import LIMITS, MECHANISMS, PROMISE
 from tests.test_layers import ROOT
 
-PAGE = (ROOT / "docs" / "reliability.md").read_text()
+PAGE = (ROOT / "docs" / "design" / "failover.md").read_text()
 SETTINGS = ("failure_threshold", "timeout_ms", "period_ms")
 NOT_OURS = {
     "Where rounding depends on the batch",

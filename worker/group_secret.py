@@ -47,7 +47,7 @@ class GroupSecret:
         if not hmac.compare_digest(self.sign(rank, address).encode(), signed.encode()):
             raise ForeignAddress(
                 f"the address of rank {rank} was not written by a member of this group: a "
-                "stranger reaches the store, see docs/security.md"
+                "stranger reaches the store, see docs/operate/security.md"
             )
         return address
 

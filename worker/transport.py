@@ -260,7 +260,7 @@ def _check_members(transport: Transport, rank: int, size: int, secret: GroupSecr
         transport.close()
         raise ForeignMember(
             f"ranks {foreign} of {size} do not know the secret of this group: a stranger reaches "
-            "the network of cluster.interface, see docs/security.md"
+            "the network of cluster.interface, see docs/operate/security.md"
         )
 
 

@@ -27,7 +27,7 @@ export RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1
 unset OMP_NUM_THREADS
 
 # Options of `ray start` that all hosts share. The address is the one at which SSH has reached this host: the head is reached
-# by `ray up`, the workers by the head. Ports: docs/network.md. No process tails logs for drivers, since there are none.
+# by `ray up`, the workers by the head. Ports: docs/operate/network.md. No process tails logs for drivers, since there are none.
 SWELL_NODE="--node-ip-address=$(echo "$SSH_CONNECTION" | cut -d' ' -f3) --include-log-monitor=false
   --node-manager-port=6380 --object-manager-port=6381 --runtime-env-agent-port=6382 --dashboard-agent-grpc-port=6383
   --dashboard-agent-listen-port=6384 --metrics-export-port=6385 --min-worker-port=10002 --max-worker-port=19999"

@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     add("--repeats", metavar="N", type=int, default=3, help="rounds of each case (default 3)")
     add("--models", metavar="FOLDER", default=str(default_folder()), help="default %(default)s")
     add("--json", metavar="FILE", help="keeps the results of other cases in the file")
-    add("--markdown", metavar="FILE", help="a page with markers, as docs/performance.md")
+    add("--markdown", metavar="FILE", help="a page with markers, as docs/lab/performance.md")
     add("--plot", metavar="FILE", help="ratios, as SVG or PNG")
     add("--list", action="store_true", help="print the cases")
     return made

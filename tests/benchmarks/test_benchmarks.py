@@ -105,7 +105,7 @@ def test_the_file_keeps_other_cases(tmp_path: Path) -> None:
 
 
 def test_the_page_of_the_repository_has_the_markers() -> None:
-    page = Path(__file__).parents[2] / "docs" / "performance.md"
+    page = Path(__file__).parents[2] / "docs" / "lab" / "performance.md"
     _head, start, rest = page.read_text().partition(START)
     assert start and marked_page.END in rest
 

@@ -50,7 +50,7 @@ def test_the_metrics_of_a_rule_exist(rule: dict) -> None:
 
 
 def test_the_operations_page_has_each_alert_and_no_other() -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "operate" / "install.md").read_text()
     named = re.findall(r"^\| `(Swell\w+)`", page, re.MULTILINE)
     assert named == [rule["alert"] for rule in RULES]
 

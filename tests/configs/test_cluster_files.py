@@ -144,7 +144,7 @@ def test_environment_of_a_host() -> None:
 
 
 def test_ports_of_ray_and_swell_are_apart_and_documented() -> None:
-    page = (ROOT / "docs" / "network.md").read_text()
+    page = (ROOT / "docs" / "operate" / "network.md").read_text()
     ports = [int(port) for _, port in PORT_OPTION.findall(environment()["SWELL_NODE"])]
     assert len(ports) == len(set(ports)) == 8
     *fixed, first, last = ports

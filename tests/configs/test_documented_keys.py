@@ -19,7 +19,7 @@ from tests.test_layers import ROOT
 SECTIONS = {field.name: field.type for field in msgspec.structs.fields(Config)}
 KEY = re.compile(rf"`({'|'.join(SECTIONS)})\.([a-z_]+)[`:= ]")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OPERATIONS = ROOT / "docs" / "operations.md"
+OPERATIONS = ROOT / "docs" / "operate" / "install.md"
 METRIC = re.compile(r"\bswell_[a-z0-9_]+\b(?:\{([a-z_]+)\})?")
 ROUTE = re.compile(r"`(GET|POST|DELETE) (/[^ `?]*)")
 PROBE = re.compile(r"`(/(?:v1/|admin/)?[a-z_]+(?:\.json)?)`")
@@ -101,7 +101,7 @@ def test_the_metrics_on_a_page_exist(page) -> None:
 
 
 def test_the_page_of_metrics_has_all() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "operate" / "metrics.md").read_text()
     named = {match[0].partition("{")[0] for match in METRIC.finditer(page)}
     derived = re.compile(r"_(bucket|count|sum|created)$")
     assert {name for name in exported() if not derived.search(name)} == named

@@ -68,7 +68,7 @@ def test_the_limits_on_a_page_are_those_of_the_code(page: str) -> None:
 
 
 def test_the_routes_without_a_key_are_those_on_the_page() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
+    page = (ROOT / "docs" / "operate" / "security.md").read_text()
     listed = re.search(r"in constant time\. ((?:`/[^`]+`[, and]*)+) need no key", page)
     assert listed is not None
     open_paths = {

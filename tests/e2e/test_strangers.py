@@ -29,7 +29,7 @@ from tests.strangers import Door, Recorder, knock_with_keys, knocks, listening, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-PAGE = ROOT / "docs" / "security.md"
+PAGE = ROOT / "docs" / "operate" / "security.md"
 PORTS = range(29_200, 29_264)
 SOON_S = 60.0
 """A deadline that only a failure reaches."""

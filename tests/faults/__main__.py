@@ -244,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cycles", type=int, default=0, metavar="N", help="1 -> 3 -> 1 engines, and what is left")
     add("--seed", type=int, default=0, help="of requests, victims and the soak")
     add("--json", metavar="FILE")
-    add("--markdown", metavar="FILE", help="a page with markers, as docs/reliability.md")
+    add("--markdown", metavar="FILE", help="a page with markers, as docs/lab/fault-matrix.md")
     return made
 
 

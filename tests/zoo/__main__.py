@@ -1,4 +1,4 @@
-"""`python -m tests.zoo [KIND...] [--page docs/models.md]`: every causal model of transformers."""
+"""`python -m tests.zoo [KIND...] [--page docs/reference/models.md]`: every causal model of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/models.md: the result of every architecture."""
+"""docs/reference/models.md: the result of every architecture."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import transformers
 
 from tests.zoo.run import Outcome
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 HEAD = """# Models
 
 Which causal language models of transformers {version} are served, and which are refused when they
 are loaded. Written by
 
-    python -m tests.zoo --splits --page docs/models.md
+    python -m tests.zoo --splits --page docs/reference/models.md
 
 which builds a small random model of every architecture, with windows and chunks shorter than its
 prompts, runs it through an engine (chunked prompts, several rows a step, decoding), and compares

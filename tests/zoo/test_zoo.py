@@ -61,7 +61,7 @@ def test_equal_or_refused(case: Case) -> None:
 def test_the_page_agrees_with_the_results(kind: str) -> None:
     text = page.PAGE.read_text()
     if page.version_of(text) != transformers.__version__:
-        pytest.skip(f"docs/models.md is of transformers {page.version_of(text)}")
+        pytest.skip(f"docs/reference/models.md is of transformers {page.version_of(text)}")
     written = page.rows_of(text)[kind]
     seen = page.row_of(kind, [outcome(case) for case in CASES if case.kind == kind])
     assert (written.architecture, written.native, written.generic, written.why) == (
@@ -82,6 +82,6 @@ def test_a_case_that_is_ended_leaves_no_files(tmp_path: Path, monkeypatch) -> No
 def test_the_page_has_every_model() -> None:
     text = page.PAGE.read_text()
     if page.version_of(text) != transformers.__version__:
-        pytest.skip(f"docs/models.md is of transformers {page.version_of(text)}")
+        pytest.skip(f"docs/reference/models.md is of transformers {page.version_of(text)}")
     assert sorted(page.rows_of(text)) == configs.kinds()
     assert "FAILED" not in text

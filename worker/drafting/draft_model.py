@@ -1,5 +1,5 @@
 """What guesses in a worker how rows go on: a small model, or a head of the model itself
-(`docs/drafts.md`).
+(`docs/operate/speculative-decoding.md`).
 
 The worker that returns the tokens of its engine holds it whole, however the other model is split.
 Its KV lies beside that one's, in blocks of the same numbers: what holds for a block of one (whose

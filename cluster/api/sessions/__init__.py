@@ -1,1 +1,1 @@
-"""Sessions: prompts that grow by chunks, each with its own answer (`docs/sessions.md`)."""
+"""Sessions: prompts that grow by chunks, each with its own answer (`docs/guide/sessions.md`)."""

@@ -1,4 +1,4 @@
-"""Every check of `swell doctor`, and what a finding is. `docs/doctor.md` has the table."""
+"""Every check of `swell doctor`, and what a finding is. `docs/operate/doctor.md` has the table."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ CHECKS: dict[str, Check] = {
         "Does every host reach the others at the ports of the cluster?",
         "error",
         "open cluster.ports between the hosts, in both directions, for TCP; without it, all ports; "
-        "docs/network.md lists the sockets",
+        "docs/operate/network.md lists the sockets",
     ),
     "http-links": Check(
         "Does every host reach the HTTP port of the others?",

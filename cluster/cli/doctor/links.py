@@ -35,7 +35,7 @@ def pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def parts(config: Config | None, address: str) -> list[Part]:
-    """Where a host listens whose address is this one: `docs/network.md` has the sockets."""
+    """Where a host listens whose address is this one: `docs/operate/network.md` has the sockets."""
     chosen = config.cluster.port_range if config else None
     found = [
         _part("coordinator", coordinator_ports(chosen) or CHOSEN_PORTS, address),

@@ -1,4 +1,4 @@
-"""Writes `docs/fields.md` from the code: `python -m tests.cluster.api.field_page`."""
+"""Writes `docs/reference/fields.md` from the code: `python -m tests.cluster.api.field_page`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swell.cluster.text.schema.request_body import RequestBody, not_served
 from tests.cluster.api.field_lists import ROUTES, SERVERS
 from tests.cluster.api.test_request_fields import EFFECTIVE, without_effect
 
-PAGE = Path(__file__).parents[3] / "docs" / "fields.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "fields.md"
 KINDS: dict[str, type[RequestBody]] = {
     "chat": ChatCompletionRequest,
     "completions": CompletionRequest,

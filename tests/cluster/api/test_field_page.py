@@ -1,4 +1,4 @@
-"""`docs/fields.md` agrees with the code, and each of its rows is tested."""
+"""`docs/reference/fields.md` agrees with the code, and each of its rows is tested."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """No field of a request is silently ignored: each field of every typed body is effective, is
-refused unless its value is neutral, or stands in the table of `docs/requests.md` that lists what is
+refused unless its value is neutral, or stands in the table of `docs/guide/requests.md` that lists what is
 accepted without effect, and why. So does each field of another server
 (`cluster/text/schema/known_fields.py`). A field that no body has is refused in a request, and
 ignored in a history.
@@ -37,7 +37,7 @@ from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, not
 from tests.cluster.fake_cluster import FakeCluster, body
 from tests.cluster.text import tokenizers_for_tests
 
-DOCS = Path(__file__).parents[3] / "docs" / "requests.md"
+DOCS = Path(__file__).parents[3] / "docs" / "guide" / "requests.md"
 HEADING = "## Accepted without effect"
 
 UNTYPED = [FunctionTool, FunctionChoice, AllowedToolsChoice, InputPart, *FORMS.values()]

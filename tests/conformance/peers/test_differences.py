@@ -12,7 +12,7 @@ from tests.conformance.peers.differences import DIFFERENCES
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[2] / "docs" / "compatibility.md"
+PAGE = HERE.parents[2] / "docs" / "lab" / "compatibility.md"
 
 
 def used() -> set[str]:

@@ -1,4 +1,4 @@
-"""The table of checks in `docs/doctor.md`; `python -m tests.cluster.cli.doctor.doctor_page` writes
+"""The table of checks in `docs/operate/doctor.md`; `python -m tests.cluster.cli.doctor.doctor_page` writes
 it."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from swell.cluster.cli.doctor.checks import CHECKS
 from tests import marked_page
 from tests.test_layers import ROOT
 
-PAGE = ROOT / "docs" / "doctor.md"
+PAGE = ROOT / "docs" / "operate" / "doctor.md"
 NAME = "checks"
 
 

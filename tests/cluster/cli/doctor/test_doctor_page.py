@@ -1,4 +1,4 @@
-"""`docs/doctor.md` lists every check with its remedy, and every field of the JSON."""
+"""`docs/operate/doctor.md` lists every check with its remedy, and every field of the JSON."""
 
 from __future__ import annotations
 
