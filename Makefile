@@ -97,7 +97,7 @@ bench: $(VENV)/.bench
 
 # The same, into the page: cases that do not run keep their rows.
 bench-docs:
-	$(MAKE) bench BENCH_TO=docs ARGS="--markdown docs/lab/performance.md $(ARGS)"
+	$(MAKE) bench BENCH_TO=docs/lab ARGS="--markdown docs/lab/performance.md $(ARGS)"
 
 $(VENV)/.bench: $(STAMP)
 	$(PIP) install --editable '.[bench]'

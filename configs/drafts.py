@@ -1,4 +1,5 @@
-"""Speculative decoding: tokens that are guessed and computed ahead (`docs/operate/speculative-decoding.md`)."""
+"""Speculative decoding: tokens that are guessed and computed ahead. See
+`docs/operate/speculative-decoding.md`."""
 
 from __future__ import annotations
 

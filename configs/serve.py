@@ -113,11 +113,11 @@ class ServeConfig(SessionLimits, frozen=True):
     request_chat_template: bool = False
     """Whether a request may contain a chat template: it is a program that may run for long."""
     tool_parser: Text = "auto"
-    """How the model writes tool calls: a name in `docs/reference/formats.md`, as hermes or qwen3_coder;
-    `auto` detects it from the chat template; `none`."""
+    """How the model writes tool calls: a name in `docs/reference/formats.md`, as hermes or
+    qwen3_coder; `auto` detects it from the chat template; `none`."""
     reasoning_parser: Text = "auto"
-    """How the model marks its reasoning: a name in `docs/reference/formats.md`, as think or harmony; `auto`
-    and `none` as above."""
+    """How the model marks its reasoning: a name in `docs/reference/formats.md`, as think or
+    harmony; `auto` and `none` as above."""
     stored_responses: NonNegative = 1000
     """Answers of `/v1/responses` that are stored, for requests that continue or retrieve them; 0:
     none. The least recently used are dropped first."""

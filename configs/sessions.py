@@ -1,4 +1,5 @@
-"""Keys of the section `serve` about sessions: prompts that grow by chunks (`docs/guide/sessions.md`)."""
+"""Keys of the section `serve` about sessions, prompts that grow by chunks. See
+`docs/guide/sessions.md`."""
 
 from __future__ import annotations
 

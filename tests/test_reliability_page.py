@@ -1,4 +1,4 @@
-"""Each claim of `docs/design/failover.md` stands on the page and is asserted by tests that exist."""
+"""Each claim of `docs/design/failover.md` stands there and is asserted by tests that exist."""
 
 from __future__ import annotations
 

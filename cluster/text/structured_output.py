@@ -1,4 +1,4 @@
-"""The form that an answer must have, as a grammar that workers follow (docs/guide/structured-output.md).
+"""The form of an answer as a grammar that workers follow (`docs/guide/structured-output.md`).
 
 Every kind of `structured_outputs` becomes one text in Lark's notation. It is compiled once here, so
 that the sender of a refused request gets the reason; what reaches a worker compiles there too. A

@@ -49,8 +49,8 @@ def test_the_metrics_of_a_rule_exist(rule: dict) -> None:
         assert set(pattern.split("|")) <= values
 
 
-def test_the_operations_page_has_each_alert_and_no_other() -> None:
-    page = (ROOT / "docs" / "operate" / "install.md").read_text()
+def test_the_monitoring_page_has_each_alert_and_no_other() -> None:
+    page = (ROOT / "docs" / "operate" / "monitoring.md").read_text()
     named = re.findall(r"^\| `(Swell\w+)`", page, re.MULTILINE)
     assert named == [rule["alert"] for rule in RULES]
 

@@ -18,8 +18,9 @@ from tests.test_layers import ROOT
 
 SECTIONS = {field.name: field.type for field in msgspec.structs.fields(Config)}
 KEY = re.compile(rf"`({'|'.join(SECTIONS)})\.([a-z_]+)[`:= ]")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OPERATIONS = ROOT / "docs" / "operate" / "install.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SCALING = ROOT / "docs" / "operate" / "scaling.md"
+UPGRADES = ROOT / "docs" / "operate" / "upgrades.md"
 METRIC = re.compile(r"\bswell_[a-z0-9_]+\b(?:\{([a-z_]+)\})?")
 ROUTE = re.compile(r"`(GET|POST|DELETE) (/[^ `?]*)")
 PROBE = re.compile(r"`(/(?:v1/|admin/)?[a-z_]+(?:\.json)?)`")
@@ -53,7 +54,7 @@ def test_a_key_that_does_not_exist_is_found() -> None:
 
 
 def test_the_defaults_of_the_autoscaler_are_those_on_the_page() -> None:
-    table = OPERATIONS.read_text().partition("| key of `autoscaling` |")[2].partition("\n\n")[0]
+    table = SCALING.read_text().partition("| key of `autoscaling` |")[2].partition("\n\n")[0]
     shown = dict(re.findall(r"^\| `([a-z_]+)` \| ([^|]+?) \|", table, re.MULTILINE))
     kind = SECTIONS["autoscaling"]
     defaults = {field.name: field.default for field in msgspec.structs.fields(kind)}
@@ -66,7 +67,7 @@ def test_the_defaults_of_the_autoscaler_are_those_on_the_page() -> None:
 
 def test_the_keys_that_an_upgrade_changes_are_those_on_the_page() -> None:
     """A name without a section is of the section before it."""
-    text = OPERATIONS.read_text().partition("\nWhat changes: ")[2].partition(". The conf")[0]
+    text = UPGRADES.read_text().partition("\nWhat changes: ")[2].partition(". The conf")[0]
     text, _, rest = text.partition("; of `scheduler` all but ")
     found, section = set(), ""
     for name in NAMES.findall(text):
@@ -78,7 +79,7 @@ def test_the_keys_that_an_upgrade_changes_are_those_on_the_page() -> None:
 
 
 def test_the_keys_of_a_model_that_no_upgrade_changes_are_on_the_page() -> None:
-    named = set(NAMES.findall(OPERATIONS.read_text()))
+    named = set(NAMES.findall(UPGRADES.read_text()))
     assert set(text_files._CONFIG_KEYS) <= named
 
 

@@ -22,7 +22,7 @@ MIB = 2**20
 HOURS = {4: "four"}
 COUNTS = {2: "doubles", 5: "five", 8: "eighth"}
 LIMITS = {
-    "operations": [
+    "scaling": [
         f"A queue that will be empty within {autoscaler.DRAIN_S:g} s does not count",
         f"nine of ten requests of the last {WINDOW_S:g} s",
         f"(at least {load_signals._MIN_REQUESTS} of them)",
@@ -32,7 +32,9 @@ LIMITS = {
         f"one that finds no room within {placement._RESERVE_TIMEOUT_S:g} s is taken back",
         f"and {node_drains.HANDOVER_S:g} s before the end (the only engine: "
         f"{node_drains.HANDOVER_S:g} s before)",
-        f"up to {HOURS[int(schema.MAX_DRAIN_S / 3600)]} hours",
+    ],
+    "upgrades": [f"up to {HOURS[int(schema.MAX_DRAIN_S / 3600)]} hours"],
+    "monitoring": [
         f"engines are missing after {COUNTS[backoff.MAX_FAILURES]} attempts",
         f"{COUNTS[int(backoff._LONGEST_S / 60)]} minutes after the last attempt at the latest",
     ],
@@ -63,7 +65,8 @@ LIMITS = {
 
 @pytest.mark.parametrize("page", LIMITS)
 def test_the_limits_on_a_page_are_those_of_the_code(page: str) -> None:
-    text = " ".join((ROOT / "docs" / f"{page}.md").read_text().split())
+    (path,) = (ROOT / "docs").rglob(f"{page}.md")
+    text = " ".join(path.read_text().split())
     assert [limit for limit in LIMITS[page] if limit not in text] == []
 
 

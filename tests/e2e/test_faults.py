@@ -1,8 +1,8 @@
 """Faults of one process or of several at once: every answer ends, and equals that of an undisturbed
 cluster.
 
-A part of the matrix of docs/lab/fault-matrix.md, which `make fault-matrix` runs as a whole. A cell waits
-until the process that was hit is gone and has a successor (or, if it was only slow, until all
+A part of the matrix of docs/lab/fault-matrix.md, which `make fault-matrix` runs as a whole. A cell
+waits until the process that was hit is gone and has a successor (or, if it was only slow, until all
 processes have been the same for a while), so a fault that did nothing cannot pass.
 """
 

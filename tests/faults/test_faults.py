@@ -451,7 +451,7 @@ def test_results_are_good_or_not_and_read_back(tmp_path: Path) -> None:
 
 
 def test_the_page_of_this_repository_has_every_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "design" / "failover.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "lab" / "fault-matrix.md").read_text()
     for name in (*command.SETUPS, *command.HOST_SETUPS):
         assert page.partition(f"<!-- {name} -->\n")[2].partition("<!-- end -->")[1]
 

@@ -1,4 +1,5 @@
-"""`python -m tests.zoo [KIND...] [--page docs/reference/models.md]`: every causal model of transformers."""
+"""Every causal model of transformers:
+`python -m tests.zoo [KIND...] [--page docs/reference/models.md]`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Every field at the top of the request bodies of OpenAI, vLLM and SGLang, and wha
 it. This page is made from the code by `python -m tests.cluster.api.field_page`, and
 `tests/cluster/api/test_field_page.py` tries each row.
 
-- *served*: it has the effect that its name means ([requests.md](requests.md)).
+- *served*: it has the effect that its name means ([requests.md](../guide/requests.md)).
 - *means*: another name of a field of ours; both together are a 400.
 - *taken*: any value; it changes nothing in the answer.
 - *refused*: a 400 that names it, unless its value is neutral: null, or one of those that are

@@ -1,6 +1,6 @@
 """No field of a request is silently ignored: each field of every typed body is effective, is
-refused unless its value is neutral, or stands in the table of `docs/guide/requests.md` that lists what is
-accepted without effect, and why. So does each field of another server
+refused unless its value is neutral, or stands in the table of `docs/guide/requests.md` that lists
+what is accepted without effect, and why. So does each field of another server
 (`cluster/text/schema/known_fields.py`). A field that no body has is refused in a request, and
 ignored in a history.
 """

@@ -15,7 +15,7 @@ from tests.test_layers import ROOT
 
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "configs" / "ray").iterdir()),
     *sorted((ROOT / "configs" / "k8s").iterdir()),
     *sorted((ROOT / "cluster" / "cli").rglob("*.py")),

@@ -1,5 +1,5 @@
-"""Expectations of peers' tests that Swell does not meet, with the reason. `docs/lab/compatibility.md`
-has the same table, and `test_differences.py` compares both."""
+"""Expectations of peers' tests that Swell does not meet, with the reason.
+`docs/lab/compatibility.md` has the same table, and `test_differences.py` compares both."""
 
 from __future__ import annotations
 

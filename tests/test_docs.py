@@ -1,0 +1,72 @@
+"""Links of the documentation lead somewhere, and each page is reached from the index."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+INDEX = ROOT / "docs" / "index.md"
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+PATH = re.compile(r"(?<![\w/])docs/[\w/-]+\.(?:md|svg|json)\b")
+
+
+def links(text: str) -> list[str]:
+    """Targets of the links to files of this repository."""
+    return [link for link in LINK.findall(CODE.sub("", text)) if "://" not in link]
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    fenced = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(fenced))
+    return {heading.strip().replace(" ", "-") for heading in plain}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in links(page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n[one](page.md#a-page) [two](page.md#b) [three](other.md) `[x](y)`")
+    assert broken_links(page) == ["page.md#b", "other.md"]
+
+
+def test_the_index_links_every_page() -> None:
+    linked = {(INDEX.parent / link).resolve() for link in links(INDEX.read_text())}
+    assert set((ROOT / "docs").rglob("*.md")) - linked == {INDEX}
+
+
+def test_paths_of_pages_exist() -> None:
+    """Code, configuration files and pages name pages by their path in the repository."""
+    sources = [
+        path
+        for folder in ("cluster", "configs", "coordinator", "engine", "kernels", "tests", "worker")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".yaml", ".sh"} and path != Path(__file__)
+    ]
+    named = {
+        (name, str(path.relative_to(ROOT)))
+        for path in [*sources, *PAGES, ROOT / "Makefile"]
+        for name in PATH.findall(path.read_text())
+    }
+    assert len(named) > 20
+    assert {(name, path) for name, path in named if not (ROOT / name).exists()} == set()
