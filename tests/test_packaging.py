@@ -76,7 +76,7 @@ def test_the_wheel_holds_every_file_of_ours(wheel: Path) -> None:
         for path in (ROOT / floor).rglob(pattern)
     } - {"configs/models/train.py"}
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.yaml")}
-    assert {"engine/scheduler.py", "kernels/cpu/build.py"} < wanted
+    assert {"engine/core.py", "kernels/cpu/build.py"} < wanted
     packed = {p.relative_to(wheel / "swell").as_posix() for p in (wheel / "swell").rglob("*.*")}
     assert wanted - packed == set()
     assert not any(name.startswith("tests/") for name in packed)
@@ -87,9 +87,10 @@ def test_the_wheel_holds_every_file_of_ours(wheel: Path) -> None:
 @pytest.mark.slow
 def test_the_wheel_is_what_is_imported(wheel: Path, tmp_path: Path) -> None:
     code = (
-        "import swell.engine.scheduler, swell.cluster.local, swell.cluster.cli.main, swell.kernels;"
+        "import swell.cluster.local, swell.cluster.cli.main, swell.kernels;"
+        "import swell.engine.core as module;"
         "from swell import LLM, SamplingParams;"
-        "print(swell.engine.scheduler.__file__)"
+        "print(module.__file__)"
     )
     run = subprocess.run(
         [sys.executable, "-c", code],
@@ -100,7 +101,7 @@ def test_the_wheel_is_what_is_imported(wheel: Path, tmp_path: Path) -> None:
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == str(wheel / "swell" / "engine" / "scheduler.py")
+    assert run.stdout.strip() == str(wheel / "swell" / "engine" / "core.py")
 
 
 def test_the_package_alone_imports_no_library() -> None:
