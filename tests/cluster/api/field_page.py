@@ -46,7 +46,7 @@ that is in no list is a 400, or ignored with a warning (`serve.unknown_fields`).
 content parts, calls, items and tools unknown fields are ignored.
 
 `include_timings` is no other server's: with `true` the answer, or the last event of its stream, has
-`timings`, at all of these routes and at `/v1/messages` ([requests.md](requests.md)).
+`timings`, at all of these routes and at `/v1/messages` ([requests.md](../guide/requests.md)).
 """
 
 
