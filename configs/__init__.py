@@ -1,1 +1,1 @@
-"""Knobs: one schema, many YAML files."""
+"""The configuration of Swell: one schema, many YAML files."""

@@ -1,14 +1,14 @@
-"""The files of an adapter, as PEFT's `save_pretrained` writes them, read within bounds.
+"""Reads the files of a LoRA adapter, as PEFT's `save_pretrained` writes them, with size limits.
 
     FOLDER/adapter_config.json          rank, scale, and the modules that it adapts
     FOLDER/adapter_model.safetensors    base_model.model.MODULE.lora_A.weight  [rank, in]
                                         base_model.model.MODULE.lora_B.weight  [out, rank]
 
 An adapted module computes y = W x + scale * B (A x), with scale = alpha / rank, or with
-`use_rslora` alpha / sqrt(rank). What changes the product in another way is refused by name. Command
-line, ingress and worker read the same; none of it is a program.
+`use_rslora` alpha / sqrt(rank). Any setting that changes this formula is refused, and the error
+names it. The command line, ingresses and workers use the same reader; it runs no code of the files.
 
-Raises `ConfigError` and nothing else.
+Raises only `ConfigError`.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ _NO_MATTER = {
     "revision", "runtime_config", "task_type", "qalora_group_size", "megatron_core",
     "ensure_weight_tying",
 }  # fmt: skip
-"""Of training, and of keys that are refused where they are set."""
+"""Keys that concern training only, and keys whose effect depends on another key that is refused."""
 _NEUTRAL: dict[str, Any] = {"bias": "none"}
-"""Value of a key that changes nothing, beside those that change nothing of any key: null, false, an
-empty text, list or object. A number may always be an index: 0 is the first layer."""
+"""Key -> value with which it changes nothing. Null, false and empty texts, lists and objects change
+nothing for any key. A number never counts as neutral: 0 may be the index of the first layer."""
 _KEEPS_BASE = ("gaussian", "eva", "orthogonal", "lora_ga")
-"""Values of `init_lora_weights` with which training leaves the weights of the model as they are."""
+"""Values of `init_lora_weights` with which training leaves the weights of the base model
+unchanged."""
 _MODULE = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
 _CHUNK_BYTES = 2**20
 
 
 class AdapterTensor(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """As the header of the file describes one."""
+    """One tensor as the safetensors header describes it."""
 
     dtype: str
     shape: list[int]
@@ -68,7 +69,7 @@ class AdapterTensor(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class AdapterModule(NamedTuple):
-    """What an adapter adds to one module."""
+    """The matrices that an adapter adds to one module."""
 
     a: AdapterTensor
     """[rank, in]"""
@@ -79,24 +80,25 @@ class AdapterModule(NamedTuple):
 
 
 class AdapterFiles(NamedTuple):
-    """One adapter, all but the numbers."""
+    """One adapter without the values of its matrices."""
 
     name: str
     folder: Path
     modules: dict[str, AdapterModule]
-    """Module, as the model's checkpoint names it without `.weight` -> its matrices."""
+    """Name of a module in the base model's checkpoint, without `.weight` -> its matrices."""
     targets: list[str] | str
     """`target_modules`."""
     data_start: int
-    """Where in the file the offsets of its tensors begin."""
+    """Position in the file from which the `data_offsets` of its tensors count."""
 
     @property
     def weights(self) -> Path:
         return self.folder / WEIGHTS_NAME
 
     def adapts(self, module: str) -> bool:
-        """Whether `target_modules` names a linear module: in full, or by the last of its parts. A
-        pattern of a file is not run: it names the modules that the weights have."""
+        """Whether `target_modules` names a linear module, by its full name or by its last parts. A
+        regular expression in a file is not run: then the modules are those that the weights
+        contain."""
         if self.targets == ALL_LINEAR:
             return True
         if isinstance(self.targets, str):
@@ -105,7 +107,7 @@ class AdapterFiles(NamedTuple):
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """The keys of adapter_config.json that are read."""
+    """The keys of adapter_config.json that are used."""
 
     peft_type: str
     r: int
@@ -117,7 +119,7 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 def read_adapter(name: str, folder: str, max_rank: int) -> AdapterFiles:
-    """Check both files and return what they say; the numbers are not read."""
+    """Checks both files and returns their contents without the values of the matrices."""
     where, path = f"adapter {shown(name)}", Path(folder)
     if not _is_folder(path):
         raise ConfigError(
@@ -149,13 +151,13 @@ def read_adapter(name: str, folder: str, max_rank: int) -> AdapterFiles:
 
 
 def check_adapter(name: str, folder: str, max_rank: int) -> Adapter:
-    """The adapter in a folder of this host, whose files are checked and read."""
+    """Reads and checks an adapter in a folder of this host, and returns it with its digest."""
     read_adapter(name, folder, max_rank)
     return Adapter(name, folder, adapter_digest(name, folder))
 
 
 def adapters_of(lora: LoraConfig) -> dict[str, Adapter]:
-    """Name -> adapter of the configuration. Reads all their files."""
+    """Returns name -> adapter for the adapters of the configuration. Reads all their files."""
     return {
         name: Adapter(name, folder, adapter_digest(name, folder))
         for name, folder in lora.adapters.items()
@@ -163,13 +165,13 @@ def adapters_of(lora: LoraConfig) -> dict[str, Adapter]:
 
 
 def check_adapters(lora: LoraConfig) -> None:
-    """Refuse adapters that no model could use."""
+    """Raises `ConfigError` for adapters that no model could use."""
     for name, folder in lora.adapters.items():
         read_adapter(name, folder, lora.max_rank)
 
 
 def adapter_digest(name: str, folder: str) -> str:
-    """Of its two files, and so of what it computes."""
+    """Returns a digest of both files, which identifies what the adapter computes."""
     found = hashlib.blake2b(digest_size=16)
     for file_name in (CONFIG_NAME, WEIGHTS_NAME):
         path = Path(folder, file_name)
@@ -186,7 +188,8 @@ def adapter_digest(name: str, folder: str) -> str:
 
 
 def _is_folder(path: Path) -> bool:
-    """One of a name that no file can have, or that may not be entered, is none."""
+    """Whether this is a folder. False for a name that no file can have or a folder without
+    access."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -218,7 +221,7 @@ def _read_settings(path: Path, where: str) -> _Settings:
 
 
 def _refuse_other_methods(raw: Mapping[str, Any], where: str) -> None:
-    """Every key that would change what is computed."""
+    """Raises `ConfigError` for any key that would change what is computed."""
     if raw.get("peft_type") != "LORA":
         raise ConfigError(
             f"{where}: peft_type={shown(raw.get('peft_type'))} is not supported, only 'LORA'; "
@@ -242,7 +245,7 @@ def _refuse_other_methods(raw: Mapping[str, Any], where: str) -> None:
 
 
 def _named(key: str) -> str:
-    """A key of a file, which may be any text."""
+    """Formats a key of a file, which may be any text, for an error message."""
     return key if key.isidentifier() and len(key) <= SHOWN_CHARS else shown(key)
 
 
@@ -276,7 +279,7 @@ def _check_numbers(settings: _Settings, where: str) -> None:
 
 
 def _read_header(folder: Path, where: str) -> tuple[dict[str, AdapterTensor], int]:
-    """The tensors that the file describes, and where their data begins."""
+    """Returns the tensors that the file describes, and the position where their data begins."""
     path = folder / WEIGHTS_NAME
     try:
         size_bytes = path.stat().st_size
@@ -330,7 +333,7 @@ def _check_place(key: str, tensor: AdapterTensor, data_bytes: int, where: str) -
 
 
 def _module_of(key: str, where: str) -> tuple[str, str]:
-    """The module of a tensor, and which of its matrices the tensor is."""
+    """Returns the module of a tensor and which of its matrices the tensor is, A or B."""
     for ending, matrix in _MATRICES.items():
         module = key.removeprefix(_PREFIX).removesuffix(ending)
         if key.startswith(_PREFIX) and key.endswith(ending) and _MODULE.match(module):
@@ -359,8 +362,8 @@ def _pair(
 
 
 def _of_pattern(pattern: Mapping[str, float], module: str, default: float) -> float:
-    """The first entry that names the module, in full or by its last parts; `^` at its begin: only
-    in full."""
+    """Returns the value of the first entry that names the module, by its full name or by its last
+    parts, else the default. An entry that starts with `^` matches only the full name."""
     for name, value in pattern.items():
         whole = name.removeprefix("^")
         if module == whole or (whole == name and module.endswith(f".{name}")):

@@ -1,5 +1,5 @@
-"""Files of folders that others have filled: none is read further than it may be long, and none that
-has no end or keeps its reader waiting, such as a device or a fifo."""
+"""Reads files of folders that other people or programs have filled. No file is read beyond a size
+limit, and devices and FIFOs are refused, because reading them may never end."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_CONFIG_BYTES = 8 * 2**20
-"""Of config.json and its like: those that list the quantized modules have some 100 KB."""
+"""Limit for config.json and similar files: one that lists the quantized modules has some 100 KB."""
 MAX_INDEX_BYTES = 64 * 2**20
-"""Of a checkpoint's list of shards: those of the largest models have some 20 MB."""
+"""Limit for a checkpoint's index of shards: that of the largest models has some 20 MB."""
 MAX_TEXT_FILE_BYTES = 512 * 2**20
-"""Of a tokenizer's file: those of large vocabularies have 40 MB."""
+"""Limit for a tokenizer's file: that of a large vocabulary has 40 MB."""
 _CHUNK_BYTES = 2**20
 
 
 def read_file(path: Path, limit_bytes: int) -> bytes:
-    """All of a regular file. Raises OSError, also where it is longer."""
+    """Reads a regular file. Raises OSError, also if the file is longer than the limit."""
     return b"".join(_chunks(path, limit_bytes))
 
 
 def digest_file(path: Path, limit_bytes: int, digest_bytes: int) -> str:
-    """The digest of a regular file, which is not held in memory. Raises OSError."""
+    """Returns the digest of a regular file without holding it in memory. Raises OSError."""
     digest = hashlib.blake2b(digest_size=digest_bytes)
     for chunk in _chunks(path, limit_bytes):
         digest.update(chunk)
@@ -32,7 +32,7 @@ def digest_file(path: Path, limit_bytes: int, digest_bytes: int) -> str:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a regular file. Raises OSError, and waits for nobody."""
+    """Opens a regular file and returns its descriptor. Never blocks. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,9 +1,9 @@
-"""Limits of memory and processor time that control groups (`cgroup`, version 1 and 2) set for this
-process. A container has the host's `/proc/meminfo` and processors, and these limits.
+"""Reads the limits of memory and CPU time that control groups (`cgroup`, versions 1 and 2) set for
+this process. A container sees the host's `/proc/meminfo` and processors, and has these limits.
 
-A limit holds for a group and all below it, so the tightest one of this process's group and of those
-above it counts. Each function takes the folder that stands for `/`. A file that is missing or
-damaged sets no limit.
+A limit applies to a group and to all groups below it, so the tightest one of this process's group
+and its parents counts. Each function accepts the folder that stands for `/`. A file that is missing
+or damaged sets no limit.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from typing import NamedTuple
 
 ROOT = Path("/")
 _NO_LIMIT_BYTES = 2**60
-"""Version 1 writes the largest number of pages where there is no limit."""
+"""Larger values mean no limit: version 1 writes the largest number of pages then."""
 _MAX_FILE_BYTES = 2**20
-"""Of a file of the kernel that is read."""
+"""Maximum size of a kernel file that is read."""
 
 
 class MemoryLimit(NamedTuple):
     limit_bytes: int
     available_bytes: int
-    """What the group may still allocate: its page cache counts as free, as in MemAvailable."""
+    """Bytes that the group may still allocate: its page cache counts as free, as in
+    MemAvailable."""
     source: str
-    """The file that has the limit."""
+    """The file that sets the limit."""
 
 
 class CpuQuota(NamedTuple):
     cores: float
-    """Seconds of processor time in each second."""
+    """Seconds of CPU time per second."""
     source: str
 
 
@@ -40,7 +41,7 @@ class _Group(NamedTuple):
 
 
 def memory_limit(root: Path = ROOT) -> MemoryLimit | None:
-    """The limit that leaves the least; None: there is none."""
+    """Returns the limit that leaves the least memory, or None if there is no limit."""
     found = [limit for group in _groups("memory", root) for limit in _memory_limits(group)]
     if not found:
         return None
@@ -49,7 +50,7 @@ def memory_limit(root: Path = ROOT) -> MemoryLimit | None:
 
 
 def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
-    """The smallest quota; None: there is none."""
+    """Returns the smallest quota, or None if there is no quota."""
     found = [quota for group in _groups("cpu", root) if (quota := _quota(group))]
     if not found:
         return None
@@ -58,7 +59,8 @@ def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
 
 
 def _memory_limits(group: _Group) -> Iterator[MemoryLimit]:
-    """Above `memory.high` the kernel slows a group down, above the others it ends processes."""
+    """Yields the memory limits of one group. Above `memory.high` the kernel throttles a group;
+    above the others it kills processes."""
     folder = group.folder
     names, used_name, prefix = ["memory.max", "memory.high"], "memory.current", ""
     if group.version == 1:
@@ -73,7 +75,7 @@ def _memory_limits(group: _Group) -> Iterator[MemoryLimit]:
 
 
 def _cached_bytes(file: Path, prefix: str) -> int:
-    """Bytes of files, which the kernel drops when it needs memory."""
+    """Returns the bytes of cached files, which the kernel drops when it needs memory."""
     names = (f"{prefix}active_file", f"{prefix}inactive_file")
     lines = (line.partition(" ") for line in _read(file).splitlines())
     return sum(_number(value) or 0 for name, _, value in lines if name in names)
@@ -93,8 +95,8 @@ def _quota(group: _Group) -> CpuQuota | None:
 
 
 def _groups(controller: str, root: Path) -> Iterator[_Group]:
-    """The group of this process that has the controller, and those above it, as far as they are
-    mounted. A controller of a tree of version 1 is in none of version 2."""
+    """Yields the group of this process that has the controller, and its parents as far as they are
+    mounted. A controller in a version 1 tree is not in the version 2 tree."""
     own = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines()]
     paths = {name: fields[2] for fields in own if len(fields) == 3 for name in fields[1].split(",")}
     mounts = list(_mounts(root))
@@ -106,8 +108,9 @@ def _groups(controller: str, root: Path) -> Iterator[_Group]:
 
 
 def _up(version: int, path: str, top: str, folder: Path) -> Iterator[_Group]:
-    """`top`: the group that is mounted at `folder`. A path that is not below it is outside of this
-    process's namespace."""
+    """Yields the group at `path` and its parents. `top` is the group that is mounted at `folder`.
+    If `path` is not below `top`, it is outside of this process's namespace, and only `folder` is
+    used."""
     try:
         below = PurePosixPath(path).relative_to(top)
     except ValueError:
@@ -119,7 +122,8 @@ def _up(version: int, path: str, top: str, folder: Path) -> Iterator[_Group]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[int, list[str], str, str]]:
-    """Version, controllers, mounted group and folder of each tree (`man 5 proc_pid_mountinfo`)."""
+    """Yields version, controllers, mounted group and folder of each tree (see `man 5
+    proc_pid_mountinfo`)."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, (kind, *rest) = left.split(), (right.split() or [""])
@@ -129,7 +133,7 @@ def _mounts(root: Path) -> Iterator[tuple[int, list[str], str, str]]:
 
 
 def _unescaped(text: str) -> str:
-    """The kernel writes blanks as `\\040`."""
+    """Decodes octal escapes: the kernel writes a blank as `\\040`."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
@@ -142,7 +146,7 @@ def _read(file: Path) -> str:
 
 
 def _number(text: str) -> int | None:
-    """None: `max`, -1, or no number."""
+    """Parses a number; returns None for `max`, -1 and anything else that is not a number."""
     text = text.strip()
     return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None
 

@@ -1,5 +1,5 @@
-"""Speculative decoding: tokens that are guessed and computed ahead. See
-`docs/operate/speculative-decoding.md`."""
+"""The section `drafts`: speculative decoding, which proposes draft tokens and verifies them in one
+step (`docs/operate/speculative-decoding.md`)."""
 
 from __future__ import annotations
 
@@ -10,54 +10,56 @@ from msgspec import Meta
 from swell.configs.section import ConfigError, FilledText, Section
 
 MAX_DRAFTS = 32
-"""Most drafts of a row in one step, and most tokens of a match."""
+"""Maximum number of draft tokens of a row in one step, and of tokens in an n-gram match."""
 
 
 OF_MODELS = ("model", "eagle", "eagle3")
 """Methods that need `drafts.model`."""
 BY_WORKERS = (*OF_MODELS, "mtp")
-"""Methods by which the workers guess, with weights of their own."""
+"""Methods for which the workers propose drafts, with additional weights."""
 
 
 class DraftModelConfig(Section, frozen=True):
-    """A small model of the same vocabulary, beside the one that answers, or a head of that."""
+    """A small draft model with the same vocabulary as the target model, or a draft head for it."""
 
     path: FilledText
     """A local folder with config.json, or a hub id."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """As `model.load_format`."""
+    """Same as `model.load_format`."""
     backend: Literal["auto", "native", "transformers"] = "auto"
-    """As `model.backend`; heads have one of their own."""
+    """Same as `model.backend`; draft heads have an implementation of their own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of its weights and its KV; `auto`: the checkpoint's own type."""
+    """Type of its weights and its KV; `auto`: the checkpoint's own type."""
 
 
 class DraftsConfig(Section, frozen=True):
     method: Literal["none", "ngram", "model", "eagle", "eagle3", "mtp"] = "none"
-    """`ngram`: a row's next tokens are guessed to be those that followed its last ones where these
-    stood before, in its prompt or its answer (prompt lookup). `model`: a small model guesses them.
-    `eagle`, `eagle3`: a head does, which reads hidden states of the model. `mtp`: the layer for
-    multi-token prediction that comes with the model. The answers are the same."""
+    """How drafts are proposed. `ngram`: the last tokens of a row are searched in its prompt and
+    answer, and the tokens that followed them there are proposed (prompt lookup). `model`: a small
+    draft model. `eagle`, `eagle3`: a draft head that reads hidden states of the target model.
+    `mtp`: the multi-token prediction layer that comes with the model. The answers are the same with
+    each method."""
     model: DraftModelConfig | None = None
-    """The small model of `method: model`, or the head of `eagle` and `eagle3`; for `mtp` a folder
-    that has the layer, if the model's own has not. The worker that returns the tokens holds it
-    whole, and its KV beside the other model's."""
+    """The draft model of `method: model`, or the head of `eagle` and `eagle3`; for `mtp` a folder
+    that has the layer, if the model's own folder has not. The worker that returns the tokens holds
+    it unsplit, and keeps its KV besides that of the target model."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 7
-    """Most drafts of a row in one step: with the token before them eight, for which the products
-    of the CPU's kernels take little more than for one."""
+    """Maximum number of draft tokens of a row in one step. With the last sampled token these are
+    eight tokens, for which the CPU kernels' matrix products take little longer than for one."""
     min_match: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 3
-    """Last tokens that must have stood before. Fewer give more drafts, of which more are wrong."""
+    """Minimum number of last tokens that must match (`ngram`). A smaller number gives more drafts,
+    but more of them are wrong."""
     max_match: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 8
-    """Last tokens that are compared: of several places the one where most of them match is taken,
-    and of these the newest."""
+    """Maximum number of last tokens that are compared (`ngram`): the place where most of them match
+    is used, and of several such places the newest."""
     max_step_tokens: Annotated[int, Meta(ge=2, le=4096)] = 48
-    """Tokens of a step up to which its rows have drafts. With more tokens the device is busy
-    anyway, and a wrong draft costs as much as a right one gains: on CPU that begins at some tens,
-    on a GPU at some hundreds."""
+    """Rows get drafts only in steps of up to this many tokens. In larger steps the device is busy
+    anyway, and a wrong draft costs as much as a right one saves: on a CPU this begins at some tens
+    of tokens, on a GPU at some hundreds."""
 
     @property
     def step_tokens(self) -> int:
-        """Most tokens of a step in which rows have drafts; 0: none ever has."""
+        """The largest step, in tokens, in which rows have drafts; 0 if drafts are off."""
         return 0 if self.method == "none" else self.max_step_tokens
 
 

@@ -1,4 +1,5 @@
-"""The part of a configuration that its user has written: the other keys have their defaults."""
+"""The part of a configuration that the user has written, without the keys that have their
+defaults."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from swell.configs.schema import load, override, read_source
 
 
 def given_settings(source: str, overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sections of the keys that a source of `load` and the overrides have, with the values that
-    they get there. Raises `ConfigError`."""
+    """Returns the sections with the keys that the source or the overrides contain, and the values
+    that `load` gives them. Raises `ConfigError`."""
     whole = msgspec.to_builtins(load(source, overrides))
     data, _ = read_source(source)
     for key, value in overrides.items():

@@ -1,4 +1,4 @@
-"""Calls that may never return, such as reads of a folder on a file server that is gone."""
+"""Runs calls that may never return, such as reads of a folder on an unreachable file server."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ T = TypeVar("T")
 
 
 class TooManyCalls(RuntimeError):
-    """So many are under way that one more is refused: they may hang."""
+    """Raised if too many calls are running, perhaps because they hang."""
 
 
 class HangingCalls:
-    """Each call has a thread of its own, which holds up neither other calls nor the exit of the
-    process. From any thread."""
+    """Runs each call in a thread of its own, so that a hanging call blocks neither other calls nor
+    the exit of the process. Thread-safe."""
 
     def __init__(self, name: str, limit: int) -> None:
-        """`limit`: of the calls that are under way."""
+        """`limit` is the maximum number of running calls."""
         self._name, self._limit = name, limit
         self._count = 0
         self._lock = threading.Lock()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Raises TooManyCalls."""
+        """Starts the call and returns its future. Raises TooManyCalls."""
         with self._lock:
             if self._count >= self._limit:
                 raise TooManyCalls(
@@ -33,13 +33,13 @@ class HangingCalls:
                 )
             self._count += 1
         future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # who waits no longer does not cancel it
+        future.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
         thread = threading.Thread(
             target=self._run, args=(call, future), name=self._name, daemon=True
         )
         try:
             thread.start()
-        except RuntimeError as error:  # the system has no more
+        except RuntimeError as error:  # the system cannot start more threads
             self._done()
             raise TooManyCalls(f"no thread can be started ({error}); try again later") from None
         return future

@@ -1,5 +1,5 @@
-"""The identity of a configuration: an engine is adopted only by a configuration of equal
-identity."""
+"""The identity of a configuration: a controller adopts a running engine only if the identity of its
+configuration is the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_OF_ENGINES: dict[str, tuple[str, ...]] = {
     "parallel": ("data", "prefill_engines", "prefill_min_tokens"),
     "cluster": ("max_engines", "drain_timeout_s"),
 }
-"""Keys that may change while engines keep running: no engine, worker or coordinator reads them,
+"""Keys that may change while engines keep running. No engine, worker or coordinator reads them,
 except `parallel.data`, by which an engine divides the cores of its machine when it starts. The
 whole sections `serve` and `autoscaling` may change, too. All other keys count, so that a new key is
 safe by default. `cluster.min_engines` counts, because workers reserve memory for the experts that
@@ -54,13 +54,13 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
     ),
     "drafts": ("method", "model", "max_tokens", "min_match", "max_match", "max_step_tokens"),
 }
-"""Keys that engines of one cluster may have different values of. Coordinator and ingresses depend
-on the others."""
+"""Keys whose values may differ between the engines of one cluster. The coordinator and the
+ingresses depend on all other keys."""
 
 
 def identity(config: Config) -> str:
-    """A hash of all keys that engines depend on. Compute it from the configuration as it was given:
-    `model.device=auto` may resolve differently after a node has joined."""
+    """Returns a hash of all keys that engines depend on. Compute it from the configuration as the
+    user wrote it: `model.device=auto` may resolve differently after a node has joined."""
     data = msgspec.to_builtins(config)
     del data["serve"], data["autoscaling"]
     for section, keys in _NOT_OF_ENGINES.items():
@@ -71,14 +71,15 @@ def identity(config: Config) -> str:
 
 
 def versioned_keys() -> frozenset[str]:
-    """As `section.key`: what an upgrade may change."""
+    """Returns the keys, as `section.key`, that an upgrade may change."""
     return frozenset(f"{section}.{key}" for section, keys in _OF_VERSIONS.items() for key in keys)
 
 
 def family(config: Config, text_digest: str) -> str:
-    """A hash of what no upgrade changes; `text_digest`: of the files by which ingresses read and
-    write text. Another configuration of the same family is a new version of the same cluster.
-    Engines that share experts form one group, so theirs has no other version."""
+    """Returns a hash of everything that no upgrade changes. `text_digest` is a digest of the files
+    by which ingresses read and write text. Another configuration of the same family is a new
+    version of the same cluster. Engines that share experts form one group, so they cannot run two
+    versions: their family is the identity."""
     data = msgspec.to_builtins(config)
     data["model"]["name"] = config.model.served_name
     if config.parallel.expert:

@@ -1,4 +1,4 @@
-"""JSON of files that other programs wrote."""
+"""Parses JSON files that other programs wrote."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raises ValueError for whatever is no JSON, or is nested too deeply to be read."""
+    """Parses JSON. Raises ValueError if the text is not JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

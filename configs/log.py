@@ -1,4 +1,5 @@
-"""Structured logs: one line an event, then `key=value` fields, rank and epoch where known."""
+"""Structured logs: one line per event, followed by `key=value` fields, with rank and epoch if
+known."""
 
 from __future__ import annotations
 
@@ -8,20 +9,21 @@ from typing import Any
 
 
 class KeyValueFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00 INFO swell.engine loaded rank=0 epoch=3 blocks=512`."""
+    """Formats a line as `2026-01-31T12:00:00 INFO swell.engine loaded rank=0 epoch=3
+    blocks=512`."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line of a record; a traceback follows it, if there is one."""
+        """Formats the line of a record; if there is a traceback, `logging` appends it."""
         line = super().formatMessage(record)
         fields: dict[str, Any] = getattr(record, "fields", {})
         return line + "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
 
 
 class StructuredLogger:
-    """A logger that adds the fields that it was made with to every line."""
+    """A logger that adds its constant fields to every line."""
 
     def __init__(self, name: str, **fields: Any) -> None:
         self._logger = logging.getLogger(f"swell.{name}")
@@ -37,12 +39,12 @@ class StructuredLogger:
         self._logger.error(message, extra={"fields": {**self._fields, **fields}})
 
     def exception(self, message: str, error: BaseException, **fields: Any) -> None:
-        """An error with its traceback."""
+        """Logs an error with its traceback."""
         self._logger.error(message, exc_info=error, extra={"fields": {**self._fields, **fields}})
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Send our logs to standard error. Called once by the owner of the process."""
+    """Sends Swell's logs to standard error. The entry point of a process calls this once."""
     root = logging.getLogger("swell")
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -53,7 +55,8 @@ def configure_logging(level: int = logging.INFO) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, else the name of its type."""
+    """Returns the first line of an error's message, or the name of its type if the message is
+    empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
 
 

@@ -20,17 +20,17 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS, patte
 class LoraConfig(Section, frozen=True):
     adapters: Annotated[dict[AdapterName, FilledText], Meta(max_length=MAX_ADAPTERS)] = {}
     """Name in requests -> folder in PEFT's format, relative to this file, at the same path on every
-    host. Every worker loads all of them at its start, and keeps them."""
+    host. Every worker loads all of them when it starts, and keeps them."""
     enabled: bool = False
-    """Whether further adapters may come and go while the server runs, by
-    `POST /v1/load_lora_adapter`: who may call it names folders that hosts read."""
+    """Whether further adapters may be loaded and unloaded while the server runs, with `POST
+    /v1/load_lora_adapter`: its callers choose folders that the hosts read."""
     max_adapters: Annotated[int, Meta(ge=1, le=MAX_ADAPTERS)] = 8
-    """Of those that came while the server runs, how many a worker has in memory at a time: it
-    reserves room for as many of `max_rank`. Requests with one more wait until no request uses one
-    of these; the one that was used least recently gives way."""
+    """How many of the adapters that were loaded at run time a worker holds in memory at once. It
+    reserves memory for this many adapters of rank `max_rank`. Requests for one more adapter wait
+    until no request uses one of these; the least recently used one is evicted."""
     max_rank: Annotated[int, Meta(ge=1, le=MAX_RANK)] = 16
-    """An adapter of a larger rank is refused: its rank is paid in each step that uses it. As in
-    vLLM."""
+    """An adapter with a larger rank is refused: the cost of each step that uses an adapter grows
+    with its rank. As in vLLM."""
 
     @property
     def is_on(self) -> bool:
@@ -38,24 +38,24 @@ class LoraConfig(Section, frozen=True):
 
     @property
     def reason(self) -> str:
-        """The key that turns adapters on."""
+        """The key that turns adapters on, for error messages."""
         if self.enabled:
             return "lora.enabled=true"
         return f"lora.adapters ({', '.join(map(shown, self.adapters))})"
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An adapter as requests bring it to an engine, which loads it at its first use."""
+    """An adapter as a request carries it to an engine, which loads it at its first use."""
 
     name: str
     folder: str
-    """Absolute, the same on every host."""
+    """Absolute path, the same on every host."""
     digest: str
-    """Of its files: other files are another adapter, whatever its name."""
+    """Digest of its files: other files are another adapter, even under the same name."""
 
 
 def check_lora(lora: LoraConfig, served_name: str, backend: str, runner: str, expert: bool) -> None:
-    """Raise ConfigError for what no model serves adapters with."""
+    """Raises ConfigError if the model or the parallelism does not support adapters."""
     if not lora.is_on:
         return
     if served_name in lora.adapters:

@@ -1,5 +1,5 @@
-"""Whether the name of a model is a path or the id of a model of the hub, and what a file is that is
-given in place of a folder."""
+"""Tells whether the name of a model is a path or a hub id, and identifies a file that was passed in
+place of a model folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FILES = {
     ".onnx": "an ONNX file, which is not read",
     ".json": "a JSON file, not the folder that holds it",
 }
-"""Suffix -> what such a file is."""
+"""File suffix -> description of such a file, for error messages."""
 
 
 def resolved(name: str, base: Path) -> str:
-    """The absolute path of what a name means relative to `base`, if it is a path there; else the
-    name, as it was written. A name whose first part exists is a path: `configs/nosuch` is no model
-    of an owner `configs`."""
+    """Returns the absolute path of `name` relative to `base` if it exists there; otherwise returns
+    the name unchanged. A name whose first part exists is treated as a path: `configs/nosuch` does
+    not mean a model of the owner `configs`."""
     path = Path(os.path.expanduser(name))
     first = path.parts[0] if path.parts else ""
     with contextlib.suppress(OSError, ValueError):  # no file can have such a name
@@ -35,12 +35,13 @@ def resolved(name: str, base: Path) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name that is no folder here can be no id of the hub, which is `owner/name`."""
+    """Whether a name that is not an existing folder cannot be a hub id, which has the form
+    `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).suffix in _FILES
 
 
 def refusal(name: str) -> str:
-    """Why a path is no model, and what would be one."""
+    """Returns why a path is not a model folder, and what to pass instead."""
     path = Path(name)
     remedy = f"give {FOLDER}, or a hub id such as owner/name"
     with contextlib.suppress(OSError, ValueError):

@@ -1,12 +1,12 @@
-"""Where this host listens: at which of its addresses, and at which ports.
+"""Chooses the address and the ports on which this host listens.
 
-Every socket of ours listens at one address, `host_address`, and announces that address to its peers
-in numbers. The host's name is never resolved.
+Every socket of Swell listens on one address, `host_address`, and announces it to its peers in
+numeric form. The host's name is never resolved.
 
-`cluster.ports` has three parts. The first eighth is for coordinators and the second for ingresses,
-where `serve.port` is 0: both keep their port, so that a successor is found where its predecessor
-was. The others take any free port of the rest, and announce it to those that need it. So no other
-process takes the port of a coordinator that is being started again.
+`cluster.ports` is divided into three parts. The first eighth is for coordinators and the second
+eighth for ingresses with `serve.port` 0: both keep their port, so that a replacement is reachable
+where its predecessor was. All other sockets bind any free port of the rest and announce it to those
+that need it. Therefore no other process can take the port of a coordinator that is restarting.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from collections.abc import Callable
 _SIOCGIFCONF = 0x8912
 """The ioctl that returns the IPv4 addresses of all interfaces."""
 _ROW_BYTES = 40
-"""Size of one address in the answer: a name of 16 bytes, then a socket address."""
+"""Size of one entry in the result: a name of 16 bytes, then a socket address."""
 _MOST_ADDRESSES = 1024
 _INTERFACE = re.compile(r"[^\s/:]{1,15}\Z")
-"""A name of an interface, as Linux allows it."""
+"""Name of an interface, as Linux allows it."""
 _PORTS = re.compile(r"(\d{4,5})-(\d{4,5})\Z")
 _ALLOWED_PORTS = frozenset(range(1024, 65536))
 _FEWEST_PORTS = 16
-"""Room for two coordinators, of which one takes over, and three engines on one host."""
+"""Enough for two coordinators, during a takeover, and three engines on one host."""
 _KEPT_PART = 8
-"""Coordinators have one port in so many, and ingresses as many."""
+"""Coordinators get one port in this many, and ingresses the same number."""
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-"""The environment variable by which NCCL chooses its interface."""
+"""The environment variable that selects NCCL's network interface."""
 
 
 def check_interface(text: str) -> None:
-    """Raises ValueError for what is neither a name of an interface nor an IPv4 network."""
+    """Raises ValueError unless the text is the name of an interface or an IPv4 network."""
     if "/" not in text and _INTERFACE.match(text):
         return
     try:
@@ -53,7 +53,7 @@ def check_interface(text: str) -> None:
 
 
 def parse_ports(text: str) -> range:
-    """The ports `A-B`. Raises ValueError."""
+    """Parses the port range `A-B`. Raises ValueError."""
     found = _PORTS.match(text)
     ports = range(int(found[1]), int(found[2]) + 1) if found else range(0)
     if len(ports) < _FEWEST_PORTS or not {ports[0], ports[-1]} <= _ALLOWED_PORTS:
@@ -65,7 +65,7 @@ def parse_ports(text: str) -> range:
 
 
 class PortsTakenError(OSError):
-    """Every port of a range has a listener."""
+    """Raised if every port of a range is in use."""
 
     def __init__(self, host: str, ports: range) -> None:
         super().__init__(
@@ -76,12 +76,12 @@ class PortsTakenError(OSError):
 
 
 def coordinator_ports(ports: range | None) -> range | None:
-    """Those of `cluster.ports` that coordinators keep."""
+    """Returns the part of `cluster.ports` that is for coordinators."""
     return None if ports is None else ports[: len(ports) // _KEPT_PART]
 
 
 def ingress_ports(ports: range | None) -> range | None:
-    """Those of `cluster.ports` that ingresses keep."""
+    """Returns the part of `cluster.ports` that is for ingresses."""
     if ports is None:
         return None
     size = len(ports) // _KEPT_PART
@@ -89,13 +89,13 @@ def ingress_ports(ports: range | None) -> range | None:
 
 
 def other_ports(ports: range | None) -> range | None:
-    """Those of `cluster.ports` that no process keeps."""
+    """Returns the part of `cluster.ports` that any other socket may use."""
     return None if ports is None else ports[2 * (len(ports) // _KEPT_PART) :]
 
 
 def bind_free_port(host: str, ports: range | None, bind: Callable[[int], object]) -> None:
-    """Call `bind`, which listens at `host`, with one of `ports` after the other until one is free;
-    without these with 0, for any. Raises PortsTakenError."""
+    """Calls `bind`, which listens on `host`, with `ports` in random order until one is free; with
+    port 0, which means any free port, if `ports` is None. Raises PortsTakenError."""
     if ports is None:
         bind(0)
         return
@@ -103,14 +103,14 @@ def bind_free_port(host: str, ports: range | None, bind: Callable[[int], object]
         try:
             bind(port)
             return
-        except Exception as error:  # that of ZeroMQ is no OSError
+        except Exception as error:  # ZeroMQ's error is not an OSError
             if getattr(error, "errno", None) != errno.EADDRINUSE:
                 raise
     raise PortsTakenError(host, ports)
 
 
 def listening_socket(host: str, ports: range | None) -> socket.socket:
-    """One that listens at a free port. Raises PortsTakenError."""
+    """Returns a socket that listens on a free port. Raises PortsTakenError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bind_free_port(host, ports, lambda port: listener.bind((host, port)))
@@ -119,8 +119,9 @@ def listening_socket(host: str, ports: range | None) -> socket.socket:
 
 
 def host_address(interface: str | None, node: str) -> str:
-    """Where this host listens: the first address of `cluster.interface`; without one the address
-    of its Ray node. Raises ValueError if the host has no such address."""
+    """Returns the address on which this host listens: the first address that matches
+    `cluster.interface`, or without it the address of its Ray node. Raises ValueError if no address
+    of the host matches."""
     if interface is None:
         return node
     there = addresses()
@@ -135,12 +136,13 @@ def host_address(interface: str | None, node: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has this address; None: no interface of this host has it."""
+    """Returns the name of the interface that has this address, or None if this host does not have
+    it."""
     return next((name for name, other in addresses() if other == address), None)
 
 
 def addresses() -> list[tuple[str, str]]:
-    """(name of an interface, IPv4 address) of this host, in the kernel's order."""
+    """Returns (interface name, IPv4 address) pairs of this host, in the kernel's order."""
     rows = array.array("B", bytes(_ROW_BYTES * _MOST_ADDRESSES))
     place, room = rows.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -155,16 +157,16 @@ def addresses() -> list[tuple[str, str]]:
 
 
 def prepare_for_nccl(host: str, interface: str | None) -> None:
-    """Let NCCL use the interface that has the address `host`. A value that the user has set for
-    NCCL alone stays, unless `cluster.interface` says which one all of the cluster uses."""
+    """Makes NCCL use the interface that has the address `host`. A value that the user has set for
+    NCCL is kept, unless `cluster.interface` selects the interface of the whole cluster."""
     name = interface_of(host)
     if name is not None and (interface is not None or NCCL_INTERFACE not in os.environ):
         os.environ[NCCL_INTERFACE] = f"={name}"
 
 
 def _is_in(interface: str, name: str, address: str) -> bool:
-    """Whether `cluster.interface` means this address. A network of all addresses does not mean that
-    of the loopback interface."""
+    """Whether `cluster.interface` matches this address. A network such as 0.0.0.0/0 does not match
+    the loopback address."""
     if "/" not in interface:
         return name == interface
     network, found = ipaddress.IPv4Network(interface, strict=False), ipaddress.IPv4Address(address)

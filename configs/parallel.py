@@ -1,4 +1,4 @@
-"""How a model is split over workers and engines: its section of the configuration."""
+"""The section `parallel`: how a model is split over workers and engines."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from swell.configs.section import ConfigError, NonNegative, Positive, Processes,
 
 class ParallelConfig(Section, frozen=True):
     data: Processes = 1
-    """Engines at start. Deploying the application again with another number sets a new target."""
+    """Number of engines at the start. Deploying the application again with another number sets a
+    new target."""
     tensor: Processes = 1
-    """Workers that split each layer of one engine."""
+    """Tensor parallelism: number of workers that split each layer of one engine."""
     pipeline: Processes = 1
-    """Stages that split the layers of one engine."""
+    """Pipeline parallelism: number of stages that split the layers of one engine."""
     expert: bool = False
-    """Engines share experts and run in waves."""
+    """Expert parallelism: engines share experts and run their steps in lockstep (waves)."""
     redundant_experts: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """Copies of experts beyond the first, in each layer, that engines which share experts hold
-    together: those that are chosen most."""
+    """Additional copies of experts in each layer, over all engines that share experts: the most
+    used experts are copied."""
     balance_steps: NonNegative = 0
-    """Steps after which engines that share experts look whether other places would share the load
-    better, and move them; 0: never."""
+    """Number of steps after which engines that share experts check whether another placement would
+    balance the load better, and move experts; 0: never."""
     prefill_engines: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """The first so many engines compute prompts, and the others continue them; 0: each engine does
-    both. Needs `cache.handover_folder`."""
+    """Prefill-decode disaggregation: the first N engines compute prompts, and the others decode; 0:
+    each engine does both. Needs `cache.handover_folder`."""
     prefill_min_tokens: Positive = 512
-    """A prompt of which an engine that continues lacks fewer tokens is computed there."""
+    """If a decode engine lacks fewer tokens of a prompt than this, it computes the prompt
+    itself."""
     executor: Literal["auto", "inproc", "ray"] = "auto"
-    """Where an engine's workers run; `auto`: in the engine's process if there is only one."""
+    """Placement of an engine's workers; `auto`: in the engine's process if there is only one
+    worker."""
 
     @property
     def world(self) -> int:
-        """Workers of one engine."""
+        """Number of workers of one engine."""
         return self.tensor * self.pipeline
 
 

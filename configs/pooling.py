@@ -1,14 +1,15 @@
-"""Whether a model samples tokens or pools, and how it pools: read from the files of its folder.
+"""Reads from the files of a model's folder whether the model generates tokens or pools, and how it
+pools.
 
-A model that pools gives one vector for a text: of all hidden states of its last layer one is made
-(the first, the last, or their mean), and a head turns that into an embedding or into the scores of
-classes. Ingresses and workers read the same files, those that sentence-transformers writes:
+A pooling model returns one vector for a text: its hidden states of the last layer are reduced to
+one (the first, the last, or their mean), and a head turns that one into an embedding or into class
+scores. Ingresses and workers read the same files, those that sentence-transformers writes:
 
     modules.json                        the modules of the model in order, and their folders
     1_Pooling/config.json               which hidden state
-    2_Dense/config.json                 a further product
+    2_Dense/config.json                 a further linear layer
     sentence_bert_config.json           max_seq_length, do_lower_case
-    config_sentence_transformers.json   prompts, which are put in front of texts
+    config_sentence_transformers.json   prompts, which are prepended to texts
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from swell.configs.section import ConfigError
 
 Method = Literal["cls", "mean", "last"]
 ReadFile = Callable[[str], Any]
-"""Takes a name within the model's folder; the file's JSON, or None where there is none."""
+"""Accepts a file name within the model's folder; returns its JSON, or None if there is no such
+file."""
 
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Camembert", "ModernBert")
-"""Families whose tokens attend to all tokens of their text."""
+"""Model families with bidirectional attention: each token attends to all tokens of its text."""
 DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _CLASSIFIER, _CAUSAL = "ForSequenceClassification", "ForCausalLM"
 _EMBEDDERS = ("Model", "ForMaskedLM")
@@ -35,11 +37,11 @@ _OLD_MODE = "pooling_mode_"
 _OLD_METHODS: Mapping[str, str] = {"cls_token": "cls", "mean_tokens": "mean"}
 _ACTIVATIONS = ("Identity", "Tanh")
 _TOKENIZER_LIMIT = 1_000_000_000
-"""A larger `model_max_length` of a tokenizer stands for none."""
+"""A larger `model_max_length` of a tokenizer means no limit."""
 
 
 class DenseSpec(msgspec.Struct, frozen=True):
-    """A product behind the pooling, and its activation."""
+    """A linear layer after the pooling, and its activation."""
 
     folder: str
     in_features: int
@@ -58,29 +60,31 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     method: Method
     normalize: bool = False
-    """Embeddings have the length 1."""
+    """Whether embeddings are normalized to length 1."""
     dense: tuple[DenseSpec, ...] = ()
     max_tokens: int | None = None
-    """Longest text that the model was made for; None: as many as it has positions."""
+    """Longest text that the model was made for; None: limited only by its positions."""
     lower_case: bool = False
     prompts: Mapping[str, str] = {}
     default_prompt: str | None = None
     labels: tuple[str, ...] = ()
     """Names of the classes."""
     problem: str | None = None
-    """`problem_type` of the model's config: how scores become probabilities."""
+    """`problem_type` of the model's config: it determines how scores become probabilities."""
     token_ids: tuple[int, int] | None = None
-    """The one class is the second of these tokens of a causal language model against the first."""
+    """For a causal language model that ranks pairs: the ids of the negative and the positive token.
+    The score of its one class compares the logit of the second with that of the first."""
     pair_template: tuple[str, str, str] | None = None
-    """What is before, between and behind the texts of a pair. None: the tokenizer joins them."""
+    """The texts before, between and after the two texts of a pair. None: the tokenizer joins
+    them."""
     pair_is_reversed: bool = False
-    """The template has the document first."""
+    """Whether the template has the document first."""
     score_activation: str | None = None
-    """What a cross-encoder's author has set for its scores: the name of a torch module."""
+    """Activation that a cross-encoder's config sets for its scores: the name of a torch module."""
 
     @property
     def size(self) -> int:
-        """Values of one vector."""
+        """Number of values of one vector."""
         if not self.embeds:
             return len(self.labels)
         return self.dense[-1].out_features if self.dense else self.hidden_size
@@ -97,8 +101,8 @@ def read_pooling(
     classifier_tokens: Sequence[str] | None = None,
     pair_template: str | None = None,
 ) -> PoolingSpec | None:
-    """How the model pools; None: it samples tokens. The values are the configured ones (see
-    `ModelConfig`). Raises ConfigError for a model that shall pool, and cannot be served."""
+    """Returns how the model pools, or None if it generates tokens. The arguments are the configured
+    values (see `ModelConfig`). Raises ConfigError for a pooling model that cannot be served."""
     config = read("config.json") or {}
     architecture = str((config.get("architectures") or [""])[0])
     modules = [(_kind(one), one["path"]) for one in read("modules.json") or []]
@@ -132,7 +136,7 @@ def read_pooling(
 
 
 def _split(architecture: str) -> tuple[str | None, str]:
-    """Its family, if that can pool, and the rest of its name."""
+    """Splits an architecture into its family, or None if the family cannot pool, and its suffix."""
     for suffix in (_CLASSIFIER, _CAUSAL, *_EMBEDDERS):
         family = architecture.removesuffix(suffix)
         if family != architecture:
@@ -143,7 +147,7 @@ def _split(architecture: str) -> tuple[str | None, str]:
 
 
 def _kind(module: Mapping[str, Any]) -> str:
-    """The class of a module of sentence-transformers, without its package."""
+    """Returns the class of a module of sentence-transformers, without its package."""
     return str(module["type"]).rpartition(".")[2]
 
 
@@ -160,7 +164,7 @@ def _embedder(spec: PoolingSpec, modules: list[tuple[str, str]], read: ReadFile)
     return msgspec.structs.replace(
         spec,
         method=_method(f"{paths[0]}/config.json", read) if paths else spec.method,
-        # As vLLM does where the folder does not say it.
+        # As in vLLM if the folder does not specify it.
         normalize=any(kind == "Normalize" for kind, _ in modules) or not modules,
         dense=tuple(_dense(path, read) for kind, path in modules if kind == "Dense"),
         lower_case=bool(bert.get("do_lower_case")),
@@ -225,7 +229,7 @@ def _token_classifier(
         )
     file = read("tokenizer.json") or {}
     vocabulary = (file.get("model") or {}).get("vocab") or {}
-    if isinstance(vocabulary, list):  # of a Unigram model: [token, score]
+    if isinstance(vocabulary, list):  # a Unigram model has [token, score] pairs
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
     added = {one["content"]: one["id"] for one in file.get("added_tokens") or []}
     known = {**vocabulary, **added}

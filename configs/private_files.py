@@ -1,6 +1,7 @@
-"""A folder of this account in a place where others write too: what they have made is not entered.
+"""A private folder in a place where other accounts can write too, such as /tmp: files and folders
+of other accounts are refused.
 
-All goes through a descriptor of the folder, so that nobody can exchange it in between.
+All access goes through a descriptor of the folder, so that nobody can replace it in between.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _OTHERS_WRITE = 0o022
 
 @contextmanager
 def enter_folder(path: Path, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of a folder in which this account alone writes. `make`: make it, for this
-    account alone, where it is missing. Raises OSError."""
+    """Opens a folder in which only this account can write, and yields its descriptor. With `make`,
+    creates the folder with mode 0700 if it is missing. Raises OSError."""
     if make:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -38,7 +39,7 @@ def enter_folder(path: Path, *, make: bool = False) -> Iterator[int]:
 
 @contextmanager
 def open_file(folder: int, name: str) -> Iterator[BinaryIO]:
-    """A regular file of such a folder, of this account too. Raises OSError."""
+    """Opens a regular file of this account in such a folder. Raises OSError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
         check_file(folder, os.fstat(file.fileno()), name)
@@ -46,13 +47,13 @@ def open_file(folder: int, name: str) -> Iterator[BinaryIO]:
 
 
 def create_file(folder: int, name: str) -> int:
-    """A descriptor of a new file, to write to. Raises OSError if anything has its name."""
+    """Creates a file and returns a descriptor to write to. Raises OSError if the name exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(name, flags, 0o600, dir_fd=folder)
 
 
 def check_file(folder: int, found: os.stat_result, name: str) -> None:
-    """Refuse what is no regular file of the owner of its folder."""
+    """Raises PermissionError unless this is a regular file of the owner of its folder."""
     if not stat.S_ISREG(found.st_mode):
         raise PermissionError(f"{name} is no regular file")
     _check_owner(found, os.fstat(folder).st_uid, name)
@@ -67,8 +68,8 @@ def _check_owner(found: os.stat_result, uid: int, name: str) -> None:
 
 
 def _own_uid(folder: int) -> int:
-    """As which account this process makes files there: a server of files may take root for another
-    one."""
+    """Returns the uid that files of this process get in the folder: a file server may map root to
+    another account."""
     own = os.geteuid()
     if os.fstat(folder).st_uid == own:
         return own

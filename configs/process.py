@@ -1,5 +1,5 @@
-"""Setup of a process, before torch is imported and before it serves; the cores and the memory that
-it may use; and how it exits when one of its loops fails."""
+"""Sets up a process before torch is imported, reports the cores and the memory that it may use, and
+exits it when one of its loops fails."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LOOP_FAILED_EXIT_CODE = 70
 
 
 def prepare_for_torch() -> None:
-    """Set environment variables that torch and OpenMP read when they are loaded; values that the
+    """Sets environment variables that torch and OpenMP read when they are loaded. Values that the
     user has set are kept.
 
-    OpenMP's threads shall sleep at barriers, after a very short spin. A step has many barriers. If
+    OpenMP threads should sleep at barriers after a very short spin. A step has many barriers. If
     threads only spin, a thread that lost its core to another process (an ingress, another engine)
     costs its peers a scheduling quantum at each barrier: measured on two cores with a little other
-    load, a step of 8 rows took 230 ms spinning and 4 ms sleeping. But waking a thread takes
-    20-40 us, more than a small product; so they spin for 1000 of libgomp's turns first. A few
-    hundred turns already cover the gap between two products.
+    load, a step of 8 rows took 230 ms with spinning and 4 ms with sleeping. But waking a thread
+    takes 20-40 us, more than a small matrix product, so threads spin for 1000 of libgomp's
+    iterations first. A few hundred iterations already cover the gap between two products.
 
-    Large tensors shall use huge pages, where the system has them on request (madvise): a step reads
-    all weights, and each page costs a lookup.
+    Large tensors should use huge pages if the system provides them on request (madvise): a step
+    reads all weights, and each page costs a TLB lookup.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -37,17 +37,17 @@ def prepare_for_torch() -> None:
 
 
 def available_cores(root: Path = ROOT) -> int:
-    """Cores that this process may use: those of its affinity, and no more than the quota of its
-    control groups. A quota is rounded down: a process that exceeds it stands still, with its
-    heartbeats, until the period ends. `root`: the folder that stands for `/`."""
+    """Returns the cores that this process may use: those of its CPU affinity, limited by the quota
+    of its control groups. A quota is rounded down: a process that exceeds its quota is suspended
+    until the period ends, and its heartbeats stop. `root` is the folder that stands for `/`."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
     return cores if quota is None else max(1, min(cores, int(quota.cores)))
 
 
 def available_memory_bytes(root: Path = ROOT) -> int:
-    """Memory that can be allocated without swapping (MemAvailable), and no more than the limits of
-    this process's control groups leave. Raises RuntimeError if the kernel does not say."""
+    """Returns the memory that can be allocated without swapping (MemAvailable), limited by what
+    this process's control groups leave. Raises RuntimeError if the kernel does not report it."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
@@ -57,22 +57,22 @@ def available_memory_bytes(root: Path = ROOT) -> int:
 
 
 def allow_many_files() -> None:
-    """Use as many file descriptors as the system lets this process have: an ingress has four for
-    each engine, and one for each client."""
+    """Raises the limit of open file descriptors to the hard limit: an ingress needs four for each
+    engine and one for each client."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def freeze_gc() -> None:
-    """Exclude all existing objects from garbage collection: imported and loaded objects exist as
-    long as the process, and each full collection of it would delay every stream."""
+    """Excludes all existing objects from garbage collection. Imported and loaded objects live as
+    long as the process, and each full collection that visits them would delay every stream."""
     gc.collect()
     gc.freeze()
 
 
 def exit_process(loop: str, error: BaseException) -> None:
-    """Exit at once: without this loop the process would only seem alive. Ray, the engine or the
-    manager starts a replacement; requests of this process are continued elsewhere."""
+    """Exits at once: without this loop the process would only seem alive. Ray, the engine or the
+    manager starts a replacement, and other processes continue the requests."""
     what = f"the loop {loop!r} has ended, and this process with it"
     try:
         StructuredLogger("process").exception(
@@ -80,12 +80,12 @@ def exit_process(loop: str, error: BaseException) -> None:
         )
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # also if standard output is closed or has no reader
+    finally:  # also if standard output is closed or nobody reads it
         os._exit(LOOP_FAILED_EXIT_CODE)
 
 
 def exit_on_error(run: Callable[[], None], loop: str) -> Callable[[], None]:
-    """`run`, for a thread that the process needs: an exception in it ends the process."""
+    """Wraps `run` for a thread that the process needs: an exception in it exits the process."""
 
     def guarded() -> None:
         try:
@@ -97,7 +97,7 @@ def exit_on_error(run: Callable[[], None], loop: str) -> Callable[[], None]:
 
 
 async def exit_on_error_async(work: Callable[[], Awaitable[None]], loop: str) -> None:
-    """The same for a task; cancelling it is no failure."""
+    """The same for an asyncio task; cancelling it is not a failure."""
     try:
         await work()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What an engine computes in a step: its section of the configuration."""
+"""The section `scheduler`: what an engine computes in a step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ class SchedulerConfig(Section, frozen=True):
     max_tokens_per_step: Positive = 2048
     """Token budget of one step, over all rows."""
     max_rows: Positive = 256
-    """Requests that run at once in one engine (slots)."""
+    """Maximum number of requests that run at once in one engine (slots)."""
     max_chunk_tokens: NonNegative = 0
-    """Most tokens of one prompt in a step; 0: the whole budget."""
+    """Maximum number of tokens of one prompt in a step; 0: the whole budget."""
     policy: Literal["fcfs", "priority"] = "fcfs"
-    """Which waiting request starts next. `fcfs`: the one that arrived first at its ingress;
-    `priority`: by the priority of requests, then as `fcfs`."""
+    """Order in which waiting requests start. `fcfs`: by arrival at their ingress. `priority`: by
+    the priority of the requests, then as `fcfs`."""
     steps_in_flight: Annotated[int, Meta(ge=1, le=16)] = 2
-    """1: the host waits for each step; 2: it prepares the next step while one is computed. A
+    """1: the host waits for each step. 2: the host prepares the next step while one is computed. A
     pipeline of N stages needs at least N to keep all stages busy."""
     steps_per_plan: Annotated[int, Meta(ge=1, le=32)] = 1
-    """Tokens of each row that are computed one after the other before the host is asked again, in
-    steps without prompts. A row that ends among them computes the rest for nothing, but on a CPU
-    with one worker, and a new request waits for all of them; it pays where the host takes longer
-    than the device (`docs/lab/performance.md`)."""
+    """Tokens of each row that the device computes, one after the other, before it returns to the
+    host, in steps without prompts (multi-step scheduling). For a row that finishes earlier the
+    remaining tokens are computed in vain, except on a CPU with one worker, and a new request waits
+    for all of them. This is worthwhile if the host takes longer than the device
+    (`docs/lab/performance.md`)."""
 
 
 def check_scheduler(config: SchedulerConfig, drafts_method: str, shares_experts: bool) -> None:
-    """Check the rules between keys; the others are `drafts.method` and `parallel.expert`."""
+    """Checks the rules between these keys, `drafts.method` and `parallel.expert`."""
     steps = config.steps_per_plan
     if steps > 1 and drafts_method != "none":
         raise ConfigError(

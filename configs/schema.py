@@ -1,8 +1,8 @@
 """The one schema of Swell's configuration.
 
-A configuration is frozen, unknown keys are refused with their path, every class of the system
-receives only its own section, and derived values are properties. Always build a `Config` through
-`load`: msgspec checks ranges when it converts, not when a Struct is constructed.
+A configuration is frozen, and an unknown key is refused with its path. Every class of the system
+receives only its own section. Derived values are properties. Always build a `Config` with `load`:
+msgspec checks ranges when it converts, not when a Struct is constructed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from swell.configs.shown import did_you_mean, shown
 from swell.configs.yaml_text import read_yaml, read_yaml_file
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@,]+/?\Z", re.IGNORECASE)
-"""The origin of a web page: scheme, name and port."""
+"""The origin of a web page: scheme, host and port."""
 _PRIVATE = re.compile(r"(?<=//).*@|[?#].*")
-"""What may be a password or a token in a URL."""
+"""Parts of a URL that may contain a password or a token."""
 _HTTP_URL = re.compile(r"https?://[^/\s@?#]+(/[^\s?#]*)?\Z", re.IGNORECASE)
-"""Without a user, a password or a query: what is exported is reported with this URL."""
+"""A URL without a user, a password or a query, because reports of exports show this URL."""
 _MAX_RULE_CHARS = 200
 MAX_DRAIN_S = 4 * 3600.0
 """Longest drain that a request or the configuration may set."""
@@ -59,8 +59,8 @@ class ModelConfig(Section, frozen=True):
     name: Text | None = None
     """The id under which the API serves the model; None: the last part of `path`."""
     load_format: Literal["auto", "dummy", "sharded"] = "auto"
-    """`sharded` reads what `swell save-sharded` has written, one file a worker; `auto` does where
-    the folder has such an index. `dummy` makes random weights from config.json alone (for
+    """`sharded` reads the files of `swell save-sharded`, one per worker; `auto` does so if the
+    folder has their index. `dummy` makes random weights and reads only config.json (for
     measurements)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: the checkpoint's own type."""
@@ -70,36 +70,37 @@ class ModelConfig(Section, frozen=True):
     seed: NonNegative = 0
     """Seed of dummy weights."""
     backend: Literal["auto", "native", "transformers"] = "auto"
-    """`auto`: a native model if there is one, else the model of transformers with our cache."""
+    """`auto`: a native model if there is one, else the model of transformers with Swell's KV
+    cache."""
     runner: Literal["auto", "generate", "pooling"] = "auto"
-    """What the model does: `generate` samples tokens, `pooling` gives a vector for a text. `auto`:
-    as its folder says (`modules.json`, its architecture), as in vLLM."""
+    """Task of the model: `generate` samples tokens, `pooling` returns a vector for a text. `auto`:
+    determined by its folder (`modules.json`, the architecture), as in vLLM."""
     pooling: Literal["auto", "cls", "mean", "last"] = "auto"
-    """Of which hidden state a vector is made: the first token's, the mean, or the last token's.
-    `auto`: as the folder says, else the first of encoders, and the last of decoders."""
+    """Hidden state from which the vector is made: the first token's, the mean, or the last token's.
+    `auto`: as the folder says, else the first token for encoders, and the last for decoders."""
     classifier_tokens: Annotated[list[FilledText], Meta(min_length=2, max_length=2)] | None = None
-    """Of a causal language model that ranks pairs (Qwen3-Reranker: ["no", "yes"]): tokens whose
-    logits behind a pair are compared. Its score is the probability of the second."""
+    """For a causal language model that ranks pairs (Qwen3-Reranker: ["no", "yes"]): two tokens
+    whose logits after a pair are compared. The score is the probability of the second token."""
     pair_template: Template | None = None
-    """How a model that ranks reads a pair: a text with {query} and {document}. None: as the
-    tokenizer joins two texts."""
+    """Prompt with which a ranking model reads a pair: a text with {query} and {document}. None: the
+    tokenizer joins the two texts."""
     prompt_embeds: bool = False
-    """Take prompts as embeddings (`prompt_embeds` of `/v1/completions`). A client that sends them
-    reaches the model past its tokenizer."""
+    """Accepts prompts as embeddings (`prompt_embeds` of `/v1/completions`). A client that sends
+    them bypasses the tokenizer."""
     routed_experts: bool = False
-    """Requests may ask for the experts that computed their tokens (`return_routed_experts`). The
-    choices of every token are kept beside its KV, and all of them are computed in every layer."""
+    """Lets requests ask for the experts that computed their tokens (`return_routed_experts`). The
+    choices for every token are stored with its KV, and prompts are computed in every layer."""
     generation_config: Literal["auto", "none"] = "auto"
     """`auto`: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
     model's generation_config.json are the defaults of requests, as in vLLM. `none`: neutral
     defaults. End tokens are read from the file in both cases."""
     special_tokens_in_text: Literal["text", "control"] = "text"
-    """What a control token such as `<|im_end|>` is in a message: `text`, so that no user can forge
-    a turn, or a `control` token. Prompts of `/v1/completions` always have control tokens."""
+    """Meaning of a control token such as `<|im_end|>` in a message: `text`, so that no user can
+    forge a turn, or a `control` token. Prompts of `/v1/completions` always have control tokens."""
     cpu_threads: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """Threads of one worker's matrix products on CPU; 0: the cores that it may use on its host (its
-    affinity, and the CPU quota of its container), divided by the workers that all engines have
-    there."""
+    affinity, and the CPU quota of its container), divided by the number of workers of all engines
+    on that host."""
 
     @property
     def served_name(self) -> str:
@@ -108,36 +109,36 @@ class ModelConfig(Section, frozen=True):
 
 class CacheConfig(Section, frozen=True):
     block_tokens: Positive = 16
-    """Tokens of one KV block."""
+    """Number of tokens of one KV block."""
     memory_bytes: Positive | None = None
-    """Bytes of the KV cache of one worker; None: by `memory_fraction`."""
+    """Bytes of the KV cache of one worker; None: determined by `memory_fraction`."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.8
     """Fraction of the device's free memory for the KV cache, after the weights are loaded. On CPU
     the limit of a container counts, and the cache is never larger than `scheduler.max_rows`
     requests of `model.max_model_len` tokens can use."""
     prefix_caching: bool = True
     session_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
-    """Fraction of the KV cache in which the prefixes of sessions outlast those of other requests.
-    Requests that run may still take all of it."""
+    """Fraction of the KV cache in which prefixes of sessions are kept longer than those of other
+    requests. Running requests may still use all of the cache."""
     offload_bytes: NonNegative = 0
-    """Host memory of one worker for prefixes that leave the KV cache: they come back by a copy,
-    which takes far less than to compute them again."""
+    """Bytes of host memory of one worker for prefixes that are evicted from the KV cache. Copying
+    them back takes far less time than computing them again."""
     offload_disk_bytes: NonNegative = 0
-    """The same in a file, for what leaves the host memory, or without that the KV cache. Its room
-    is taken at the start."""
+    """Bytes of a file for prefixes that are evicted from the host memory, or without host memory
+    from the KV cache. The disk space is allocated at the start."""
     offload_folder: Text | None = None
-    """Where the file is; None: where the system has temporary files. It has no name, and goes with
-    the worker."""
+    """Folder of this file; None: the system's folder for temporary files. The file is unlinked, so
+    it disappears with the worker."""
     handover_folder: Text | None = None
-    """Where engines that compute prompts write KV for those that continue
-    (`parallel.prefill_engines`): a folder that all hosts see. None: nowhere."""
+    """Folder, visible to all hosts, in which prefill engines (`parallel.prefill_engines`) write KV
+    for decode engines. None: no handover."""
     handover_bytes: Positive = 4 * 1024**3
-    """Bytes of such files of all workers with the same rank. Where they leave no room, prompts are
-    computed again."""
+    """Maximum size of the handover files of all workers with the same rank. If they leave no room,
+    decode engines compute prompts again."""
 
 
 def check_handover(parallel: ParallelConfig, cache: CacheConfig) -> None:
-    """Check the rules of engines that compute prompts for others."""
+    """Checks the rules for prefill engines."""
     if not parallel.prefill_engines:
         return
     needs = f"parallel.prefill_engines={parallel.prefill_engines} needs"
@@ -151,30 +152,31 @@ class ClusterConfig(Section, frozen=True):
     min_engines: Processes = 1
     max_engines: Processes = 64
     stall_timeout_s: Seconds = 30.0
-    """A process with work and without progress for this long counts as stalled."""
+    """A process that has work and makes no progress for this long counts as stalled."""
     start_timeout_s: Seconds = 600.0
     """An engine that is not ready after this long has failed to start; a request whose engine was
-    lost waits as long for another one."""
+    lost waits this long for another one."""
     drain_timeout_s: Annotated[float, Meta(gt=0, le=MAX_DRAIN_S)] = 30.0
-    """How long a leaving engine may finish its requests; at most four hours, so that every drain
-    ends."""
+    """How long an engine that is being removed may finish its requests; at most four hours, so that
+    every drain finishes."""
     cpus_per_worker: Annotated[float, Meta(gt=0, le=65_536)] = 0.01
-    """Ray's `CPU` that a worker on CPU reserves; tiny, so that small machines can run many."""
+    """Ray `CPU` that a worker on CPU reserves; tiny, so that small machines can run many
+    workers."""
     load_report_s: Seconds = 0.05
     """Longest delay before a change of load is reported."""
     heartbeat_s: Seconds = 1.0
     """Interval of reports without changes."""
     interface: Text | None = None
-    """The network that the processes of the cluster use among each other: the name of an
-    interface, as `eth1`, or an IPv4 network, as `10.1.0.0/16`. On each host all of them listen at
-    its first address there. None: at the address that Ray has of the host."""
+    """The network between the processes of the cluster: the name of an interface, as `eth1`, or an
+    IPv4 network, as `10.1.0.0/16`. On each host all of them listen on its first address there.
+    None: on the address of the host's Ray node."""
     ports: Text | None = None
-    """`A-B`: the ports at which they listen, at least 16 and not in use by others; see
-    `docs/operate/network.md`. None: 20000-31999 for the coordinator, and any for the others."""
+    """`A-B`: the ports on which they listen, at least 16 and not used by other programs; see
+    `docs/operate/network.md`. None: 20000-31999 for the coordinator, and any port for the others."""
 
     @property
     def port_range(self) -> range | None:
-        """`ports` as numbers."""
+        """`ports` as a range."""
         return None if self.ports is None else parse_ports(self.ports)
 
 
@@ -191,10 +193,10 @@ class Config(Section, frozen=True):
 
 
 def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
-    """Build a `Config` from a YAML file of ours, a model folder, a hub id, or a mapping.
+    """Builds a `Config` from a Swell YAML file, a model folder, a hub id, or a mapping.
 
-    `overrides` maps `section.key` to a value and wins over the source. A relative path in a YAML
-    file is tried relative to that file first. Raises `ConfigError`.
+    `overrides` maps `section.key` to a value and has precedence over the source. A relative path in
+    a YAML file is resolved relative to that file first. Raises `ConfigError`.
     """
     data, base = read_source(source)
     for key, value in (overrides or {}).items():
@@ -203,8 +205,8 @@ def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = 
 
 
 def check(data: Mapping[str, Any]) -> Config:
-    """The configuration that a mapping holds, as it stands there: without a look at any file.
-    Raises `ConfigError`."""
+    """Converts a mapping to a configuration and checks it, without access to any file. Raises
+    `ConfigError`."""
     try:
         config = msgspec.convert(data, Config)
     except msgspec.ValidationError as error:
@@ -214,7 +216,7 @@ def check(data: Mapping[str, Any]) -> Config:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Split `section.key=value` of the command line; the value is read as YAML."""
+    """Splits `section.key=value` of the command line; the value is parsed as YAML."""
     key, sign, value = text.partition("=")
     if not sign or "." not in key:
         raise ConfigError(
@@ -230,7 +232,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def read_source(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
-    """The raw mapping and the folder that relative paths start from."""
+    """Returns the raw mapping and the folder to which paths are relative."""
     if isinstance(source, Mapping):
         sections = {key: _copied(part) for key, part in source.items()}
         return sections, Path.cwd()
@@ -269,7 +271,7 @@ def override(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _explain(error: msgspec.ValidationError, data: Mapping[str, Any]) -> ConfigError:
-    """msgspec's message with the key written as `section.key`, and the value that it has."""
+    """Turns msgspec's error into one that has the key as `section.key`, and its value."""
     text, _, where = str(error).partition(" - at `")
     where = where.rstrip("`").rpartition("$")[2].lstrip(".").replace("[...]", "")
     if "unknown field" in text:
@@ -291,14 +293,14 @@ def _explain(error: msgspec.ValidationError, data: Mapping[str, Any]) -> ConfigE
     value: Any = data
     for key in where.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
-    if len(text) > _MAX_RULE_CHARS:  # it repeats the value
+    if len(text) > _MAX_RULE_CHARS:  # the text repeats the value
         text = f"{text[:_MAX_RULE_CHARS]}..."
     head = f"{where}={shown(value)}" if value is not None else where or "configuration"
     return ConfigError(f"{head}: {text}", where)
 
 
 def _check(config: Config) -> None:
-    """Check the rules between keys, and those that a type cannot express."""
+    """Checks the rules between keys, and those that a type cannot express."""
     for origin in config.serve.cors_origins:
         if origin != "*" and not _ORIGIN.match(origin):
             raise ConfigError(
@@ -357,8 +359,8 @@ def _check_network(config: Config) -> None:
 
 
 def _resolve_paths(config: Config, base: Path) -> Config:
-    """With absolute paths of what is there: processes on any host use them, in folders of their
-    own."""
+    """Makes the paths of existing files absolute, because processes on other hosts and in other
+    working directories use them."""
     model, serve = config.model, config.serve
     model = msgspec.structs.replace(model, path=model_path.resolved(model.path, base))
     names = {key: getattr(serve, key) for key in SERVE_FILES}
@@ -386,7 +388,7 @@ def _resolve_paths(config: Config, base: Path) -> Config:
 
 
 def _find(name: str, bases: Sequence[Path], is_there: Callable[[Path], bool]) -> str | None:
-    """The absolute path of a name that is relative to the first base where it is there."""
+    """Returns the absolute path of a name, relative to the first base where it exists, or None."""
     for base in bases:
         path = base / os.path.expanduser(name)
         with contextlib.suppress(OSError):  # no file can have such a name

@@ -1,9 +1,9 @@
-"""Marks what only some may know, so that no log line, error or answer shows it.
+"""Marks secrets, so that no log line, error or HTTP response shows them.
 
 A field or a parameter that holds a secret has one of the types below. A struct with such a field
-derives from `HoldsSecrets`, which leaves it out of its text; all other classes that hold one have
-no text of their own. `tests/test_secrets.py` finds both by these types, and what is named as
-secrets are and has another type.
+derives from `HoldsSecrets`, which hides it in the struct's repr; other classes that hold a secret
+must not have a repr of their own. `tests/test_secrets.py` checks both by these types, and finds
+names that look like secrets but have another type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HIDDEN = "<secret>"
 
 
 class HoldsSecrets(msgspec.Struct, frozen=True):
-    """Base of a struct with secret fields."""
+    """Base class of a struct with secret fields."""
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
@@ -35,7 +35,7 @@ class HoldsSecrets(msgspec.Struct, frozen=True):
 
 
 class _Hidden:
-    """In place of a secret."""
+    """Placeholder that is shown instead of a secret."""
 
     def __repr__(self) -> str:
         return HIDDEN
@@ -43,7 +43,8 @@ class _Hidden:
 
 @cache
 def secret_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Names of the fields of a struct that have a secret type, perhaps beside None or in a list."""
+    """Returns the names of a struct's fields with a secret type, also if it is optional or in a
+    list."""
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType), "it is a struct"
     return frozenset(field.name for field in info.fields if _is_secret(field.type))

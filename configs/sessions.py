@@ -1,5 +1,5 @@
-"""Keys of the section `serve` about sessions, prompts that grow by chunks. See
-`docs/guide/sessions.md`."""
+"""Settings of the section `serve` for sessions, whose prompts arrive in chunks
+(`docs/guide/sessions.md`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from swell.configs.section import MAX_KEPT_S, NonNegative, Positive
 
 
 class SessionLimits(ResumableLimits, frozen=True):
-    """What is kept of sessions, of all ingresses together."""
+    """Limits of the sessions of all ingresses together."""
 
     sessions: NonNegative = 1000
-    """Sessions that may be open; one more is refused (503). 0: there are none."""
+    """Maximum number of open sessions; one more is refused (503). 0 disables sessions."""
     sessions_per_key: Positive = 256
-    """How many of them one API key may have (429), so that no user takes the place of all."""
+    """Maximum number of open sessions of one API key (429), so that one user cannot use all of
+    them."""
     session_bytes: Positive = 256 * 1024 * 1024
-    """Bytes of the tokens of all sessions, four a token: 64 Mi tokens. While there are more, no
-    chunk is taken (503). An ingress keeps a second copy of as many."""
+    """Maximum size of the tokens of all sessions, at 4 bytes a token: 64 Mi tokens by default.
+    Above this limit new chunks are refused (503). An ingress keeps a second copy of the same
+    size."""
     session_idle_s: Annotated[float, Meta(ge=10, le=MAX_KEPT_S)] = 600.0
-    """A session ends when no chunk of it has been requested or answered for this long."""
+    """A session expires if no chunk of it was requested or answered for this long."""

@@ -1,13 +1,14 @@
-"""The index of a model whose weights are saved as each worker holds them (`swell save-sharded`).
+"""The index of a model whose weights are saved in the shards that the workers hold (`swell
+save-sharded`).
 
     OUT/config.json, tokenizer, ...                those of the original
-    OUT/weights-pp0of1-tp0of2.safetensors, ...     one a worker: its tensors by their modules
-    OUT/expert0of8-pp0of1.safetensors, ...         with `parallel.expert` one an expert, for
-                                                   whichever worker owns it
-    OUT/sharded.index.json                         what the files hold, and for which split
+    OUT/weights-pp0of1-tp0of2.safetensors, ...     one per worker: its tensors by their modules
+    OUT/expert0of8-pp0of1.safetensors, ...         with `parallel.expert` one per expert, for the
+                                                   worker that owns it
+    OUT/sharded.index.json                         the contents of the files, and their split
 
-Worker and command line read it; it is written last, and says of each file how long it is and how
-its header looks, so that files of two saves are never mixed.
+Workers and the command line read the index. It is written last, and contains the size and a digest
+of the header of each file, so that files of two saves are never mixed.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from swell.configs.schema import Config, ConfigError, ModelConfig, ParallelConfi
 
 INDEX_NAME = "sharded.index.json"
 FORMAT = 1
-"""Version of index and files; another one is refused."""
+"""Version of the index and the files; any other version is refused."""
 
 MAX_INDEX_BYTES = 4 * 2**20
-"""Some thousand workers."""
+"""Enough for some thousand workers."""
 MAX_WORKERS = 4096
 MAX_FILES = 32_768
 
@@ -41,66 +42,68 @@ _Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class _Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the parts."""
+    """Base class of the parts of the index."""
 
 
 class Packing(_Frozen, frozen=True):
-    """The order of packed weights (`swell.kernels.linear`)."""
+    """The memory layout of packed weights (`swell.kernels.linear`)."""
 
     version: Annotated[int, Meta(ge=1)]
-    """Of the order itself."""
+    """Version of the layout."""
     panel: Annotated[int, Meta(ge=1, le=4096)]
-    """Outputs of one panel: it depends on the vectors of the processor."""
+    """Outputs of one panel: depends on the vector width of the processor."""
 
 
 class ShardFile(_Frozen, frozen=True):
-    """One worker's file."""
+    """The file of one worker or of one shared expert."""
 
     size_bytes: _Bytes
     header_digest: _Digest
-    """Of its safetensors header, which has the names, shapes, types and sums of its tensors."""
+    """Digest of its safetensors header, which has the names, shapes, types and checksums of its
+    tensors."""
 
 
 class ShardedIndex(_Frozen, frozen=True):
-    """What `sharded.index.json` holds."""
+    """The contents of `sharded.index.json`."""
 
     format: int
     tensor: _Count
     pipeline: _Count
     experts: Annotated[int, Meta(ge=0, le=MAX_WORKERS)]
-    """Of a layer, if engines share them: each has a file of its own then. 0: workers have them."""
+    """Number of experts in a layer if engines share experts: then each expert has its own file. 0:
+    the files of the workers contain the experts."""
     dtype: Literal["float32", "bfloat16", "float16"]
     backend: Literal["native", "transformers"]
-    """Whose modules name the tensors."""
+    """The backend whose module names the tensors have."""
     config_digest: _Digest
-    """Of `config.json` beside it."""
+    """Digest of `config.json` in the same folder."""
     packing: Packing | None
-    """None: no weight is packed."""
+    """Layout of packed weights; None: no weight is packed."""
     machine: Annotated[str, Meta(max_length=64)]
-    """The machine that saved it, for messages."""
+    """The machine that saved the files, for messages."""
     files: dict[str, ShardFile]
 
 
 def file_name(stage: int, tensor_rank: int, parallel: ParallelConfig) -> str:
-    """The file of one worker."""
+    """Returns the name of a worker's file."""
     return f"weights-pp{stage}of{parallel.pipeline}-tp{tensor_rank}of{parallel.tensor}.safetensors"
 
 
 def expert_file_name(expert: int, experts: int, stage: int, parallel: ParallelConfig) -> str:
-    """The file of one of the experts that engines share."""
+    """Returns the name of the file of an expert that engines share."""
     return f"expert{expert}of{experts}-pp{stage}of{parallel.pipeline}.safetensors"
 
 
 def is_sharded(model: ModelConfig) -> bool:
-    """Whether its weights are read by an index: as `model.load_format` says, and `auto` where the
-    folder has one."""
+    """Whether the model's weights are read with an index: as `model.load_format` says; with `auto`,
+    if the folder has an index."""
     if model.load_format == "auto":
         return (Path(model.path) / INDEX_NAME).is_file()
     return model.load_format == "sharded"
 
 
 def read_index(folder: Path) -> ShardedIndex:
-    """The index of a folder. Raises ConfigError if it is missing or wrong in itself."""
+    """Reads the index of a folder. Raises ConfigError if it is missing or inconsistent."""
     path = folder / INDEX_NAME
     try:
         data = read_file(path, MAX_INDEX_BYTES)
@@ -129,7 +132,7 @@ def read_index(folder: Path) -> ShardedIndex:
 
 
 def file_names(parallel: ParallelConfig, experts: int = 0) -> list[str]:
-    """The files of all workers, by rank, then those of all experts."""
+    """Returns the file names of all workers, by rank, then those of all experts."""
     stages = range(parallel.pipeline)
     return [
         *(file_name(stage, rank, parallel) for stage in stages for rank in range(parallel.tensor)),
@@ -142,7 +145,8 @@ def file_names(parallel: ParallelConfig, experts: int = 0) -> list[str]:
 
 
 def config_digest(folder: Path) -> str:
-    """Of `config.json`, whatever its layout. Raises ConfigError if it cannot be read."""
+    """Returns a digest of the values in `config.json`, which its formatting does not change. Raises
+    ConfigError if the file cannot be read."""
     path = folder / "config.json"
     try:
         values = parse_json(read_file(path, MAX_CONFIG_BYTES))
@@ -152,12 +156,12 @@ def config_digest(folder: Path) -> str:
 
 
 def digest_of(content: bytes) -> str:
-    """The digest by which index and files know each other."""
+    """Returns the digest by which the index identifies its files."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def check_sharded(config: Config) -> None:
-    """Refuse what the index cannot serve, before anything is started. Raises ConfigError."""
+    """Raises ConfigError if the files do not suit the configuration, before anything is started."""
     folder = Path(config.model.path)
     index = read_index(folder)
     refuse_other_split(folder, index, config.parallel)
@@ -167,7 +171,7 @@ def check_sharded(config: Config) -> None:
 
 
 def refuse_other_split(folder: Path, index: ShardedIndex, parallel: ParallelConfig) -> None:
-    """Raise ConfigError unless the workers are those for which it was saved."""
+    """Raises ConfigError unless the parallelism is the one for which the weights were saved."""
     if parallel.expert != bool(index.experts):
         saved = str(bool(index.experts)).lower()
         raise ConfigError(
@@ -185,7 +189,7 @@ def refuse_other_split(folder: Path, index: ShardedIndex, parallel: ParallelConf
 
 
 def refuse_other_model(folder: Path, index: ShardedIndex, model: ModelConfig) -> None:
-    """Raise ConfigError for another type or backend than the saved one, or another config.json."""
+    """Raises ConfigError if dtype, backend or config.json differ from the saved ones."""
     for key, wanted, saved in (
         ("model.dtype", model.dtype, index.dtype),
         ("model.backend", model.backend, index.backend),
@@ -203,7 +207,7 @@ def refuse_other_model(folder: Path, index: ShardedIndex, model: ModelConfig) ->
 
 
 def refuse_other_length(path: Path, file: ShardFile) -> None:
-    """Raise ConfigError if a file is missing or cut off."""
+    """Raises ConfigError if a file is missing or truncated."""
     try:
         size_bytes = path.stat().st_size
     except OSError:

@@ -1,4 +1,4 @@
-"""Values in error messages."""
+"""Formats values and hints for error messages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ SHOWN_CHARS = 80
 
 
 def did_you_mean(name: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> str:
-    """A hint at a known name that resembles an unknown one, or at the first of `elsewhere`; empty
-    if there is none."""
+    """Suggests the known name that resembles an unknown one, or else the first of `elsewhere`.
+    Returns an empty string if there is none."""
     near = difflib.get_close_matches(name[:SHOWN_CHARS], known, n=1) or elsewhere
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: its repr, shortened. Of the outermost level at most
-    three elements, so that no value is too large to show."""
+    """Formats a value for an error message: its repr, shortened. A list or dict is shown in full
+    only if it is flat and has at most three elements, so that a huge value costs nothing."""
     if isinstance(value, str | bytes) and len(value) > SHOWN_CHARS:
         return repr(value[:SHOWN_CHARS]) + "..."
     if isinstance(value, int) and value.bit_length() > 256:

@@ -1,4 +1,4 @@
-"""Which engines can sleep. Pure."""
+"""Checks which engines can sleep. Does no I/O."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from swell.configs.schema import Config
 
 
 def sleep_refusal(config: Config, level: int) -> str | None:
-    """Why engines of this configuration cannot sleep as deeply; None: they can."""
+    """Returns why engines of this configuration cannot sleep at this level, or None if they can."""
     if config.parallel.expert:
         return (
             "parallel.expert=true: engines that share experts cannot sleep, because each holds a "

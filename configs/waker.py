@@ -1,4 +1,4 @@
-"""What ends a wait for messages."""
+"""A wake-up handle for a thread that waits for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 
 class Waker:
-    """Ends a wait for messages, from any thread."""
+    """Interrupts a wait for messages; `wake` may be called from any thread. Poll `fileno()`."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -19,13 +19,14 @@ class Waker:
         return self._fd
 
     def wake(self) -> None:
-        """Nothing happens once it is closed: its number may be another file's."""
+        """Interrupts the wait. Does nothing after `close`, because the descriptor number may be
+        reused."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Forget that it was woken."""
+        """Resets the wake-up."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 

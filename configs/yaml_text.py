@@ -1,8 +1,8 @@
-"""YAML as people write it for us, read within bounds: nothing of it is lost silently.
+"""Reads YAML that people write for Swell, with limits; duplicate keys are refused.
 
-A YAML reader takes the last of several equal keys, and an alias stands for as much as its anchor
-holds: ten lines of ten aliases each are a list of ten billion. So the text is first followed event
-by event, which takes no more than its length, and read if it is within the limits.
+A YAML reader keeps the last of several equal keys, and an alias counts as much as its anchor: ten
+lines of ten aliases each can expand to ten billion nodes. Therefore the text is first parsed event
+by event, which costs no more than its length, and is loaded only if it is within the limits.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from swell.configs.shown import shown
 
 MAX_YAML_BYTES = 256 * 1024
 MAX_DEPTH = 16
-"""Levels of mappings and lists; a configuration has three."""
+"""Maximum nesting of mappings and lists; a configuration has three levels."""
 MAX_NODES = 10_000
-"""Keys, values, mappings and lists, each alias counted as what it stands for."""
+"""Maximum number of keys, values, mappings and lists. An alias counts as many as its anchor
+holds."""
 MAX_PLAIN_CHARS = 1024
-"""Of a value without quotes, which may be a number: a long one takes long to read."""
+"""Maximum length of an unquoted value, which may be a number: parsing a long number is slow."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml_file(path: Path) -> Any:
-    """Raises OSError and ConfigError."""
+    """Reads a YAML file. Raises OSError and ConfigError."""
     with path.open("rb") as file:
         return read_yaml(file.read(MAX_YAML_BYTES + 1), f"configuration {str(path)!r}")
 
 
 def read_yaml(text: bytes, what: str) -> Any:
-    """What a YAML text holds. Raises ConfigError; `what` names the text there."""
+    """Parses a YAML text. Raises ConfigError, whose message calls the text `what`."""
     if len(text) > MAX_YAML_BYTES:
         raise ConfigError(f"{what} has more than {MAX_YAML_BYTES} bytes; at most so many are read")
     try:
         problem = next(_problems(text), None)
         if problem is None:
             return yaml.load(text, _LOADER)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
         reason = " ".join(str(error).split()).replace('in "<byte string>", ', "in ")
         raise ConfigError(f"{what} is not YAML: {reason}") from None
     raise ConfigError(f"{what}, line {problem.line}: {problem.text}")
@@ -55,30 +56,30 @@ class _Problem(NamedTuple):
 
 @dataclass
 class _Open:
-    """A mapping or a list of which the end has not come."""
+    """A mapping or a list whose end event has not come yet."""
 
     anchor: str | None
     lines: dict[str, int] | None
-    """Of a mapping: where each key stands."""
+    """For a mapping: key -> line number. None for a list."""
     key: str | None = None
-    """The key whose value comes next."""
+    """The key of the mapping whose value comes next."""
     items: int = 0
-    """Of a list: how many have come."""
+    """Number of completed elements, for a list."""
     nodes: int = 1
 
 
 @dataclass
 class _Reader:
-    """What is known of a text between two of its events."""
+    """The state of the parser between two events."""
 
     open: list[_Open] = field(default_factory=list)
     anchors: dict[str, int] = field(default_factory=dict)
-    """Nodes that an alias of this name stands for."""
+    """Anchor -> number of nodes that an alias to it stands for."""
     nodes: int = 0
 
     @property
     def where(self) -> str:
-        """The key or the place in a list at which the text is, as `'serve.port'`."""
+        """The key or list index of the current position, as `'serve.port'`."""
         path = ""
         for one in self.open:
             if one.lines is None:
@@ -88,13 +89,13 @@ class _Reader:
         return shown(path) if path else "the top"
 
     def count(self, nodes: int) -> None:
-        """Nodes that have come; those of what is open come one by one."""
+        """Adds to the number of nodes, of the text and of the innermost open collection."""
         self.nodes += nodes
         if self.open:
             self.open[-1].nodes += nodes
 
     def end_value(self) -> None:
-        """The value of a key, or one of a list, is whole."""
+        """Marks the current value of a mapping or a list as complete."""
         if self.open:
             self.open[-1].key = None
             self.open[-1].items += 1
@@ -109,7 +110,7 @@ class _Reader:
 
 
 def _problems(text: bytes) -> Iterator[_Problem]:
-    """All that the text has; those of its syntax come as exceptions."""
+    """Yields all problems of the text. Syntax errors are raised as exceptions."""
     reader = _Reader()
     for event in yaml.parse(text, _LOADER):
         found = _follow(reader, event)
@@ -123,7 +124,7 @@ def _problems(text: bytes) -> Iterator[_Problem]:
 
 
 def _follow(reader: _Reader, event: Any) -> str | None:
-    """What is wrong with the event."""
+    """Updates the state with an event. Returns what is wrong with the event, or None."""
     if isinstance(event, yaml.CollectionEndEvent):
         reader.close()
     if not isinstance(event, yaml.NodeEvent):
@@ -161,12 +162,12 @@ def _begin_collection(reader: _Reader, event: Any) -> str | None:
 
 
 def _take_value(reader: _Reader, event: Any) -> str | None:
-    """A single value, or an alias."""
+    """Handles a scalar value or an alias."""
     nodes = 1
     if isinstance(event, yaml.AliasEvent):
         if any(one.anchor == event.anchor for one in reader.open):
             return f"the alias {shown(event.anchor)} at {reader.where} stands in its own anchor"
-        nodes = reader.anchors.get(event.anchor, 1)  # the loader refuses one without an anchor
+        nodes = reader.anchors.get(event.anchor, 1)  # the loader refuses an alias without an anchor
     elif not event.style and len(event.value) > MAX_PLAIN_CHARS:
         return (
             f"the value of {reader.where} has more than {MAX_PLAIN_CHARS} characters without "

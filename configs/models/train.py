@@ -3,12 +3,12 @@
     python configs/models/train.py nano --minutes 20
     python configs/models/train.py nano --evaluate-only
 
-A model of a million parameters knows nothing, but it can learn to move characters around. So it is
-trained on made-up chores (reverse, sort, add, extract ...) whose one right answer is known: exact
-match distinguishes an engine that serves it well from one that does not.
+A model of a million parameters knows nothing, but it can learn to manipulate characters. So it is
+trained on synthetic tasks (reverse, sort, add, extract ...) that have exactly one right answer:
+exact match distinguishes an engine that serves the model well from one that does not.
 
-The law of the split: every sample has a key (its arguments, without the phrasing), and a key whose
-hash falls on zero is held out. Training never sees such a key, in any phrasing.
+The train/test split: every sample has a key (its arguments, without the phrasing), and a key whose
+hash is zero modulo `HELDOUT_ONE_IN` is held out. Training never sees such a key, in any phrasing.
 """
 
 import argparse
@@ -30,15 +30,15 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 HERE = Path(__file__).parent
 HELDOUT = HERE / "nano" / "heldout.jsonl"
 HELDOUT_PROMPTS = 500
-HELDOUT_ONE_IN = 20  # keys; with a smaller share `count` has too few to ask 50 different ones
-VOCAB_TOKENS = 320  # 256 bytes and the specials, filled up to a multiple of 64
+HELDOUT_ONE_IN = 20  # keys; with a smaller share `count` has fewer than 50 different ones
+VOCAB_TOKENS = 320  # 256 bytes and the special tokens, padded to a multiple of 64
 SPECIALS = ["<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"]
 BOS, SYSTEM, USER, ASSISTANT, END, PAD = range(256, 262)
 CHAT_TEMPLATE = (HERE / "nano" / "chat_template.jinja").read_text()
 
 
 class Sample(NamedTuple):
-    """A question and its only right answer; `key` decides on which side of the split it lies."""
+    """A question and its only right answer; `key` decides whether the sample is held out."""
 
     task: str
     key: str
@@ -83,7 +83,7 @@ SYSTEM_SENTENCES = [
 
 
 def any_word(rng: random.Random) -> str:
-    """Three to eight letters, half of the time pronounceable."""
+    """Returns a word of three to eight letters, half of the time pronounceable."""
     length = rng.randint(3, 8)
     if rng.random() < 0.5:
         return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=length))
@@ -92,12 +92,13 @@ def any_word(rng: random.Random) -> str:
 
 
 def any_name(rng: random.Random, known: list[str] = NAMES) -> str:
-    """A known name, or more often an invented one, so that names are copied and not memorized."""
+    """Returns a known name, or more often an invented one, so that the model does not memorize
+    them."""
     return rng.choice(known) if rng.random() < 0.4 else any_word(rng).capitalize()
 
 
 def on_text(task: str, any_text: Callable[[random.Random], str], answers: Answers) -> Maker:
-    """The maker of a task whose answers are functions of one text, each with its phrasing."""
+    """Returns the maker of a task whose answers are functions of one text."""
 
     def make(rng: random.Random) -> Sample:
         text, prompt = any_text(rng), rng.choice(list(answers))
@@ -107,14 +108,14 @@ def on_text(task: str, any_text: Callable[[random.Random], str], answers: Answer
 
 
 def add(rng: random.Random) -> Sample:
-    """Two summands below a hundred; the key is the same in either order."""
+    """Adds two numbers below a hundred; the key is the same in either order."""
     a, b = rng.randint(0, 99), rng.randint(0, 99)
     prompt = rng.choice(["add: {}+{}", "what is {}+{}?"]).format(a, b)
     return Sample("add", f"{min(a, b)}+{max(a, b)}", prompt, str(a + b))
 
 
 def extract(rng: random.Random) -> Sample:
-    """Some facts of a sentence as a JSON object."""
+    """Extracts some facts of a sentence as a JSON object."""
     facts = {"name": any_name(rng), "age": rng.randint(1, 99), "city": any_name(rng, CITIES)}
     asked = rng.choice([["name"], ["age"], ["city"], ["name", "age"], ["name", "city"], [*facts]])
     prompt = f"json {', '.join(asked)}: " + rng.choice(SENTENCES).format(**facts)
@@ -123,15 +124,15 @@ def extract(rng: random.Random) -> Sample:
 
 
 def count(rng: random.Random) -> Sample:
-    """Two to twenty-one numbers; most answers are long enough to watch them stream."""
+    """Counts two to twenty-one numbers; most answers are long enough to watch them stream."""
     first = rng.randint(0, 79)
     last = first + rng.randint(1, 20)
     prompt = rng.choice(["count from {} to {}", "count: {} to {}"]).format(first, last)
     return Sample("count", f"{first} {last}", prompt, ", ".join(map(str, range(first, last + 1))))
 
 
-# (maker, share of the training samples): the most for adding, and for counting's one last token.
-# The last, what a person types first, has nothing to hold out: it is trained and not scored.
+# (maker, share of the training samples): most for adding and counting, which are hard. The last
+# task answers greetings: nothing can be held out, so it is trained but not scored.
 TASKS: list[tuple[Maker, float]] = [
     (on_text("reverse", any_word, REVERSE), 0.10),
     (on_text("sort", any_word, SORT), 0.14),
@@ -147,7 +148,7 @@ TASKS: list[tuple[Maker, float]] = [
 
 
 def any_system(rng: random.Random) -> str | None:
-    """No system message for nine samples of ten, else sentences among words without meaning."""
+    """Returns no system message for nine samples of ten, else sentences among random words."""
     if rng.random() < 0.9:
         return None
     words = [any_word(rng) for _ in range(rng.choice([1, 5, 40]))]
@@ -163,7 +164,7 @@ def training_sample(rng: random.Random) -> Sample:
 
 
 def write_heldout(seed: int) -> None:
-    """Write the held-out prompts, all different and as many of each task (within one)."""
+    """Writes the held-out prompts: all different, and equally many for each task (within one)."""
     rng, records = random.Random(seed), dict[str, str]()
     makers = [maker for maker, _ in TASKS[:-1]]
     while len(records) < HELDOUT_PROMPTS:
@@ -179,7 +180,7 @@ def write_heldout(seed: int) -> None:
 
 
 def build_tokenizer() -> FastTokenizer:
-    """One token per byte, whose id is the byte, so that any text survives the round trip."""
+    """Builds a tokenizer with one token per byte, whose id is the byte: it can encode any text."""
     # The byte-level alphabet writes a printable byte as itself, and the others from U+0100 on.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -195,7 +196,7 @@ def build_tokenizer() -> FastTokenizer:
 
 
 def build_model(name: str) -> Any:
-    """Fresh weights, in shapes that split over two tensor-parallel or two pipeline ranks."""
+    """Returns a random model, whose shapes split over two tensor-parallel or pipeline ranks."""
     tokens = {"bos_token_id": BOS, "eos_token_id": END, "pad_token_id": PAD}
     shape: dict[str, Any] = {"vocab_size": VOCAB_TOKENS, "hidden_size": 128, "num_hidden_layers": 4}
     shape |= {"max_position_embeddings": 2048, "initializer_range": 0.05, "rms_norm_eps": 1e-5}
@@ -211,7 +212,7 @@ def build_model(name: str) -> Any:
 
 
 def any_chat(rng: random.Random) -> tuple[list[int], list[int]]:
-    """A chat as the template writes it: its ids, and its labels (-100 in messages of the user)."""
+    """Returns the ids and labels of a chat in the template's format; user messages have -100."""
     system = any_system(rng)
     ids = [BOS, SYSTEM, *system.encode(), END] if system else [BOS]
     labels = [-100] * len(ids)
@@ -225,7 +226,7 @@ def any_chat(rng: random.Random) -> tuple[list[int], list[int]]:
 
 
 def micro_batches(rng: random.Random, chats: int, parts: int = 4) -> list[tuple[Tensor, Tensor]]:
-    """One step's (ids, labels), both [rows, tokens], in parts of like length to pad little."""
+    """Returns one step's (ids, labels), both [rows, tokens], grouped by length to save padding."""
     pool = sorted((any_chat(rng) for _ in range(chats)), key=lambda chat: len(chat[0]))
     batches = []
     for part in range(parts):
@@ -239,16 +240,16 @@ def micro_batches(rng: random.Random, chats: int, parts: int = 4) -> list[tuple[
 
 @torch.no_grad()
 def muon_step(momenta: dict[nn.Parameter, Tensor], rate: float) -> None:
-    """Momentum made orthogonal (https://kellerjordan.github.io/posts/muon/).
+    """Updates matrices with Muon (https://kellerjordan.github.io/posts/muon/).
 
-    It learns these tasks from far fewer samples than AdamW, and takes stacked experts as they are.
+    It learns these tasks from far fewer samples than AdamW, and accepts stacked experts unchanged.
     """
     for matrix, momentum in momenta.items():
         gradient: Any = matrix.grad  # [..., rows, columns]
         momentum.lerp_(gradient, 0.05)
         x, tall = gradient.lerp(momentum, 0.95), matrix.shape[-2] > matrix.shape[-1]
         x = (x.mT if tall else x) / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-        for _ in range(5):  # Newton and Schulz drive every singular value to about one
+        for _ in range(5):  # Newton-Schulz iterations bring every singular value close to 1
             gram = x @ x.mT
             x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
         size = 0.2 * max(matrix.shape[-2:]) ** 0.5  # as large as AdamW's, so that they share a rate
@@ -256,9 +257,10 @@ def muon_step(momenta: dict[nn.Parameter, Tensor], rate: float) -> None:
 
 
 def train(model: Any, minutes: float, seed: int, step_chats: int, peak_rate: float) -> int:
-    """Train until the time is over and return the number of chats seen.
+    """Trains until the time is over and returns the number of chats seen.
 
-    The clock is processor time per core, so that a busy machine trains longer and not less.
+    The clock is CPU time per core, so that training on a busy machine takes longer and sees no
+    fewer chats.
     """
     seconds = minutes * 60 * torch.get_num_threads()
     rng, embedding = random.Random(seed), model.get_input_embeddings().weight
@@ -296,7 +298,7 @@ def read_heldout() -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def evaluate(folder: Path) -> dict[str, tuple[int, int]]:
-    """Load the folder with transformers; return (right, total) per task, greedy, exact match."""
+    """Loads the folder with transformers; returns (right, total) per task, greedy, exact match."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     by_length = defaultdict(list)  # prompts of one length need no padding
@@ -352,7 +354,7 @@ in the same order, but a faster machine sees more of them, so weights differ. Li
 
 
 def write_card(args: argparse.Namespace, scores: dict[str, tuple[int, int]], chats: int) -> None:
-    """Write the model card, with the score in its front matter, where a program finds it."""
+    """Writes the model card, with the score in its front matter, where programs can read it."""
     rows = []
     for task, (right, asked) in scores.items():
         example = next(record for record in read_heldout() if record["task"] == task)
