@@ -89,7 +89,7 @@ class ModelConfig(Section, frozen=True):
     them bypasses the tokenizer."""
     routed_experts: bool = False
     """Lets requests ask for the experts that computed their tokens (`return_routed_experts`). The
-    choices for every token are stored with its KV, and prompts are computed in every layer."""
+    choices of all layers are recorded for every token, with its KV, even if no request asks."""
     generation_config: Literal["auto", "none"] = "auto"
     """`auto`: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
     model's generation_config.json are the defaults of requests, as in vLLM. `none`: neutral

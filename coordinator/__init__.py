@@ -1,1 +1,1 @@
-"""Counts: ranks, epochs, loads, waves; and the channel between processes."""
+"""The cluster's control state (ranks, epochs, loads, waves), and the channel between processes."""

@@ -1,9 +1,9 @@
-"""The thread beside an inbox that decides who may connect: `handshakes.py` has the rules.
+"""The thread that decides who may connect to an inbox; `handshakes.py` has the rules.
 
 It answers ZeroMQ's authentication protocol (ZAP), which asks at the end of each CURVE handshake
-whether the client's key is known, and follows the inbox's monitor, which reports connections. Both
-happen only when a peer connects: no message waits for this thread, and no handshake for the thread
-of the inbox, which may be inside of a long step.
+whether the client's key is known, and reads the socket monitor of the inbox, which reports
+connections. Both happen only when a peer connects: no message waits for this thread, and no
+handshake waits for the thread of the inbox, which may be busy with a long step.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from swell.coordinator.handshakes import (
 )
 
 _ZAP = "inproc://zeromq.zap.01"
-"""Where ZeroMQ asks, in each context."""
+"""Address of ZAP requests, in each context."""
 _MONITOR = "inproc://monitor"
 _DOMAIN = b"swell"
 _EVENT = struct.Struct("=hi")
-"""Of a monitor: the event, and its value, here a file descriptor."""
+"""A monitor event: its type and its value, here a file descriptor."""
 
 
 class Authenticator:
-    """Of the one bound socket of a context. The thread ends when the context is terminated."""
+    """Authenticates peers of the one bound socket of a context. The thread stops when the context
+    is terminated."""
 
     def __init__(
         self, context: Any, bound: Any, public_key: bytes, secret_key: SecretBytes
     ) -> None:
-        """`bound`: the socket, before it is bound. Its own keys are those of all that may connect,
-        in Z85."""
+        """`bound`: the socket, before it is bound. Its keys, in Z85, are also those of all peers
+        that may connect."""
         bound.curve_server = True
         bound.curve_publickey, bound.curve_secretkey = public_key, secret_key
         bound.zap_domain = _DOMAIN
-        bound.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer none may connect
+        bound.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer nobody may connect
         bound.handshake_ivl = round(HANDSHAKE_S * 1000)
         bound.maxmsgsize = MAX_MESSAGE_BYTES
         self._allowed = frozenset({z85.decode(public_key)})
@@ -81,8 +82,8 @@ class Authenticator:
             self._monitor.close()
 
     def _follow_connections(self) -> None:
-        """Handle all events that the monitor has, then refuse connections. A connection that ended
-        meanwhile is left alone: its file descriptor may be that of another one."""
+        """Handles all events of the monitor, then refuses connections. A connection that was closed
+        meanwhile is not touched: its file descriptor may belong to another one."""
         refused: set[int] = set()
         while self._monitor.poll(0):
             event, value = _EVENT.unpack(self._monitor.recv_multipart()[0])
@@ -106,11 +107,12 @@ class Authenticator:
 
 
 def _shut_down(connection: int) -> None:
-    """End a connection whose file descriptor belongs to ZeroMQ, which notices that and closes it.
-    If it was closed meanwhile, its number may be that of another file; sockets that listen stay."""
+    """Shuts down a connection whose file descriptor belongs to ZeroMQ, which notices that and
+    closes it. If it was closed meanwhile, the number may be that of another file; listening sockets
+    are not touched."""
     try:
         with socket.socket(fileno=os.dup(connection)) as copy:
             if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 copy.shutdown(socket.SHUT_RDWR)
     except OSError:
-        """It is gone."""
+        """The connection is gone."""

@@ -1,15 +1,14 @@
-"""The only code that touches sockets: ZeroMQ with msgspec frames, encrypted by CURVE.
+"""The only code that uses sockets: ZeroMQ with msgspec frames, encrypted with CURVE.
 
 An `Inbox` is bound by the side that serves many peers; an `Outlet` is connected by one of the
-peers. A message is one frame: a tagged Struct, decoded by the one typed decoder of its receiver
-(`codec.py`).
-Between two peers messages keep their order. An inbox drops what it cannot deliver; an outlet
-keeps what it was given until its peer is there.
+peers. A message is one frame: a tagged Struct, decoded by the typed decoder of its receiver
+(`codec.py`). Messages between two peers keep their order. An inbox drops messages that it cannot
+deliver; an outlet queues messages until its peer is reachable.
 
-An inbox listens twice: on an abstract `ipc` name for peers of its machine (it is no file: a killed
-process leaves nothing behind), and on TCP for others.
+An inbox listens twice: on an abstract `ipc` name for peers on its machine (not a file, so a killed
+process leaves no trace), and on TCP for others.
 
-The keys of a cluster are handed out through Ray. Without them no process completes the handshake
+The keys of a cluster are distributed through Ray. Without them no process completes the handshake
 (`authenticator.py`).
 """
 
@@ -43,35 +42,35 @@ from swell.coordinator.socket_options import connect_soon, detect_silence
 M = TypeVar("M")
 
 _LINGER_MS = 1000
-"""How long a closing end tries to deliver what it was given."""
+"""How long a closing socket tries to deliver queued messages."""
 _RETRY_S = 0.05
-"""Between two attempts at an address that is taken."""
+"""Delay between two attempts to bind an address that is in use."""
 _LOG_EVERY_ATTEMPTS = 100
-"""Attempts after which the log repeats the warning."""
+"""Number of attempts after which the warning is logged again."""
 DEFAULT_SILENCE_S = 10.0
-"""After which a connection is taken for dead."""
+"""Time without data after which a connection counts as dead."""
 _MAX_BURST = 4096
-"""Messages that are delivered at a time."""
+"""Maximum number of messages that are delivered at a time."""
 _MAX_SOCKETS = 49_152
-"""Of one context; each `AsyncOutlet` has three, with its monitor."""
+"""Maximum number of sockets of one context; each `AsyncOutlet` has three, with its monitor."""
 
 
 class ChannelKeys(HoldsSecrets, frozen=True, array_like=True):
-    """One CURVE key pair for all members of a cluster."""
+    """The CURVE key pair that all members of a cluster share."""
 
     public: bytes
     secret: SecretBytes
 
     def derive(self, purpose: str) -> SecretBytes:
-        """[32] a secret of the members for one purpose."""
+        """[32] A secret that all members share, derived for one purpose."""
         return hmac.digest(self.secret, purpose.encode(), "sha256")
 
 
 class ChannelAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where an inbox can be reached."""
+    """Addresses on which an inbox is reachable."""
 
     machine: str
-    """Processes with the same value can use `ipc` to each other."""
+    """Processes with the same value can connect to each other with `ipc`."""
     ipc: str
     tcp: str
 
@@ -86,7 +85,8 @@ def make_keys() -> ChannelKeys:
 
 
 def this_machine() -> str:
-    """Names the network namespace of this boot: where abstract socket names are shared."""
+    """Identifies the network namespace of this boot, within which abstract socket names are
+    shared."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return f"process-{os.getpid()}"
@@ -94,9 +94,9 @@ def this_machine() -> str:
 
 
 def _wait(socket: Any, timeout_s: float | None, waker: Waker | None) -> bool:
-    """Whether the socket has a message, after waiting for one or for the waker."""
+    """Waits for a message or for the waker. Returns whether the socket has a message."""
     timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000))
-    if waker is None or timeout_ms == 0:  # a waker that was not polled ends the next wait
+    if waker is None or timeout_ms == 0:  # the wake-up then interrupts the next wait
         return bool(socket.poll(timeout_ms))
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
@@ -109,14 +109,15 @@ def _wait(socket: Any, timeout_s: float | None, waker: Waker | None) -> bool:
 
 @functools.cache
 def _context_of(pid: int) -> Any:
-    """One context with its two threads for all ends of a process that close without waiting."""
+    """The one context, with two threads, of all sockets of a process that close without waiting."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
     return context
 
 
 class Inbox(Generic[M]):
-    """Bound end: receives from many peers, answers each by its identity. Not thread-safe."""
+    """The bound end: receives from many peers, and answers each by its identity. Not
+    thread-safe."""
 
     def __init__(
         self,
@@ -129,8 +130,9 @@ class Inbox(Generic[M]):
         ports: range | None = None,
         silence_s: float = DEFAULT_SILENCE_S,
     ) -> None:
-        """`name` and `port`: where a predecessor was found; it waits until they are free. Else
-        chosen here, the port by `bind_free_port`. `silence_s`: see `detect_silence`."""
+        """`name` and `port`: addresses of a predecessor; the constructor waits until they are free.
+        If not specified, they are chosen here, the port by `bind_free_port`. `silence_s`: see
+        `detect_silence`."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = _LINGER_MS
@@ -154,7 +156,7 @@ class Inbox(Generic[M]):
 
     @property
     def malformed(self) -> int:
-        """Frames that were dropped because they did not decode."""
+        """Number of frames that were dropped because they did not decode."""
         return self._frame_decoder.malformed
 
     def _bind(self, address: str) -> None:
@@ -170,11 +172,11 @@ class Inbox(Generic[M]):
             time.sleep(_RETRY_S)
 
     def send(self, peer: bytes, message: Any) -> None:
-        """Queue a message; dropped if the peer is gone."""
+        """Queues a message; it is dropped if the peer is gone."""
         self.send_to_all((peer,), message)
 
     def send_to_all(self, peers: Iterable[bytes], message: Any) -> None:
-        """`send` to each; it is encoded once."""
+        """Sends a message to each peer; it is encoded once."""
         frame = encode(message)
         for peer in peers:
             self._socket.send_multipart((peer, frame), copy=True)
@@ -182,18 +184,18 @@ class Inbox(Generic[M]):
     def receive(
         self, timeout_s: float = 0.0, waker: Waker | None = None
     ) -> Iterator[tuple[bytes, M]]:
-        """`ready`, then `take`."""
+        """Calls `ready`, then `take`."""
         if self.ready(timeout_s, waker):
             yield from self.take()
 
     def ready(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> bool:
-        """Whether there is a message, after waiting up to `timeout_s` (None: for ever) for the
-        first one or the waker."""
+        """Waits for a message or for the waker, up to `timeout_s` (None: forever). Returns whether
+        there is a message."""
         return _wait(self._socket, timeout_s, waker)
 
     def take(self) -> Iterator[tuple[bytes, M]]:
-        """What is there, without waiting. A flood is taken in parts, so that the receiver does
-        something else between them."""
+        """Yields the messages that are there, without waiting. A large number is delivered in
+        parts, so that the receiver can do other work in between."""
         for _ in range(_MAX_BURST):
             try:
                 peer, frame = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -211,7 +213,7 @@ class Inbox(Generic[M]):
 
 
 class Outlet(Generic[M]):
-    """Connected end, for a thread. Not thread-safe."""
+    """The connected end, for use in one thread. Not thread-safe."""
 
     def __init__(
         self,
@@ -225,7 +227,7 @@ class Outlet(Generic[M]):
         self._context = self._make_context()
         self._address, self._keys, self._silence_s = address, keys, silence_s
         self.identity = identity or secrets.token_bytes(8).replace(b"\0", b"\1")
-        """Names this connection at the inbox."""
+        """Identifies this connection at the inbox."""
         self._frame_decoder: FrameDecoder[M] = FrameDecoder(message_type)
         self._open()
 
@@ -247,44 +249,44 @@ class Outlet(Generic[M]):
         return zmq.Context()
 
     def _prepare(self) -> None:
-        """What must be there before the socket is connected."""
+        """Prepares the socket before it is connected."""
 
     @property
     def malformed(self) -> int:
-        """Frames that were dropped because they did not decode."""
+        """Number of frames that were dropped because they did not decode."""
         return self._frame_decoder.malformed
 
     def send(self, message: Any) -> None:
-        """Queue a message. Never waits."""
+        """Queues a message. Never waits."""
         frame = encode(message)
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             self._open_if_ended()
-            with contextlib.suppress(zmq.Again):  # it ended again already
+            with contextlib.suppress(zmq.Again):  # the new connection failed already
                 self._socket.send(frame, zmq.NOBLOCK)
 
     def _open_if_ended(self) -> None:
-        """ZeroMQ gives up a connection whose other end breaks its protocol, as another program
-        does that has got a dead peer's port. What it was given is lost, like that of a connection
-        that drops."""
+        """Reconnects a socket that ZeroMQ has closed because the other end violates the protocol,
+        for example a program that has reused a dead peer's port. Queued messages are lost, as with
+        any dropped connection."""
         if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
             self._close_socket()
             self._open()
 
     def receive(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> M | None:
-        """`ready`, then `take`; None if there is no message."""
+        """Calls `ready`, then `take`; returns None if there is no message."""
         return self.take() if self.ready(timeout_s, waker) else None
 
     def ready(self, timeout_s: float | None = 0.0, waker: Waker | None = None) -> bool:
-        """As that of an inbox."""
+        """Same as `Inbox.ready`."""
         is_ready = _wait(self._socket, timeout_s, waker)
         if not is_ready:
             self._open_if_ended()
         return is_ready
 
     def take(self) -> M | None:
-        """The next message, once there is one; None for a frame that does not decode."""
+        """Returns the next message, once there is one; None for a frame that does not decode."""
         return self._frame_decoder.decode(self._socket.recv())
 
     def _close_socket(self) -> None:
@@ -296,12 +298,14 @@ class Outlet(Generic[M]):
 
 
 class AsyncOutlet(Outlet[M]):
-    """Connected end, for the running event loop, which calls `take` with each message. Neither
-    sending nor closing ever waits: what a dead peer has not taken is dropped.
+    """The connected end for the running event loop, which calls `take` with each message. Neither
+    sending nor closing ever waits: messages that a dead peer has not received are dropped.
 
-    zmq's file descriptor signals once for all that is there, and any use of the socket may take
-    that signal: so all that is there is taken at once, and after sending it is looked for again.
-    zmq's own asyncio sockets cost a wake-up and some futures a message."""
+    ZeroMQ's file descriptor signals once for all available messages, and any use of the socket may
+    consume that signal. Therefore all available messages are received at once, and checked for
+    again after sending. ZeroMQ's own asyncio sockets cost one wake-up and several futures per
+    message.
+    """
 
     def __init__(
         self,
@@ -332,14 +336,15 @@ class AsyncOutlet(Outlet[M]):
         return _context_of(os.getpid())
 
     def _prepare(self) -> None:
-        """Of a handshake that is over before the monitor is there it would never learn."""
+        """Starts the monitor before the socket connects, because it would miss an earlier
+        handshake."""
         self._is_connected = False
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         name = f"inproc://{secrets.token_hex(8)}"
         self._monitor = self._socket.get_monitor_socket(events, name)
 
     def is_connected(self) -> bool:
-        """Whether the peer can be reached now, as far as was noticed."""
+        """Whether the peer is reachable, as far as is known."""
         self._open_if_ended()
         self._look_again()
         while self._monitor.poll(0):
@@ -358,14 +363,16 @@ class AsyncOutlet(Outlet[M]):
         self._socket.close(linger=0)
 
     def _drain(self) -> None:
-        """An end that cannot be read any more would let every answer wait for ever."""
+        """Delivers messages. On an error the process exits: if messages were no longer received,
+        every answer would wait forever."""
         try:
             self._deliver()
         except Exception as error:
             process.exit_process("channel", error)
 
     def _deliver(self) -> None:
-        """What is there; a frame that does not decode is skipped, as by an inbox."""
+        """Delivers the available messages; a frame that does not decode is skipped, as by an
+        inbox."""
         for _ in range(_MAX_BURST):
             if self._socket.closed:
                 return

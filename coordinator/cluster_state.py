@@ -1,11 +1,11 @@
-"""What the coordinator publishes, and when: pure, with time as an argument.
+"""Decides what the coordinator publishes, and when. Pure: the time is an argument.
 
-A change of load is published within `load_report_s` of the first one that is unpublished, however
-much traffic arrives meanwhile: the deadline is set once and never pushed back. So is what is not
-about one engine, such as a pause. A new roster is published at once, unless one was just before;
-and every `heartbeat_s` all reports are. So with N engines and I ingresses the coordinator sends I
-messages of a few bytes for each engine whose load has changed, and I messages of all N engines for
-each heartbeat and each new roster.
+A change of load is published within `load_report_s` of the first unpublished change, however much
+traffic arrives meanwhile: the deadline is set once and never postponed. The same holds for changes
+that do not concern one engine, such as a pause. A new roster is published at once, unless another
+one was published just before. All reports are published every `heartbeat_s`. With N engines and I
+ingresses, the coordinator sends I messages of a few bytes for each engine whose load has changed,
+and I messages of all N engines for each heartbeat and each new roster.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from swell.coordinator.wire import (
 )
 
 MAX_REPORTS_PER_LOAD_REPORT_S = 56
-"""Reports of all engines within `load_report_s`, at most: 1120 a second by default. More engines
-report less often."""
+"""Maximum number of reports of all engines together within `load_report_s`: 1120 per second by
+default. With more engines, each one reports less often."""
 
 _ROSTER_INTERVAL_S = 0.0005
-"""Between two rosters, for each engine in them: those that come or go together make one."""
+"""Minimum time between two rosters, per engine in them: engines that join or leave together then
+change the roster only once."""
 
 
 def load_report_s(config: ClusterConfig, engines: int) -> float:
-    """The least time between two reports of an engine."""
+    """Returns the minimum time between two reports of an engine."""
     return config.load_report_s * max(1.0, engines / MAX_REPORTS_PER_LOAD_REPORT_S)
 
 
 class ClusterState:
-    """Roster and the newest report of each member."""
+    """The roster and the newest report of each member."""
 
     def __init__(self, config: ClusterConfig, now: float = 0.0) -> None:
         self._config = config
         self.roster = Roster()
         self._reports: dict[int, EngineReport] = {}
         self._loads: dict[int, EngineLoad] = {}
-        """As they were published."""
+        """Loads as they were last published."""
         self._changed: dict[int, None] = {}
-        """Ranks with a report that may not be published."""
+        """Ranks whose newest report may not be published yet."""
         self._has_new_roster = True
         self._heartbeat_at = self._publish_at = self._next_roster_at = now
 
     def report(self, report: EngineReport, now: float) -> None:
-        """Reports of engines outside of the roster are stale, and dropped."""
+        """Records a report. Reports of engines outside of the roster are stale and are dropped."""
         if self.roster.find(report.rank) is None:
             return
         if report != self._reports.get(report.rank):
@@ -61,7 +62,7 @@ class ClusterState:
                 self._publish_at = min(self._publish_at, now + self._config.load_report_s)
 
     def change(self, step: Callable[[Roster], Roster], now: float) -> Roster:
-        """Apply one of the roster's functions and publish the result."""
+        """Applies one of the roster's functions and schedules the publication of the result."""
         roster = step(self.roster)
         if roster is not self.roster:
             self.roster = roster
@@ -73,11 +74,12 @@ class ClusterState:
         return roster
 
     def wait_s(self, now: float) -> float:
-        """Seconds until something is due."""
+        """Returns the seconds until something must be published."""
         return max(0.0, self._publish_at - now)
 
     def due(self, now: float, *, has_news: bool = False) -> Publication | None:
-        """What it is time to publish. `has_news`: something that is not about one engine."""
+        """Returns what must be published now, or None. `has_news`: something that does not concern
+        one engine has changed."""
         if has_news:
             self._publish_at = min(self._publish_at, now + self._config.load_report_s)
         if now < self._publish_at:

@@ -1,17 +1,18 @@
-"""Messages as frames, and back: msgpack of tagged Structs.
+"""Encodes messages as frames and decodes them: msgpack of tagged Structs.
 
-**What is default at the end of a message does not travel.** msgspec gives an array-like Struct an
-element for each of its fields, and its `omit_defaults` does nothing there. `encode` does: a Struct
-that sets it ends with the last field that is not default, and so does one that is a field of such
-a Struct. Every decoder puts the defaults back, as it does for fields that an older sender lacks.
+**Trailing fields with default values are not sent.** msgspec encodes each field of an array-like
+Struct as an element, and ignores `omit_defaults` there. `encode` implements it: a Struct that sets
+`omit_defaults` is cut after its last non-default field, and so is such a Struct in a field of
+another one. Every decoder restores the defaults, as it does for fields that an older sender lacks.
 
     EngineCoreRequest   request_id  prompt_token_ids  sampler  max_tokens | min_tokens  ...
                                                                           ^ all default: not sent
 
-So fields are only ever appended, and a default never changes: it is the reader's.
+Therefore new fields must be appended, and a default must never change: the reader applies its own.
 
-Elements of lists travel whole. To find the defaults of one costs Python some 1 us and saves its
-sender and its reader 0.1: that may be spent once for a request, not for each row of each step.
+Elements of lists are sent whole. Finding the defaults of an element takes about 1 us in Python and
+saves its sender and its reader 0.1 us. This may be spent once per request, but not for each row of
+each step.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Any) -> bytes:
-    """The frame of a message."""
+    """Encodes a message as a frame."""
     return _encode(_without_defaults(message))
 
 
 def _without_defaults(value: Any) -> Any:
-    """The tag and the fields of a Struct with `omit_defaults`, up to the last one that is not
-    default; any other value as it is."""
+    """Returns the tag and the fields of a Struct with `omit_defaults`, up to the last non-default
+    field; returns any other value unchanged."""
     kind: Any = type(value)
     shape = _shape_of(kind)
     if shape is None:
@@ -52,8 +53,8 @@ def _without_defaults(value: Any) -> Any:
 
 @functools.cache
 def _shape_of(kind: type) -> tuple[list[Any], list[Any]] | None:
-    """(tag, if it has one; defaults of its fields, from the last field on) of an array-like Struct
-    with `omit_defaults`; None for any other type."""
+    """Returns (tag, if there is one; defaults of the fields, from the last field on) of an
+    array-like Struct with `omit_defaults`, or None for any other type."""
     if not issubclass(kind, msgspec.Struct):
         return None
     config = kind.__struct_config__
@@ -69,13 +70,13 @@ def _shape_of(kind: type) -> tuple[list[Any], list[Any]] | None:
 
 @functools.cache
 def _decoder_of(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
-    """One for all ends: it holds nothing of a frame."""
+    """Returns a decoder that all sockets share: it holds no state of a frame."""
     return msgspec.msgpack.Decoder(message_type)
 
 
 class FrameDecoder(Generic[M]):
-    """The typed decoder of one end, which counts what it could not decode: a frame of a peer of
-    another build, or of one that is broken, is dropped and harms no other."""
+    """The typed decoder of one socket, which counts the frames that it could not decode. A frame of
+    a broken peer, or of a peer with another build, is dropped and does not affect other frames."""
 
     def __init__(self, message_type: Any) -> None:
         self.malformed = 0

@@ -1,4 +1,4 @@
-"""How a process reaches the coordinator."""
+"""The addresses and keys with which a process reaches the coordinator."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from swell.coordinator.channel import ChannelAddress, ChannelKeys
 
 
 class CoordinatorContact(msgspec.Struct, frozen=True):
-    """How a member reaches the coordinator and the other members."""
+    """The data with which a member reaches the coordinator and the other members."""
 
     address: ChannelAddress
     keys: ChannelKeys
     pid: int
     name: str = ""
-    """Of its actor, by which it is found again wherever it has moved."""
+    """Name of its Ray actor, by which it is found again on any host."""
     namespace: str = ""
-    """Of its actor's name."""
+    """Namespace of the actor's name."""
 
 
 class CoordinatorEndpoint(msgspec.Struct, frozen=True):
-    """Where a coordinator is found, and with which keys; its successor has the same."""
+    """Socket names and keys of a coordinator; a restarted coordinator has the same."""
 
     keys: ChannelKeys
     name: str | None = None
-    """Of its `ipc` socket; None: any."""
+    """Name of its `ipc` socket; None: any."""
     port: int = 0
-    """0: any."""
+    """TCP port; 0: any."""
     host: str = ""
-    """For which name and port were chosen; empty: unknown."""
+    """The host for which name and port were chosen; empty: unknown."""
 
     def on_host(self, host: str) -> CoordinatorEndpoint:
-        """For a coordinator on that host: on another one than ours the port may be taken."""
+        """Returns the endpoint for a coordinator on that host: on another host the port may be
+        taken."""
         if self.host in ("", host):
             return self
         return msgspec.structs.replace(self, name=None, port=0)
 
     def is_at(self, address: ChannelAddress) -> bool:
-        """Whether who knows this endpoint alone finds that address."""
+        """Whether a process that knows only this endpoint can connect to that address."""
         return not self.host or address.tcp == f"tcp://{self.host}:{self.port}"

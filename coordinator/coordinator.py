@@ -1,4 +1,4 @@
-"""The coordinator as a Ray actor: `CoordinatorService` in a process of its own."""
+"""The coordinator as a Ray actor: a `CoordinatorService` in its own process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from swell.coordinator.state_machine import JoinResult
 from swell.coordinator.wire import ClusterView
 
 _DISCOVERY = "discovery"
-"""Calls that do not wait for the end of a recovery, on threads of their own: those that do may take
-all others, and then no engine would find this coordinator before it has given them up."""
+"""Concurrency group of the calls that work during a recovery. They need threads of their own: calls
+that wait for the end of the recovery may occupy all others, and then no engine could find this
+coordinator before the coordinator gives it up."""
 
 
 @ray.remote(
@@ -31,9 +32,9 @@ all others, and then no engine would find this coordinator before it has given t
     concurrency_groups={_DISCOVERY: 4},
 )
 class Coordinator:
-    """Knows the members of a cluster; Ray starts it again where it dies. Each call runs on a thread
-    of Ray's, and many of them wait long beside each other. No method here may be a coroutine: Ray
-    then runs all calls of an actor on one event loop, and one that waits stops the others."""
+    """Manages the members of a cluster; Ray restarts it if it dies. Each call runs on a thread of
+    Ray's, and many of them wait long at the same time. No method may be a coroutine: Ray would then
+    run all calls of the actor on one event loop, and a waiting call would block the others."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class Coordinator:
         inherited: bool = False,
         namespace: str = "",
     ) -> None:
-        """`inherited`: another actor had this endpoint before. `namespace`: of the actor's name;
-        Ray gives an actor that of the program that made it."""
+        """`inherited`: another actor had this endpoint before. `namespace`: that of the actor's
+        name, which by default is the namespace of the program that creates the actor."""
         configure_logging()
         self._namespace = namespace
         host = host_address(config.interface, ray.util.get_node_ip_address())
@@ -65,7 +66,7 @@ class Coordinator:
         name, service = ray.get_runtime_context().get_actor_name() or "", self._service
         return CoordinatorContact(service.address, service.keys, os.getpid(), name, self._namespace)
 
-    # ---------------------------------------------------------------- of the service, as they are
+    # ---------------------------------------------------------------- the methods of the service
 
     def view(self) -> ClusterView:
         return self._service.view()
@@ -104,11 +105,11 @@ class Coordinator:
 
 
 def find(known: CoordinatorContact, timeout_s: float) -> CoordinatorContact | None:
-    """Where a coordinator is now, as Ray knows it: see `finder.FindCoordinator`. One that is being
-    started again is waited for."""
+    """Returns the coordinator's current contact as Ray knows it, or None: see
+    `finder.FindCoordinator`. Waits for a coordinator that is restarting."""
     try:
         actor = ray.get_actor(known.name, namespace=known.namespace)
         contact: CoordinatorContact = ray.get(actor.contact.remote(), timeout=timeout_s)
-    except (ValueError, RayError):  # there is none, or it does not answer
+    except (ValueError, RayError):  # no such actor, or no answer
         return None
     return contact

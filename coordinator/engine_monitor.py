@@ -1,13 +1,13 @@
-"""Which engines have stopped: decided by progress, never by whether a process exists. Pure.
+"""Detects engines that have stopped, by their progress, not by whether a process exists. Pure.
 
-Silent: an engine sends heartbeats from a thread of its own, whatever it computes; none for
-`stall_timeout_s` means that its process does not run; one that joins is waited for three times as
-long until it sends its first message. Stuck: it sends heartbeats and has work, but no
-layer was computed for twice that time. A silent engine is named at once. A stuck one is named
-later, because engines that compute together stop together when one of them falls silent; and of
-those that are stuck together only the one that is furthest behind is named: the others wait for
-it. Their reports may have come later, so that those count that are without progress for half of
-that time.
+An engine is silent if it has sent no heartbeat for `stall_timeout_s`: it sends heartbeats from a
+separate thread, independent of its computation, so its process does not run. A joining engine has
+three times as long to send its first message. An engine is stuck if it sends heartbeats and has
+work, but computed no layer for twice `stall_timeout_s`. A silent engine is reported at once. A
+stuck engine is reported later, because engines that compute together stop together when one of them
+becomes silent. Of the engines that are stuck together, only the one with the least progress is
+reported: the others wait for it. Their last reports may have been later, so engines without
+progress for half of that time are compared, too.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from swell.coordinator.wire import EngineReport
 
 STUCK_FACTOR = 2.0
 UNHEARD_FACTOR = 3.0
-"""An engine that has sent nothing yet may have known another coordinator: it notices the
-silence of that one, looks for this one, and connects."""
+"""An engine that has not sent anything yet may have known another coordinator: it must notice that
+this one is silent, find the new one, and connect."""
 
 
 @dataclass(frozen=True)
 class StalledEngine:
-    """An engine that is to be replaced."""
+    """An engine that must be replaced."""
 
     rank: int
     reason: str
 
 
 class EngineMonitor:
-    """The engines of a roster, by rank. Their counter is what they have computed, steps and layers,
-    since their group has formed: some of it are older than others."""
+    """Monitors the engines of a roster, by rank. The counter is the number of steps and layers
+    computed since the group was formed, because some engines are older than others."""
 
     def __init__(self, stall_timeout_s: float, now: float) -> None:
         self._limit_s = stall_timeout_s
@@ -44,17 +44,19 @@ class EngineMonitor:
         """Engines that step together, by their newest reports."""
 
     def set_ranks(self, ranks: set[int], now: float) -> None:
-        """Watch these engines; the time of a newcomer begins."""
+        """Monitors these engines; the time of a newcomer starts now."""
         self._monitor.set_subjects(ranks, now)
 
     def on_hellos(self, ranks: Iterable[int], now: float) -> None:
-        """These have introduced themselves to this coordinator, which counts as a first report."""
+        """Records that these engines have introduced themselves to this coordinator, which counts
+        as a first report."""
         for rank in ranks:
             if self._monitor.is_watched(rank) and self._monitor.counter(rank) is None:
                 self._monitor.on_report(rank, 0, now, busy=False)
 
     def on_report(self, report: EngineReport, now: float, is_stepping: bool = False) -> None:
-        """`is_stepping`: it has work even without requests, because it steps with others."""
+        """Records a report. `is_stepping`: the engine has work even without requests, because it
+        steps with others."""
         if self._monitor.is_watched(report.rank):
             counter = report.progress_counter - report.progress_at_forming
             busy = is_stepping or bool(report.running + report.waiting)
@@ -62,8 +64,8 @@ class EngineMonitor:
             (self._stepping.add if is_stepping else self._stepping.discard)(report.rank)
 
     def check(self, now: float, exempt: frozenset[int] = frozenset()) -> list[StalledEngine]:
-        """Engines that have stopped; called once all reports have been taken in. The `exempt` may
-        be without progress."""
+        """Returns engines that have stopped; call it after all reports were recorded. `exempt`
+        engines may be without progress."""
         self._monitor.advance(now)
         self._monitor.excuse(exempt)
         silent = {
@@ -79,14 +81,15 @@ class EngineMonitor:
         stuck = self._monitor.without_progress_s(STUCK_FACTOR * self._limit_s)
         if not stuck:
             return []
-        if self._stepping & stuck.keys():  # reports of the others may have come later
+        if self._stepping & stuck.keys():  # reports of the others may be later
             stuck |= self._stepping_without_progress()
         behind = min(stuck, key=self._monitor.counter)
-        self._monitor.excuse(stuck)  # the others waited for it: now they have their time
+        self._monitor.excuse(stuck)  # the others waited for it: their time restarts
         reason = f"engine {behind} had work but no progress for {stuck[behind]:.1f} s"
         return [StalledEngine(behind, reason)]
 
     def _stepping_without_progress(self) -> dict[int, float]:
-        """Engines that step together stop together: their reports show which one it is."""
+        """Returns engines that step together and make no progress: their reports show which one is
+        the cause."""
         without = self._monitor.without_progress_s(self._limit_s)
         return {rank: time_s for rank, time_s in without.items() if rank in self._stepping}

@@ -1,23 +1,24 @@
-"""Which forming of a group has failed: it has a deadline, and a reason. Pure.
+"""Detects that a group fails to form in time, and which engines are the cause. Pure.
 
-A group forms while its engines leave the older one, connect and move experts. It has failed when
-nothing of this has happened for `limit_s`: no engine has joined, none has progressed. Whose fault
-is it?
+While a group forms, its engines leave the older group, connect and move experts. Forming has failed
+if nothing happens for `limit_s`: no engine joins, and none makes progress. The cause is found as
+follows:
 
-1. An engine that was commanded to leave its older group at the beginning and has not done so
-   hangs.
-2. Engines say which peers they did not reach. A newcomer that is on one end of such a pair is
-   called off; of two newcomers the one that more peers do not reach. If it alone says so, its peers
-   may hang: they are probed first.
-3. So they are if no engine says so: the group is formed again as a probe. A newcomer that does not
-   follow within a quarter of the limit hangs, and it is called off; an engine that served before
-   hangs if it does not follow within half of the limit. If all follow, newcomers that reach not all
-   are called off, or else those that have not joined, or else all newcomers; those who served
-   before they came go on.
-4. An engine that is alone in its group is probed, too: it waits for no peer, and follows if only a
-   message of it was lost. Several without a newcomer cannot reach each other, and form again.
+1. An engine hangs if it was told at the beginning to leave its older group and has not done so.
+   It is removed.
+2. Engines report which peers they did not reach. If a newcomer is in such a pair, its join is
+   cancelled; of two newcomers, that of the one with more unreached pairs. If only the newcomer
+   itself reports this, its peers may hang: then all engines are probed first.
+3. All engines are also probed if no engine reports an unreached peer: the group is formed again.
+   A newcomer that does not follow the probe within a quarter of the limit hangs, and its join is
+   cancelled. An engine that served before hangs if it does not follow within half of the limit.
+   If all engines follow, the joins of newcomers in unreached pairs are cancelled; else those of
+   newcomers that have not joined; else those of all newcomers. The others continue.
+4. An engine that is the only one of its group is probed, too: it waits for no peer, and it follows
+   if only its message was lost. If several engines without a newcomer cannot reach each other,
+   they form the group again.
 
-All durations are time in which the coordinator listened (`listening_clock.py`).
+All durations count only time in which the coordinator listened (`listening_clock.py`).
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from swell.coordinator.wave_interface import CoordinatorWaves, GroupState, Phase
 from swell.coordinator.wire import Broken, EngineReport
 
 _PROBE_SHARE = 0.25
-"""How long a probe waits for newcomers to follow it, in units of the limit."""
+"""How long a probe waits for newcomers to follow, as a share of the limit."""
 _LAST_SHARE = 0.5
-"""How long it waits for those who served: to end one of them costs more."""
+"""How long it waits for engines that served before: removing one of them costs more."""
 
 
 class Remedy(enum.Enum):
-    """What is to be done about a group that does not form."""
+    """Action of the coordinator if a group does not form."""
 
     WAIT = "wait"
     REMOVE = "remove"
-    """These engines hang."""
+    """Remove these engines, which hang."""
     CALL_OFF = "call off"
-    """The others go on without these newcomers."""
+    """Continue without these newcomers."""
     FORM_AGAIN = "form again"
 
 
@@ -52,10 +53,10 @@ class Remedy(enum.Enum):
 class FormingFailure:
     remedy: Remedy
     ranks: frozenset[int] = frozenset()
-    """Whom the remedy concerns."""
+    """The ranks that the remedy concerns."""
     waited_s: float = 0.0
     unreached_by: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of these ranks: the peers that they did not reach, or that did not reach them."""
+    """For each of these ranks, the peers that it did not reach, or that did not reach it."""
 
 
 NOTHING = FormingFailure(Remedy.WAIT)
@@ -63,21 +64,21 @@ NOTHING = FormingFailure(Remedy.WAIT)
 
 @dataclass
 class _Attempt:
-    """Since the ranks began to form a group, through all epochs of it."""
+    """State since these ranks began to form a group, across all of its epochs."""
 
     ranks: tuple[int, ...]
     first_epoch: int
     progressed_at: float
     most_joined: int = 0
     counters: tuple[int, ...] = ()
-    """Of progress, by the newest reports."""
+    """Progress counters of the ranks, from their newest reports."""
     probed_at: float | None = None
     probe_epoch: int = 0
-    """Who follows the probe reports this epoch, or a later one."""
+    """An engine has followed the probe if it reports this epoch or a later one."""
 
 
 class FormingMonitor:
-    """The group that forms, if one does."""
+    """Monitors the group that is being formed, if there is one."""
 
     def __init__(self, limit_s: float, now: float) -> None:
         self._limit_s = limit_s
@@ -85,19 +86,21 @@ class FormingMonitor:
         self._clock.advance(now)
         self._reports: dict[int, EngineReport] = {}
         self._broken: dict[int, Broken] = {}
-        """The newest of each engine that names peers, since the forming began."""
+        """Rank -> its newest `Broken` with absent peers, since the forming began."""
         self._attempt: _Attempt | None = None
 
     def on_report(self, report: EngineReport) -> None:
         self._reports[report.rank] = report
 
     def on_broken(self, message: Broken) -> None:
-        """It may be of an older epoch of the attempt: who is aborted says for whom it waited."""
+        """Records a message. It may belong to an older epoch of the attempt: an engine that is
+        aborted reports the peers for which it waited."""
         if message.absent:
             self._broken[message.rank] = message
 
     def check(self, waves: CoordinatorWaves, newcomers: Set[int], now: float) -> FormingFailure:
-        """Call it again and again, after all messages have been taken in."""
+        """Returns the remedy that is due. Call it periodically, after all received messages were
+        handled."""
         at = self._clock.advance(now)
         if waves.group_state is not GroupState.FORMING:
             self._attempt = None
@@ -120,7 +123,8 @@ class FormingMonitor:
         return self._judge(attempt, waves, newcomers, at) if is_over else NOTHING
 
     def _progress(self, rank: int) -> int:
-        """What an engine computes alone brings it no closer to the group."""
+        """Returns an engine's progress counter. Progress of a standalone engine does not count for
+        the group."""
         report = self._reports.get(rank)
         return 0 if report is None or report.wave_phase == Phase.ALONE else report.progress_counter
 
@@ -173,14 +177,14 @@ class FormingMonitor:
         return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
 
     def _behind(self, ranks: Iterable[int], epoch: int) -> frozenset[int]:
-        """Those that have not come to this epoch."""
+        """Ranks that have not reported this epoch or a later one."""
         return frozenset(
             rank for rank in ranks if rank not in self._reports or self._reports[rank].epoch < epoch
         )
 
     def _absent(self, waves: CoordinatorWaves) -> dict[int, frozenset[int]]:
-        """The peers that each engine of the group did not reach. Once one has joined an epoch, all
-        have connected in it, whatever was said of an older one."""
+        """Rank -> peers that it did not reach. Once one engine has joined an epoch, all have
+        connected in it, so messages about older epochs are ignored."""
         newest = waves.epoch if waves.acknowledged else 0
         return {
             rank: frozenset(message.absent).intersection(waves.ranks)
@@ -190,12 +194,12 @@ class FormingMonitor:
 
 
 def _unreached_pairs(absent: Mapping[int, Set[int]]) -> set[frozenset[int]]:
-    """Engines of which one has not reached the other."""
+    """Returns pairs of engines in which at least one has not reached the other."""
     return {frozenset((rank, peer)) for rank, peers in absent.items() for peer in peers - {rank}}
 
 
 def _named_by_others(absent: Mapping[int, Set[int]]) -> frozenset[int]:
-    """Whom at least one of these engines did not reach."""
+    """Ranks that at least one other engine did not reach."""
     return frozenset(peer for rank, peers in absent.items() for peer in peers if peer != rank)
 
 
@@ -208,8 +212,9 @@ def _call_off(ranks: frozenset[int], pairs: Set[frozenset[int]], waited_s: float
 
 
 def cover(pairs: Set[frozenset[int]], candidates: Set[int]) -> frozenset[int]:
-    """Candidates so that each pair with one of them has one of these: first those of most pairs,
-    and the highest rank of equal ones."""
+    """Returns a greedy vertex cover: candidates such that each pair with a candidate contains a
+    returned one. The candidate with the most pairs is chosen first, and of equal ones the highest
+    rank."""
     left, chosen = {pair for pair in pairs if pair & candidates}, set()
     while left:
         counts = Counter(rank for pair in left for rank in pair if rank in candidates)

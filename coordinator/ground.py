@@ -1,10 +1,11 @@
-"""What a process stands on: its clock, its random bits, its channels, and the waits of its loops.
+"""The environment of a process: its clock, its random bits, its channels, and the waits of its
+loops.
 
 A loop is a coroutine that awaits only `ready`, `result` and `run`. A `ThreadGround` blocks the
-thread inside of each of them and never suspends, so `drive` runs such a loop on a thread. The
-simulator (`tests/simulator/`) suspends there, and runs the loops of all processes in one thread on
-a virtual clock. So no module that stands on a ground imports `time`, `secrets`, `random` or
-`threading`; what two loops of one process share is a queue, or a value that is replaced whole.
+thread inside each of them and never suspends, so `drive` can run such a loop on a thread. The
+simulator (`tests/simulator/`) suspends there, and runs the loops of all processes in one thread
+with a virtual clock. Therefore modules that use a ground never import `time`, `secrets`, `random`
+or `threading`. Two loops of one process share only queues, or values that are replaced as a whole.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class HasOutput(Protocol[T_co]):
-    """A step that was handed out."""
+    """A submitted step."""
 
     def get_output(self) -> T_co:
-        """Waits until it is computed. Raises what the step raised."""
+        """Waits until the step is computed. Raises the step's exception."""
 
 
 class Loop(Protocol):
-    """A loop that runs beside its caller."""
+    """A loop that runs concurrently with its caller."""
 
     def join(self) -> None:
-        """Waits for its end."""
+        """Waits until the loop has finished."""
 
 
 class Ground(Protocol):
-    """One process. Ends of channels, loops and wakers of different grounds do not mix."""
+    """The environment of one process. Channel ends, loops and wakers of different grounds must not
+    be mixed."""
 
     def now(self) -> float:
-        """Seconds by a monotonic clock."""
+        """Returns seconds by a monotonic clock."""
 
     def unix_time(self) -> float:
-        """Seconds since 1970 by the clock of the host: for what outlives the process."""
+        """Returns seconds since 1970 by the clock of the host, for data that outlives the
+        process."""
 
     def random_bits(self, count: int) -> int: ...
 
@@ -76,37 +79,37 @@ class Ground(Protocol):
 
     def waker(self) -> Waker: ...
 
-    # ---------------------------------------------------------------- loops, and where they wait
+    # ---------------------------------------------------------------- loops and their waits
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> Loop:
-        """Run a loop that the process needs: it ends the process where it fails."""
+        """Starts a loop that the process needs: if the loop fails, the process exits."""
 
     async def ready(
         self, end: Inbox[Any] | Outlet[Any], timeout_s: float | None, waker: Waker | None = None
     ) -> bool:
-        """Whether an end has a message, after waiting for one, or for the waker."""
+        """Waits for a message or for the waker. Returns whether the end has a message."""
 
     async def result(self, step: HasOutput[T]) -> T:
-        """The output of a step, when it is computed."""
+        """Returns the output of a step when it is computed."""
 
     async def run(self, call: Callable[..., T | Awaitable[T]], *args: Any) -> T:
-        """A call that may take long: groups that form, workers that are replaced."""
+        """Runs a call that may take long, such as forming groups or replacing workers."""
 
     # ---------------------------------------------------------------- other threads
 
     def future(self) -> Future[Any]:
-        """An answer that a loop gives to a caller beside it."""
+        """Returns a future with which a loop answers a caller outside of it."""
 
     def answer(self, future: Future[T]) -> T:
-        """The result, when it is there; for callers that are no loops. (In the simulator a caller
-        awaits what it gets here.)"""
+        """Waits for the result; for callers that are not loops. (In the simulator, a caller awaits
+        the return value.)"""
 
     def flush(self, seconds: float) -> None:
-        """Let what was sent leave the process, before something that may end it."""
+        """Gives sent messages time to leave the process, before something that may kill it."""
 
 
 class ThreadGround:
-    """A `Ground` of threads, ZeroMQ and the machine's clock."""
+    """A `Ground` with threads, ZeroMQ and the machine's clock."""
 
     def __init__(
         self,
@@ -114,8 +117,8 @@ class ThreadGround:
         silence_s: float = DEFAULT_SILENCE_S,
         ports: range | None = None,
     ) -> None:
-        """`host`: the address at which inboxes listen, at `ports`; None: any. `silence_s`: after
-        which a connection is taken for dead."""
+        """`host`: the address on which inboxes listen; `ports`: their ports, None: any.
+        `silence_s`: time without data after which a connection counts as dead."""
         self._host = host
         self._ports = ports
         self._silence_s = silence_s
@@ -186,11 +189,11 @@ class ThreadGround:
 
 
 THREADS: Ground = ThreadGround()
-"""Of a process that listens at 127.0.0.1, or nowhere."""
+"""The ground of a process that listens on 127.0.0.1, or not at all."""
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never suspends: each of its waits blocks the thread."""
+    """Runs a coroutine that never suspends: each of its waits blocks the thread."""
     try:
         work.send(None)
     except StopIteration as end:

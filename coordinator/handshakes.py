@@ -1,14 +1,14 @@
-"""Who may talk to an inbox, and how much a stranger may cost before that is known.
+"""Rules about who may connect to an inbox, and how many resources an unauthenticated peer may use.
 
-A handshake is pending from the moment at which its connection is accepted until it has succeeded,
-or has had its time (`HANDSHAKE_S`, after which ZeroMQ itself ends the connection). There may be
-`MAX_PENDING` at a time: a further connection is shut down as soon as it was accepted, and a peer of
-the cluster connects again after a moment. So strangers hold so many file descriptors at most, and
-so many times `MAX_MESSAGE_BYTES`, for so long; peers whose handshake is over are not affected.
+A handshake is pending from the moment its connection is accepted until it has succeeded or
+`HANDSHAKE_S` has passed, after which ZeroMQ itself closes the connection. At most `MAX_PENDING`
+handshakes may be pending: a further connection is shut down as soon as it is accepted, and a peer
+of the cluster reconnects after a moment. Therefore strangers hold at most this many file
+descriptors and this many times `MAX_MESSAGE_BYTES`, for at most this long. Authenticated peers are
+not affected.
 
-ZeroMQ does not say of which connection a handshake has succeeded, only that one has: successes are
-counted for as long as the handshake that they belong to could be pending. Strangers cannot cause
-any.
+ZeroMQ does not report which connection's handshake has succeeded, only that one has. Successes are
+therefore counted for as long as their handshake could be pending. Strangers cannot cause successes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 HANDSHAKE_S = 10.0
-"""How long a handshake may take. It needs some milliseconds; a busy host may take seconds."""
+"""Timeout of a handshake. It needs some milliseconds, but seconds on a busy host."""
 MAX_PENDING = 64
-"""Handshakes of one inbox at a time."""
+"""Maximum number of pending handshakes of one inbox."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Of one frame, as its sender announces it: also before the sender is known. Twice the largest
-`serve.max_body_bytes`, since the largest frame that peers send is a request of a user: its text is
-in it as tokens, of which a model takes far fewer than this."""
+"""Maximum size of a frame, as its sender announces it, also before the sender is authenticated.
+Twice the largest `serve.max_body_bytes`, because the largest frame of a peer is a user's request,
+whose text it contains as tokens: a model accepts far fewer than this."""
 
 ZAP_VERSION = b"1.0"
 _MECHANISM = b"CURVE"
@@ -32,8 +32,8 @@ _ZAP_FRAMES = 7
 
 
 def zap_reply(request: Sequence[bytes], allowed: Collection[bytes]) -> list[bytes]:
-    """The reply to a request of ZeroMQ's authentication protocol: 200 for a CURVE client whose
-    public key, 32 bytes, is in `allowed`, else 400."""
+    """Returns the reply to a request of ZeroMQ's authentication protocol: 200 for a CURVE client
+    whose public key, 32 bytes, is in `allowed`, else 400."""
     is_allowed = (
         len(request) == _ZAP_FRAMES
         and request[0] == ZAP_VERSION
@@ -46,7 +46,8 @@ def zap_reply(request: Sequence[bytes], allowed: Collection[bytes]) -> list[byte
 
 
 class PendingHandshakes:
-    """Those of one inbox. Connections are named by their file descriptors, times are seconds."""
+    """Pending handshakes of one inbox. File descriptors identify connections; times are in
+    seconds."""
 
     def __init__(self, limit: int = MAX_PENDING, handshake_s: float = HANDSHAKE_S) -> None:
         self._limit = limit
@@ -60,9 +61,10 @@ class PendingHandshakes:
         return max(0, len(self._pending) - len(self._succeeded))
 
     def accepted(self, connection: int, now: float) -> bool:
-        """Whether a new connection may go on; else it is to be shut down."""
+        """Records a new connection. Returns whether it may continue; otherwise it must be shut
+        down."""
         self._forget(now)
-        self._pending.pop(connection, None)  # the end of its predecessor was not noticed
+        self._pending.pop(connection, None)  # the end of the connection before it was missed
         self._pending[connection] = now
         if len(self) <= self._limit:
             return True
@@ -70,7 +72,7 @@ class PendingHandshakes:
         return False
 
     def succeeded(self, now: float) -> None:
-        """The handshake of one of them is over."""
+        """Records that one of the pending handshakes has succeeded."""
         self._succeeded.append(now)
 
     def ended(self, connection: int) -> None:

@@ -1,4 +1,4 @@
-"""Calls from other threads that a loop runs: its state belongs to the loop alone."""
+"""Calls from other threads that a loop runs, because only the loop may access its state."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ class _Waiting(Generic[T]):
     """A call that is answered later."""
 
     is_over: Callable[[], bool]
-    """Whether what it waits for has come."""
+    """Whether the condition that the call waits for is true."""
     deadline: float
     finish: Callable[[], T]
-    """Its answer, then or at the deadline."""
+    """Returns the answer, when `is_over` is true or at the deadline."""
 
 
 class LoopCalls:
-    """`call` and `call_and_wait` are for other threads, the rest for the loop."""
+    """Runs calls in a loop: `call` and `call_and_wait` are for other threads, the rest for the
+    loop."""
 
     def __init__(self, ground: Ground, waker: Waker) -> None:
-        """`waker` ends the loop's wait."""
+        """`waker` interrupts the loop's wait."""
         self._ground = ground
         self._waker = waker
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._waiting: list[tuple[_Waiting[Any], Future[Any]]] = []
 
     def call(self, run: Callable[[], T]) -> T:
-        """Let the loop run it, and wait for what it returns or raises (see `Ground.answer`)."""
+        """Runs a function in the loop and returns its result, or raises its exception (see
+        `Ground.answer`)."""
         future: Future[T] = self._ground.future()
         return self._put(run, future)
 
@@ -47,8 +49,8 @@ class LoopCalls:
         finish: Callable[[], T],
         begin: Callable[[], object] = lambda: None,
     ) -> T:
-        """Let the loop run `begin`, and wait for the answer of `finish`, which it runs when
-        `is_over` holds, or after the time. All three may raise."""
+        """Runs `begin` in the loop; when `is_over` returns true, or after the timeout, runs
+        `finish` there and returns its result. All three may raise."""
 
         def run() -> _Waiting[T]:
             begin()
@@ -63,7 +65,7 @@ class LoopCalls:
         return self._ground.answer(future)
 
     def run(self, now: float) -> None:
-        """Run what has come, and answer the calls whose wait is over."""
+        """Runs new calls, and answers those whose wait is over."""
         while not self._calls.empty():
             self._answer(*self._calls.get())
         if not self._waiting:
@@ -76,7 +78,7 @@ class LoopCalls:
                 self._waiting.append((call, future))
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the next deadline."""
+        """Returns the seconds until the next deadline."""
         if not self._waiting:
             return float("inf")
         return max(0.0, min([call.deadline for call, _future in self._waiting]) - now)

@@ -1,4 +1,5 @@
-"""What coordinator and engines keep of the manager, and ingresses know of it."""
+"""The manager's state that the coordinator and the engines store, and that ingresses see in
+part."""
 
 from __future__ import annotations
 
@@ -9,77 +10,78 @@ from swell.coordinator.scaling_counts import ScalingCounts
 
 
 class Sleep(msgspec.Struct, frozen=True, array_like=True):
-    """Paused engines that give memory back."""
+    """State of paused engines that release memory."""
 
     level: int = 0
-    """0: they hold all that steps need; 1: no KV cache, and their weights in the memory of the
-    host; 2: no weights."""
+    """0: they keep everything that steps need. 1: the KV cache is freed, and the weights are in
+    host memory. 2: the weights are freed too."""
     refuses: bool = False
-    """Whether requests are refused meanwhile; else they wait."""
+    """Whether requests are refused during sleep; otherwise they wait."""
 
 
 class NotLeading(ValueError):
-    """Another manager leads: what this one has called for does not happen."""
+    """Raised if another manager leads: the command of this one is not executed."""
 
 
 class ManagerId(msgspec.Struct, frozen=True):
-    """The manager that a command comes from."""
+    """Identifies the manager that sends a command."""
 
     owner: str = ""
-    """Its name, a random one."""
+    """The manager's random name."""
     term: int = 0
-    """Of its checkpoints: greater than that of each manager before it."""
+    """Term of its checkpoints: greater than that of each manager before it."""
 
 
 NO_MANAGER = ManagerId()
-"""Its commands count where no manager is known."""
+"""The sender of commands in a cluster without a known manager."""
 
 
 class ManagerState(msgspec.Struct, frozen=True, array_like=True):
-    """Which manager leads, what it wants and what it does, kept by the coordinator and all engines.
+    """The leading manager, its targets and its current operation, stored by the coordinator and all
+    engines.
 
-    The newest counts, by `age`: so it outlives the coordinator and the manager together, even where
-    the manager's checkpoint is lost.
+    The newest state by `age` is valid. So it survives the loss of the coordinator and the manager
+    together, even if the manager's checkpoint is lost.
     """
 
     owner: str = ""
-    """The manager that leads; empty: none has spoken yet."""
+    """The manager that leads; empty: no manager has sent a state yet."""
     phase: str = "idle"
-    """Of the change of engines: idle, pending, prepare, commit, drain or failed."""
+    """Phase of the change of engines: idle, pending, prepare, commit, drain or failed."""
     target: int = 0
-    """Engines wanted; 0: unknown."""
+    """Target number of engines; 0: unknown."""
     pause_requested: bool = False
-    """An operator wants a pause."""
+    """Whether an operator has requested a pause."""
     served: bool = False
-    """The cluster was up once."""
+    """Whether the cluster has served before."""
     data: int = 0
     """`parallel.data` of the configuration; 0: unknown."""
     term: int = 0
-    """Grows with each manager that takes over."""
+    """Increases with each manager that takes over."""
     number: int = 0
-    """Grows with each change of what is wanted."""
+    """Increases with each change of the state."""
     scaling: ScalingCounts = ScalingCounts()
     adapters: tuple[Adapter, ...] = ()
-    """Those that came while the server ran."""
+    """Adapters that were loaded at run time."""
     sleep: Sleep = Sleep()
-    """As deep as an operator wants paused engines to sleep."""
+    """The sleep that an operator has requested for paused engines."""
 
     @property
     def manager_id(self) -> ManagerId:
         return ManagerId(self.owner, self.term)
 
     def is_led_by(self, manager: ManagerId) -> bool:
-        """Whether commands of this manager count for who knows this state. That of a predecessor is
-        what a coordinator begins with whose own predecessor died before the engines had the
-        newest."""
+        """Whether a process with this state accepts commands of that manager. A manager with a
+        higher term is accepted, too: after a restart, a coordinator may know only an older
+        manager."""
         return self.owner in ("", manager.owner) or manager.term > self.term
 
     @property
     def of_view(self) -> dict[str, object]:
-        """What ingresses know of it."""
+        """The fields that ingresses see."""
         return {name: getattr(self, name) for name in ("phase", "scaling", "adapters", "sleep")}
 
     @property
     def age(self) -> tuple[int, int]:
-        """Of two states the newer one has the greater."""
+        """Orders states: the newer state has the greater age."""
         return self.term, self.number

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from swell.coordinator.scaling_counts import ScalingCounts, UpgradeStatus
 from swell.coordinator.wire import ClusterView, EngineReport
 
-# swell_sync_seconds only grows; a counter would be called swell_sync_seconds_total.
+# swell_sync_seconds only increases, but as a counter its name would be swell_sync_seconds_total.
 _GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
     "swell_num_requests_running": ("Requests that hold a slot.", lambda r: r.running),
     "swell_num_requests_waiting": ("Requests that wait for a slot.", lambda r: r.waiting),
@@ -71,7 +71,7 @@ _UPGRADE_PHASES = ("idle", "in progress", "rolling back", "failed", "cancelling"
 
 
 class ViewCollector(Collector):
-    """Reads the newest view when it is scraped; costs nothing in between."""
+    """Exports the newest view when it is scraped; costs nothing in between."""
 
     def __init__(self, view: Callable[[], ClusterView]) -> None:
         self._view = view

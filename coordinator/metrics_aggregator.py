@@ -1,7 +1,7 @@
-"""Counts of all ingresses, so that each of them can expose the sum: pure.
+"""Aggregates the counts of all ingresses, so that each of them can expose the sums. Pure.
 
 Ingresses share a port, and the kernel decides which one answers `/metrics`. Counts of ingresses
-that are gone are kept: a sum that shrinks would look like a restart.
+that are gone are kept: a sum that decreases would look like a restart.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from swell.coordinator.listening_clock import ListeningClock
 from swell.coordinator.wire import Counts
 
 _EXPIRY_S = 3600.0
-"""Ray Serve replaces an ingress that is silent much sooner: this one is gone."""
+"""An ingress that is silent for this long is gone: Ray Serve would have replaced it much
+earlier."""
 
 _SUMS_PER_ROUND, _MAX_SUMS = 8, 64
-"""How often sums are computed while each ingress sends its counts once: less often where there are
-many, so that not more than so many sums are."""
+"""How often the sums are recomputed while each ingress sends its counts once; with many ingresses
+less often, to limit the number of sums."""
 
 
 def add(one: Counts, other: Counts) -> Counts:
-    """The sum, number by number; a metric may be in one of them only."""
+    """Adds two sets of counts, number by number; a metric may be in only one of them."""
     if not one or not other:
         return one or other
     sums = {name: [*numbers] for name, numbers in one.items()}
@@ -32,27 +33,28 @@ def add(one: Counts, other: Counts) -> Counts:
 
 
 def highest(one: Counts, other: Counts) -> Counts:
-    """The larger of both, number by number; a metric may be in one of them only."""
+    """Returns the larger of both, number by number; a metric may be in only one of them."""
     numbers = {name: list(map(max, one[name], other[name])) for name in one.keys() & other.keys()}
     return {**one, **other, **numbers}
 
 
 class MetricsAggregator:
-    """The sums for all ingresses are computed together, in the order of their indices: so they cost
-    three additions for each, and do not shrink by rounding."""
+    """Keeps the newest counts of each ingress and their sums. The sums for all ingresses are
+    computed together, in the order of their indices: this takes three additions per ingress, and
+    rounding cannot make a sum decrease."""
 
     def __init__(self) -> None:
         self._totals: dict[int, Counts] = {}
-        """By `client_index`: of all others."""
+        """`client_index` -> sum over all other ingresses."""
         self._unsummed = 0
-        """Counts that came after these, and are other ones than before."""
+        """Number of changed counts that arrived after these sums."""
         self._newest: dict[int, tuple[float, Counts]] = {}
-        """By `client_index`: when its last counts came, and these. The newest are at the end."""
+        """`client_index` -> (arrival, newest counts). The latest arrivals are at the end."""
         self._clock = ListeningClock(_EXPIRY_S)
         self._expired: Counts = {}
 
     def record(self, client_index: int, counts: Counts, now: float) -> None:
-        """The newest counts of an ingress replace its earlier ones."""
+        """Replaces the earlier counts of an ingress."""
         now = self._clock.advance(now)
         before = self._newest.pop(client_index, None)
         self._unsummed += before is None or before[1] != counts
@@ -64,7 +66,7 @@ class MetricsAggregator:
             self._totals = {}
 
     def total_of_others(self, client_index: int) -> Counts:
-        """The sum over all other ingresses, also those that are gone."""
+        """Returns the sum over all other ingresses, also those that are gone."""
         times = max(1, min(_SUMS_PER_ROUND, _MAX_SUMS // max(1, len(self._newest))))
         is_old = self._unsummed * times >= len(self._newest)
         if is_old or client_index not in self._totals:
@@ -73,7 +75,7 @@ class MetricsAggregator:
         return self._totals.get(client_index, self._expired)
 
     def total(self, name: str) -> list[float]:
-        """The sum of one metric over all ingresses, also those that are gone."""
+        """Returns the sum of one metric over all ingresses, also those that are gone."""
         parts = (counts for _, counts in self._newest.values())
         found = [counts[name] for counts in (self._expired, *parts) if name in counts]
         return [sum(numbers) for numbers in zip(*found, strict=True)]

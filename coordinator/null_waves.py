@@ -1,4 +1,4 @@
-"""Waves of engines that share nothing: no group has to form, and each engine pauses alone."""
+"""Waves of engines that share nothing: no group is formed, and each engine pauses independently."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from swell.coordinator.wire import (
 
 @dataclass
 class NullMember(EngineWaves):
-    """The half of an engine without waves: it steps while it has rows, unless it is paused."""
+    """The engine's half without waves: an engine steps while it has rows, unless it is paused."""
 
     phase: Phase = Phase.RUNNING
 
@@ -66,7 +66,7 @@ class NullMember(EngineWaves):
         return False
 
     def joined(self) -> list[CoordinatorMessage]:
-        """The engine's own groups have formed again."""
+        """Handles the recovery of the engine's own groups."""
         self.phase = Phase.RUNNING
         return self._pause_if_idle() if self.voting else []
 
@@ -93,7 +93,7 @@ class NullCoordinator(CoordinatorWaves):
         return []
 
     def wave_complete(self, epoch: int, wave: int) -> None:
-        """There are no waves to end."""
+        """Does nothing: there are no waves."""
 
     def joined(self, rank: int, epoch: int) -> RankedCommands:
         return []
@@ -107,7 +107,8 @@ class NullCoordinator(CoordinatorWaves):
     def report(
         self, rank: int, epoch: int, wave: int, phase: Phase, voting: bool
     ) -> RankedCommands:
-        """An engine that is not as the operator wants it gets the command again."""
+        """Repeats the command for an engine that does not have the state that the operator
+        requested."""
         if self.pause_requested == (voting or phase is Phase.PAUSED) or rank not in self.ranks:
             return []
         return [(rank, Pause(0) if self.pause_requested else Resume(0))]

@@ -1,4 +1,4 @@
-"""Ports of this machine: which are free."""
+"""Finds free ports of this machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from swell.configs.network import PortsTakenError
 from swell.configs.schema import ConfigError
 
 CHOSEN_PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to outgoing connections: free again after a death."""
+"""Below the ephemeral ports of the kernel, so that no outgoing connection takes the port after its
+owner died."""
 
 
 def port_is_free(host: str, port: int) -> bool:
-    """Whether no process listens there, not even one that would share."""
+    """Whether no process listens on the port, not even one that would share it."""
     with socket.socket(address_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -29,8 +30,8 @@ def port_is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str, ports: range | None = None) -> int:
-    """One of `ports`; without these one that a successor is likely to find free again. Raises
-    PortsTakenError."""
+    """Returns a free port of `ports`; if None, one that a restarted process will probably find free
+    again. Raises PortsTakenError."""
     chosen = CHOSEN_PORTS if ports is None else ports
     for port in random.sample(chosen, len(chosen)):
         if port_is_free(host, port):

@@ -1,13 +1,13 @@
-"""Which subjects have reported, and which have progressed: pure, with time as an argument.
+"""Records which subjects have reported, and which make progress. Pure: the time is an argument.
 
-Subjects report a counter that changes with progress. A subject that is busy and whose counter
-does not change is without progress; an idle one is not. Which are checked, after how long, and
-which of several is named, are rules of the callers: of engines at the coordinator
-(`engine_monitor.py`), of engines at an ingress (`cluster/client/readiness.py`), of workers at their
-engine (`engine/executor/worker_monitor.py`).
+Subjects report a counter that changes with progress. A subject that is busy and whose counter does
+not change is without progress; an idle subject is not. The callers decide which subjects to check,
+after how long, and which one of several is the cause: for engines at the coordinator
+(`engine_monitor.py`), for engines at an ingress (`cluster/client/readiness.py`), for workers at
+their engine (`engine/executor/worker_monitor.py`).
 
-All durations are time in which the caller listened (`listening_clock.py`), up to the last
-`advance`: time in which it was stopped, and received nothing, does not count.
+All durations count only time in which the caller listened (`listening_clock.py`), up to the last
+`advance`: time in which it was suspended, and received nothing, does not count.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ S = TypeVar("S", bound=Hashable)
 
 @dataclass(slots=True)
 class Progress:
-    """One subject; times are those of a `ListeningClock`."""
+    """The record of one subject; times are those of a `ListeningClock`."""
 
     heard_at: float
     progressed_at: float
     counter: Any = None
-    """What was reported last; None before the first report."""
+    """The last reported value; None before the first report."""
     busy: bool = False
 
 
 class ProgressMonitor(Generic[S]):
-    """One record for each subject."""
+    """Keeps one record for each subject."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: the silence that is measured by the clock."""
+        """`limit_s`: the silence that the clock measures."""
         self._clock = ListeningClock(limit_s)
         self._now = 0.0
         self._subjects: dict[S, Progress] = {}
@@ -52,16 +52,17 @@ class ProgressMonitor(Generic[S]):
         return self._subjects[subject].counter
 
     def read(self, now: float) -> float:
-        """The time by the monitor's clock."""
+        """Returns the time by the monitor's clock."""
         return self._clock.read(now)
 
     def advance(self, now: float) -> float:
-        """The caller has taken in every report that was there. Returns the clock's time."""
+        """Advances the clock after the caller has handled all received reports. Returns its
+        time."""
         self._now = self._clock.advance(now)
         return self._now
 
     def set_subjects(self, subjects: Iterable[S], now: float) -> None:
-        """Watch these and no others; a newcomer has the full time to report."""
+        """Monitors these subjects and no others; a new one has the full time to report."""
         at = self._clock.read(now)
         self._subjects = {s: self._subjects.get(s) or Progress(at, at) for s in subjects}
 
@@ -69,8 +70,8 @@ class ProgressMonitor(Generic[S]):
         self._subjects.pop(subject, None)
 
     def on_report(self, subject: S, counter: Any, now: float, busy: bool = True) -> None:
-        """A report of a subject that is watched. It counts as progress if the counter has changed,
-        or the subject was not busy all the time since the report before."""
+        """Records a report of a monitored subject. It counts as progress if the counter has
+        changed, or if the subject was not busy at this report or the one before."""
         record = self._subjects[subject]
         at = self._clock.read(now)
         if counter != record.counter or not (busy and record.busy):
@@ -78,13 +79,13 @@ class ProgressMonitor(Generic[S]):
         record.heard_at, record.counter, record.busy = at, counter, busy
 
     def excuse(self, subjects: Iterable[S]) -> None:
-        """Let their time without progress begin again now."""
+        """Restarts the time without progress of these subjects."""
         for subject in subjects:
             if subject in self._subjects:
                 self._subjects[subject].progressed_at = self._now
 
     def silent_s(self, limit_s: float) -> dict[S, float]:
-        """Subjects that have not reported for longer than the limit, and for how long."""
+        """Returns subjects that have not reported for longer than the limit, and for how long."""
         now = self._now
         return {
             s: now - record.heard_at
@@ -93,7 +94,7 @@ class ProgressMonitor(Generic[S]):
         }
 
     def without_progress_s(self, limit_s: float, since: float = 0.0) -> dict[S, float]:
-        """Busy subjects without progress for longer than the limit, and for how long; what was
+        """Returns busy subjects without progress for longer than the limit, and for how long. Time
         before `since`, by the monitor's clock, does not count."""
         now = self._now
         return {

@@ -1,4 +1,4 @@
-"""How long a coordinator that was started again listens before it decides anything: pure."""
+"""How long a restarted coordinator listens before it decides anything. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from swell.configs.schema import ClusterConfig
 
 
 def recovery_s(config: ClusterConfig, first_heard_s: float | None, *, has_moved: bool) -> float:
-    """How long a successor listens in all; `first_heard_s`: when the first engine introduced
-    itself. Where the predecessor was, peers connect within a second, and send each heartbeat. If it
-    was elsewhere, which only who `has_moved` knows before it is found, they have to notice its
-    silence first, which began for all at once, but for a heartbeat."""
+    """Returns how long a restarted coordinator listens in total. `first_heard_s` is when the first
+    engine introduced itself. At the predecessor's address, peers reconnect within a second and then
+    send a message each heartbeat. At another address (`has_moved`), they must first notice that the
+    predecessor is silent; all notice it within a heartbeat of each other."""
     soon_s = 1.0 + config.heartbeat_s
     limit_s = soon_s + config.stall_timeout_s
     if first_heard_s is None:

@@ -1,7 +1,7 @@
-"""The members of a cluster: a roster is an epoch and its members; every change is a pure function.
+"""The members of a cluster: a roster is an epoch with its members. Every change is a pure function.
 
-An epoch is one fixed membership. It never falls; each change of a member, however small, makes
-the next one, so that a message of an older membership is recognised by its number.
+An epoch is one fixed membership. It never decreases, and any change of a member increments it, so
+that a message from an older membership is recognized by its number.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import msgspec
 from swell.coordinator.channel import ChannelAddress
 
 MAX_LEFT = 256
-"""Engines that have left, of which a roster says so: more than leave between two views."""
+"""Maximum number of engines that a roster lists as left: more than leave between two views."""
 
 
 class MemberState(enum.StrEnum):
     ACTIVE = "active"
-    """Takes new requests."""
+    """Accepts new requests."""
     LEAVING = "leaving"
-    """Finishes what it has."""
+    """Finishes its current requests."""
     REPAIRING = "repairing"
-    """Replaces one of its workers: keeps its requests, and computes nothing meanwhile."""
+    """Replaces one of its workers: keeps its requests, but computes nothing meanwhile."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -35,28 +35,30 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     address: ChannelAddress
     state: MemberState = MemberState.ACTIVE
     max_model_len: int = 0
-    """Longest prompt plus answer that it takes, in tokens."""
+    """Longest prompt plus answer that it accepts, in tokens."""
     vocab_size: int = 0
     incarnation: int = 0
-    """A number that only this start of the engine has."""
+    """A number that is unique to this start of the engine."""
     store: tuple[str, int] | None = None
-    """Where workers of other engines can meet its own; None: it shares nothing with others."""
+    """Address of the TCPStore at which workers of other engines meet its workers; None: it shares
+    nothing with other engines."""
     num_blocks: int = 0
-    """KV blocks of its cache."""
+    """Number of KV blocks of its cache."""
     version: str = ""
-    """Of weights and limits: an answer comes from engines of one version. Empty: unknown."""
+    """Version of weights and limits: one answer comes from engines of a single version. Empty:
+    unknown."""
     leaves: bool = False
-    """It replaces a worker, and then it is leaving."""
+    """Whether it starts leaving once it has replaced its worker."""
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
-    """Members in the order of their ranks; no two share one."""
+    """Members in the order of their ranks, which are unique."""
 
     epoch: int = 0
     members: tuple[Member, ...] = ()
     left: tuple[int, ...] = ()
-    """Incarnations of engines that left on request, the newest `MAX_LEFT`. Who is no member any
-    more, and not here, was lost: perhaps by what it computed."""
+    """Incarnations of engines that left on request, the newest `MAX_LEFT`. A former member that is
+    not in this list was lost, perhaps by a crash that its requests caused."""
 
     @property
     def ranks(self) -> list[int]:
@@ -68,7 +70,7 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     @property
     def leaving(self) -> list[int]:
-        """Ranks of engines that finish what they have."""
+        """Ranks of engines that finish their current requests."""
         return [member.rank for member in self.members if member.state is MemberState.LEAVING]
 
     @property
@@ -77,7 +79,7 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return [member.rank for member in self.members if member.state is MemberState.REPAIRING]
 
     def find(self, rank: int, incarnation: int | None = None) -> Member | None:
-        """The member of this rank, if it is there (and is of this incarnation)."""
+        """Returns the member of this rank (and incarnation, if specified), or None."""
         member = self._by_rank.get(rank)
         if member is not None and incarnation in (None, member.incarnation):
             return member
@@ -85,12 +87,12 @@ class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 def of(epoch: int, members: Iterable[Member]) -> Roster:
-    """Members in any order."""
+    """Returns a roster of members in any order."""
     return Roster(epoch, tuple(sorted(members, key=lambda m: m.rank)))
 
 
 def join(roster: Roster, newcomers: Iterable[Member]) -> Roster:
-    """Add engines that are ready to serve. A rank that is taken is a ValueError."""
+    """Adds engines that are ready to serve. Raises ValueError if a rank is taken."""
     members = {member.rank: member for member in roster.members}
     for member in newcomers:
         if member.rank in members:
@@ -100,22 +102,22 @@ def join(roster: Roster, newcomers: Iterable[Member]) -> Roster:
 
 
 def leave(roster: Roster, ranks: Iterable[int]) -> Roster:
-    """Mark engines as leaving: they get no new requests. Those that replace a worker are leaving
-    when they have done so. Unknown ranks are ignored."""
+    """Marks engines as leaving: they get no new requests. Engines that replace a worker are marked
+    once they have done so. Unknown ranks are ignored."""
     chosen, repairing = set(ranks), set(roster.repairing)
     roster = update_members(roster, chosen & repairing, leaves=True)
     return update_members(roster, chosen - repairing, state=MemberState.LEAVING)
 
 
 def cancel_leave(roster: Roster, ranks: Iterable[int]) -> Roster:
-    """Engines that were leaving are active again; others are as they were."""
+    """Makes engines that were leaving active again; others do not change."""
     chosen = set(ranks)
     roster = update_members(roster, chosen.intersection(roster.repairing), leaves=False)
     return update_members(roster, chosen.intersection(roster.leaving), state=MemberState.ACTIVE)
 
 
 def end_repair(roster: Roster, ranks: Iterable[int]) -> Roster:
-    """Those of these engines that have replaced a worker serve again, or are leaving again."""
+    """Makes those of these engines that have replaced a worker active again, or leaving."""
     repaired = set(ranks).intersection(roster.repairing)
     leaves = {member.rank for member in roster.members if member.leaves}
     roster = update_members(roster, repaired - leaves, state=MemberState.ACTIVE)
@@ -123,7 +125,7 @@ def end_repair(roster: Roster, ranks: Iterable[int]) -> Roster:
 
 
 def update_members(roster: Roster, ranks: Iterable[int], **changes: Any) -> Roster:
-    """Change fields of members. Unknown ranks are ignored."""
+    """Changes fields of members. Unknown ranks are ignored."""
     chosen = set(ranks)
     return _next(
         roster,
@@ -132,20 +134,21 @@ def update_members(roster: Roster, ranks: Iterable[int], **changes: Any) -> Rost
 
 
 def detach(roster: Roster, ranks: Iterable[int]) -> Roster:
-    """Take engines out that leave on request. Unknown ranks are ignored."""
+    """Removes engines that leave on request. Unknown ranks are ignored."""
     chosen = set(ranks)
     left = (m.incarnation for m in roster.members if m.rank in chosen)
     return _next(roster, (m for m in roster.members if m.rank not in chosen), left)
 
 
 def remove(roster: Roster, ranks: Iterable[int]) -> Roster:
-    """Take engines out that were lost. Unknown ranks are ignored."""
+    """Removes engines that were lost. Unknown ranks are ignored."""
     gone = set(ranks)
     return _next(roster, (m for m in roster.members if m.rank not in gone))
 
 
 def _next(roster: Roster, members: Iterable[Member], left: Iterable[int] = ()) -> Roster:
-    """The same members make the same epoch. Who has left and comes back has not left."""
+    """Returns a roster with the next epoch, or the same roster if the members are unchanged. An
+    engine that left and joined again is no longer listed in `left`."""
     following = of(roster.epoch + 1, members)
     if following.members == roster.members:
         return roster

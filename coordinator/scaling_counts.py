@@ -1,4 +1,4 @@
-"""What the manager wants and has done, in numbers: for the metrics of every ingress."""
+"""The manager's targets and past decisions as numbers, for the metrics of every ingress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class UpgradeStatus(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The phase of the newest upgrade, and how many have ended how."""
+    """The phase of the newest upgrade, and counts of finished upgrades by result."""
 
     phase: str = "idle"
     """idle | in progress | rolling back | failed | cancelling | cancelled."""
@@ -16,15 +16,15 @@ class UpgradeStatus(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ScalingCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the manager wants, in numbers."""
+    """The manager's targets and decisions as numbers."""
 
     target: int = 0
-    """Engines wanted; 0: unknown."""
+    """Target number of engines; 0: unknown."""
     pending: int = 0
-    """Engines that wait for room in the Ray cluster."""
+    """Number of engines that wait for resources in the Ray cluster."""
     grows: int = 0
     """How often the autoscaler has raised the target since the manager's start."""
     shrinks: int = 0
     draining_nodes: int = 0
-    """Hosts with engines that Ray will take away."""
+    """Number of hosts with engines that Ray is going to remove."""
     upgrade: UpgradeStatus = UpgradeStatus()

@@ -1,11 +1,11 @@
-"""The coordinator's loop: a `CoordinatorStateMachine` between its channel and its callers.
+"""The coordinator's loop: connects a `CoordinatorStateMachine` to its channel and its callers.
 
-A coordinator that died is started again with the same keys, name and port, so its peers find it
-where it was; where its host was lost it is on another one, and they look for it (`finder.py`). It
-knows nothing then: it lets every engine that reports introduce itself and report what the manager
-wanted, and when all have had the time to (`recovery_s`) the cluster consists of these. No view is
-sent meanwhile, and calls wait; engines go on serving, unless they share experts with one that was
-lost.
+A coordinator that died is restarted with the same keys, name and port, so its peers reconnect to
+the same address. If its host was lost, it restarts on another host, and its peers search for it
+(`finder.py`). It starts without a roster: it asks every engine that reports for an `EngineHello`
+with the manager's state. After `recovery_s`, when all had time to answer, these engines form the
+cluster. Until then it sends no view, and calls wait. Engines continue to serve, unless they share
+experts with a lost one.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from swell.coordinator.wire import (
 )
 
 _CHECKS_PER_TIMEOUT = 10
-"""Turns of the loop in the time after which an engine counts as stalled, at least."""
+"""Minimum number of turns of the loop within `stall_timeout_s`."""
 _CHECK_INTERVAL_S = 0.05
-"""Between two checks, at least: each looks at all engines, and each message is one turn more."""
+"""Minimum time between two checks: each check visits all engines, and each message is one turn."""
 _HEARTBEATS_PER_TIMEOUT = 4
-"""Messages to each engine in the time after which it looks for another coordinator."""
+"""Heartbeats to each engine within the time after which it searches for a coordinator."""
 _NUMBER_BITS = 48
-"""Of the number of a coordinator."""
+"""Bits of the random number that identifies a coordinator."""
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -61,10 +61,10 @@ class Membership(msgspec.Struct, frozen=True):
 
     view: ClusterView
     stalled_engines: list[StalledEngine] = []
-    """Every engine that was found to have stalled."""
+    """All engines that were found stalled since the start."""
     manager_state: ManagerState = ManagerState()
     first_tokens: list[float] = []
-    """`FIRST_TOKENS` of all ingresses together."""
+    """`FIRST_TOKENS`, summed over all ingresses."""
     versions: list[str] = []
     """Versions of engines that ingresses need to finish their answers."""
 
@@ -72,9 +72,9 @@ class Membership(msgspec.Struct, frozen=True):
 class CoordinatorService:
     """The coordinator's socket and its loop, for engines, ingresses and the manager.
 
-    The state belongs to the loop. Public methods may be called from any thread: they hand a call
-    to the loop and wait for its answer (see `Ground.answer`). Those that change something name the
-    manager that calls (`by`), and raise NotLeading where another one leads.
+    The state belongs to the loop. Public methods may be called from any thread: they pass a call to
+    the loop and wait for its result (see `Ground.answer`). Those that change something name the
+    calling manager (`by`), and raise NotLeading if another manager leads.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CoordinatorService:
         endpoint: CoordinatorEndpoint | None = None,
         recover: bool = False,
     ) -> None:
-        """`lockstep`: engines share experts. `recover`: it succeeds one that had this endpoint."""
+        """`lockstep`: engines share experts. `recover`: a predecessor had this endpoint."""
         self._ground = ground = ground or ThreadGround()
         endpoint = endpoint or CoordinatorEndpoint(make_keys())
         self.keys = endpoint.keys
@@ -104,20 +104,20 @@ class CoordinatorService:
         self._calls = LoopCalls(ground, self._waker)
         self._checked_at = now
         self._probes = LoopCalls(ground, self._waker)
-        """Calls that do not wait for the end of a recovery."""
+        """Calls that are answered even during a recovery."""
         self._subscribers = Subscribers(config.heartbeat_s)
         self._metrics_aggregator = MetricsAggregator()
         self._peers: dict[int, bytes] = {}
         """Channel identities of engines, by incarnation: a rank may have had several."""
         self._unsent: dict[int, list[EngineCommand]] = {}
-        """For engines that join and have not sent `EngineHello`, or to a predecessor; same key."""
+        """Queued commands, by incarnation: for engines that have not sent `EngineHello` here."""
         self._heartbeat_s = min(
             config.heartbeat_s, config.stall_timeout_s / _HEARTBEATS_PER_TIMEOUT
         )
         self._wake_interval_s = config.stall_timeout_s / _CHECKS_PER_TIMEOUT
         self._check_interval_s = min(_CHECK_INTERVAL_S, self._wake_interval_s / 2)
         self._heartbeats: dict[bytes, float] = {}
-        """When each engine was sent the last `CoordinatorHeartbeat`."""
+        """Channel identity of an engine -> when the last `CoordinatorHeartbeat` was sent to it."""
         self._epoch_seen = 0
         self._hellos: dict[int, EngineHello] = {}
         self._recovering = recover
@@ -135,18 +135,18 @@ class CoordinatorService:
     # ---------------------------------------------------------------- from other threads
 
     def probe(self) -> bool:
-        """Returns if the loop runs, be it that it listens for what its predecessor left."""
+        """Returns once the loop runs, even during a recovery."""
         return self._probes.call(lambda: True)
 
     def view(self) -> ClusterView:
-        """From the loop itself, so an answer also says that the loop runs."""
+        """Returns the view. The loop computes it, so an answer also proves that the loop runs."""
         return self._calls.call(lambda: self._state_machine.view())
 
     def membership(self) -> Membership:
         return self._calls.call(self._membership)
 
     def wait(self, epoch: int, timeout_s: float) -> Membership:
-        """Return when the roster is no longer of `epoch`, or after the time."""
+        """Returns when the epoch of the roster differs from `epoch`, or after the timeout."""
         return self._calls.call_and_wait(
             timeout_s, lambda: self._state_machine.roster.epoch != epoch, self._membership
         )
@@ -154,8 +154,8 @@ class CoordinatorService:
     def join(
         self, members: list[Member], timeout_s: float, by: ManagerId = NO_MANAGER
     ) -> JoinResult:
-        """Return when each is in the roster, or will never be. Raises ValueError for a rank that is
-        taken: all engines are as before then."""
+        """Returns when each engine is in the roster or has failed to join. Raises ValueError if a
+        rank is taken; then nothing changes."""
         ranks = {member.rank for member in members}
 
         def finish() -> JoinResult:
@@ -174,19 +174,19 @@ class CoordinatorService:
         )
 
     def leave(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
-        """These engines get no more requests, and report once they have received the roster."""
+        """Stops new requests to these engines; they report once they have received the roster."""
         return self._command(by, lambda now: self._state_machine.leave(ranks, now))
 
     def cancel_leave(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
-        """Engines that were leaving are active again."""
+        """Makes engines that were leaving active again."""
         return self._command(by, lambda now: self._state_machine.cancel_leave(ranks, now))
 
     def detach(
         self, ranks: list[int], timeout_s: float, by: ManagerId, idle_epoch: int | None = None
     ) -> Roster:
-        """Return when their group, and then the roster, goes on without them. After the time they
-        are taken out, but for those that are kept. Nothing happens if the roster is no longer of
-        `idle_epoch`, under which they were found idle."""
+        """Removes running engines. Returns when their group and then the roster continue without
+        them; after the timeout they are removed anyway, unless their leave was cancelled. Does
+        nothing if the epoch is no longer `idle_epoch`, in which they were found idle."""
         machine = self._state_machine
 
         def detach(now: float) -> RankedCommands:
@@ -204,23 +204,23 @@ class CoordinatorService:
         )
 
     def remove_failed(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
-        """Take out engines that are dead."""
+        """Removes dead engines."""
         return self._command(by, lambda now: self._state_machine.remove_failed(ranks, now))
 
     def pause(self, by: ManagerId) -> Roster:
-        """Pause all engines."""
+        """Pauses all engines."""
         return self._command(by, lambda now: self._state_machine.pause(now))
 
     def resume(self, by: ManagerId) -> Roster:
-        """Let all engines go on."""
+        """Resumes all engines."""
         return self._command(by, lambda now: self._state_machine.resume(now))
 
     def _command(self, by: ManagerId, step: Callable[[float], RankedCommands]) -> Roster:
         return self._calls.call(lambda: self._change_for(by, step))
 
     def save_manager_state(self, state: ManagerState) -> ManagerState:
-        """Keep the state of the manager, and let it lead if it took over last. That of another one
-        is dropped, and so is an older one that comes late. Returns what is kept."""
+        """Stores the state of the manager; the one with the highest term leads. Drops the state of
+        another manager and an older state that arrives late. Returns the stored state."""
         return self._calls.call(lambda: self._keep(state))
 
     def stop(self) -> None:
@@ -243,7 +243,7 @@ class CoordinatorService:
             for peer, message in self._inbox.take():
                 try:
                     self._on_message(peer, message)
-                except Exception as error:  # a message of one peer ends nothing for the others
+                except Exception as error:  # one peer's message must not stop the loop
                     what = type(message).__name__
                     self._log.error("not handled", message_type=what, error=repr(error))
         now = self._ground.now()
@@ -267,7 +267,7 @@ class CoordinatorService:
         )
 
     def _change_for(self, by: ManagerId, step: Callable[[float], RankedCommands]) -> Roster:
-        """A coordinator that was made anew, and knows of no manager, accepts each."""
+        """Runs a change for a manager. A new coordinator that knows no manager accepts any."""
         if not self._state_machine.manager_state.is_led_by(by):
             raise NotLeading(f"the manager {by.owner!r} does not lead")
         return self._change(step)
@@ -284,7 +284,7 @@ class CoordinatorService:
         return self._state_machine.roster
 
     def _wait_s(self) -> float:
-        """Until something is due."""
+        """Returns the seconds until something is due."""
         now = self._ground.now()
         if self._recovering:
             left_s = self._recovery_s - self._recovery.read(now)
@@ -309,7 +309,7 @@ class CoordinatorService:
                     self._send(self._state_machine.on_message(message, now))
 
     def _on_hello(self, peer: bytes, hello: EngineHello, now: float) -> None:
-        """What a predecessor has sent to it counts also if it comes late."""
+        """Handles a hello. A predecessor's epoch and manager state count even if it is late."""
         self._peers[hello.member.incarnation] = peer
         if hello.manager_state.age > self._state_machine.manager_state.age:
             self._keep(hello.manager_state)
@@ -332,13 +332,13 @@ class CoordinatorService:
         return CoordinatorHeartbeat(epoch, self._state_machine.manager_state, report_s)
 
     def _send_heartbeat_if_due(self, peer: bytes, now: float) -> None:
-        """To an engine that has sent something, member or not: one that is gone costs nothing."""
+        """Sends a heartbeat to an engine after its message, member or not."""
         if now >= self._heartbeats.get(peer, -float("inf")) + self._heartbeat_s:
             self._heartbeats[peer] = now
             self._inbox.send(peer, self._heartbeat())
 
     def _send_heartbeats(self) -> None:
-        """To every engine that has sent something lately: there is something new to keep."""
+        """Sends a new manager state to every engine that has sent something lately."""
         self._inbox.send_to_all(self._heartbeats, self._heartbeat())
 
     def _on_subscribe(self, peer: bytes, subscription: Subscribe, now: float) -> None:
@@ -360,8 +360,7 @@ class CoordinatorService:
             self._inbox.send(peer, self._state_machine.view())
 
     def _send(self, sends: RankedCommands) -> None:
-        """What is for an engine that has not sent `EngineHello` yet waits for it; what is for one
-        that has gone is dropped."""
+        """Queues commands for an engine without `EngineHello`; drops those for one that is gone."""
         for rank, command in sends:
             member = self._state_machine.current_member(rank)
             if member is None:
@@ -378,7 +377,7 @@ class CoordinatorService:
             return
         if not isinstance(publication, EngineLoads):
             self._forget_silent_peers(now)
-        if isinstance(publication, ClusterView):  # it is soon known which of these are idle
+        if isinstance(publication, ClusterView):  # so it is soon known which are idle
             self._send([(rank, self._heartbeat()) for rank in publication.roster.leaving])
         self._inbox.send_to_all(self._subscribers, publication)
 
@@ -388,8 +387,8 @@ class CoordinatorService:
         self._subscribers.forget_silent(now)
 
     def _end_recovery(self, now: float) -> None:
-        """Once it has listened for `recovery_s`; time in which it was stopped does not count. What
-        an operator has paused stays so: engines that sleep would wake up for a moment."""
+        """Completes the recovery after `recovery_s` of listening; time in which the loop was
+        suspended does not count. An operator's pause stays: sleeping engines must not wake up."""
         if self._recovery.advance(now) < self._recovery_s:
             return
         self._recovering = False

@@ -1,12 +1,13 @@
-"""What the coordinator decides, pure: the members, the group that steps together, the stalled.
+"""The coordinator's decisions: members, the group that steps together, stalled engines. Pure.
 
-    messages of engines  --> waves (which engines step)   --\\
-    calls of the manager --> roster (the members)         ---> commands to engines,
-    time                 --> engine monitor (the stalled) --/   views to ingresses
+    messages of engines  --> waves (which engines step)    --\\
+    calls of the manager --> roster (the members)          ---> commands to engines,
+    time                 --> engine monitor (stalls)       --/   views to ingresses
 
-An engine that shares experts is in the roster from the moment that its group has formed, until a
-group without it has: ingresses never send to one that could not serve. An engine that died or
-stalled is taken out at once. One that replaces a worker stays, marked.
+An engine that shares experts is in the roster from the moment its group has formed until a group
+without it has formed, so ingresses never send requests to an engine that cannot serve. An engine
+that died or stalled is removed at once. One that replaces a worker stays in the roster and is
+marked.
 """
 
 from __future__ import annotations
@@ -44,47 +45,48 @@ from swell.coordinator.wire import (
 
 
 class JoinResult(msgspec.Struct, frozen=True):
-    """What became of engines that were to join."""
+    """The result of a join."""
 
     roster: Roster
     refused: dict[int, str] = {}
-    """Ranks that did not join, and why; the others are in the roster."""
+    """Rank -> why the engine did not join; the other engines are in the roster."""
 
 
 EngineEvent = EngineReport | StartWave | WaveComplete | Paused | Joined | Broken | Repaired
 
 
 class CoordinatorStateMachine:
-    """All that is known of a cluster. Every method returns the commands that follow."""
+    """The state of a cluster. Methods that handle an event return the resulting commands."""
 
     def __init__(self, config: ClusterConfig, waves: CoordinatorWaves, now: float) -> None:
         self.cluster_state = ClusterState(config, now)
         self.waves = waves
         self.stalled_engines: list[StalledEngine] = []
-        """Engines that were found to have stalled; the manager ends their processes."""
+        """Engines that were found stalled; the manager kills their processes."""
         self.commit_s = 0.0
-        """How long the last change kept the group from stepping."""
+        """For how long the last change kept the group from stepping, in seconds."""
         self.manager_state = ManagerState()
         self._engine_monitor = EngineMonitor(config.stall_timeout_s, now)
         self._forming_monitor = FormingMonitor(STUCK_FACTOR * config.stall_timeout_s, now)
         self._joining: dict[int, Member] = {}
         """Engines that join as soon as their group has formed."""
         self._repairs: dict[int, int] = {}
-        """How often each rank's engine had replaced workers when it served last."""
+        """Rank -> how often its engine had replaced workers when it was last active."""
         self._introducing: set[int] = set()
-        """Engines that shall send their new workers: they have not reported that they are back."""
+        """Engines that must introduce themselves with their new workers, because `Repaired` was
+        lost."""
         self.detached: set[int] = set()
-        """Engines of the roster that are to go: their group goes on without them."""
+        """Engines of the roster that will be removed once their group has formed without them."""
         self.called_off: dict[int, str] = {}
-        """Newcomers that stalled, or without which the group went on, and why; until they join
-        again."""
+        """Rank -> reason, for newcomers that stalled or whose join was cancelled; kept until they
+        join again."""
         self._broken_reason = ""
-        """Why the group failed to form last."""
+        """Reason why the group last failed to form."""
         self._stopped_at: float | None = None
         self._committed: tuple[tuple[int, ...], Roster] | None = None
-        """The group that the roster follows, and that roster; None: one of them changes."""
+        """The group that the roster follows, and that roster; None while one of them changes."""
         self._published: tuple[object, ...] = ()
-        """Of the newest view that was published, what is not about one engine."""
+        """Fields of the last published view that do not concern one engine."""
 
     @property
     def roster(self) -> Roster:
@@ -92,7 +94,7 @@ class CoordinatorStateMachine:
 
     @property
     def is_stable(self) -> bool:
-        """No change of the group is under way."""
+        """Whether no change of the group is in progress."""
         waves = self.waves
         return waves.group_state in (GroupState.SERVING, GroupState.PAUSED) and (
             waves.ranks is waves.target_ranks or waves.ranks == waves.target_ranks
@@ -104,11 +106,11 @@ class CoordinatorStateMachine:
         return set(self._joining)
 
     def current_member(self, rank: int) -> Member | None:
-        """The engine of this rank to which commands go."""
+        """Returns the engine of this rank that receives commands, or None."""
         return self._joining.get(rank) or self.roster.find(rank)
 
     def member(self, rank: int, incarnation: int) -> Member | None:
-        """The engine of this incarnation, if it is in the roster or joins."""
+        """Returns the engine of this incarnation if it is in the roster or joins, or None."""
         joining = self._joining.get(rank)
         if joining is not None and joining.incarnation == incarnation:
             return joining
@@ -120,7 +122,7 @@ class CoordinatorStateMachine:
 
     @property
     def _status(self) -> dict[str, object]:
-        """Of a view, what is neither about one engine nor the wave."""
+        """Fields of a view that concern neither one engine nor the wave."""
         return {
             "state": self.waves.group_state.value,
             "stalls": len(self.stalled_engines),
@@ -129,7 +131,8 @@ class CoordinatorStateMachine:
         }
 
     def publication(self, now: float) -> Publication | None:
-        """What it is time to publish. What is not about one engine goes with all reports."""
+        """Returns what must be published now. Changes that do not concern one engine are published
+        together with all reports."""
         stalls = len(self.stalled_engines)
         status = self.waves.group_state, stalls, self.commit_s, self.manager_state
         due = self.cluster_state.due(now, has_news=status != self._published)
@@ -141,7 +144,7 @@ class CoordinatorStateMachine:
     # ---------------------------------------------------------------- messages of engines
 
     def on_message(self, message: EngineEvent, now: float) -> RankedCommands:
-        """Messages of engines that are unknown, or were removed, are dropped."""
+        """Handles a message of an engine. Messages of unknown or removed engines are dropped."""
         member = self.member(message.rank, message.incarnation)
         if member is None:
             return []
@@ -190,7 +193,7 @@ class CoordinatorStateMachine:
         return self.waves.change(self._with({member.rank} - self.detached))
 
     def _check_repairs(self, member: Member, repairs: int) -> RankedCommands:
-        """An engine whose `Repaired` was lost says in its reports that it has new workers."""
+        """Detects from a report that an engine has new workers although its `Repaired` was lost."""
         rank = member.rank
         if member.state is not MemberState.REPAIRING:
             self._repairs[rank] = repairs
@@ -205,8 +208,8 @@ class CoordinatorStateMachine:
     def join(
         self, members: Iterable[Member], now: float, heard: Container[int] = ()
     ) -> RankedCommands:
-        """Engines are ready; one that is a member already stays. A taken rank is a ValueError.
-        `heard`: incarnations that have introduced themselves to this coordinator."""
+        """Adds engines that are ready; one that is already a member stays. Raises ValueError if a
+        rank is taken. `heard`: incarnations that have introduced themselves to this coordinator."""
         newcomers = [m for m in members if self.member(m.rank, m.incarnation) is None]
         rosters.join(self.roster, newcomers)  # raises
         self._joining.update({member.rank: member for member in newcomers})
@@ -217,7 +220,7 @@ class CoordinatorStateMachine:
         return self._sync_roster(self.waves.change(self._with(self._joining)), now)
 
     def finish_join(self, ranks: set[int], timeout_s: float) -> JoinResult:
-        """What has become of these engines by now; those that are not in the roster are to be
+        """Returns the current result for these engines; those that are not in the roster must be
         removed. `timeout_s`: the time that they had."""
         refused = {
             rank: self.called_off.get(rank) or not_joined(rank, timeout_s, rank in self._joining)
@@ -226,25 +229,25 @@ class CoordinatorStateMachine:
         return JoinResult(self.roster, refused)
 
     def leave(self, ranks: Iterable[int], now: float) -> RankedCommands:
-        """These engines get no more requests."""
+        """Stops new requests to these engines."""
         self.cluster_state.change(lambda roster: rosters.leave(roster, ranks), now)
         return []
 
     def cancel_leave(self, ranks: Iterable[int], now: float) -> RankedCommands:
-        """These engines were leaving, and are active again."""
+        """Makes engines that were leaving active again."""
         self.cluster_state.change(lambda roster: rosters.cancel_leave(roster, ranks), now)
         back = self.detached & set(ranks)
         self.detached -= back
         return self._sync_roster(self.waves.change(self._with(back)), now)
 
     def detach(self, ranks: Iterable[int], now: float) -> RankedCommands:
-        """These engines live, and go: their group goes on without them, then the roster does."""
+        """Removes running engines: first their group continues without them, then the roster."""
         self.detached |= set(ranks).intersection(self.roster.ranks)
         self._committed = None  # perhaps they are in no group
         return self._sync_roster(self.waves.change(self._without(set(ranks))), now)
 
     def remove_failed(self, ranks: Iterable[int], now: float) -> RankedCommands:
-        """These engines died: they leave the roster at once."""
+        """Removes dead engines from the roster at once."""
         gone = set(ranks)
         for rank in gone:
             self._joining.pop(rank, None)
@@ -261,11 +264,11 @@ class CoordinatorStateMachine:
     # ---------------------------------------------------------------- time passes
 
     def tick(self, now: float) -> RankedCommands:
-        """Remove engines that have stalled, and let no group form for ever."""
+        """Removes stalled engines, and resolves groups that do not form in time."""
         sends: RankedCommands = []
         may_rest = frozenset({*self.roster.ranks, *self._joining}) - self.waves.stepping
         for stalled in self._engine_monitor.check(now, may_rest):
-            if self.current_member(stalled.rank) is not None:  # it has not gone with another one
+            if self.current_member(stalled.rank) is not None:  # it was not removed with another one
                 sends += self._remove_stalled(stalled, now)
         return [*sends, *self._check_forming(now)]
 
@@ -276,7 +279,7 @@ class CoordinatorStateMachine:
         return self.remove_failed([stalled.rank], now)
 
     def _check_forming(self, now: float) -> RankedCommands:
-        """End what is in the way of a group that does not form."""
+        """Handles what prevents a group from forming."""
         waves = self.waves
         failure = self._forming_monitor.check(waves, self._joining.keys(), now)
         sends: RankedCommands = []
@@ -302,15 +305,15 @@ class CoordinatorStateMachine:
         return sends
 
     def recover(self, epoch: int, hellos: Sequence[EngineHello], now: float) -> RankedCommands:
-        """Take over the engines that an earlier coordinator left; `epoch` is the newest of
-        the roster that any ingress has seen."""
+        """Takes over the engines of an earlier coordinator; `epoch` is the newest roster epoch that
+        any ingress or engine has seen."""
         self.cluster_state.change(lambda _: rosters.of(epoch + 1, (h.member for h in hellos)), now)
         self._sync_monitor(now)
         self._engine_monitor.on_hellos(self.roster.ranks, now)
         return self._sync_roster(self.waves.recover(hellos), now)
 
     def introduced(self, hello: EngineHello, now: float) -> RankedCommands:
-        """An engine has come after the recovery, or is new."""
+        """Handles the hello of an engine that is new or comes after the recovery."""
         self.advance_epoch(hello.roster_epoch, now)
         rank, sends = hello.member.rank, []
         self._engine_monitor.on_hellos([rank], now)
@@ -320,7 +323,7 @@ class CoordinatorStateMachine:
         return self._sync_roster([*sends, *self.waves.introduced(rank, hello.epoch)], now)
 
     def advance_epoch(self, epoch: int, now: float) -> None:
-        """An ingress has seen this epoch of a predecessor: ours comes after it."""
+        """Moves the roster past an epoch of a predecessor that an ingress or engine has seen."""
         if epoch > self.roster.epoch:
             self.cluster_state.change(
                 lambda roster: msgspec.structs.replace(roster, epoch=epoch + 1), now
@@ -329,7 +332,7 @@ class CoordinatorStateMachine:
     # ---------------------------------------------------------------- inside
 
     def _sync_roster(self, sends: RankedCommands, now: float) -> RankedCommands:
-        """Let the roster follow the group, and complete the commands."""
+        """Updates the roster after a change of the group, and completes the commands."""
         waves = self.waves
         if waves.group_state is GroupState.FORMING and self._stopped_at is None:
             self._stopped_at = now
@@ -344,8 +347,8 @@ class CoordinatorStateMachine:
         return [(rank, self._with_store(command)) for rank, command in sends]
 
     def _is_committed(self) -> bool:
-        """Neither the group nor the roster has changed since the roster followed the group: so it
-        is with each of the many load reports."""
+        """Whether neither the group nor the roster has changed since the roster followed the group,
+        as for most of the frequent load reports."""
         return (
             self._committed is not None
             and self._committed[0] is self.waves.ranks
@@ -353,7 +356,8 @@ class CoordinatorStateMachine:
         )
 
     def _commit_group(self, now: float) -> None:
-        """The group has formed: newcomers join, the detached leave, the repaired are active."""
+        """Applies a formed group to the roster: newcomers join, the detached leave, the repaired
+        become active."""
         group = set(self.waves.ranks)
         arrived = [self._joining.pop(rank) for rank in list(self._joining) if rank in group]
         stays = group | set(self.roster.repairing) - self.detached
@@ -375,7 +379,7 @@ class CoordinatorStateMachine:
         )
 
     def _with_store(self, command: EngineCommand) -> EngineCommand:
-        """Workers of several engines meet at the store of the first."""
+        """Adds the store of the first engine, at which the workers of several engines meet."""
         if not isinstance(command, ReconfigureDistributedRequest) or len(command.ranks) < 2:
             return command
         first = self.current_member(command.ranks[0])

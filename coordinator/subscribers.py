@@ -1,4 +1,4 @@
-"""The ingresses that want what the coordinator publishes: pure, with time as an argument."""
+"""The ingresses that receive the coordinator's publications. Pure: the time is an argument."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from swell.coordinator.listening_clock import ListeningClock
 
 _TIMEOUT_HEARTBEATS = 5
-"""Heartbeats after which a silent ingress is sent nothing more."""
+"""Number of heartbeats after which a silent ingress is removed."""
 
 
 class Subscribers:
-    """By the channel's identity of their connections."""
+    """The subscribed ingresses, identified by their channel identities."""
 
     def __init__(self, heartbeat_s: float) -> None:
         self._silence_s = _TIMEOUT_HEARTBEATS * heartbeat_s
@@ -21,15 +21,15 @@ class Subscribers:
 
     @property
     def versions(self) -> list[str]:
-        """Versions of engines that one of them needs to finish its answers."""
+        """Versions of engines that at least one ingress needs to finish its answers."""
         return sorted({version for versions in self._versions.values() for version in versions})
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._heard_at)
 
     def on_message(self, peer: bytes, now: float, versions: list[str] | None = None) -> bool:
-        """An ingress subscribes, or does so again, and needs these versions; None: those of before.
-        Whether it is new."""
+        """Records the subscription of an ingress, or its repetition, and the versions that it
+        needs; None: unchanged. Returns whether the ingress is new."""
         if versions is not None:
             self._versions[peer] = versions
         is_new = peer not in self._heard_at
@@ -37,7 +37,7 @@ class Subscribers:
         return is_new
 
     def forget_silent(self, now: float) -> None:
-        """Every message that was there has been taken in."""
+        """Removes silent ingresses. Call it after all received messages have been handled."""
         limit = self._clock.advance(now) - self._silence_s
         self._heard_at = {peer: at for peer, at in self._heard_at.items() if at > limit}
         self._versions = {

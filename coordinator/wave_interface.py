@@ -1,8 +1,8 @@
-"""What both kinds of waves declare: those of engines that share experts (`waves.py`), and the
-null kind of engines that share nothing (`null_waves.py`).
+"""Interfaces of the two kinds of waves: for engines that share experts (`waves.py`), and the null
+kind for engines that share nothing (`null_waves.py`).
 
-Each kind has two halves, one in every engine and one in the coordinator. Both halves are pure:
-messages in, messages out; no sockets, no clock.
+Each kind has two halves, one in every engine and one in the coordinator. Both halves are pure state
+machines: messages in, messages out; no sockets, no clock.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from swell.coordinator.wire import (
 
 
 class Phase(enum.IntEnum):
-    """Whether an engine steps."""
+    """Whether, and how, an engine steps."""
 
     OUT = 0
-    """Its groups are broken, or it is in none: no steps."""
+    """The engine's groups are broken, or it is in no group: it does not step."""
     STOPPED = 1
     RUNNING = 2
     PAUSED = 3
     ALONE = 4
-    """Its group is broken or paused, and no coordinator is there to go on with it: until one is, it
-    steps with no other engine."""
+    """The engine's group is broken or paused, and no coordinator is reachable: until one is, the
+    engine steps without the others."""
     FORMING = 5
-    """Its groups are being formed: no steps."""
+    """The engine's groups are being formed: it does not step."""
 
 
 WITHOUT_GROUP = frozenset({Phase.OUT, Phase.FORMING})
 
 
 class GroupState(enum.StrEnum):
-    """What the coordinator does about the group."""
+    """State of the group at the coordinator."""
 
     SERVING = "serving"
     PAUSING = "pausing"
@@ -52,59 +52,60 @@ class GroupState(enum.StrEnum):
 
 
 RankedCommands = list[tuple[int, EngineCommand]]
-"""Commands, each with the rank that it is for."""
+"""Commands, each with the rank of its receiver."""
 
 
 @dataclass
 class EngineWaves(ABC):
-    """The half of an engine: says when to submit a step. Every method that returns messages
-    returns those that the engine must send to the coordinator, in order."""
+    """The half of an engine: decides when to submit a step. A method that returns messages returns
+    those that the engine must send to the coordinator, in order."""
 
     rank: int
     incarnation: int
     depth: int
-    """Steps in flight: equal on all engines."""
+    """Maximum number of steps in flight: the same on all engines."""
     epoch: int = 0
     wave: int = 0
     phase: Phase = Phase.OUT
     ranks: tuple[int, ...] = ()
-    """The group, in order."""
+    """Ranks of the group, in order."""
     voting: bool = False
-    """It votes for a pause."""
+    """Whether the engine votes for a pause."""
     in_flight: int = 0
-    """Steps submitted whose results were not read."""
+    """Number of submitted steps whose results were not read yet."""
     pause_number: int = 0
-    """Of the newest pause of this epoch that was requested of it."""
+    """Number of the newest pause of this epoch that this engine was asked for."""
 
     @property
     @abstractmethod
     def lockstep(self) -> bool:
-        """Engines step together: also those without rows, as long as one of them has work."""
+        """Whether engines step together: also those without rows, while one of them has work."""
 
     @property
     @abstractmethod
     def needs_coordinator(self) -> bool:
-        """A request that comes now is not computed before a message of the coordinator."""
+        """Whether a new request must wait for a message of the coordinator before it is
+        computed."""
 
     @abstractmethod
     def may_submit(self) -> bool:
-        """Whether another step may be submitted now; under lockstep it must be."""
+        """Whether another step may be submitted now; in lockstep mode it then must be."""
 
     def submitted(self) -> None:
         self.in_flight += 1
 
     @abstractmethod
     def on_all_reduce(self, working: int, pausing: int, has_work: bool) -> list[CoordinatorMessage]:
-        """The oldest step in flight is done: `working` engines want another, `pausing` engines
-        vote for a pause. `has_work`: this engine has requests."""
+        """Handles the result of the oldest step in flight: `working` engines want another step,
+        `pausing` engines vote for a pause. `has_work`: this engine has requests."""
 
     @abstractmethod
     def work_arrived(self) -> list[CoordinatorMessage]:
-        """A request came."""
+        """Handles a new request."""
 
     @abstractmethod
     def start(self, message: StartDPWave) -> list[CoordinatorMessage]:
-        """Another engine has begun a wave."""
+        """Handles the start of a wave by another engine."""
 
     @abstractmethod
     def pause(self, message: Pause) -> list[CoordinatorMessage]: ...
@@ -114,53 +115,55 @@ class EngineWaves(ABC):
 
     @abstractmethod
     def reconfigure(self, message: ReconfigureDistributedRequest) -> bool:
-        """Leave the group for the one of a newer epoch; False: the message is stale. The engine
-        then forms the groups and calls `joined` or `broken`. An engine that is not in
+        """Leaves the group for that of a newer epoch; returns False if the message is stale. The
+        engine then forms the groups and calls `joined` or `broken`. An engine that is not in
         `message.ranks` stays out until the next such message."""
 
     @abstractmethod
     def serve_alone(self, epoch: int) -> bool:
-        """Step without the other engines of the group of `epoch`, which is broken or paused; if
-        that fails, too, call `broken`. False: it steps, or is not the newest; nothing changes."""
+        """Steps without the other engines of the group of `epoch`, which is broken or paused; if
+        that fails, too, call `broken`. Returns False, without changes, if the engine steps or
+        `epoch` is not its newest."""
 
     @abstractmethod
     def joined(self) -> list[CoordinatorMessage]:
-        """The groups have formed."""
+        """Reports that the groups have formed."""
 
     @abstractmethod
     def broken(
         self, reason: str, repairing: bool = False, absent: Iterable[int] = ()
     ) -> list[CoordinatorMessage]:
-        """The groups have failed, or could not be formed. `repairing`: a worker was lost. `absent`:
-        indices in `ranks` of engines that did not come, or cannot be reached."""
+        """Reports that the groups have failed, or could not be formed. `repairing`: a worker was
+        lost. `absent`: indices in `ranks` of engines that did not join, or cannot be reached."""
 
 
 @dataclass
 class CoordinatorWaves(ABC):
-    """The half of the coordinator: what the group is, and what it is to be. Every method that
-    returns commands returns those that the coordinator must send."""
+    """The half of the coordinator: the current group and the target group. A method that returns
+    commands returns those that the coordinator must send."""
 
     epoch: int = 0
     wave: int = 0
     running: bool = False
-    """As engines reported."""
+    """Whether the group runs a wave, as engines reported."""
     group_state: GroupState = GroupState.SERVING
     ranks: tuple[int, ...] = ()
-    """The group, in order."""
+    """Ranks of the group, in order."""
     target_ranks: tuple[int, ...] = ()
-    """The group that is to be."""
+    """Ranks of the target group."""
     pause_requested: bool = False
-    """An operator wants a pause."""
+    """Whether an operator has requested a pause."""
     acknowledged: frozenset[int] = frozenset()
-    """Ranks that have answered in this group state."""
+    """Ranks that have answered in the current group state."""
 
     lockstep: ClassVar[bool]
-    """Engines step together."""
+    """Whether engines step together."""
 
     @property
     def stepping(self) -> frozenset[int]:
-        """Ranks whose work must progress: those of the group, until they have answered a pause.
-        Whoever is to join it waits for it, and while a group forms its deadline counts."""
+        """Ranks that must make progress with their work: those of the group, until they have
+        answered a pause. Newcomers only wait for the group, and while it forms, its deadline
+        applies instead."""
         match self.group_state:
             case GroupState.SERVING:
                 return frozenset(self.ranks)
@@ -185,34 +188,35 @@ class CoordinatorWaves(ABC):
 
     @abstractmethod
     def broken(self, epoch: int) -> RankedCommands:
-        """A group failed, but no engine was lost; a loss comes by `change`."""
+        """Handles a failed group without a lost engine; for a lost engine, `change` is called."""
 
     @abstractmethod
     def report(
         self, rank: int, epoch: int, wave: int, phase: Phase, voting: bool
     ) -> RankedCommands:
-        """The state of an engine, sent again and again: repairs what a lost message left."""
+        """Handles the periodic report of an engine's state: repairs the effects of lost
+        messages."""
 
-    # ---------------------------------------------------------------- changes that are wanted
+    # ---------------------------------------------------------------- requested changes
 
     @abstractmethod
     def change(self, target_ranks: tuple[int, ...], lost: bool = False) -> RankedCommands:
-        """The group is to be `target_ranks`. `lost`: engines that are missing there no longer
-        take part, so no pause can be agreed with them."""
+        """Changes the group to `target_ranks`. `lost`: engines that are missing there no longer
+        take part, so they cannot agree to a pause."""
 
     @abstractmethod
     def recover(self, hellos: Sequence[EngineHello]) -> RankedCommands:
-        """Take over the engines that an earlier coordinator left."""
+        """Takes over the engines of an earlier coordinator."""
 
     @abstractmethod
     def introduced(self, rank: int, epoch: int) -> RankedCommands:
-        """An engine has found this coordinator only after its recovery: it takes no command of an
-        epoch that is not newer than its own."""
+        """Handles an engine that finds this coordinator only after its recovery: the engine accepts
+        only commands of an epoch that is newer than its own."""
 
     @abstractmethod
     def pause(self) -> RankedCommands:
-        """An operator's pause."""
+        """Pauses for an operator."""
 
     @abstractmethod
     def resume(self) -> RankedCommands:
-        """The end of an operator's pause."""
+        """Ends an operator's pause."""

@@ -1,48 +1,51 @@
-"""Waves: engines that share collectives step together, and stop together.
+"""Waves: engines that share collectives step in lockstep, and stop together.
 
-While any engine of a group has work, all step, the idle ones without rows; then all stop. The
-halves are declared in `wave_interface.py`.
+While any engine of a group has work, all engines step, the idle ones without rows; then all stop.
+The two halves, for engines and for the coordinator, implement the interfaces in
+`wave_interface.py`.
 
-The rules. An *epoch* is one fixed group of engines; a *wave* is one run of it.
+The rules. An *epoch* is one fixed group of engines; a *wave* is one period of steps of that group.
 
 1.  Only engines start waves. A stopped engine that receives work runs first and then sends
-    `StartWave`. An ingress has no say: its view of the wave may be stale.
-2.  The coordinator accepts `StartWave(w)` if w is newer than its own wave, or equal while it sees
-    no engine running; then it sends `StartDPWave` to the others.
-3.  An engine ignores a start that is older than its own wave. One that is newer than the wave it
-    still runs in is remembered: that wave ends, and the next begins at once.
+    `StartWave`. Ingresses never start waves, because their view of the wave may be stale.
+2.  The coordinator accepts `StartWave(w)` if w is newer than its own wave, or equal while it knows
+    of no running engine. Then it sends `StartDPWave` to the other engines.
+3.  An engine ignores a start that is older than its own wave. If a start is newer than the wave
+    in which the engine still runs, the engine starts the next wave as soon as this one completes.
 4.  Every step begins with one small all-reduce over the group: how many engines want another
-    step, how many vote for a pause. All engines read the same results in the same order, so
-    whatever follows from them alone is the same everywhere. With `depth` steps in flight, an
-    engine always submits all of them before it reads the oldest; so when it reads a result that
-    says "no engine wants a step", every engine has submitted exactly as many steps, and submits
-    no more. The steps in flight are then read: if one of them found work, all go on; if none did,
-    the wave has ended, with at most `depth` steps without rows.
-5.  At the end each engine adds one to its wave, and the group's first sends `WaveComplete(w)`. The
-    coordinator accepts it only if it has not moved past w.
+    step, and how many vote for a pause. All engines read the same results in the same order, so
+    everything that depends only on these results is the same on all engines. With `depth` steps
+    in flight, an engine always submits all of them before it reads the oldest. So when it reads a
+    result that says "no engine wants a step", every engine has submitted exactly the same number
+    of steps, and submits no more. The steps in flight are then read: if one of them found work,
+    all engines continue; if none did, the wave is complete, after at most `depth` steps without
+    rows.
+5.  When a wave completes, each engine increments its wave, and the first engine of the group sends
+    `WaveComplete(w)`. The coordinator accepts it only if its own wave is not newer than w.
 6.  A pause is a vote. An engine that receives `Pause` runs and votes until the result is
-    unanimous; all then stop behind the same step and send `Paused`. An engine that votes at the
-    end of a wave begins the next. Starts are ignored until `Resume`, which lets all of them run
-    the same wave again, work or not: so none waits for one that stayed behind. A pause is never
-    taken back: `Resume` is sent when all have answered, so no answer and no vote is left over for
-    the next one.
-7.  A change of the group is a pause, then a new epoch. A death is a new epoch at once: engines
-    that are inside a collective abort it. A group that has formed is paused, and begins by
-    `Resume` when all have joined. Messages of another epoch are dropped.
-8.  A coordinator that takes over does not know what its predecessor has requested. So it changes
-    the group, even if the same engines are in it: all that is left over is of an older epoch. It
-    requests the pause first, unless a hello says that an engine is paused already or out of its
-    group: then others may wait for that engine.
-9.  Any message may be lost with its connection; reports reveal it. A command that an engine has
-    not followed is sent again: it ignores what it has followed. What a report says about an epoch
-    or a wave counts as the message that said so. Not so a pause, which may be an older one: pauses
-    of an epoch are numbered, and a paused engine answers its `Pause` again. If it receives a newer
-    one, a `Resume` was lost: the others run and wait for it, so it runs and votes.
-10. An engine whose group is broken, or is paused for a change, needs a coordinator. While none is
-    heard, it may step alone (`standalone_monitor.py`). It keeps its epoch, and is in no group: it
-    ignores all but a newer epoch, sends nothing of waves, and reports that it is alone, which says
-    `Broken`. So whichever coordinator it hears forms the next group with it, and of several engines
-    that are alone each computes only what it has.
+    unanimous. Then all engines stop after the same step and send `Paused`. If an engine still
+    votes when a wave completes, it starts the next one. Starts are ignored until `Resume`, after
+    which all engines run the same wave again, with or without work, so that none waits for one
+    that did not resume. A pause is never cancelled: `Resume` is sent after all have answered, so
+    no old answer or vote can be mistaken for one of the next pause.
+7.  A change of the group is a pause, then a new epoch. If an engine dies, the new epoch begins at
+    once: engines that are inside a collective abort it. A group that has formed is paused, and
+    starts with `Resume` when all engines have joined. Messages of another epoch are dropped.
+8.  A coordinator that takes over does not know its predecessor's requests. So it changes the
+    group, even if the engines are the same: then all older messages belong to an older epoch. It
+    requests the pause first, unless a hello says that an engine is already paused or out of its
+    group: then the others may be waiting for that engine.
+9.  Any message may be lost with its connection; reports reveal the loss. A command that an engine
+    has not executed is sent again; an engine ignores a command that it has executed. If a report
+    implies an epoch or a wave, it counts like the lost message. This does not hold for a pause,
+    which may be an older one: the pauses of an epoch are numbered, and a paused engine answers
+    its `Pause` again. If it receives a newer `Pause`, a `Resume` was lost: the others run and
+    wait for it, so it runs and votes.
+10. An engine whose group is broken, or is paused for a change, needs a coordinator. If there is no
+    coordinator, the engine may step by itself (`standalone_monitor.py`). It keeps its epoch but is
+    in no group: it ignores everything except a newer epoch, sends no messages about waves, and
+    its reports have the phase `ALONE`, which counts like `Broken`. So the next coordinator forms
+    a group with it, and each of several standalone engines computes only its own requests.
 """
 
 from __future__ import annotations
@@ -75,12 +78,12 @@ from swell.coordinator.wire import (
 
 @dataclass
 class WaveMember(EngineWaves):
-    """The half of an engine that shares collectives with others."""
+    """The engine's half for engines that share collectives."""
 
     start_pending: bool = False
-    """A start of the wave after this one was received."""
+    """Whether a start of the next wave was received."""
     finishing: bool = False
-    """The last all-reduce result said that no step need follow."""
+    """Whether the last all-reduce result required no further step."""
 
     @property
     def lockstep(self) -> bool:
@@ -88,7 +91,8 @@ class WaveMember(EngineWaves):
 
     @property
     def needs_coordinator(self) -> bool:
-        """Peers that have stopped begin the next wave when the coordinator says so."""
+        """Whether the engine waits for the coordinator: stopped peers start the next wave on its
+        command."""
         if self.phase is Phase.STOPPED:
             return len(self.ranks) > 1
         return self.phase not in (Phase.RUNNING, Phase.ALONE)
@@ -110,7 +114,7 @@ class WaveMember(EngineWaves):
         return self._pause() if agreed else self._complete(has_work)
 
     def work_arrived(self) -> list[CoordinatorMessage]:
-        """A stopped engine runs first, and then reports to the coordinator."""
+        """Starts a wave if the engine is stopped: the engine runs first, and then reports it."""
         return self._begin() if self.phase is Phase.STOPPED else []
 
     def start(self, message: StartDPWave) -> list[CoordinatorMessage]:
@@ -130,7 +134,7 @@ class WaveMember(EngineWaves):
         if message.number < self.pause_number:
             return []
         self.voting, self.pause_number = True, message.number
-        if self.phase is Phase.PAUSED:  # the resume before it was lost
+        if self.phase is Phase.PAUSED:  # the last `Resume` was lost
             self.phase = Phase.RUNNING
         return self._begin() if self.phase is Phase.STOPPED else []
 
@@ -202,13 +206,13 @@ class WaveCoordinator(CoordinatorWaves):
     """The coordinator's half for engines that share collectives."""
 
     inherited: bool = False
-    """The group is a predecessor's: what that one requested of it is unknown."""
+    """Whether the group was formed by a predecessor, whose requests to it are unknown."""
     pause_number: int = 0
-    """Of the newest pause of this epoch."""
+    """Number of the newest pause of this epoch."""
     epoch_before: int = 0
-    """The newest one of a predecessor that is known: ours come after it."""
+    """The newest known epoch of a predecessor; new epochs are greater."""
     number: int = 0
-    """Of this coordinator alone."""
+    """Random number that identifies this coordinator."""
 
     lockstep = True
 
@@ -235,7 +239,7 @@ class WaveCoordinator(CoordinatorWaves):
         return self._on_acknowledged(rank) if epoch == self.epoch else []
 
     def broken(self, epoch: int) -> RankedCommands:
-        """The engines that are left form the next group."""
+        """Forms the next group from the remaining engines."""
         return self._form() if epoch == self.epoch else []
 
     def report(
@@ -259,7 +263,7 @@ class WaveCoordinator(CoordinatorWaves):
         return []
 
     def _compare_wave(self, rank: int, wave: int, phase: Phase) -> RankedCommands:
-        """The engine serves: whether it and the coordinator agree on the wave."""
+        """Resolves a difference between the wave of a serving engine and the coordinator's wave."""
         match phase:
             case Phase.PAUSED:
                 return [(rank, Resume(self.epoch))]
@@ -271,7 +275,7 @@ class WaveCoordinator(CoordinatorWaves):
                 return [(rank, StartDPWave(self.epoch, self.wave))]
         return []
 
-    # ---------------------------------------------------------------- changes that are wanted
+    # ---------------------------------------------------------------- requested changes
 
     def change(self, target_ranks: tuple[int, ...], lost: bool = False) -> RankedCommands:
         gone = lost and not set(self.ranks) <= set(target_ranks)
@@ -287,19 +291,20 @@ class WaveCoordinator(CoordinatorWaves):
         return self._request_pause()
 
     def resume(self) -> RankedCommands:
-        """A pause that was requested is first agreed: no answer is left over for the next one."""
+        """Resumes the group. A pause in progress is completed first, so that no old answer counts
+        for the next one."""
         self.pause_requested = False
         return self._resume() if self.group_state is GroupState.PAUSED else []
 
     def recover(self, hellos: Sequence[EngineHello]) -> RankedCommands:
-        """The engines form a group: once they have agreed to pause, if all members of the newest
-        group step or can begin to; else at once."""
+        """Forms a group of these engines: after a pause, if all members of the newest group step or
+        can start to; otherwise at once."""
         newest = max(hellos, key=lambda hello: hello.epoch, default=None)
         if newest is None:
             return []
         self.epoch, self.wave = newest.epoch, newest.wave
         newest_pause = max(h.pause_number for h in hellos if h.epoch == self.epoch)
-        self.pause_number = max(0, newest_pause - 1)  # the next one repeats it
+        self.pause_number = max(0, newest_pause - 1)  # the next pause repeats this number
         self.target_ranks = tuple(sorted(hello.member.rank for hello in hellos))
         able = {
             hello.member.rank
@@ -337,7 +342,8 @@ class WaveCoordinator(CoordinatorWaves):
         return self._resume()
 
     def _form(self) -> RankedCommands:
-        """The next epoch, of the target ranks. The others are sent it too: they have left."""
+        """Starts the next epoch with the target ranks. Ranks that are no longer in it are told,
+        too."""
         addressed = sorted({*self.ranks, *self.target_ranks})
         self.epoch = max(self.epoch, self.epoch_before) + 1
         self.wave, self.running = self.wave + 1, False

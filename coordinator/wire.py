@@ -1,9 +1,9 @@
 """Messages between the coordinator, the engines and the ingresses: counts, never text or tokens.
 
-Both directions are defined here, because both are the coordinator's: engines and ingresses import
-it. Every message of an engine carries its incarnation, so that nothing a dead engine sent is taken
-for its successor's, and its epoch; a message of an older epoch than the receiver's is dropped. The
-rules of the messages about waves are in `waves.py`.
+Both directions are defined here, in the coordinator's package, which engines and ingresses import.
+Every message of an engine carries its incarnation, so that a message of a dead engine is not
+mistaken for one of its replacement. It also carries its epoch; a message of an epoch older than the
+receiver's is dropped. The rules of the messages about waves are in `waves.py`.
 """
 
 from __future__ import annotations
@@ -21,99 +21,102 @@ from swell.coordinator.scaling_counts import ScalingCounts
 # ---------------------------------------------------------------- ingresses
 
 Counts = dict[str, list[float]]
-"""Counts since the start of an ingress: numbers that only grow, by metric."""
+"""Metric -> counts since the start of an ingress, which only increase."""
 FIRST_TOKENS = "swell_time_to_first_token_seconds"
-"""Of them, the requests by their time to first token, and the sum of these times."""
+"""The metric with the requests by their time to first token, and the sum of these times."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """An ingress wants every `Publication`; repeated every `heartbeat_s`, else it is forgotten."""
+    """Subscribes an ingress to every `Publication`; repeated every `heartbeat_s`, else it
+    expires."""
 
     client_index: int
     epoch: int = 0
-    """The newest roster that it has seen: a restarted coordinator goes on from there, and one that
-    has a newer one sends it."""
+    """The newest roster epoch that the ingress has seen: a restarted coordinator continues from
+    there, and one with a newer roster sends it."""
     counts: Counts = {}
-    """Of its requests. Unless empty, the answer is `OtherIngressCounts`."""
+    """Counts of its requests. Unless empty, the answer is `OtherIngressCounts`."""
     versions: list[str] | None = None
-    """Of engines by which its unfinished answers have begun; None: as it said before."""
+    """Versions of the engines that began its unfinished answers; None: unchanged."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """The load of an engine: sent on change within a deadline, else as a heartbeat."""
+    """The load of an engine: sent within a deadline after a change, otherwise as a heartbeat."""
 
     rank: int
     incarnation: int = 0
-    """A number that only this start of the engine has."""
+    """A number that is unique to this start of the engine."""
     epoch: int = 0
-    """Of its group."""
+    """The epoch of its group."""
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
-    """Tokens known but not computed."""
+    """Number of tokens that are known but not computed."""
     kv_usage: float = 0.0
     steps: int = 0
-    """Steps done since the start."""
+    """Number of steps since the start."""
     progress_counter: int = 0
-    """Steps and layers computed since the start: the measure of progress."""
+    """Number of steps and layers computed since the start: the measure of progress."""
     progress_at_forming: int = 0
-    """Of it, what was before its group had formed: those of one group began together then."""
+    """Value of `progress_counter` when its group was formed: the engines of a group start together
+    from there."""
     preemptions: int = 0
     prefix_queries: int = 0
-    """Prompt tokens that were looked up in the prefix cache."""
+    """Number of prompt tokens that were looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Those that were found."""
+    """Number of these tokens that were found."""
     wave: int = 0
     wave_phase: int = 0
     """A `waves.Phase`, as a number."""
     pausing: bool = False
-    """It votes for a pause, or is paused."""
+    """Whether it votes for a pause, or is paused."""
     waves: int = 0
-    """Waves completed since the start."""
+    """Number of waves completed since the start."""
     dummy_steps: int = 0
-    """Lockstep steps without rows."""
+    """Number of lockstep steps without rows."""
     sync_s: float = 0.0
-    """Seconds that steps waited for other engines, in all."""
+    """Total time that steps waited for other engines, in seconds."""
     repairs: int = 0
-    """Times that workers were replaced, or that it woke up, since the start."""
+    """How often workers were replaced, or the engine woke up, since the start."""
     resets: int = 0
-    """Times that its groups broke and were formed again."""
+    """How often its groups broke and were formed again."""
     nans_in_logits: int = 0
-    """Requests that ended because their logits were NaN or infinite."""
+    """Number of requests that failed because their logits were NaN or infinite."""
     started_requests: int = 0
-    """Requests whose computation has begun, each once, since the start."""
+    """Number of requests whose computation has started, each counted once, since the start."""
     started_tokens: int = 0
-    """Tokens that they had then."""
+    """Number of tokens that these requests had then."""
     roster_epoch: int = 0
-    """The newest roster that a coordinator had named to it: it has requests of none before."""
+    """The newest roster epoch that the engine had received when it made this report."""
     saved_blocks: int = 0
-    """KV blocks that left the device for host memory or disk, since the start."""
+    """Number of KV blocks that were offloaded to host memory or disk, since the start."""
     loaded_blocks: int = 0
-    """Those that came back."""
+    """Number of KV blocks that were loaded back."""
     drafts: int = 0
-    """Tokens that were guessed and computed ahead, since the start."""
+    """Number of draft tokens that were verified, since the start."""
     accepted_drafts: int = 0
-    """Those of them that were right."""
+    """Number of draft tokens that were accepted."""
     adapters_loaded: int = 0
-    """Adapters that its requests have used, and that are in memory."""
+    """Number of adapters that its requests have used and that are in memory."""
     adapters_waited_for: int = 0
-    """Requests that wait for an adapter."""
+    """Number of requests that wait for an adapter."""
     adapter_loads: int = 0
-    """Adapters that all of its workers loaded since the start, each time."""
+    """Number of adapter loads by all of its workers since the start."""
     adapter_load_failures: int = 0
-    """Those that they could not load."""
+    """Number of adapter loads that failed."""
     sleep_level: int = 0
-    """See `Sleep`."""
+    """The sleep level, see `Sleep`."""
     wakes: int = 0
-    """Those of the `repairs` that replaced no worker: it woke up."""
+    """How often the engine woke up: included in `repairs`, although no worker was replaced."""
     expert_imbalance: float = 0.0
-    """Of the experts that engines share, at the last look; 0: none (`docs/operate/experts.md`)."""
+    """Imbalance of the experts that engines share, at the last check; 0: not measured
+    (`docs/operate/experts.md`)."""
     freed_bytes: int = 0
-    """Memory that its workers have given back while it sleeps."""
+    """Bytes that its workers have released while it sleeps."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The part of a report by which an ingress routes."""
+    """The part of a report that an ingress uses for routing."""
 
     rank: int
     running: int = 0
@@ -134,7 +137,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
     def update(self, report: EngineReport) -> EngineReport:
-        """The report with this load."""
+        """Returns the report with this load."""
         return replace(
             report,
             running=self.running,
@@ -146,31 +149,33 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """Everything that an ingress routes by: the first message to it, and with each new roster.
+    """Everything that an ingress uses for routing: sent first, and with each new roster.
 
-    Then come `EngineLoads` of those that have changed, and every `heartbeat_s` `ClusterReports` of
-    all. Both name the roster's epoch: an ingress that has missed it says so with its next
-    `Subscribe`, and gets the whole again.
+    It is followed by `EngineLoads` of engines whose load has changed, and every `heartbeat_s` by
+    `ClusterReports` of all. Both carry the roster's epoch: an ingress that has missed the roster
+    reports this with its next `Subscribe`, and receives a whole view again.
     """
 
     roster: Roster
     reports: list[EngineReport] = []
     wave: int = 0
     state: str = "serving"
-    """serving | pausing | paused | forming: of the engines that share experts, or all if paused."""
+    """serving | pausing | paused | forming: state of the engines that share experts, or of all if
+    paused."""
     stalls: int = 0
-    """Engines that were found without progress."""
+    """Number of engines that were found without progress."""
     commit_s: float = 0.0
-    """How long the last change of the group kept its engines from stepping, in seconds."""
+    """For how long the last change of the group kept its engines from stepping, in seconds."""
     phase: str = "idle"
-    """Of the manager's change of engines: idle | pending | prepare | commit | drain | failed."""
+    """Phase of the manager's change of engines: idle | pending | prepare | commit | drain |
+    failed."""
     scaling: ScalingCounts = ScalingCounts()
     adapters: tuple[Adapter, ...] = ()
-    """Those that came while the server ran."""
+    """Adapters that were loaded at run time."""
     sleep: Sleep = Sleep()
 
     def with_loads(self, loads: Mapping[int, EngineLoad]) -> ClusterView:
-        """The view after these newer loads, by rank."""
+        """Returns the view with these newer loads, by rank."""
         known = {rank: EngineReport(rank) for rank in loads}
         known |= {report.rank: report for report in self.reports}
         reports = [
@@ -181,10 +186,10 @@ class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False)
 
 
 class ClusterReports(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
-    """A `ClusterView` with the roster that is known."""
+    """A `ClusterView` without the roster, which the receiver already has."""
 
     epoch: int
-    """Of that roster."""
+    """Epoch of that roster."""
     reports: list[EngineReport] = []
     wave: int = 0
     state: str = "serving"
@@ -200,7 +205,7 @@ class ClusterReports(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=Fal
         return cls(view.roster.epoch, *astuple(view)[1:])
 
     def view(self, roster: Roster) -> ClusterView:
-        """The whole, with the roster of this epoch."""
+        """Returns the whole view, with the roster of this epoch."""
         return ClusterView(roster, *astuple(self)[1:])
 
 
@@ -208,12 +213,13 @@ class EngineLoads(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False)
     """The loads that have changed."""
 
     epoch: int
-    """Of the roster."""
+    """Epoch of the roster."""
     loads: list[EngineLoad]
 
 
 class OtherIngressCounts(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """Answers a `Subscribe` with counts: the sums over all other ingresses, past ones too."""
+    """The answer to a `Subscribe` with counts: the sums over all other ingresses, also past
+    ones."""
 
     counts: Counts
 
@@ -230,22 +236,23 @@ IngressMessage = Publication | OtherIngressCounts
 
 
 class EngineHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
-    """An engine introduces itself: at its start, and as the answer to `Introduce`."""
+    """Introduces an engine: sent at its start, and as the answer to `Introduce`."""
 
     member: Member
     epoch: int = 0
-    """Of its group; 0 if it was in none yet."""
+    """The epoch of its group; 0 if it was in no group yet."""
     ranks: list[int] = []
-    """The group, in order."""
+    """Ranks of the group, in order."""
     wave: int = 0
     phase: int = 0
     """A `waves.Phase`, as a number."""
     pause_number: int = 0
-    """Of the newest `Pause` of this epoch."""
+    """Number of the newest `Pause` of this epoch."""
     roster_epoch: int = 0
-    """The newest that a coordinator has sent it: a restarted one goes on from there."""
+    """The newest roster epoch that a coordinator has sent it: a restarted one continues from
+    there."""
     manager_state: ManagerState = ManagerState()
-    """The newest that it was sent."""
+    """The newest state that a coordinator has sent it."""
 
 
 class GroupMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -254,11 +261,11 @@ class GroupMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
     incarnation: int
     epoch: int
-    """Of its group; the coordinator drops the message if its own differs."""
+    """Epoch of its group; the coordinator drops the message if its own epoch differs."""
 
 
 class StartWave(GroupMessage, frozen=True, tag=3, array_like=True, gc=False):
-    """A stopped engine has work and began wave `wave` of `epoch`."""
+    """A stopped engine has work and has started wave `wave` of `epoch`."""
 
     wave: int
 
@@ -270,10 +277,10 @@ class WaveComplete(GroupMessage, frozen=True, tag=4, array_like=True, gc=False):
 
 
 class Paused(GroupMessage, frozen=True, tag=5, array_like=True, gc=False):
-    """The vote was unanimous; this engine has no step in flight."""
+    """The vote was unanimous; no step of this engine is in flight."""
 
     number: int = 0
-    """Of the newest `Pause` that it has received."""
+    """Number of the newest `Pause` that it has received."""
 
 
 class Joined(GroupMessage, frozen=True, tag=6, array_like=True, gc=False):
@@ -289,16 +296,16 @@ class Broken(GroupMessage, frozen=True, tag=7, array_like=True, gc=False):
     reason: str = ""
     repairing: bool = False
     absent: list[int] = []
-    """Ranks of engines that did not come to the group, or that it cannot reach."""
+    """Ranks of engines that did not join the group, or that it cannot reach."""
 
 
 class Repaired(msgspec.Struct, frozen=True, tag=8, array_like=True, gc=False):
-    """All workers of the engine run again."""
+    """All workers of the engine are running again."""
 
     rank: int
     incarnation: int
     store: tuple[str, int] | None = None
-    """`Member.store`, which may have moved."""
+    """The new `Member.store`, which may have moved."""
 
 
 CoordinatorMessage = (
@@ -318,41 +325,42 @@ CoordinatorMessage = (
 
 
 class StartDPWave(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """Another engine has begun wave `wave`."""
+    """Another engine has started wave `wave`."""
 
     epoch: int
     wave: int
 
 
 class Pause(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """Vote for a pause, and keep stepping until all do. An engine without a group stops alone."""
+    """Vote for a pause, and keep stepping until all do. An engine without a group stops
+    immediately."""
 
     epoch: int
     number: int = 0
-    """Counts the pauses of an epoch."""
+    """Number of the pause within its epoch."""
 
 
 class Resume(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
-    """Step again; or withdraw the vote."""
+    """Step again, or withdraw the vote for a pause."""
 
     epoch: int
 
 
 class ReconfigureDistributedRequest(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
-    """Leave the group, whatever it is doing, and form that of `epoch` with these ranks, in order.
+    """Leave the group in any state, and form the group of `epoch` with these ranks, in order.
 
-    Answered by `Joined` or `Broken`. An engine that is not listed stays out until the next one.
+    Answered by `Joined` or `Broken`. An engine that is not listed stays out until the next request.
     """
 
     epoch: int
     ranks: list[int]
     wave: int = 0
-    """The wave at which the group begins."""
+    """The wave with which the group starts."""
     store: tuple[str, int] | None = None
-    """Where the workers meet; None if there is one engine."""
+    """Address of the store at which the workers meet; None for a single engine."""
     coordinator: int = 0
-    """A number of the coordinator that commands it. One before it may have named the same epoch to
-    engines that are lost, and keys of that group may be left in the store."""
+    """Random number of the coordinator that sends it. An earlier coordinator may have sent the same
+    epoch to engines that are lost, and left keys of that group in the store."""
 
 
 class Introduce(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
@@ -360,16 +368,17 @@ class Introduce(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
 
 
 class CoordinatorHeartbeat(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
-    """What engines keep for the next coordinator: they send it in `EngineHello`.
+    """The state that engines store for the next coordinator: they send it in `EngineHello`.
 
-    Sent when it changes, and repeated: an engine that receives nothing for `stall_timeout_s` looks
-    for the coordinator (`finder.py`).
+    Sent after changes and periodically: an engine that receives nothing for `stall_timeout_s`
+    searches for the coordinator (`finder.py`).
     """
 
     roster_epoch: int
     manager_state: ManagerState
     load_report_s: float = 0.0
-    """The least time between two reports of one engine: there are many of them."""
+    """Minimum time between two reports of one engine, which increases with the number of
+    engines."""
 
 
 EngineCommand = (
