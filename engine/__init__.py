@@ -1,1 +1,1 @@
-"""Tokens: requests, schedule, KV blocks."""
+"""The engine works on tokens: requests, scheduling, KV blocks."""

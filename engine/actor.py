@@ -1,4 +1,4 @@
-"""An engine as a Ray actor: a shell that places its workers and runs its server's loop."""
+"""An engine as a Ray actor: it creates the workers and runs the server's loop in a thread."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ from swell.engine.ready import EngineReady, NewWeightsRefused
 from swell.engine.server import EngineServer
 
 _EXIT_GRACE_S = 10.0
-"""The actor of a failed engine answers `ended` for so long; then its process ends."""
+"""For how long the actor of a failed engine still answers `ended`; then its process exits."""
 
 
 @ray.remote(num_cpus=0, max_concurrency=4, max_restarts=0)
 class EngineActor:
-    """`start` loads, begins to serve and answers with `EngineReady`; `ended` waits for the end."""
+    """One engine. `start` loads the model, starts to serve and returns `EngineReady`; `ended` waits
+    until the engine has stopped."""
 
     def __init__(
         self, config: Config, rank: int, coordinator: CoordinatorContact, version: str = ""
     ) -> None:
-        """`version`: of the configuration, as the roster lists it."""
+        """`version`: that of the configuration, as the roster lists it."""
         configure_logging()
         self._log = StructuredLogger("engine", rank=rank)
         self._config = config
@@ -51,15 +52,19 @@ class EngineActor:
         self._end = "it was stopped"
         self._ended = threading.Event()
         self._served = threading.Event()
-        """The engine that serves has ended, or gets other weights. Replaced by the next one."""
+        """Set when the serving engine has stopped, or gets other weights; replaced for the next
+        one."""
 
     def start(self, placement_group: Any, config: Config, version: str) -> EngineReady:
-        """Load the model and open the channel. Raises what a worker or the configuration raised.
+        """Loads the model and opens the channel. Raises the exception of a worker or of the
+        configuration.
 
-        A call while it loads, or later, gets the same answer: a manager that adopts an engine in
-        the middle of its start calls again. One with another version, whose weights alone may
-        differ, makes another engine of it, in the same processes. Raises NewWeightsRefused if they
-        cannot be used; then the engine is another one of the version before."""
+        A call during or after loading returns the same result: a manager that adopts an engine
+        during its start calls it again. A call with another version, which may differ only in its
+        weights, turns this actor into another engine with the same processes. Raises
+        NewWeightsRefused if the weights cannot be used; then the new engine has the previous
+        version.
+        """
         with self._loading:
             if self._ended.is_set():
                 raise RuntimeError(f"engine {self._rank} has ended: {self._end}")
@@ -86,8 +91,9 @@ class EngineActor:
         freeze_gc()
 
     def _begin_anew(self, config: Config, version: str) -> None:
-        """The engine has left its cluster. A client that has not noticed finds nothing at its
-        address. A failure ends the process, but for weights that are refused."""
+        """Turns the actor into another engine, after this one has left its cluster. A client that
+        has not noticed reaches nothing at the old address. Any failure but refused weights exits
+        the process."""
         server, self._server = self._server, None
         assert server is not None
         own, self._version = self._version, version
@@ -108,7 +114,8 @@ class EngineActor:
             raise NewWeightsRefused(str(refusal))
 
     def _end_server(self, server: EngineServer) -> None:
-        """Its core is left. Raises RuntimeError if its loop has failed, or hangs in a step."""
+        """Stops the server and keeps its core. Raises RuntimeError if its loop has failed, or hangs
+        in a step."""
         assert self._thread is not None
         server.stop(keeps_core=True)
         self._thread.join(self._config.cluster.stall_timeout_s)
@@ -135,12 +142,12 @@ class EngineActor:
         self._thread.start()
 
     def version(self) -> str:
-        """What it runs, or is about to run."""
+        """Returns the version that it runs, or is about to run."""
         return self._version
 
     def ready(self) -> EngineReady:
-        """The engine as it is now: workers may have been replaced. Raises RuntimeError before it
-        is there."""
+        """Returns the engine's current data, which changes if workers are replaced. Raises
+        RuntimeError before it serves."""
         server = self._server
         if server is None:
             raise RuntimeError(f"engine {self._rank} is still {self._status}")
@@ -157,17 +164,17 @@ class EngineActor:
         )
 
     def status(self) -> str:
-        """What the engine is loading, for people who wait for it."""
+        """Returns what the engine is loading, for people who wait for it."""
         return self._status
 
     def ended(self, timeout_s: float) -> str | None:
-        """Why the engine has ended, or None if it has not after `timeout_s`, or gets other
-        weights: then nothing waits here for the engine that it was."""
+        """Returns why the engine has stopped. Returns None if it has not stopped after `timeout_s`,
+        or as soon as it gets other weights, because then it is another engine."""
         self._served.wait(timeout_s)
         return self._end if self._ended.is_set() else None
 
     def stop(self) -> None:
-        """End the engine and wait until its workers have given back what they held."""
+        """Stops the engine and waits until its workers have released their resources."""
         if (server := self._server) is not None:
             server.stop()
             self._ended.wait()
@@ -184,7 +191,7 @@ class EngineActor:
         served.set()
 
     def _fail(self, error: BaseException) -> None:
-        """The process ends a little later."""
+        """Records the failure; the process exits a little later."""
         self._end = f"{type(error).__name__}: {error}"
         self._log.exception("engine failed", error)
         self._ended.set()
@@ -201,7 +208,7 @@ def _exit_later(error: BaseException) -> None:
 
 
 def _workers_by_node(config: Config) -> Mapping[str, int]:
-    """The workers that share cores and memory, by node. Placement groups of all engines are in
-    Ray's table before the process of the first one has started."""
+    """Returns the number of workers that share cores and memory, by node. Placement groups of all
+    engines are in Ray's table before the process of the first one has started."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     return workers_by_node(placement_group_table().values(), config, len(alive))

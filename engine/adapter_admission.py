@@ -1,10 +1,10 @@
-"""Requests that wait until all workers have their adapter: pure, with time as an argument.
+"""Holds requests until all workers have loaded their adapters. Pure: the time is an argument.
 
-A worker has room for `lora.max_adapters` that come and go. A request is held until its adapter has
-a place and is loaded there; then the scheduler gets it, and knows nothing of adapters. An adapter
-keeps its place at least as long as the scheduler has requests with it. Those that find all places
-taken wait in the order of their arrival, and so do all that come behind them, with whatever
-adapter: else one that is asked for all the time would keep another out for ever. Those of the
+A worker has places for `lora.max_adapters` adapters that are loaded at run time. A request is held
+until its adapter has a place and is loaded; then it goes to the scheduler, which does not know
+about adapters. An adapter keeps its place as long as the scheduler has requests with it. If all
+places are taken, requests wait in the order of their arrival, and so do all later requests with any
+adapter: otherwise an adapter in constant use could keep another one out forever. Adapters of the
 configuration are in every worker, and have places of their own: once they are loaded, their
 requests never wait.
 """
@@ -27,11 +27,11 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.wire import AdapterLoaded, LoadAdapter
 
 LOAD_TIMEOUT_S = 120.0
-"""How long workers may take to load an adapter before its requests fail."""
+"""Timeout of an adapter load; then its requests fail."""
 
 
 def shown_to_users(reason: str, adapter: Adapter | None) -> str:
-    """They get no folders to see."""
+    """Hides the adapter's folder in a message for users."""
     return reason if adapter is None else reason.replace(adapter.folder, "its folder")
 
 
@@ -66,7 +66,7 @@ class AdapterAdmission:
         }
         """Name -> place."""
         self._places: dict[str, _Place] = {}
-        """Digest -> place; the one that was used last is the last one."""
+        """Digest -> place, the most recently used one last."""
         self._held: list[Held] = []
         self._commands: list[LoadAdapter] = []
         self.num_loads = 0
@@ -84,7 +84,7 @@ class AdapterAdmission:
         return sum(len(one.request.prompt_token_ids) for one in self._held)
 
     def refusal(self, request: EngineCoreRequest) -> str | None:
-        """Why a request can never run."""
+        """Returns why a request can never run, or None."""
         adapter = request.adapter
         if adapter is None or adapter.name in self._of_config or self._takes_others:
             return None
@@ -94,7 +94,7 @@ class AdapterAdmission:
         )
 
     def hold(self, request: EngineCoreRequest, client: bytes, now: float) -> bool:
-        """Whether a request has to wait; it is kept here then."""
+        """Returns whether a request must wait; if so, it is held here."""
         if request.adapter is None:
             return False
         digest = request.adapter.digest
@@ -106,8 +106,8 @@ class AdapterAdmission:
         return True
 
     def advance(self, in_use: Callable[[], set[str]], now: float) -> list[Held]:
-        """Give places, and return the requests that need not wait any more. `in_use`: digests of
-        the adapters of the scheduler's requests."""
+        """Assigns places, and returns the requests that need not wait any longer. `in_use`: digests
+        of the adapters of the scheduler's requests."""
         ready: list[Held] = []
         kept: list[Held] = []
         is_full = False
@@ -126,12 +126,13 @@ class AdapterAdmission:
         return ready
 
     def take_commands(self) -> list[LoadAdapter]:
-        """Loads to begin."""
+        """Returns and clears the loads to start."""
         commands, self._commands = self._commands, []
         return commands
 
     def on_loaded(self, loaded: AdapterLoaded) -> list[Failed]:
-        """All workers have an adapter, or one cannot load it; the requests that fail."""
+        """Handles the result of a load: all workers have the adapter, or one cannot load it.
+        Returns the requests that fail."""
         place = self._places.get(loaded.digest)
         if place is None:
             return []
@@ -142,7 +143,7 @@ class AdapterAdmission:
         return self._fail(loaded.digest, loaded.failure)
 
     def expire(self, now: float) -> list[Failed]:
-        """Requests whose adapter takes too long."""
+        """Returns requests that fail because their adapter takes too long to load."""
         late = [
             digest
             for digest, place in self._places.items()
@@ -157,7 +158,7 @@ class AdapterAdmission:
         ]
 
     def waiting_for(self, commands: Iterable[LoadAdapter]) -> list[StartedRequest]:
-        """The requests that wait for these loads."""
+        """Returns the requests that wait for these loads."""
         digests = {command.adapter.digest for command in commands}
         waiting = ((one.client, one.request) for one in self._held if one.digest in digests)
         return [
@@ -166,8 +167,8 @@ class AdapterAdmission:
         ]
 
     def count_failed_attempt(self) -> list[Failed]:
-        """A worker was lost, and with it the loads that are under way, which begin again. One of
-        them may be the reason: its requests fail if that was so too often."""
+        """Handles the loss of a worker and of the loads in progress, which restart. One of them may
+        be the cause: its requests fail after too many losses, and are returned."""
         loading = self._release_loading()
         failed, kept = [], []
         for one in self._held:
@@ -182,19 +183,19 @@ class AdapterAdmission:
         return failed
 
     def abort(self, request_ids: Iterable[str], attempts: Iterable[int] = ()) -> None:
-        """As `Scheduler.abort`."""
+        """Same as `Scheduler.abort`."""
         if self._held:
             ended = dict(zip_longest(request_ids, attempts))
             self._held = [one for one in self._held if not _is_ended(one.request, ended)]
 
     def abort_client(self, client: bytes) -> list[EngineCoreRequest]:
-        """Drop all requests of one ingress, and return them."""
+        """Drops all requests of one ingress, and returns them."""
         dropped = [one.request for one in self._held if one.client == client]
         self._held = [one for one in self._held if one.client != client]
         return dropped
 
     def clear(self) -> None:
-        """Forget every request, and each load that may have begun."""
+        """Drops every request, and each load in progress."""
         self._held.clear()
         self._commands.clear()
         self._release_loading()
@@ -206,7 +207,7 @@ class AdapterAdmission:
         return one.request.adapter is not None and one.request.adapter.name in self._of_config
 
     def _begin(self, one: Held, in_use: Callable[[], set[str]], now: float) -> bool:
-        """Give an adapter a place, if there is one."""
+        """Assigns a place to an adapter; returns False if there is none."""
         adapter = one.request.adapter
         assert adapter is not None
         index = self._of_config.get(adapter.name)
@@ -227,7 +228,7 @@ class AdapterAdmission:
         return False
 
     def _release_loading(self) -> list[str]:
-        """Digests of what was not loaded yet."""
+        """Frees the places of adapters that are not loaded yet, and returns their digests."""
         loading = [digest for digest, place in self._places.items() if not place.is_loaded]
         for digest in loading:
             self._release(digest)
@@ -240,7 +241,8 @@ class AdapterAdmission:
         return place
 
     def _fail(self, digest: str, reason: str) -> list[Failed]:
-        """Equal files in another folder may be read all the same."""
+        """Fails the requests of an adapter. Requests for equal files in another folder are kept,
+        because that folder may be readable."""
         self.num_failures += 1
         folder = self._release(digest).adapter.folder
         failed: list[Held] = []

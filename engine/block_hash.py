@@ -1,7 +1,7 @@
-"""Names of KV blocks: chained hashes of the tokens that they hold.
+"""Hashes of KV blocks: each block's hash is chained to that of the block before it.
 
-The name of a block covers every token before it, so equal names mean equal KV contents. Engines
-find cached blocks by it.
+The hash of a block covers all tokens up to its end, so equal hashes mean equal KV contents. Engines
+find cached blocks by their hashes.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ _DIGEST_BYTES = 16
 
 
 def root_of(salt: str | None) -> bytes:
-    """What the first block is chained to. It is itself a hash, marked as a root, so that no salt
-    can pose as the name of a block."""
+    """Returns the parent of the first block. It is itself a hash, marked as a root, so that no salt
+    can imitate the hash of a block."""
     text = b"" if salt is None else b"salt" + salt.encode()
     return hashlib.blake2b(text, digest_size=_DIGEST_BYTES, person=b"swell-root").digest()
 
 
 def pack_tokens(token_ids: Iterable[int]) -> array[int]:
-    """Tokens side by side, four bytes each, as they are hashed."""
+    """Packs tokens into four bytes each, as they are hashed."""
     return array("I", token_ids)
 
 
 def extend_block_hashes(
     hashes: list[bytes], token_ids: array[int], block_tokens: int, salt: str | None = None
 ) -> None:
-    """Append to `hashes` the names of those full blocks of `token_ids` (packed) that it lacks.
+    """Appends to `hashes` the missing hashes of full blocks of `token_ids` (packed).
 
-    `salt` separates tenants: it enters the first block, and chaining spreads it.
+    `salt` separates tenants: it enters the first block's hash, and so it changes all following
+    ones.
     """
     parent, known = hashes[-1] if hashes else root_of(salt), len(hashes) * block_tokens
     size, tokens = block_tokens * token_ids.itemsize, token_ids[known:].tobytes()

@@ -1,14 +1,14 @@
-"""KV blocks of one engine: which are held, which are free, which are cached.
+"""The pool of KV blocks of one engine: which blocks are held, free, or cached.
 
-A block is *held* while its reference count is above zero. A block without references is *free*,
-and it is still *cached* if its name is known: a request with the same prefix takes it back. Free
-blocks wait in a queue; allocation takes from its front and forgets the block's name. Blocks
-without a name enter at the front, named ones at the back, so that the least recently used
-prefix goes first.
+A block is *held* while its reference count is above zero. A block without references is *free*, and
+still *cached* if it has a hash: a request with the same prefix can reuse it. Free blocks wait in a
+queue; allocation takes blocks from its front and removes their hashes. Blocks without a hash enter
+the queue at the front, cached blocks at the back, so that the least recently used prefix is evicted
+first.
 
-Cached blocks of sessions are *kept*, also where other requests share them: they wait in a queue of
-their own, from which allocation takes only when the other is empty. Where more wait there than may,
-the least recently used are kept no longer, and go to the other queue, as what was used last there.
+Cached blocks of sessions are *kept*, even if other requests share them: they wait in a second
+queue, from which allocation takes blocks only if the first queue is empty. If the second queue
+exceeds its limit, the least recently used blocks move to the back of the first queue.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """Invariant: every block is either held or free."""
+    """Manages KV blocks. Invariant: every block is either held or free."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class BlockPool:
         on_evict: Callable[[int, bytes], None] = lambda block, name: None,
         max_kept: int = 0,
     ) -> None:
-        """`on_evict` is called with a block whose content is found no more, and its name. At most
+        """`on_evict` is called with a block that loses its cached content, and its hash. At most
         `max_kept` free blocks are kept."""
         self.num_blocks = num_blocks
         self._max_kept = max_kept
@@ -37,18 +37,20 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._is_kept = [False] * num_blocks
-        """Where a block goes when it is free, as long as it is cached."""
+        """Whether a block goes to the queue of kept blocks when it becomes free, while it is
+        cached."""
 
     @property
     def num_free(self) -> int:
         return len(self._free) + len(self._kept)
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
-        """How many of these cached blocks leave the free queue when they are held."""
+        """Returns how many of these cached blocks would leave the free queues if they were held."""
         return sum(1 for block in block_ids if self._references[block] == 0)
 
     def allocate(self, count: int) -> list[int]:
-        """Hold `count` blocks of undefined content. The caller has checked `num_free`."""
+        """Holds `count` blocks with undefined content and returns them. The caller has checked
+        `num_free`."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
         blocks = []
         for _ in range(count):
@@ -63,15 +65,15 @@ class BlockPool:
         return blocks
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Hold blocks that `find` gave."""
+        """Holds cached blocks."""
         for block in block_ids:
             if self._references[block] == 0:
                 self._queue_of(block).pop(block)
             self._references[block] += 1
 
     def free(self, block_ids: Sequence[int], *, keep: bool = False) -> None:
-        """Let go of a request's blocks, the end of the chain first: it is the least shared. With
-        `keep`, what is cached of them is kept."""
+        """Releases a request's blocks, the end of the chain first, because it is shared least. With
+        `keep`, the cached ones among them are kept."""
         for block in reversed(block_ids):
             self._references[block] -= 1
             self._is_kept[block] |= keep and self._block_hashes[block] is not None
@@ -86,14 +88,14 @@ class BlockPool:
             self._free[block] = None
 
     def cache_block(self, block: int, name: bytes) -> None:
-        """Make a full block findable. The first block of a name keeps it."""
+        """Adds a full block to the prefix cache, unless another block has this hash."""
         if self._block_hashes[block] is None and name not in self._cached:
             self._cached[name] = block
             self._block_hashes[block] = name
 
     def evict_hashes(self, block_hashes: Iterable[bytes]) -> None:
-        """Remove the blocks with these block_hashes from the prefix cache; requests that hold them
-        keep them."""
+        """Removes the blocks with these hashes from the prefix cache; requests that hold them keep
+        them."""
         for name in block_hashes:
             block = self._cached.pop(name, None)
             if block is not None:
@@ -104,11 +106,11 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def get_cached_block(self, name: bytes) -> int | None:
-        """The block of this name; None: there is none."""
+        """Returns the block with this hash, or None."""
         return self._cached.get(name)
 
     def reset_prefix_cache(self) -> None:
-        """Remove every hash: no block that was written so far is found again."""
+        """Removes every hash: no block that was written so far is found again."""
         self._cached.clear()
         self._block_hashes = [None] * self.num_blocks
         self._is_kept = [False] * self.num_blocks
@@ -116,15 +118,16 @@ class BlockPool:
         self._kept.clear()
 
     def check_idle(self) -> None:
-        """Raise AssertionError unless every block is free: the conservation check when idle."""
+        """Raises AssertionError unless every block is free. For an idle engine: detects leaked
+        blocks."""
         leaked = self.num_blocks - self.num_free
         assert leaked == 0, f"{leaked} blocks leaked"
 
     def _forget(self, block: int) -> None:
-        """It is cached no more."""
+        """Marks a block as no longer cached."""
         self._block_hashes[block] = None
         self._is_kept[block] = False
 
     def _queue_of(self, block: int) -> OrderedDict[int, None]:
-        """Where a free block waits."""
+        """Returns the queue in which a free block waits."""
         return self._kept if block in self._kept else self._free

@@ -1,17 +1,18 @@
-"""The engine's end of its channel to the coordinator, on a thread of its own.
+"""The engine's end of its channel to the coordinator, on a separate thread.
 
-A step may take long, and one whose peer has died may never end; the engine's loop receives nothing
-meanwhile. This thread goes on: it repeats the newest report with the current progress, so that an
-engine at work is never taken for a stopped one, and it receives the command that ends the step, by
-aborting the collectives. Without this thread an engine would wait for commands that never reach
-it: whatever ends the thread ends the process.
+A step may take long, and a step whose peer has died may never finish; meanwhile the engine's loop
+receives nothing. This thread continues: it repeats the newest report with the current progress, so
+that a busy engine never counts as stopped, and it receives the command that interrupts the step by
+aborting the collectives. Without this thread an engine would wait for commands that never reach it,
+so a failure of the thread exits the process.
 
-It also keeps what the coordinator sends to all engines (`CoordinatorHeartbeat`), and looks for it
-when it is silent: the one that it finds, at the same address or at another one, is sent that. If
-the group stops stepping meanwhile, it lets the engine serve alone (`standalone_monitor.py`).
+It also stores what the coordinator sends to all engines (`CoordinatorHeartbeat`). If the
+coordinator is silent, it searches for it, and sends the stored state to the one that it finds, at
+the same or another address. If the group does not step meanwhile, it lets the engine serve
+standalone (`standalone_monitor.py`).
 
-The loop and this thread share two queues, of messages and of commands, and an `EngineSnapshot`
-that the loop replaces whole.
+The loop and this thread share two queues, of messages and of commands, and an `EngineSnapshot` that
+the loop replaces as a whole.
 """
 
 from __future__ import annotations
@@ -41,17 +42,18 @@ from swell.engine.standalone_monitor import StandaloneMonitor
 
 
 class ServeAlone(msgspec.Struct, frozen=True):
-    """The client's own command: no coordinator is heard, and the group of `epoch` does not step."""
+    """The client's own command: no coordinator is reachable, and the group of `epoch` does not
+    step."""
 
     epoch: int
 
 
 LoopCommand = EngineCommand | ServeAlone
-"""What the client hands over to the engine's loop."""
+"""Commands that the client passes to the engine's loop."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
-    """An engine in its group, as of the last turn of its loop."""
+    """The state of an engine in its group, as of the last turn of its loop."""
 
     member: Member
     epoch: int
@@ -67,8 +69,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
         return cls(member, waves.epoch, waves.wave, waves.phase, waves.voting, waves.ranks, number)
 
     def hello(self, newest_epoch: int, kept: CoordinatorHeartbeat) -> EngineHello:
-        """`newest_epoch`: of the newest group that was commanded; it counts as begun. `kept`: what
-        coordinators have sent it."""
+        """Returns a hello. `newest_epoch`: epoch of the newest group that was commanded, which
+        counts as started. `kept`: the state that coordinators have sent."""
         behind = newest_epoch > self.epoch
         return EngineHello(
             self.member,
@@ -83,10 +85,10 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
 
 
 class CoordinatorClient:
-    """Sends what the engine's loop gives it, repeats reports, and hands over commands.
+    """Sends messages of the engine's loop, repeats reports, and passes commands to the loop.
 
     `progress_counter`, `num_requests`, `abort_collectives` and `on_command` run on the client's
-    thread and must not wait. A command is in `commands` when `on_command` is called for it.
+    thread and must not block. A command is in `commands` when `on_command` is called for it.
     """
 
     def __init__(
@@ -124,22 +126,22 @@ class CoordinatorClient:
 
     @property
     def is_silent(self) -> bool:
-        """The coordinator has sent nothing for some time."""
+        """Whether the coordinator has sent nothing for some time."""
         return self._finder.is_silent
 
     @property
     def load_report_s(self) -> float:
-        """The least time between two reports that the coordinator requests."""
+        """The minimum time between two reports that the coordinator has requested."""
         return self._kept.load_report_s
 
     @property
     def sleep_level(self) -> int:
-        """As deep as an operator wants a paused engine to sleep."""
+        """The sleep level that an operator has requested for a paused engine."""
         return self._kept.manager_state.sleep.level
 
     @property
     def roster_epoch(self) -> int:
-        """The newest that a coordinator has named."""
+        """The newest roster epoch that a coordinator has sent."""
         return self._kept.roster_epoch
 
     def start(self) -> None:
@@ -148,12 +150,12 @@ class CoordinatorClient:
     # ---------------------------------------------------------------- from the engine's loop
 
     def publish(self, snapshot: EngineSnapshot) -> None:
-        """Replace the snapshot. Call it before sending what follows from it, and before forming
-        the groups of a newer epoch."""
+        """Replaces the snapshot. Call it before sending messages that depend on it, and before
+        forming the groups of a newer epoch."""
         self._snapshot = snapshot
 
     def send(self, messages: Iterable[CoordinatorMessage]) -> None:
-        """Send in order, and no heartbeat between."""
+        """Sends messages in order, without a heartbeat in between."""
         self._messages.put(list(messages))
         self._waker.wake()
 
@@ -191,8 +193,8 @@ class CoordinatorClient:
         self._outlet.send(self._snapshot.hello(self._newest_epoch, self._kept))
 
     def _follow_coordinator(self) -> None:
-        """Messages that its predecessor has not received are lost: the new one requests the full
-        state."""
+        """Connects to a coordinator that has moved. Messages that its predecessor has not received
+        are lost: the new one requests the full state."""
         found = self._finder.check()
         if found is None or found.address == self._address or found.keys != self._keys:
             return
@@ -213,7 +215,7 @@ class CoordinatorClient:
             and not self._kept.manager_state.pause_requested,
         )
         if is_due:
-            if seen.phase is not Phase.PAUSED:  # else it is inside no collective
+            if seen.phase is not Phase.PAUSED:  # otherwise it is not inside a collective
                 self._abort_collectives()
             self.commands.put(ServeAlone(seen.epoch))
             self._on_command()
@@ -226,9 +228,9 @@ class CoordinatorClient:
                 self._outlet.send(message)
 
     def _send_heartbeat(self) -> None:
-        """The loop has sent no report for a while, or none since a new roster. It may be inside a
-        step that began before the requests of that step were reported: with them it is seen that
-        the engine has work."""
+        """Repeats the last report if the loop has sent none for a while, or none since a new
+        roster. The loop may be inside a step that began before the requests of that step were
+        reported; the repeated report counts them, and so shows that the engine has work."""
         self._reported_at = self._ground.now()
         self._abort_if_behind()
         report = self._report
@@ -258,7 +260,8 @@ class CoordinatorClient:
         self._on_command()
 
     def _keep(self, heartbeat: CoordinatorHeartbeat) -> None:
-        """A coordinator that was just started knows less than its engines."""
+        """Merges a heartbeat into the stored state: a new coordinator may know less than its
+        engines."""
         known, epoch = self._kept.manager_state, self._kept.roster_epoch
         self._kept = CoordinatorHeartbeat(
             max(epoch, heartbeat.roster_epoch),
@@ -269,9 +272,9 @@ class CoordinatorClient:
             self._send_heartbeat()
 
     def _abort_if_behind(self) -> None:
-        """The loop may be inside a step that never ends, or be forming a group that is no longer
-        wanted. Done again at each heartbeat until the loop has taken the newest command: groups
-        that were just about to be formed have missed an earlier abort."""
+        """Aborts the collectives if the loop has not executed the newest command to reconfigure: it
+        may be inside a step that never finishes, or form a group that is obsolete. Repeated at each
+        heartbeat, because groups that were just about to be formed missed an earlier abort."""
         seen = self._snapshot
         if self._newest_epoch > seen.epoch and seen.phase is not Phase.PAUSED:
             self._abort_collectives()

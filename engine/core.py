@@ -1,4 +1,4 @@
-"""One engine: three verbs a step, and as many steps in flight as configured."""
+"""The core of an engine: schedules, executes and updates, with several steps in flight."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from swell.worker.wire import (
 )
 
 Outputs = dict[bytes, list[EngineCoreOutput]]
-"""The outputs of a step, by the ingress that waits for them."""
+"""Ingress -> outputs of a step for it."""
 
 _ADAPTER_WAIT_S = 0.01
-"""How long an engine that has nothing else waits for an adapter before it reads its messages."""
+"""How long an otherwise idle engine waits for an adapter before it reads its messages."""
 
 
 class EngineCore:
-    """Schedule, execute, update.
+    """Schedules, executes, and updates requests.
 
     Steps are submitted before the results of earlier ones are read, up to
-    `scheduler.steps_in_flight`, where the executor overlaps them; results are read in the order
-    of submission.
+    `scheduler.steps_in_flight`, if the executor overlaps them. Results are read in the order of
+    submission.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class EngineCore:
         """`clock`: seconds by a monotonic clock."""
         self._depth = config.scheduler.steps_in_flight if executor.overlaps else 1
         self.wave_member = _new_wave_member(config, self._depth)
-        """Decides when to step; its messages are collected for `take_messages`."""
+        """Decides when to step; `take_messages` returns its messages."""
         self.num_dummy_steps = 0
         self.num_waves = 0
         self.sync_s = self.expert_imbalance = 0.0
-        """Time that steps waited for other engines."""
+        """`sync_s`: total time that steps waited for other engines."""
         self._messages: list[CoordinatorMessage] = []
         self._failed: list[Outputs] = []
         self.config = config
@@ -73,22 +73,22 @@ class EngineCore:
         self.adapters = AdapterAdmission(config.lora)
         """Requests whose adapters are not loaded; the scheduler has all others."""
         self.sleep_level = self.num_wakes = 0
-        self.freed_bytes = 0  # by workers that sleep
+        self.freed_bytes = 0  # by sleeping workers
         self._weights = self._proven_weights = WeightsSource(config.model.path, 0)
-        """Those that are wanted, and those that all workers had last."""
+        """The target weights, and the last weights that all workers have loaded."""
         self._num_weights = 0
-        """Those that were ever wanted in place of others."""
+        """Number of weight updates so far."""
         self._adapter_polls = 0
         self.on_start: Callable[[list[StartedRequest]], None] = lambda started: None
-        """Called before a step is executed with the requests that take their slots with it, and
-        before an adapter is loaded with those that wait for it."""
+        """Called before a step is executed, with the requests that get their slots in it, and
+        before an adapter is loaded, with the requests that wait for it."""
         self.num_steps = 0
-        """Steps whose results were read: the measure of progress."""
+        """Number of steps whose results were read: the measure of progress."""
         self._in_flight: deque[tuple[ScheduledStep, AsyncModelRunnerOutput]] = deque()
 
     @property
     def progress(self) -> int:
-        """Grows with every step and every layer; from any thread."""
+        """Increases with every step and every layer; may be called from any thread."""
         return self.num_steps + self.executor.progress_counter + self._adapter_polls
 
     @property
@@ -101,7 +101,8 @@ class EngineCore:
         )
 
     def add_request(self, request: EngineCoreRequest, client: bytes) -> EngineCoreOutput | None:
-        """Queue a request; an answer means that it can never run."""
+        """Queues a request. Returns an output only if the request finishes at once or can never
+        run."""
         samples, records = self.limits.samples, self.config.model.routed_experts
         error = wrong_kind(request, samples=samples, records_experts=records)
         error = error or self.adapters.refusal(request)
@@ -118,17 +119,18 @@ class EngineCore:
         return answer
 
     def _is_valid(self, request: EngineCoreRequest) -> bool:
-        """One that is not waits for no adapter: the scheduler answers it."""
+        """Whether the request is valid. An invalid one need not wait for an adapter: the scheduler
+        answers it."""
         limits = self.limits
         return invalid_reason(request, limits.vocab_size, limits.max_model_len) is None
 
     def take_failed(self) -> list[Outputs]:
-        """Outputs of requests that ended because workers were lost."""
+        """Returns and clears outputs of requests that failed outside of a step."""
         failed, self._failed = self._failed, []
         return failed
 
     def take_messages(self) -> list[CoordinatorMessage]:
-        """Messages for the coordinator."""
+        """Returns and clears the messages for the coordinator."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -138,23 +140,23 @@ class EngineCore:
         self.scheduler.abort(request_ids, attempts)
 
     def abort_client(self, client: bytes) -> list[Request | EngineCoreRequest]:
-        """Drop all requests of one ingress, and return them."""
+        """Drops all requests of one ingress, and returns them."""
         dropped = [r for r in self.scheduler.requests.values() if r.client == client]
         self.scheduler.abort([request.request_id for request in dropped])
         return [*dropped, *self.adapters.abort_client(client)]
 
     def step(self) -> Outputs:
-        """`step_on` this thread."""
+        """Runs `step_on` on this thread."""
         return drive(self.step_on(THREADS))
 
     async def step_on(
         self, ground: Ground, process_inputs: Callable[[], Awaitable[None]] | None = None
     ) -> Outputs:
-        """Keep steps in flight, wait for the oldest, and return what it gave.
+        """Keeps steps in flight, waits for the oldest one, and returns its outputs.
 
-        `process_inputs` is called between the wait and the update, so that an abort that arrived
-        while the device computed holds for the tokens of that very step. What the executor raises
-        is raised, and the steps in flight are lost.
+        `process_inputs` is called between the wait and the update, so that an abort that arrives
+        while the device computes applies to the tokens of that very step. Exceptions of the
+        executor are raised, and then the steps in flight are lost.
         """
         try:
             if self.adapters.num_held:
@@ -170,7 +172,7 @@ class EngineCore:
                 self._failed += map(_failure_of, self.adapters.count_failed_attempt())
             self.discard_steps_in_flight()
             raise
-        except BaseException:  # an interrupt inside of the scheduler needs a `reset`
+        except BaseException:  # an interrupt inside the scheduler needs a `reset`
             with contextlib.suppress(Exception):
                 self.discard_steps_in_flight()
             raise
@@ -188,14 +190,14 @@ class EngineCore:
         return self._with_failed(outputs)
 
     def _follow_adapters(self) -> None:
-        """Begin what is to be loaded, and queue the requests whose adapters are there. Without a
-        step to compute it waits a moment for that."""
+        """Starts pending adapter loads, and queues the requests whose adapters are loaded. If there
+        is no step to compute, it waits briefly for a load."""
         self._adapter_polls += 1
         now = self._clock()
         has_step = self.scheduler.has_requests and self.wave_member.may_submit()
         is_idle = not self._in_flight and not has_step
         self._on_loaded(self.executor.loaded_adapters(_ADAPTER_WAIT_S if is_idle else 0.0))
-        # Answers come first: they may have waited until a request asks for the adapter again.
+        # Results first: they may have waited until a request needs the adapter again.
         failed = self.adapters.expire(now)
         for held in self.adapters.advance(self._adapters_in_use, now):
             answer = self.scheduler.add(held.request, held.client, held.arrived_s)
@@ -209,33 +211,33 @@ class EngineCore:
         self._failed += map(_failure_of, failed)
 
     def _on_loaded(self, answers: list[AdapterLoaded]) -> None:
-        """A failure may be of a worker that takes the place of another: then requests have begun
-        with the adapter, and end."""
+        """Handles load results. If a replacement worker fails to load an adapter, requests that
+        already run with it fail."""
         for loaded in answers:
             self._failed += map(_failure_of, self.adapters.on_loaded(loaded))
             if loaded.failure:
                 self._failed.append(self.scheduler.fail_adapter(loaded.digest, loaded.failure))
 
     def on_repaired(self) -> None:
-        """Workers were replaced, and what they were loading is begun again."""
+        """Restarts the loads of the replaced workers."""
         self._on_loaded(self.executor.loaded_adapters(0.0))
         self._failed += map(_failure_of, self.adapters.count_failed_attempt())
 
     def _adapters_in_use(self) -> set[str]:
-        """Digests."""
+        """Returns digests."""
         requests = self.scheduler.requests.values()
         return {r.core.adapter.digest for r in requests if r.core.adapter is not None}
 
     def _with_failed(self, outputs: Outputs) -> Outputs:
-        """The outputs of a step, and those of requests that end without one."""
+        """Adds the outputs of requests that failed without a step to those of a step."""
         for failed in self.take_failed() if self._failed else ():
             for client, answers in failed.items():
                 outputs.setdefault(client, []).extend(answers)
         return outputs
 
     def _submit(self) -> None:
-        """Hand out steps until enough are in flight. Engines that share experts hand out steps
-        without rows too, while one of them has work."""
+        """Submits steps until enough are in flight. In lockstep, steps without rows are submitted
+        too, while one of the engines has work."""
         while self.wave_member.may_submit():
             scheduled = self.scheduler.schedule()
             if self.wave_member.lockstep:
@@ -249,7 +251,7 @@ class EngineCore:
             self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
 
     def _in_lockstep(self, scheduled: ScheduledStep) -> ScheduledStep:
-        """The step with what the other engines must know."""
+        """Adds to a step what the other engines must know."""
         self.num_dummy_steps += not scheduled.plan.slots
         plan = msgspec.structs.replace(
             scheduled.plan,
@@ -260,15 +262,15 @@ class EngineCore:
         return ScheduledStep(plan, scheduled.rows)
 
     def discard_steps_in_flight(self) -> None:
-        """Steps in flight and the KV cache are lost: every request starts again from the tokens
-        that were read."""
+        """Drops the steps in flight and the KV cache: every request restarts from the tokens that
+        were read."""
         self._in_flight.clear()
         self._reads.on_loss()
         self.wave_member.in_flight = 0
         self.scheduler.preempt_all()
 
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
-        """Let the workers form the groups of the plan (see `Executor.regroup`).
+        """Lets the workers form the groups of the plan (see `Executor.regroup`).
 
         With `keep_states` the caller has read the results of all steps.
         """
@@ -276,7 +278,7 @@ class EngineCore:
             assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
         else:
             self.discard_steps_in_flight()
-        if not self._weights.number:  # those of the configuration, which no worker refuses
+        if not self._weights.number:  # the configured weights, which no worker refuses
             return self._regroup(groups)
         regrouped = self._regroup(groups)
         if refusal := _refusal_of(regrouped):
@@ -294,21 +296,21 @@ class EngineCore:
         regrouped = self.executor.regroup(
             msgspec.structs.replace(groups, sleep_level=self.sleep_level, weights=self._weights)
         )
-        if isinstance(regrouped, list):  # an executor on a virtual clock answers later
+        if isinstance(regrouped, list):  # an executor on a virtual clock returns later
             self.freed_bytes = sum(worker.freed_bytes for worker in regrouped)
         return regrouped
 
     def set_sleep(self, level: int) -> list[Regrouped]:
-        """Let the workers give memory back, or get it again; see `GroupPlan.sleep_level`. Requests
-        wait, and start again from the tokens that were read. Raises as `regroup` does."""
+        """Lets the workers release memory, or allocate it again; see `GroupPlan.sleep_level`.
+        Requests wait, and restart from the tokens that were read. Raises like `regroup`."""
         self.sleep_level = level
         return self.regroup(GroupPlan(generation=0))
 
     def update_weights(self, path: str) -> None:
-        """Let all workers have the weights of another folder, of the same model. Requests wait, and
-        start again from the tokens that were read; a core that sleeps reads them when it wakes up.
-        Raises ValueError for weights that cannot be used, then or now: those before stay. So they
-        do after an interrupt, from the next `regroup` or `reset` on."""
+        """Loads the weights of another folder, for the same model, into all workers. Requests wait,
+        and restart from the tokens that were read; a sleeping core loads the weights when it wakes
+        up. Raises ValueError for unusable weights, now or then: the previous weights remain. They
+        also remain after an interrupt, from the next `regroup` or `reset` on."""
         before = self._weights
         self._num_weights += 1
         try:
@@ -321,8 +323,8 @@ class EngineCore:
             raise
 
     def begin_anew(self, path: str) -> None:
-        """Forget every request and all that is cached, for another server, and let all workers have
-        the weights of this folder: one that sleeps wakes up. Raises as `update_weights` does."""
+        """Drops all requests and caches, for another server, and loads the weights of this folder
+        into all workers. A sleeping core wakes up. Raises like `update_weights`."""
         self.wave_member = _new_wave_member(self.config, self._depth)
         self.sleep_level = 0
         self._forget()
@@ -330,12 +332,12 @@ class EngineCore:
 
     @property
     def weight_folders(self) -> tuple[str, str]:
-        """Those that may be read again."""
+        """Folders of the weights that may be loaded again."""
         return self._weights.path, self._proven_weights.path
 
     def reset(self) -> None:
-        """Forget every request and all that is cached, whatever an interrupt has left half done:
-        also a step that some workers have begun and others have not."""
+        """Drops all requests and caches, even if an interrupt has left a step that only some
+        workers have started."""
         self._forget()
         self.executor.abort()
         self.regroup(GroupPlan(generation=0))
@@ -368,7 +370,7 @@ class EngineCore:
         return scheduler
 
     def check_idle(self) -> None:
-        """Raise AssertionError unless every block and slot is free and no step is in flight."""
+        """Raises AssertionError unless every block and slot is free and no step is in flight."""
         assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
         assert not self.adapters.num_held, f"{self.adapters.num_held} requests wait for adapters"
         self.scheduler.check_idle()
@@ -392,5 +394,5 @@ def _failure_of(failed: Failed) -> Outputs:
 
 
 def _refusal_of(regrouped: list[Regrouped]) -> str:
-    """Why a worker cannot use new weights; empty: all can."""
+    """Returns why a worker cannot use new weights; empty if all can."""
     return next((one.refusal for one in regrouped if one.refusal), "")

@@ -1,19 +1,19 @@
-"""Which rows of a step have drafts, and how many. The tokens stay the same (see
-`worker/drafts.py`): drafts decide only how many of them a step gives.
+"""Decides which rows of a step have drafts, and how many. Drafts do not change the tokens (see
+`worker/drafts.py`): they only determine how many tokens a step yields.
 
-A row has drafts where all of its tokens are computed but the newest. While they are in flight it
-has no row in other steps, since only the device knows how many tokens it has then. Its newest token
-may itself be in flight, without drafts: then the proposal begins with a guess of that token, which
-is not computed again.
+A row can have drafts if all of its tokens but the newest are computed. While its drafts are in
+flight, it is left out of other steps, since only the device knows how many tokens it has then. The
+newest token may itself be in flight, without drafts: then the proposal begins with a guess of that
+token, which is not computed again.
 
-Drafts take nothing from others: the budget that all rows have left, blocks that are free beyond one
-for each running request, and tokens up to `drafts.max_step_tokens`, divided among the rows that can
-use them. With more rows than that, none has drafts and no proposal is made.
+Drafts use only spare resources: the remaining token budget, blocks that are free beyond one for
+each running request, and tokens up to `drafts.max_step_tokens`, divided among the rows that can use
+them. Without room for drafts, a step does not ask for proposals.
 
-A row begins with FIRST_LENGTH drafts. If all are right it gets twice as many next time, else one
-more than were right. If none is right in more steps than the patience of its method allows, one
-after the other, it has none for a while: for FIRST_PAUSE tokens, and for twice as many each time
-until one is right again, up to MAX_DOUBLINGS times.
+A row starts with FIRST_LENGTH drafts. If all are accepted, it gets twice as many next time;
+otherwise one more than were accepted. If in more consecutive steps than the patience of its method
+none is accepted, it pauses: for FIRST_PAUSE tokens, and each time for twice as many, up to
+MAX_DOUBLINGS times, until a draft is accepted again.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ MAX_DOUBLINGS = 5
 
 
 class RowDrafts:
-    """What a request knows about its drafts while it runs."""
+    """The state of a request's drafts while it runs."""
 
     __slots__ = ("length", "misses", "patience", "proposer", "resume_at")
 
     def __init__(self, proposer: Proposer, patience: int = 0) -> None:
-        """`patience`: steps in a row whose drafts may all be wrong before it has none."""
+        """`patience`: number of consecutive steps that may accept no draft before the row
+        pauses."""
         self.proposer, self.patience = proposer, patience
         self.length = FIRST_LENGTH
         self.misses = 0
-        """Steps in a row whose drafts were all wrong."""
+        """Number of consecutive steps that accepted no draft."""
         self.resume_at = 0
-        """No drafts before it has so many tokens."""
+        """The row gets no drafts before it has this many tokens."""
 
     def on_result(self, drafted: int, accepted: int, total_tokens: int) -> None:
-        """A step has accepted some of its drafts; it has `total_tokens` now."""
+        """Updates the state after a step accepted some drafts; the row now has `total_tokens`."""
         if accepted:
             self.misses = 0
             self.length = 2 * drafted if accepted == drafted else accepted + 1
@@ -61,27 +62,27 @@ class RowDrafts:
 
 
 class Drafter:
-    """This base is for an engine without drafts."""
+    """Base class, and the drafter of an engine without drafts."""
 
     num_drafts = 0
-    """Drafts whose step was read, of requests that still run."""
+    """Number of drafts whose step was read, of requests that are still running."""
     num_accepted = 0
-    """Those of them that were right."""
+    """Number of these drafts that were accepted."""
 
     def add_drafts(self, builder: StepBuilder, running: int, kv: KVCacheManager) -> None:
-        """Give drafts to rows of the step, and ask for those of later ones; `running`: requests
-        that have a slot."""
+        """Adds drafts to rows of the step, and requests proposals for later steps. `running`:
+        number of requests with a slot."""
 
     def on_result(self, request: Request, accepted: int) -> None:
-        """The step with the request's drafts was read, and its tokens are added."""
+        """Called after the step with the request's drafts was read, and its tokens were added."""
 
     def on_proposals(self, rows: Sequence[Request], proposals: Mapping[int, list[int]]) -> None:
-        """A step was read, and its tokens are added; `proposals`: row of the step -> what the draft
-        model guesses behind them."""
+        """Called after a step was read, and its tokens were added. `proposals`: row of the step ->
+        tokens that the draft model proposes after them."""
 
 
 class ProposingDrafter(Drafter):
-    """Rows have drafts by a proposer of each."""
+    """A drafter with a proposer for each row."""
 
     patience = 0
     """See `RowDrafts`."""
@@ -119,17 +120,18 @@ class ProposingDrafter(Drafter):
             request.drafts.on_result(drafted, accepted, len(request.token_ids))
 
     def _may_draft(self, request: Request, count: int) -> bool:
-        """Whether the row computes its newest token alone, with at least one to follow the next."""
+        """Whether the row computes only its newest token, and at least one more token may follow
+        the next."""
         drafts, total = request.drafts, request.total_tokens
         if count != 1 or request.computed + 1 != total or request.core.max_tokens == 0:
             return False
         return drafts is None or total >= drafts.resume_at
 
     def _propose(self, request: Request, count: int) -> list[int]:
-        """Drafts behind the newest token, up to one that would end the answer."""
+        """Returns drafts after the newest token, up to one that would finish the answer."""
         drafts = self._drafts_of(request)
         core, pending = request.core, request.pending
-        # The last token of an answer is sampled, and so is what follows the last draft.
+        # The last token of an answer is sampled, and so is the token after the last draft.
         most = core.max_tokens - request.num_outputs - pending - 1
         most = min(most, self._max_model_len - request.total_tokens - 1)
         count = min(count, most, drafts.length, self._config.max_tokens)
@@ -145,8 +147,8 @@ class ProposingDrafter(Drafter):
 
 
 def _before_end(tokens: list[int], core: EngineCoreRequest) -> list[int]:
-    """Up to the first that would end the answer: what follows it is never kept, and it is sampled
-    anyway."""
+    """Cuts the tokens before the first one that would finish the answer: it is sampled anyway, and
+    tokens after it are never kept."""
     for index, token in enumerate(tokens):
         if token in core.eos_token_ids or token in core.stop_token_ids:
             return tokens[:index]
@@ -157,11 +159,12 @@ DRAFTERS = {
     "ngram": "swell.engine.ngram:NgramDrafter",
     **dict.fromkeys(BY_WORKERS, "swell.engine.model_drafter:ModelDrafter"),
 }
-"""By `drafts.method` -> "module:Class"."""
+"""`drafts.method` -> "module:Class"."""
 
 
 def make_drafter(config: DraftsConfig, max_model_len: int, depth: int = 1) -> Drafter:
-    """`max_model_len`: tokens of the longest sequence; `depth`: most steps in flight."""
+    """Creates the drafter of `drafts.method`. `max_model_len`: tokens of the longest sequence;
+    `depth`: maximum number of steps in flight."""
     if config.method == "none":
         return Drafter()
     module, _, kind = DRAFTERS[config.method].partition(":")

@@ -1,4 +1,4 @@
-"""What an engine tells the coordinator about itself."""
+"""Builds what an engine reports to the coordinator about itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swell.engine.core import EngineCore
 def member_of(
     core: EngineCore, rank: int, incarnation: int, address: ChannelAddress, version: str
 ) -> Member:
-    """The engine as the roster lists it."""
+    """Returns the engine as the roster lists it."""
     limits = core.limits
     return Member(
         rank,
@@ -35,9 +35,9 @@ def report_of(
     resets: int,
     roster_epoch: int,
 ) -> EngineReport:
-    """The load, the progress and the counters of the engine, as of now. `progress_at_forming`: when
-    it joined its group. `repairs`, `resets`: workers replaced, times that its groups broke.
-    `roster_epoch`: the newest that a coordinator has named."""
+    """Returns the current load, progress and counters of the engine. `progress_at_forming`:
+    progress when it joined its group. `repairs`, `resets`: how often workers were replaced, and
+    groups broke. `roster_epoch`: the newest that a coordinator has sent."""
     scheduler, member = core.scheduler, core.wave_member
     return EngineReport(
         rank=rank,

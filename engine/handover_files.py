@@ -1,5 +1,5 @@
-"""What an engine sees of the files in which another one has written KV for it
-(`worker/block_files.py`). A shell."""
+"""Claims the files in which another engine has written KV for this one (`worker/block_files.py`).
+Does file I/O."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from swell.configs.schema import Config
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER
 
 Claim = Callable[[str], bool]
-"""Whether all parts of a file are there, and are this engine's now."""
+"""Claims all parts of a file for this engine; returns whether they exist."""
 
 
 def make_claim(config: Config) -> Claim:
     folder, world = config.cache.handover_folder, config.parallel.world
 
     def claim(name: str) -> bool:
-        """Renaming is atomic: what was removed meanwhile, or not written, is not claimed."""
+        """Claims a file by renaming its parts, which is atomic: a part that was removed or never
+        written cannot be claimed."""
         if folder is None:
             return False
         try:
@@ -37,4 +38,4 @@ def _claim_part(folder: int, name: str) -> None:
     check_file(folder, os.stat(name, dir_fd=folder, follow_symlinks=False), name)
     claimed = name + CLAIMED
     os.rename(name, claimed, src_dir_fd=folder, dst_dir_fd=folder)
-    os.utime(claimed, dir_fd=folder, follow_symlinks=False)  # it counts as new
+    os.utime(claimed, dir_fd=folder, follow_symlinks=False)  # so that it counts as new

@@ -1,5 +1,5 @@
-"""Whether an engine reads KV that others have written: not for a while after steps that read some
-were lost. A file that cannot be read costs the engine its cache, and more such may come. Pure."""
+"""Pauses reads of handover files after steps with such reads were lost: a file that cannot be read
+costs the engine its whole cache, and other files may be damaged, too. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ _PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
 
 
 class ReadsOfFiles:
-    """Of one engine."""
+    """The reads of handover files of one engine."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._in_flight: set[int] = set()
-        """Steps that read some."""
+        """Steps that read handover files."""
         self._pause_s = _PAUSE_S
         self._not_before = float("-inf")
 
     def limit(self, claim: Callable[[str], bool]) -> Callable[[str], bool]:
-        """Claims no file while none is read."""
+        """Wraps `claim`, so that it claims no file during a pause."""
         return lambda name: self._clock() >= self._not_before and claim(name)
 
     def on_plan(self, plan: SchedulerOutput) -> None:
-        """The step is executed now."""
+        """Records that the step is executed now."""
         if plan.imports:
             self._in_flight.add(plan.step)
 
@@ -35,7 +35,8 @@ class ReadsOfFiles:
             self._pause_s = _PAUSE_S
 
     def on_loss(self) -> None:
-        """The steps in flight are lost, perhaps by what one of them read."""
+        """Records the loss of the steps in flight, which a file may have caused, and starts a
+        pause."""
         if self._in_flight:
             self._in_flight.clear()
             self._not_before = self._clock() + self._pause_s

@@ -1,4 +1,4 @@
-"""Gives blocks to requests and finds prefixes that were computed before."""
+"""Allocates KV blocks for requests and finds prefixes that were computed before."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ from swell.worker.wire import BlockFile
 
 
 class PrefixLeader(NamedTuple):
-    """What a waiting request follows: a prefix of its own that requests ahead of it compute."""
+    """The prefix that a waiting request waits for, because requests ahead of it compute it."""
 
     name: bytes
     """The hash of the last block of that prefix."""
     own_blocks: int
-    """Blocks that the follower needs behind the prefix."""
+    """Number of blocks that the waiting request needs after the prefix."""
 
 
 class KVCacheManager:
-    """Blocks of requests over a `BlockPool`.
+    """Manages the blocks of requests in a `BlockPool`.
 
-    Blocks may be named (made findable) as soon as the step that fills them is scheduled: any
-    step that reads them runs after it. Until then the name of a block that a running request
-    holds for a token it knows is *promised*: it is named as that request goes on, or withdrawn
-    when it lets go of its blocks.
+    Blocks may be added to the prefix cache as soon as the step that fills them is scheduled: any
+    step that reads them runs after it. Until then, a block that a running request holds for tokens
+    it knows is *in flight*: it is cached as the request proceeds, or dropped when the request frees
+    its blocks.
     """
 
     def __init__(
         self, config: CacheConfig, num_blocks: int, offload_blocks: Sequence[int] = ()
     ) -> None:
-        """`offload_blocks`: the sizes of the tiers below the device."""
+        """`offload_blocks`: sizes of the offload tiers, in blocks."""
         self.block_tokens = config.block_tokens
         self.prefix_caching = config.prefix_caching
         self.offload = OffloadTiers(offload_blocks)
         max_kept = int(config.session_fraction * num_blocks)
         self.pool = BlockPool(num_blocks, self.offload.save, max_kept)
         self.claim: Callable[[str], bool] = lambda name: False
-        """Whether a file with blocks of another engine is there, and this engine's now."""
+        """Claims a file with blocks that another engine has written; returns whether it exists."""
         self._imports: list[BlockFile] = []
         self._in_flight_blocks: dict[bytes, Request] = {}
-        """Name -> who will give it: of several the first in order."""
+        """Hash -> the request that will compute the block; if there are several, the first in
+        policy order."""
         self.num_queried_tokens = 0
-        """Prompt tokens that were looked up, once a request."""
+        """Number of prompt tokens that were looked up, counted once per request."""
         self.num_hit_tokens = 0
-        """Those that were found."""
+        """Number of these tokens that were found."""
 
     @property
     def usage(self) -> float:
@@ -57,10 +58,11 @@ class KVCacheManager:
         return 1.0 - self.pool.num_free / self.pool.num_blocks
 
     def admit(self, request: Request, spare_blocks: int) -> bool:
-        """Hold cached and fresh blocks for all tokens that `request` knows, or none.
+        """Allocates cached and new blocks for all known tokens of `request`; returns False, without
+        changes, if there are not enough.
 
-        The last known token is always recomputed: its logits are what the request waits for.
-        `spare_blocks` must stay free, for requests that already run.
+        The last known token is always recomputed, because the request needs its logits.
+        `spare_blocks` must remain free for requests that already run.
         """
         names = self._reusable_hashes(request)
         found = self._find(names)
@@ -84,11 +86,11 @@ class KVCacheManager:
     def wait_for_prefix(
         self, request: Request, prefix_leader: PrefixLeader | None
     ) -> PrefixLeader | None:
-        """The prefix leader that `request` should wait for, if the next block that it lacks is in
-        flight for a request ahead of it.
+        """Returns the prefix that `request` should wait for, if its next missing block is in flight
+        for a request ahead of it.
 
-        `prefix_leader` is the result of the previous call. While that stands, a call takes one
-        lookup; else one for each block of the prefix.
+        `prefix_leader` is the result of the previous call. If it is still valid, a call takes one
+        lookup; otherwise one lookup for each block of the prefix.
         """
         if prefix_leader is not None and self._is_in_flight(prefix_leader.name, request):
             return prefix_leader
@@ -103,7 +105,8 @@ class KVCacheManager:
         return PrefixLeader(names[shared - 1], self._blocks_for(len(request.token_ids)) - shared)
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks added so that `num_tokens` fit; None if there are not enough."""
+        """Allocates blocks so that `num_tokens` fit and returns them; None if there are not
+        enough."""
         missing = self._blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
             return []
@@ -115,8 +118,8 @@ class KVCacheManager:
         return blocks
 
     def cache_full_blocks(self, request: Request) -> None:
-        """Make findable what is computed (or in flight) and whose tokens the host knows. There is
-        nothing to do below `request.cacheable_tokens`."""
+        """Adds blocks to the prefix cache that are computed (or in flight) and whose tokens the
+        host knows. Does nothing below `request.cacheable_tokens`."""
         full = min(request.computed, len(request.token_ids)) // self.block_tokens
         if full <= request.num_cached_blocks:
             return
@@ -134,31 +137,32 @@ class KVCacheManager:
         request.block_capacity_tokens = request.num_cached_blocks = 0
 
     def evict_computed(self, request: Request) -> None:
-        """Remove what `request` has computed from the prefix cache: it is invalid. By hash, because
-        the request may have been preempted since, and have freed its blocks."""
+        """Removes the blocks that `request` has computed from the prefix cache, because they are
+        invalid. Uses the hashes, because the request may have been preempted and have freed its
+        blocks."""
         self.pool.evict_hashes(request.block_hashes)
         self.offload.forget(request.block_hashes)
 
     def reset_prefix_cache(self) -> None:
-        """Find no prefix that was computed before: its content may be lost. No block is in use."""
+        """Empties the prefix cache, because its content may be lost. No block may be in use."""
         self.check_idle()
         self.pool.reset_prefix_cache()
         self.offload.reset()
         self._imports.clear()
 
     def check_idle(self) -> None:
-        """Raise AssertionError unless every block is free and none is in flight."""
+        """Raises AssertionError unless every block is free and no block is in flight."""
         self.pool.check_idle()
         num_blocks = len(self._in_flight_blocks)
         assert not num_blocks, f"{num_blocks} blocks are in flight without a request"
 
     def exported(self, request: Request) -> BlockFile:
-        """All blocks of a request whose prompt fills them."""
+        """Returns all blocks of a request whose prompt fills them, for export to a file."""
         blocks = request.block_ids[: request.prompt_tokens // self.block_tokens]
         return BlockFile(request.core.hand_over, list(range(len(blocks))), blocks)
 
     def take_imports(self) -> list[BlockFile]:
-        """Blocks that the next step reads from files."""
+        """Returns the blocks that the next step must read from files."""
         imports, self._imports = self._imports, []
         return imports
 
@@ -170,8 +174,8 @@ class KVCacheManager:
         return fresh + self.pool.num_free_among(cached) + spare_blocks <= self.pool.num_free
 
     def _claim(self, request: Request) -> bool:
-        """Look once whether another engine has computed its prompt, when it begins. What that gave
-        is read once: a request that is preempted starts again without."""
+        """Claims a handover file of a request that starts, if another engine has computed its
+        prompt. The file is read only once: after a preemption the request starts without it."""
         if request.handover is HandoverState.EXPECTED and self.prefix_caching:
             is_there = self.claim(request.core.handed_over)
             request.handover = HandoverState.READ if is_there else HandoverState.NONE
@@ -179,8 +183,8 @@ class KVCacheManager:
         return False
 
     def _find(self, names: list[bytes], *, is_whole: bool = False) -> dict[bytes, int | None]:
-        """The longest run of blocks that exist for a chain of names: the device's block of each;
-        None: it is in a tier below, or, if all of them are there in any case, in a file."""
+        """Returns the longest run of existing blocks for a chain of hashes. The value is the block
+        on the device, or None if the block is in an offload tier or, with `is_whole`, in a file."""
         found: dict[bytes, int | None] = {}
         for name in names:
             block = self.pool.get_cached_block(name)
@@ -190,11 +194,11 @@ class KVCacheManager:
         return found
 
     def _hold(self, found: dict[bytes, int | None], fresh: int, file: str) -> list[int]:
-        """Blocks of a request: those that were found, copied to the device where they are not
-        there, and behind them what is new. `fresh`: how many have to be allocated for that; `file`:
-        where those are that are in no tier; empty: there are none."""
+        """Returns the blocks of a request: those that were found, which are copied to the device if
+        they are not there, then new ones. `fresh`: number of blocks to allocate for both. `file`:
+        the handover file with the blocks that are in no tier; empty if there is no file."""
         offloaded = [n for n, block in found.items() if block is None and self.offload.has(n)]
-        self.offload.pin(offloaded)  # allocating may push others into their places
+        self.offload.pin(offloaded)  # allocating may evict other blocks into their places
         allocated = iter(self.pool.allocate(fresh))
         blocks, read = [], BlockFile(file, [], [])
         for place, (name, block) in enumerate(found.items()):
@@ -208,13 +212,14 @@ class KVCacheManager:
                 self.pool.cache_block(block, name)
             blocks.append(block)
         self.offload.unpin()
-        if file:  # also if nothing of it is needed: its reader removes it
+        if file:  # even if nothing in it is needed: the reader removes it
             self._imports.append(read)
         return [*blocks, *allocated]
 
     def _count_lookup(self, request: Request) -> None:
-        """A request that starts again, here or from another engine, or whose prompt that computed,
-        finds its own blocks or none: that says nothing of how much requests share."""
+        """Counts a prefix cache lookup. Requests that restart, here or from another engine, or
+        whose prompt another engine computed, are not counted: their hits do not show how much
+        requests share."""
         core = request.core
         looked_up = self.prefix_caching and not core.skip_prefix_cache
         is_first = not request.num_preemptions and not core.output_token_ids
@@ -223,14 +228,14 @@ class KVCacheManager:
             self.num_hit_tokens += request.computed
 
     def _register_in_flight(self, request: Request) -> None:
-        """`request` computes every block from here on of which it knows all tokens."""
+        """Registers the following blocks, whose tokens `request` knows, as computed by it."""
         for name in request.block_hashes[request.num_cached_blocks :]:
             other = self._in_flight_blocks.setdefault(name, request)
             if request.order < other.order:
                 self._in_flight_blocks[name] = request
 
     def _unregister_in_flight(self, name: bytes, request: Request) -> None:
-        """The block is cached now, or will not be."""
+        """Removes a block that is cached now, or will not be computed."""
         if self._in_flight_blocks.get(name) is request:
             del self._in_flight_blocks[name]
 
@@ -240,7 +245,7 @@ class KVCacheManager:
         return leader is not None and leader.order < request.order
 
     def _reusable_hashes(self, request: Request) -> list[bytes]:
-        """Names of the blocks that `request` may take from others."""
+        """Returns the hashes of the blocks that `request` may share."""
         if not self.prefix_caching:
             return []
         self._extend_hashes(request)

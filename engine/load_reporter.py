@@ -1,4 +1,4 @@
-"""When an engine reports its load. Pure."""
+"""Decides when an engine reports its load. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from swell.configs.schema import ClusterConfig
 
 
 class LoadReporter:
-    """When a report is due: a deadline after a change, else a heartbeat."""
+    """Decides when a report is due: within a deadline after a change, otherwise as a heartbeat."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
@@ -17,14 +17,14 @@ class LoadReporter:
         self._last_at = -1e9
 
     def changed(self) -> None:
-        """Something happened that is not in the last report."""
+        """Records that something has happened that is not in the last report."""
         self._changed = True
 
     def reported(self, now: float) -> None:
         self._changed, self._last_at = False, now
 
     def wait_s(self, now: float) -> float:
-        """Time until a report is due: as long as an idle engine may sleep."""
+        """Returns the time until a report is due: for this long an idle engine may sleep."""
         config = self._config
         period_s = config.heartbeat_s
         if self._changed:

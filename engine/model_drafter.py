@@ -1,15 +1,17 @@
-"""Rows have drafts that the draft model of the workers has guessed behind an earlier step.
+"""Drafts that the workers' draft model has proposed after an earlier step.
 
-    step            computes     is asked for   reading it gives
-    n               t            2 + 1          u, and the guesses v', w', x'
+    step            computes     proposals      its result
+                                 requested
+    n               t            2 + 1          u, and the proposals v', w', x'
     n + 1           u                           v    (submitted before step n was read)
-    n + 2           v w' x'      4              w x y, and the guesses behind y
+    n + 2           v w' x'      4              w x y, and the proposals after y
     n + 3           y ...
 
-A step is asked for as many guesses as its row will have drafts if all of its own are right; the
-worker makes fewer where they are not. Without drafts of its own, it is asked for one more for each
-step that may be in flight beside it: the tokens of those come first. No other step is asked for a
-row until the answer is there. The guesses need places in blocks, as the drafts that they become.
+A step requests as many proposals as its row can use as drafts if all of its own drafts are
+accepted; otherwise the worker makes fewer. A step without drafts requests one more proposal for
+each further step that may be in flight, because their tokens come first. No other step requests
+proposals for a row until they have arrived. Proposals need room in blocks, like the drafts that
+they become.
 """
 
 from __future__ import annotations
@@ -25,26 +27,27 @@ from swell.engine.request import Request
 from swell.engine.step_builder import StepBuilder
 
 PATIENCE = 1
-"""A small model is wrong now and then everywhere, while a lookup is wrong in whole passages."""
+"""A draft model is wrong now and then everywhere, while an n-gram lookup is wrong in whole
+passages."""
 
 
 class GuessedTokens(Proposer):
-    """The last guess of the draft model for one row."""
+    """The last proposals of the draft model for one row."""
 
     __slots__ = ("_begin", "_guess", "is_awaited")
 
     def __init__(self) -> None:
         self._guess: list[int] = []
         self._begin = 0
-        """The position of its first token."""
+        """The position of the first proposed token."""
         self.is_awaited = False
-        """A step in flight was asked for the next one."""
+        """Whether a step in flight was asked for the next proposals."""
 
     def receive(self, guess: list[int], begin: int) -> None:
         self._guess, self._begin, self.is_awaited = guess, begin, False
 
     def propose(self, tokens: array[int], count: int) -> list[int]:
-        """Nothing once the row has gone another way, or past the guess."""
+        """Returns nothing if the row has continued differently, or beyond the proposals."""
         known = len(tokens) - self._begin
         if known > len(self._guess) or tokens[self._begin :].tolist() != self._guess[:known]:
             return []
@@ -67,7 +70,7 @@ class ModelDrafter(ProposingDrafter):
         for index, request in enumerate(rows):
             share = max(1, room // (len(rows) - index))
             drafts, count = request.num_drafts, self._count(request, min(share, room))
-            # Behind the drafts of this step comes its new token, then all guesses but the last.
+            # This step's drafts are followed by its new token, then by all proposals but the last.
             places = builder.room_for(request, drafts + count, running, kv) - drafts
             count = min(count, places)
             if count > 0:
@@ -84,7 +87,7 @@ class ModelDrafter(ProposingDrafter):
                 self._guessed(request).receive(guess, len(request.token_ids))
 
     def _may_ask(self, request: Request, count: int) -> bool:
-        """Whether the step samples for the row, and the next one may have drafts of it."""
+        """Whether the step samples for the row, and the next step may have drafts for it."""
         total = request.total_tokens
         if request.computed + count != total or request.core.max_tokens == 0:
             return False
@@ -92,15 +95,15 @@ class ModelDrafter(ProposingDrafter):
         return total + self._depth >= drafts.resume_at and not self._guessed(request).is_awaited
 
     def _count(self, request: Request, most_drafts: int) -> int:
-        """Guesses for a row that may have so many drafts."""
+        """Returns the number of proposals for a row that may have up to `most_drafts` drafts."""
         drafts, core = self._drafts_of(request), request.core
         length, ahead = drafts.length, self._depth - 1
         if request.num_drafts:
             length, ahead = 2 * request.num_drafts, 0
         to_come = core.max_tokens - request.num_outputs - request.pending
         to_come = min(to_come, self._max_model_len - request.total_tokens)
-        # Of these the step samples one, and the last one follows the last draft; and all that is
-        # guessed behind the step's drafts has a place.
+        # The step samples one of these tokens, and the last one follows the last draft; all
+        # proposals after the step's drafts have room in blocks.
         most = min(to_come - 2, to_come - request.num_drafts)
         return min(min(length, self._config.max_tokens, most_drafts) + ahead, most)
 

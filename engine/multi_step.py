@@ -1,17 +1,17 @@
-"""Several tokens of each row by one plan: multi-step scheduling.
+"""Multi-step scheduling: one plan computes several tokens of each row.
 
-A step that decodes alone is computed `scheduler.steps_per_plan` times, one token further each time,
-before its results are read: the host is asked once for all of them.
+A step with only decode rows is computed `scheduler.steps_per_plan` times, one token further each
+time, before its results are read: so the host is needed once for all of these tokens.
 
     plan            n                 n + 1
     row a           t0 t1 t2 t3       t4 t5 t6 t7
     row b           t0 t1 end
 
-The tokens are those of one step at a time, since each pass is such a step. A row that has ended is
-left out of the passes behind (`swell.worker.multi_step.RowEnds`); where the worker does not know,
-they compute up to `steps_per_plan` - 1 tokens for nothing. Like drafts, further
-passes take nothing from others: neither the budget of rows with prompts, nor blocks that another
-request may need.
+The tokens are the same as with single steps, because each pass is such a step. A row that has
+finished is left out of the following passes (`swell.worker.multi_step.RowEnds`); if the worker does
+not know that it has finished, up to `steps_per_plan` - 1 of its tokens are computed in vain. Like
+drafts, additional passes use only spare resources: neither the token budget of prompts, nor blocks
+that another request may need.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from swell.engine.step_builder import StepBuilder
 def add_passes(
     builder: StepBuilder, steps: int, running: int, kv: KVCacheManager, max_model_len: int
 ) -> None:
-    """Let rows have up to `steps` tokens each, if every row of the step computes its newest token
-    alone; `running`: requests that have a slot."""
+    """Allows up to `steps` tokens for each row, if every row of the step computes only its newest
+    token. `running`: number of requests with a slot."""
     if builder.new_rows:
         return
     if not all(_decodes(request, count) for request, count in builder.rows):

@@ -1,4 +1,5 @@
-"""Drafts by prompt lookup: what followed a row's last tokens where these stood before. Pure.
+"""Drafts by prompt lookup: the tokens that followed an earlier occurrence of a row's last tokens.
+Pure.
 
 Yang et al. 2023, arXiv 2304.04487; `prompt_lookup_num_tokens` in transformers.
 """
@@ -12,29 +13,32 @@ from swell.engine.drafter import ProposingDrafter
 from swell.engine.proposer import Proposer
 
 INDEX_TOKENS = 1 << 15
-"""Newest tokens of a row that are indexed, at least; at most twice as many are: some megabytes."""
+"""Minimum number of the newest tokens of a row that are indexed; the maximum is twice as many,
+which takes some megabytes."""
 STEP_TOKENS = 2048
-"""Tokens that one call adds to the index: less than a millisecond."""
+"""Maximum number of tokens that one call adds to the index: takes less than a millisecond."""
 MAX_PLACES = 8
-"""Places that one call compares, the newest first."""
+"""Maximum number of places that one call compares, the newest first."""
 _NOWHERE = -1
 
 
 class NgramProposer(Proposer):
     """An index of the tokens of one row.
 
-    A place is where `min_match` tokens end. The index has the newest place of each such run, and
-    for each place the one before it of the same run. Of the last places of the row's last
-    `min_match` tokens, that with the longest match is taken, up to `max_match` tokens.
+    A place is a position at which a run of `min_match` tokens ends. The index has the newest place
+    of each run, and for each place the previous one of the same run. Among the newest places of the
+    row's last `min_match` tokens, the one with the longest match, up to `max_match` tokens, is
+    used.
     """
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self._min, self._max = min_match, max_match
         self._newest: dict[bytes, int] = {}
         self._earlier = array("q")
-        """For the place `_first` + i: the place before it of the same run, or `_NOWHERE`."""
+        """Element i: the previous place of the same run for the place `_first` + i, or
+        `_NOWHERE`."""
         self._first = 0
-        """The first place that is indexed."""
+        """The first indexed place."""
 
     def propose(self, tokens: array[int], count: int) -> list[int]:
         if len(tokens) <= self._min or not self._extend(tokens):
@@ -42,7 +46,7 @@ class NgramProposer(Proposer):
         end = self._find(tokens)
         if end == _NOWHERE:
             return []
-        # A match that reaches into the last tokens goes round: what follows repeats.
+        # A match that overlaps the last tokens is periodic: the found tokens repeat.
         found = tokens[end : end + count].tolist()
         period = len(tokens) - end
         while len(found) < count:
@@ -50,8 +54,8 @@ class NgramProposer(Proposer):
         return found
 
     def _extend(self, tokens: array[int]) -> bool:
-        """Index the places up to, and without, the end of `tokens`. False: there were too many new
-        ones for one call."""
+        """Indexes the places up to, but without, the end of `tokens`. Returns False if there were
+        too many new ones for one call."""
         last = len(tokens) - 1
         done = self._first + len(self._earlier)
         if not self._earlier or last - self._first > 2 * INDEX_TOKENS:
@@ -67,7 +71,7 @@ class NgramProposer(Proposer):
         return stop == last
 
     def _find(self, tokens: array[int]) -> int:
-        """The place after which drafts begin."""
+        """Returns the place after which drafts begin."""
         total = len(tokens)
         place = self._newest.get(tokens[total - self._min :].tobytes(), _NOWHERE)
         best, longest = _NOWHERE, 0
@@ -85,7 +89,7 @@ class NgramProposer(Proposer):
 
 
 class NgramDrafter(ProposingDrafter):
-    """Rows have drafts by prompt lookup."""
+    """Drafts by prompt lookup."""
 
     def __init__(self, config: DraftsConfig, max_model_len: int, depth: int) -> None:
         super().__init__(

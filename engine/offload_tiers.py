@@ -1,13 +1,13 @@
-"""Where KV blocks go that leave the device: to host memory, and from there to disk. Pure.
+"""Tiers to which KV blocks are offloaded from the device: host memory, then disk. Pure.
 
     device pool ──save──► memory ──spill──► disk
          ▲                  │                 │
          └──────load────────┴─────────────────┘
 
-A tier holds named blocks, of which the least recently used goes first. What is held in a tier stays
-there when it is loaded, so that it need not be saved again. Every worker holds its part of each
-block at the same place, so that one list of copies holds for all of them: they carry it out in
-order, before the step that it comes with.
+A tier holds hashed blocks and evicts the least recently used one first. A block stays in its tier
+when it is loaded, so that it need not be saved again. Every worker holds its shard of each block at
+the same place, so one list of copies applies to all workers: they execute it in order, before the
+step with which it is sent.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from swell.worker.wire import DEVICE, BlockCopy
 
 
 class _Tier:
-    """Blocks of one kind of memory: 0 .. size - 1."""
+    """The places of one kind of memory: 0 .. size - 1."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
         self.blocks: OrderedDict[bytes, int] = OrderedDict()
-        """Name -> block, the least recently used first."""
+        """Hash -> place, the least recently used first."""
         self.free = list(range(size))[::-1]
 
 
 class OffloadTiers:
-    """The tiers of one engine, by their sizes in blocks; a tier of no blocks is left out."""
+    """The tiers of one engine, with their sizes in blocks; a tier of size 0 is omitted."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
@@ -37,14 +37,14 @@ class OffloadTiers:
         self._copies: list[BlockCopy] = []
         self._pinned: set[bytes] = set()
         self.num_saved = 0
-        """Blocks that were copied from the device."""
+        """Number of blocks that were copied from the device."""
         self.num_loaded = 0
-        """Blocks that were copied back to it."""
+        """Number of blocks that were copied back to the device."""
         self.reset()
 
     def reset(self) -> None:
-        """Hold nothing: the content of every block may be lost, and copies that no step has taken
-        will not be made."""
+        """Empties all tiers: the content of every block may be lost, and pending copies are
+        dropped."""
         pairs = enumerate(self._sizes, start=1)
         self._tiers = [_Tier(number, size) for number, size in pairs if size]
         self._copies.clear()
@@ -54,7 +54,7 @@ class OffloadTiers:
         return any(name in tier.blocks for tier in self._tiers)
 
     def pin(self, names: Iterable[bytes]) -> None:
-        """Keep these blocks until `unpin`; they count as used now."""
+        """Protects these blocks from eviction until `unpin`, and marks them as used."""
         for name in names:
             self._pinned.add(name)
             self._use(name)
@@ -63,20 +63,20 @@ class OffloadTiers:
         self._pinned.clear()
 
     def save(self, block: int, name: bytes) -> None:
-        """The device is about to lose this block."""
+        """Saves a block that the device is about to evict."""
         if self.has(name):
             self._use(name)
         elif self._put(0, name, DEVICE, block):
             self.num_saved += 1
 
     def load(self, name: bytes, block: int) -> None:
-        """Copy a pinned block to this block of the device."""
+        """Copies a pinned block to this block of the device."""
         tier = next(tier for tier in self._tiers if name in tier.blocks)
         self._copies.append(BlockCopy(tier.number, tier.blocks[name], DEVICE, block))
         self.num_loaded += 1
 
     def forget(self, names: Iterable[bytes]) -> None:
-        """What these blocks hold is invalid."""
+        """Drops blocks whose content is invalid."""
         for name in names:
             for tier in self._tiers:
                 block = tier.blocks.pop(name, None)
@@ -84,7 +84,7 @@ class OffloadTiers:
                     tier.free.append(block)
 
     def take_copies(self) -> list[BlockCopy]:
-        """Copies for the next step."""
+        """Returns the copies for the next step, and clears them."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -94,8 +94,9 @@ class OffloadTiers:
                 tier.blocks.move_to_end(name)
 
     def _put(self, index: int, name: bytes, source_tier: int, source_block: int) -> bool:
-        """Copy a block to a tier; False: every block there is pinned, or there is no such tier.
-        What has to go there for it goes on to the next tier, before."""
+        """Copies a block to a tier. If the tier is full, its least recently used block moves to the
+        next tier first. Returns False if every block there is pinned, or if there is no such
+        tier."""
         if index == len(self._tiers):
             return False
         tier = self._tiers[index]
@@ -103,7 +104,7 @@ class OffloadTiers:
             place = tier.free.pop()
         else:
             oldest = next(iter(tier.blocks))
-            if oldest in self._pinned:  # then all are, since pinning is a use
+            if oldest in self._pinned:  # then all are, since pinning counts as use
                 return False
             place = tier.blocks.pop(oldest)
             if not self.has(oldest):

@@ -1,4 +1,4 @@
-"""What guesses drafts."""
+"""The interface of draft proposers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from swell.engine.request import Request
 
 
 class Proposer(ABC):
-    """Guesses how the tokens of one row go on. What it guesses cannot change an answer."""
+    """Proposes the next tokens of one row. Proposals never change an answer."""
 
     @abstractmethod
     def propose(self, tokens: array[int], count: int) -> list[int]:
-        """At most `count` tokens of the vocabulary that may follow; `tokens` only grows from call
-        to call. The work of a call is bounded, however many tokens there are."""
+        """Returns at most `count` tokens of the vocabulary that may follow `tokens`, which only
+        grows from call to call. The work of a call is bounded, independent of the number of
+        tokens."""
 
 
 MakeProposer = Callable[[Request], Proposer]
-"""Makes the proposer of a request that has taken a slot."""
+"""Creates the proposer of a request that has got a slot."""

@@ -1,4 +1,4 @@
-"""What an engine's actor answers when the engine can serve, or cannot change its weights."""
+"""Results of an engine's actor: the engine can serve, or cannot change its weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class EngineReady(msgspec.Struct, frozen=True):
     node: str
     workers: list[WorkerInfo]
     incarnation: int = 0
-    """A number that only this start of the engine has."""
+    """A number that is unique to this start of the engine."""
     store: tuple[str, int] | None = None
-    """Where workers of other engines can meet its own."""
+    """Address of the store at which workers of other engines meet its workers."""
     version: str = ""
-    """What it runs, as the roster lists it."""
+    """The version that it runs, as the roster lists it."""
 
 
 class NewWeightsRefused(ValueError):
-    """Weights that cannot take the place of an engine's: it serves with its own."""
+    """Raised if an engine cannot use new weights: it serves with its previous ones."""

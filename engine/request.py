@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from swell.engine.drafter import RowDrafts
 
 MAX_FAILED_ATTEMPTS = 2
-"""Engines or workers that may be lost with a request in a step, one after the other and without a
-token of it between: it may be the reason, and goes no further. Fewer than the manager replaces."""
+"""Maximum number of consecutive losses of engines or workers during steps of a request, without a
+token of it in between: the request may be the cause, and fails. Fewer than the manager replaces."""
 
 
 class RequestStatus(enum.Enum):
@@ -33,27 +33,27 @@ class RequestStatus(enum.Enum):
 
 
 class HandoverState(enum.Enum):
-    """What is known of the KV that another engine has written for a request."""
+    """State of the KV that another engine has written for a request."""
 
     EXPECTED = enum.auto()
-    """It is looked for when the request begins."""
+    """To be claimed when the request starts."""
     READ = enum.auto()
-    """It is there, and is read by the next step."""
+    """Claimed; the next step reads it."""
     NONE = enum.auto()
-    """It was read, or there is none."""
+    """Already read, or not available."""
 
 
 class Request:
-    """Tokens known and tokens computed; every step lets the second catch up with the first.
+    """Known tokens and computed tokens; every step lets the second catch up with the first.
 
         |<------- prompt_tokens ------->|<------ num_outputs ------>|<- pending ->|
         |<--------------------- token_ids (host) ------------------>|  (device)   |
         |<------------------------- total_tokens -------------------------------->|
         |<-- computed: KV exists or is in flight -->|<- to be scheduled ->|
 
-    `pending` counts tokens that steps in flight draw and that the host has not read. Drafts in
-    flight are not counted anywhere but in `num_drafts`: `computed` and the tokens grow by those
-    that were right when their step is read.
+    `pending` counts tokens that steps in flight sample and that the host has not read. Drafts in
+    flight are counted only in `num_drafts`: accepted drafts are added to `computed` and to the
+    tokens when their step is read.
     """
 
     __slots__ = (
@@ -96,51 +96,51 @@ class Request:
         self.request_id = core.request_id
         self.attempt = core.attempt
         self.client = client
-        """The ingress of the request: outputs go back to it."""
+        """The ingress of the request: outputs are sent to it."""
         self.arrival_time = queued_at - core.waited_s
         """When it arrived at its ingress, in seconds by the clock of the engine."""
         self.failed_attempts = core.failed_attempts
-        """Above zero it is a suspect, until it has a token: no two of them are computed at the same
-        time, so that the next loss finds the one that is to blame."""
+        """Above zero, the request is a suspect until it has a token. Suspects are never computed at
+        the same time, so that the next loss identifies the cause."""
         since = queued_at if core.failed_attempts else self.arrival_time
         self.order = priority, since, number
-        """Place under the policy; unique, smaller first, kept over preemption, and on the way from
-        another engine, too. A suspect has lost its place: it may end the next engine."""
+        """Place in policy order: unique, smaller first; kept during preemption and when it comes
+        from another engine. A suspect loses its place, because it may crash the next engine."""
         self.status = RequestStatus.WAITING
         self.prompt_tokens = len(core.prompt_token_ids)
         self.token_ids = pack_tokens(core.prompt_token_ids + core.output_token_ids)
         self.computed = 0
         self.pending = 0
         self.num_drafts = 0
-        """Drafts of the step in flight that has some: how many tokens it gives is not known."""
+        """Number of its drafts in flight: how many tokens that step yields is not known yet."""
         self.drafts: RowDrafts | None = None
-        """What is known of its drafts since it has its slot."""
+        """State of its drafts since it got its slot."""
         self.tokens_at_start = 0
-        """Tokens that it had when it took its slot."""
+        """Number of tokens that it had when it got its slot."""
         self.handover = HandoverState.EXPECTED if core.handed_over else HandoverState.NONE
         self.slot = -1
         self.block_ids: list[int] = []
         self.block_capacity_tokens = 0
-        """How many tokens its blocks can hold."""
+        """Number of tokens that its blocks can hold."""
         self.block_hashes: list[bytes] = []
         self.num_cached_blocks = 0
-        """Blocks at the start of `block_ids` that can be found by other requests."""
+        """Number of blocks at the start of `block_ids` that other requests can find."""
         self.cacheable_tokens = 0
-        """With so many tokens computed, the next block is full and may be named."""
+        """With this many tokens computed, the next block is full and may be cached."""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.queued_at = queued_at
         self.queue_s = -1.0
         """Seconds from arrival to the first schedule; negative until then."""
         self.scheduled_s = 0.0
-        """Seconds from arrival to the last schedule that gave it a slot."""
+        """Seconds from arrival to the last schedule that assigned a slot."""
         self.preempted_s = 0.0
         """Seconds from arrival to its last preemption."""
 
     @property
     def tokens_to_compute(self) -> int:
-        """That are known, and neither computed nor expected from another engine, but for the part
-        of a block."""
+        """Number of known tokens that are not computed yet. If another engine is expected to have
+        computed the prompt, 1 stands for the rest of a block."""
         if self.handover is HandoverState.EXPECTED:
             return 1
         return self.total_tokens - self.computed
@@ -155,13 +155,13 @@ class Request:
 
     @property
     def is_sampling(self) -> bool:
-        """Tokens are sampled behind its prompt."""
+        """Whether tokens are sampled after its prompt."""
         return self.core.max_tokens > 0
 
     @property
     def tokens_to_schedule(self) -> int:
-        """Zero once the last token that it may have is sampled or being sampled, and while it has
-        drafts in flight."""
+        """Number of tokens to schedule. Zero once the last allowed token is sampled or pending, and
+        while it has drafts in flight."""
         if self.num_drafts:
             return 0
         known = len(self.token_ids) + self.pending
@@ -170,33 +170,34 @@ class Request:
         return known - self.computed
 
     def journey_events(self) -> list[JourneyEvent]:
-        """What has happened since it took a slot before, or since it arrived; asked for each time
-        that it has taken one."""
+        """Returns the events since it last got a slot, or since it arrived. Called each time it
+        gets a slot."""
         scheduled = JourneyEvent(JourneyEventType.SCHEDULED, self.scheduled_s)
         if self.num_preemptions:
             return [JourneyEvent(JourneyEventType.PREEMPTED, self.preempted_s), scheduled]
         return [JourneyEvent(JourneyEventType.QUEUED, 0.0), scheduled]
 
     def fail(self, message: str, kind: FinishReason = FinishReason.ERROR) -> EngineCoreOutput:
-        """End with an error that has this reason."""
+        """Finishes the request with this error message."""
         self.status = RequestStatus.FINISHED
         return EngineCoreOutput(self.request_id, [], kind, message, attempt=self.attempt)
 
     def fail_behind(
         self, sampled: Sequence[int], extras: list[Extra], message: str, kind: FinishReason
     ) -> list[EngineCoreOutput]:
-        """Add tokens as `append` does, and fail, unless one of them ends the answer."""
+        """Adds tokens like `append`, and then fails, unless one of them finishes the answer."""
         answers = [self.append(list(sampled), extras)] if sampled else []
         if not answers or answers[0].finish_reason is None:
             answers.append(self.fail(message, kind))
         return answers
 
     def ends_with_prompt(self, computed: int) -> bool:
-        """Whether it ends with the step that computes so many tokens in all: it samples nothing."""
+        """Whether the request samples nothing and finishes with the step that completes `computed`
+        tokens."""
         return not self.core.max_tokens and computed == self.prompt_tokens
 
     def finish_prompt(self, extras: list[Extra]) -> EngineCoreOutput:
-        """The last output of a request that samples nothing."""
+        """Returns the last output of a request that samples nothing."""
         self.status = RequestStatus.FINISHED
         return EngineCoreOutput(
             self.request_id,
@@ -211,8 +212,8 @@ class Request:
         )
 
     def append(self, sampled: list[int], extras: list[Extra]) -> EngineCoreOutput:
-        """Add the tokens that a step sampled, up to one that ends the answer; `extras`: among them
-        a `TokenLogprobs` of each token, or none."""
+        """Adds the tokens that a step sampled, up to one that finishes the answer. `extras`
+        contains a `TokenLogprobs` for each token, or none."""
         core, token_ids = self.core, self.token_ids
         before = num_outputs = len(token_ids) - self.prompt_tokens
         self.failed_attempts = 0
@@ -248,7 +249,8 @@ class Request:
 
 
 def _of_first(extras: list[Extra], taken: int) -> list[Extra]:
-    """Without those of tokens behind the first ones; others say themselves what they are of."""
+    """Removes the extras of tokens after the first `taken` ones; extras that do not belong to a
+    token are kept."""
     kept, tokens = [], 0
     for extra in extras:
         is_of_token = isinstance(extra, TokenLogprobs)

@@ -1,8 +1,8 @@
-"""Checks of an engine before it accepts a request: every field of the wire. Pure.
+"""Validates all fields of a request before the engine accepts it. Pure.
 
-The ingress refuses invalid values first, field by field, with a 400; its limits lie
-within these. What passes here breaks no worker: every token is one of the model's, every number is
-one, every list has an end.
+The ingress refuses invalid values first, field by field, with a 400; its limits lie within these. A
+request that passes here cannot break a worker: every token is in the vocabulary, every number is
+finite and in its range, and every list is limited.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import GRAMMAR_LIMITS, SamplerParams
 
 MAX_END_TOKENS = 4096
-"""Most ids in `eos_token_ids` and in `stop_token_ids`."""
+"""Maximum number of ids in `eos_token_ids` and in `stop_token_ids`."""
 MAX_BIASED_TOKENS = 4096
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 1 << 16
-"""Most tokens of all bad words together: a step reads each of them."""
+"""Maximum number of tokens of all bad words together: a step reads each of them."""
 MAX_LOGPROBS = 1024
 MAX_PROMPT_LOGPROBS = 1 << 20
-"""Most values of all positions of a prompt, if each has more than `MAX_LOGPROBS`."""
+"""Maximum number of values of all positions of a prompt, if each has more than `MAX_LOGPROBS`."""
 MAX_GRAMMAR_CHARS = 4 * GRAMMAR_LIMITS["max_grammar_size"]
 MAX_TEXT_CHARS = 4096
-"""Longest id or salt."""
+"""Maximum length of an id or a salt."""
 _OF_ADAPTER = ("name", "folder", "digest")
 MAX_HEADERS = 64
 MAX_HEADER_CHARS = 1 << 16
-"""Longest trace header with its name: more than HTTP servers accept."""
+"""Maximum length of a trace header with its name: more than HTTP servers accept."""
 LARGEST = 1e6
-"""Bound of temperatures, penalties and biases: beyond it float32 logits overflow."""
+"""Limit of temperatures, penalties and biases: beyond it float32 logits overflow."""
 SMALLEST = 1e-6
-"""Bound of divisors."""
+"""Lower limit of divisors."""
 LONGEST_WAIT_S = 1e9
 INT64 = 1 << 63
 HANDOVER_NAME = re.compile("[0-9a-f]{32}")
 
 
 def invalid_reason(request: EngineCoreRequest, vocab_size: int, max_model_len: int) -> str | None:
-    """Why the request can never run: its field, value and limit; None: it can."""
+    """Returns why the request can never run (field, value and limit), or None if it can."""
     for found in _invalid_reasons(request, vocab_size, max_model_len):
         return found
     return None
@@ -50,8 +50,8 @@ def invalid_reason(request: EngineCoreRequest, vocab_size: int, max_model_len: i
 def wrong_kind(
     request: EngineCoreRequest, *, samples: bool, records_experts: bool = False
 ) -> str | None:
-    """Why a model cannot run the request at all: `samples` says whether it samples tokens,
-    `records_experts` whether it knows which experts computed them."""
+    """Returns why a model cannot run the request at all, or None. `samples`: whether the model
+    samples tokens. `records_experts`: whether it records which experts computed them."""
     if samples and request.sampler.pooling is not None:
         return "pooling: the model samples tokens, and pools nothing"
     if not samples and request.sampler.pooling is None:
@@ -64,7 +64,7 @@ def wrong_kind(
 def _invalid_reasons(
     request: EngineCoreRequest, vocab_size: int, max_model_len: int
 ) -> Iterator[str]:
-    """All of them, the cheapest to find first."""
+    """Yields all reasons, the cheapest checks first."""
     yield from _counts(request, max_model_len)
     yield from _pooling(request)
     yield from _handover(request)
@@ -109,7 +109,7 @@ def _pooling(request: EngineCoreRequest) -> Iterator[str]:
 
 
 def _handover(request: EngineCoreRequest) -> Iterator[str]:
-    """Names become names of files."""
+    """Checks handover names, which become file names."""
     for name in ("hand_over", "handed_over"):
         if (value := getattr(request, name)) and not HANDOVER_NAME.fullmatch(value):
             yield f"{name}={shown(value)} must have 32 hexadecimal digits"
@@ -122,7 +122,8 @@ def _handover(request: EngineCoreRequest) -> Iterator[str]:
 
 
 def _prompt_embeds(request: EngineCoreRequest) -> Iterator[str]:
-    """The worker alone knows the model's hidden size."""
+    """Checks the prompt embeddings, except their width: only the worker knows the model's hidden
+    size."""
     embeds, prompt = request.prompt_embeds, len(request.prompt_token_ids)
     if embeds is None:
         return
@@ -183,7 +184,8 @@ def _numbers(sampler: SamplerParams) -> Iterator[str]:
 
 
 def _prompt_logprobs(request: EngineCoreRequest, vocab_size: int) -> Iterator[str]:
-    """Those of the whole vocabulary are for few positions only."""
+    """Checks the number of prompt logprobs: those of the whole vocabulary are allowed only for few
+    positions."""
     top = request.sampler.prompt_logprobs or 0
     yield from _range("prompt_logprobs", top, 0, max(MAX_LOGPROBS, vocab_size))
     num_logprobs = top * len(request.prompt_token_ids)

@@ -1,23 +1,23 @@
 """Decides what the next step computes.
 
-The law: there is no prefill phase and no decode phase. Each request has tokens known and tokens
-computed; a step lets the computed catch up with the known, request by request in the order of
-the policy, until the token budget or the blocks run out. A prompt cut into chunks, a prefix
-found in the cache, a preempted request that starts again, and a request handed over by another
-engine are all this one rule. A row whose computed tokens reach its known tokens samples the next.
+There is no prefill phase and no decode phase. Each request has known tokens and computed tokens. A
+step lets the computed tokens catch up with the known ones, request by request in policy order,
+until the token budget or the blocks are used up. Chunked prefill, a cached prefix, a preempted
+request that restarts, and a request handed over by another engine all follow this one rule. A row
+whose computed tokens reach its known tokens samples the next one.
 
-What requests have in common is computed once. A waiting request whose next missing block is being
-computed for a request ahead of it waits for that one, its *prefix leader*: until their tokens
-differ or the leader leaves. Then it finds the blocks. Those behind it may start meanwhile, but
-neither in its slot nor in the blocks that it will need. When waiting requests are scheduled, every
-running one that is behind its known tokens has a row in the step. So a leader advances, and no
-request waits for one that the policy puts behind it.
+A prefix that requests share is computed once. If the next missing block of a waiting request is
+being computed for a request ahead of it, its *prefix leader*, it waits: until their tokens differ
+or the leader finishes. Then it finds the blocks in the cache. Later requests may start meanwhile,
+but a slot and the blocks that it will need stay reserved. When waiting requests are scheduled,
+every running one with uncomputed tokens has a row in the step. So a leader makes progress, and no
+request waits for one that is later in policy order.
 
-Steps may be scheduled before the results of earlier ones are read. What such a step samples is
-`pending`: it exists on the device, counts as known, and has no number on the host yet.
+Steps may be scheduled before the results of earlier ones are read. A token that such a step samples
+is `pending`: it exists on the device and counts as known, but the host does not know it yet.
 
-A row may have drafts behind its tokens (`drafter.py`). How many of them are right is known when the
-step is read; until then the request has no row.
+A row may have drafts after its tokens (`drafter.py`). How many of them are accepted is known when
+the step is read; until then the request is in no other step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NANS_IN_LOGITS = (
 _NO_EXTRAS: list[Extra] = []
 _NO_TOKENS: list[int] = []
 _Waiting = tuple[tuple[int, float, int], Request, PrefixLeader | None]
-"""Place under the policy, the request, and its prefix leader when it was last considered."""
+"""Place in policy order, the request, and its prefix leader when it was last considered."""
 
 
 class Scheduler:
@@ -65,9 +65,8 @@ class Scheduler:
         offload_blocks: Sequence[int] = (),
         drafter: Drafter | None = None,
     ) -> None:
-        """`whole_prompts`: a prompt is computed in one step, which has room for all of it;
-        `offload_blocks`: sizes of the tiers below the device; `drafter`: which rows have drafts
-        (None: no row)."""
+        """`whole_prompts`: each prompt is computed in one step with room for all of it.
+        `offload_blocks`: sizes of the offload tiers. `drafter`: None: no row has drafts."""
         self.config = config
         self.max_model_len = max_model_len
         self._whole_prompts = whole_prompts
@@ -76,10 +75,10 @@ class Scheduler:
         self.drafter = drafter or Drafter()
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        """In policy order, so the last one is the one to preempt, and is scheduled last."""
+        """In policy order: the last one is preempted first, and scheduled last."""
         self.num_preemptions = 0
         self.num_nans_in_logits = 0
-        """Requests that ended because their logits were NaN or infinite."""
+        """Number of requests that failed because their logits were NaN or infinite."""
         self.num_started_requests = 0
         self.num_started_tokens = 0
         self._waiting: list[_Waiting] = []
@@ -100,11 +99,11 @@ class Scheduler:
 
     @property
     def wants_step(self) -> bool:
-        """Whether something is left to compute behind the steps that are scheduled."""
+        """Whether more must be computed after the scheduled steps."""
         return any(r.tokens_to_schedule or r.num_drafts for r in self.requests.values())
 
     def waiting_tokens(self) -> int:
-        """Tokens known but not computed, over all requests."""
+        """Number of known tokens that are not computed, over all requests."""
         return sum(r.tokens_to_compute for r in self.requests.values())
 
     # ---------------------------------------------------------------- requests come and go
@@ -112,9 +111,9 @@ class Scheduler:
     def add(
         self, core: EngineCoreRequest, client: bytes, arrived_s: float | None = None
     ) -> EngineCoreOutput | None:
-        """Take a request in, which arrived now, or before by the clock. One that can never run is
-        answered at once. A later attempt takes the place of an earlier one that is still here: the
-        abort of that one was lost."""
+        """Adds a request that arrived now, or at `arrived_s` by the clock. Returns an output if it
+        can never run or is complete. A later attempt replaces an earlier one, whose abort was
+        lost."""
         self.abort([core.request_id], [core.attempt - 1])
         error = invalid_reason(core, self.vocab_size, self.max_model_len)
         if core.request_id in self.requests:
@@ -134,8 +133,8 @@ class Scheduler:
         return None
 
     def abort(self, request_ids: Iterable[str], attempts: Iterable[int] = ()) -> None:
-        """Free everything of these requests now; what steps in flight sample for them is dropped.
-        `attempts`: of each request, the last attempt that ends (default: any)."""
+        """Frees all resources of these requests now; tokens that steps in flight sample for them
+        are dropped. `attempts`: the last attempt of each request to abort (default: any)."""
         for request_id, attempt in zip_longest(request_ids, attempts):
             request = self.requests.get(request_id)
             if request is not None and (attempt is None or request.attempt <= attempt):
@@ -148,8 +147,8 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def _release_slot(self, request: Request) -> None:
-        """Steps in flight may still touch the slot and the blocks: workers run steps in order,
-        so the next owner writes after that."""
+        """Frees the slot and the blocks. Steps in flight may still access them: workers run steps
+        in order, so the next owner writes later."""
         self.running.remove(request)
         self.kv.free(request)
         self._free_slots.append(request.slot)
@@ -159,7 +158,7 @@ class Scheduler:
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> ScheduledStep | None:
-        """The next step, or None if nothing can be computed now."""
+        """Returns the next step, or None if nothing can be computed now."""
         builder = StepBuilder(self.config.max_tokens_per_step)
         self._schedule_running(builder)
         if self._waiting and not builder.preempted:
@@ -172,7 +171,7 @@ class Scheduler:
         return self._plan(builder)
 
     def schedule_dummy(self) -> ScheduledStep:
-        """A step without rows."""
+        """Returns a step without rows."""
         return self._plan(StepBuilder(0))
 
     def _plan(self, builder: StepBuilder) -> ScheduledStep:
@@ -203,8 +202,8 @@ class Scheduler:
             if request.status is RequestStatus.FINISHED:
                 heapq.heappop(self._waiting)
                 continue
-            # The last tokens of a preempted request may still be on their way: the worker
-            # cannot get them yet.
+            # The last tokens of a preempted request may still be pending: the worker cannot get
+            # them yet.
             if request.pending:
                 break
             if request.failed_attempts and any(r.failed_attempts for r in self.running):
@@ -217,7 +216,7 @@ class Scheduler:
                 claimed_blocks += prefix_leader.own_blocks
             elif self._whole_prompts and len(request.token_ids) > builder.budget_tokens:
                 break
-            # Each running request may soon want a block.
+            # Each running request may soon need a block.
             elif self.kv.admit(request, spare_blocks=len(self.running) + claimed_blocks):
                 self._assign_slot(request, builder)
                 builder.add_row(request, self._chunk(request, builder))
@@ -241,14 +240,14 @@ class Scheduler:
         builder.add_new(request, self.vocab_size, self.config.steps_per_plan > 1)
 
     def _chunk(self, request: Request, builder: StepBuilder) -> int:
-        """Tokens of `request` that fit into this step, which has room for one."""
+        """Returns how many tokens of `request` fit into this step, which has room for one."""
         count = request.tokens_to_schedule
         return count if count <= 1 else min(count, builder.budget_tokens, self._max_chunk_tokens)
 
     def _grow_or_preempt(
         self, request: Request, num_tokens: int, builder: StepBuilder
     ) -> list[int] | None:
-        """Blocks for `request`, taken from later requests if need be; None: it lost its own."""
+        """Allocates blocks, preempting later requests if needed; None: preempted itself."""
         while True:
             blocks = self.kv.grow(request, num_tokens)
             if blocks is not None:
@@ -260,7 +259,7 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request) -> None:
-        """Give up slot and blocks; start again later from the tokens known then."""
+        """Frees slot and blocks; the request restarts later from the tokens known then."""
         self._release_slot(request)
         request.status = RequestStatus.WAITING
         request.computed = 0
@@ -270,8 +269,8 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.order, request, None))
 
     def count_failed_attempt(self) -> dict[bytes, list[EngineCoreOutput]]:
-        """A worker was lost. A request that was being computed may be the reason, and ends if that
-        was so too often; the outputs that say so, for each ingress."""
+        """Counts the loss of a worker for running requests, which may be the cause. Those with too
+        many such losses fail; returns their outputs for each ingress."""
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request in self.running.copy():
             if len(request.token_ids) > request.tokens_at_start:
@@ -285,7 +284,7 @@ class Scheduler:
         return outputs
 
     def fail_adapter(self, digest: str, reason: str) -> dict[bytes, list[EngineCoreOutput]]:
-        """A worker has lost the adapter of these requests; what says so, for each ingress."""
+        """Fails requests whose adapter a worker has lost; returns outputs for each ingress."""
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request in list(self.requests.values()):
             adapter = request.core.adapter
@@ -296,9 +295,9 @@ class Scheduler:
         return outputs
 
     def preempt_all(self) -> None:
-        """Every step whose results were not read is lost, and with it the KV cache.
+        """Drops all steps whose results were not read, and with them the KV cache.
 
-        All requests wait again in their order and start from the tokens that the host knows.
+        All requests wait again in their order and restart from the tokens that the host knows.
         Tokens that lost steps sampled are sampled again: their noise depends on seed and position.
         """
         for request in reversed(self.running.copy()):
@@ -312,7 +311,7 @@ class Scheduler:
     def update(
         self, step: ScheduledStep, output: ModelRunnerOutput
     ) -> dict[bytes, list[EngineCoreOutput]]:
-        """Process the result of a step; returns outputs for each ingress."""
+        """Processes the result of a step; returns outputs for each ingress."""
         plan = step.plan
         assert output.step == plan.step, f"step {output.step} answers {plan.step}"
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
@@ -357,21 +356,22 @@ class Scheduler:
         return outputs
 
     def _on_drafts(self, request: Request, accepted: int) -> None:
-        """Its drafts were read: KV of accepted ones is valid, unless it has lost its blocks."""
+        """Adds accepted drafts, whose KV is valid unless the request has lost its blocks."""
         if request.slot >= 0:
             request.computed += accepted
         self._name_blocks(request)
         self.drafter.on_result(request, accepted)
 
     def _on_passes(self, request: Request, are_all: bool) -> None:
-        """If not all were computed, it has ended, and nothing has computed its last token."""
+        """Handles passes that were read. If some were not computed, the request has finished, and
+        its last token was not computed."""
         assert are_all or request.status is RequestStatus.FINISHED, "the workers ended it alone"
         if not are_all and request.slot >= 0:
             request.computed = len(request.token_ids) - 1
         self._name_blocks(request)
 
     def _name_blocks(self, request: Request) -> None:
-        """Several tokens are known at once, and it may end with them."""
+        """Caches blocks now, as several tokens become known at once and may finish the request."""
         if request.slot >= 0 and request.computed >= request.cacheable_tokens:
             self.kv.cache_full_blocks(request)
 
@@ -383,7 +383,7 @@ class Scheduler:
         reason: str,
         kind: FinishReason,
     ) -> list[EngineCoreOutput]:
-        """It failed behind these tokens, unless they end it. What it computed is not found."""
+        """Fails a request after these tokens, unless they finish it. Its blocks leave the cache."""
         answers = request.fail_behind(tokens, extras, reason, kind)
         if answers[-1].finish_reason is kind:
             self.kv.evict_computed(request)
@@ -392,7 +392,7 @@ class Scheduler:
         return answers
 
     def check_idle(self) -> None:
-        """Raise AssertionError unless every block and slot is free."""
+        """Raises AssertionError unless every block and slot is free."""
         assert not self.requests, f"{len(self.requests)} requests are here"
         assert not self.running
         assert len(self._free_slots) == self.config.max_rows, "slots leaked"

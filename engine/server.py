@@ -1,11 +1,11 @@
-"""An engine with its channels: the core's loop between ingresses, coordinator and executor.
+"""An engine with its channels: runs the core's loop between ingresses, coordinator and executor.
 
-Runs on one thread, without Ray. Messages are taken in before each step and again when its result
-is there, so that an abort counts for that very step; outputs leave once per step for each
-ingress; the load is reported between steps, on a deadline.
+Runs on one thread, without Ray. Messages are handled before each step and again when its result is
+there, so that an abort applies to that very step. Outputs are sent once per step to each ingress.
+The load is reported between steps, with a deadline.
 
-Failures of workers are handled here. A lost worker is replaced, broken groups are formed again;
-requests are kept meanwhile, as if they had been preempted. Only an unrecoverable failure ends the
+Worker failures are handled here: lost workers are replaced, and broken groups are formed again.
+Meanwhile requests are kept, as if they were preempted. Only an unrecoverable failure stops the
 engine.
 """
 
@@ -54,8 +54,8 @@ from swell.engine.wire import (
 from swell.worker.wire import GroupPlan
 
 _FLUSH_S = 0.005
-"""Within it a message that was sent has left the process: ten times what that takes on cores that
-others keep busy."""
+"""Time within which a sent message has left the process: ten times what is needed on cores that
+other processes keep busy."""
 
 
 class EngineServer:
@@ -91,7 +91,7 @@ class EngineServer:
         self._checked_at = 0.0
         self._reconfiguration: ReconfigureDistributedRequest | ServeAlone | None = None
         self._repair_unreported = False
-        """Workers were replaced, and no `Repaired` was sent yet."""
+        """Whether workers were replaced, and no `Repaired` was sent yet."""
         self._describe()
         self._reported: EngineSnapshot | None = None
         """The group's state in the last report."""
@@ -110,7 +110,7 @@ class EngineServer:
         self._stopping = self.keeps_core = False
         self._services = UtilityServices({"report": self._report, "check_idle": core.check_idle})
         self._is_waking = False
-        """It was asleep when `Resume` came."""
+        """Whether the engine was asleep when `Resume` arrived."""
         self._coordinator_client.start()
 
     @property
@@ -118,21 +118,21 @@ class EngineServer:
         return self._inbox.address
 
     def _describe(self) -> None:
-        """The workers may be other ones than before."""
+        """Updates `workers` and `member`, because workers may have been replaced."""
         self.workers = tuple(self.core.executor.workers())
-        """Replaced whole, so that any thread may read it; `member` too."""
+        """Replaced as a whole, so that any thread may read it; `member` too."""
         self.member = member_of(self.core, self.rank, self.incarnation, self.address, self.version)
         """The engine as the roster lists it."""
 
     def run(self) -> None:
-        """`serve`, on this thread."""
+        """Runs `serve` on this thread."""
         drive(self.serve())
 
     async def serve(self) -> None:
-        """Serve until `stop`. An unrecoverable failure is raised.
+        """Serves until `stop`. Raises an unrecoverable failure.
 
-        Requests that are left in either case are not answered: their ingress sees in the roster
-        that this engine has gone, and continues them elsewhere.
+        In both cases remaining requests are not answered: their ingress sees in the roster that
+        this engine is gone, and continues them elsewhere.
         """
         try:
             failure: ExecutorError | None = None
@@ -152,7 +152,7 @@ class EngineServer:
             self._waker.close()
 
     def stop(self, keeps_core: bool = False) -> None:
-        """Let the loop end; from any thread. `keeps_core`: for another server."""
+        """Stops the loop; may be called from any thread. `keeps_core`: for another server."""
         self.keeps_core, self._stopping = keeps_core, True
         self._waker.wake()
 
@@ -163,13 +163,13 @@ class EngineServer:
         if not busy:
             self._send_to_coordinator(self.core.take_messages())  # before waiting for more
         await self._process_inputs(0.0 if busy else self._reporter.wait_s(self._ground.now()))
-        self._check_peers(self._ground.now())  # after taking in what came meanwhile
+        self._check_peers(self._ground.now())  # after handling received messages
         if self._reconfiguration is not None:
-            await self._reconfigure()  # takes long, as sleep does: then messages come before a step
+            await self._reconfigure()  # takes long, like sleep: messages are handled before a step
         elif not await self._follow_sleep() and self.core.has_work:
             self._reporter.changed()
             outputs_by_client = await self.core.step_on(self._ground, self._process_inputs)
-            self._reporter.changed()  # what ended is in no report that was sent within the step
+            self._reporter.changed()  # reports sent within the step lack what finished in it
             for client, outputs in outputs_by_client.items():
                 self._send(client, outputs)
             if not self.core.scheduler.has_requests and not self.core.has_work:
@@ -214,7 +214,7 @@ class EngineServer:
         return self.core.wave_member.needs_coordinator and self._coordinator_client.is_silent
 
     def _check_peers(self, now: float) -> None:
-        """Every `heartbeat_s`: drop silent clients, and check the workers while idle."""
+        """Every `heartbeat_s`: drops silent clients, and checks the workers while idle."""
         if now - self._checked_at < self._check_interval_s:
             return
         self._checked_at = now
@@ -232,7 +232,7 @@ class EngineServer:
             self.core.executor.check()
 
     def _check_conservation(self) -> None:
-        """An idle engine holds nothing; if it does, log that at once."""
+        """Logs an error if an idle engine still holds resources."""
         try:
             self.core.check_idle()
         except AssertionError as leak:
@@ -243,8 +243,9 @@ class EngineServer:
         self._inbox.send(client, EngineCoreOutputs(outputs, seq=seq))
 
     def _send_started(self, started: list[StartedRequest]) -> None:
-        """What ends this process may begin now. If one of the requests is suspect, it waits until
-        the message has surely left; otherwise the first millisecond of a step is enough."""
+        """Reports requests that start now, because they may crash this process. Waits until the
+        message has left if one is a suspect; else it leaves within the first millisecond of the
+        step."""
         by_client: dict[bytes, list[StartedRequest]] = {}
         for one in started:
             by_client.setdefault(one.client, []).append(one)
@@ -275,10 +276,10 @@ class EngineServer:
             case ReconfigureDistributedRequest() | ServeAlone():
                 self._reconfiguration = command
             case Introduce():
-                """The coordinator client has done so."""
+                """The coordinator client has sent `EngineHello`."""
 
     async def _reconfigure(self) -> None:
-        """Join the group of the newest epoch, or serve without one."""
+        """Joins the group of the newest epoch, or serves without a group."""
         request, self._reconfiguration = self._reconfiguration, None
         member = self.core.wave_member
         drained = member.phase is Phase.PAUSED
@@ -289,7 +290,7 @@ class EngineServer:
                 ranks, store, number = [self.rank], None, 0
             case _:
                 return
-        self._send_to_coordinator([])  # it has left its older group: what follows may take long
+        self._send_to_coordinator([])  # it has left its older group; what follows may take long
         if not drained:
             self.core.discard_steps_in_flight()
         self._log.info("reconfiguring", epoch=request.epoch, ranks=ranks, drained=drained)
@@ -317,8 +318,8 @@ class EngineServer:
         )
 
     async def _follow_sleep(self) -> bool:
-        """A paused engine gives memory back as deeply as is wanted. One that wakes up takes as long
-        as one that replaces its workers, and is in the roster as such meanwhile. False: neither."""
+        """Puts a paused engine to sleep, to the requested level, or wakes it up, which takes as
+        long as a repair and is listed as one in the roster. Returns whether it did either."""
         member, level = self.core.wave_member, self._coordinator_client.sleep_level
         if self._is_waking:
             self._is_waking, self.core.sleep_level = False, 0
@@ -333,7 +334,7 @@ class EngineServer:
         return False
 
     async def _recover(self, failure: ExecutorError) -> None:
-        """Replace what was lost, and form the engine's own groups again; an engine that shares
+        """Replaces lost workers, and forms the engine's own groups again; an engine that shares
         experts waits for the coordinator's next epoch."""
         lost = isinstance(failure, WorkerLost)
         self._log.warning("groups broke", reason=str(failure), workers_lost=lost)
@@ -357,9 +358,9 @@ class EngineServer:
         if not member.lockstep:
             await self._ground.run(self.core.regroup, GroupPlan(generation=0))
             self._send_to_coordinator(member.joined())
-        if self._repair_unreported:  # perhaps of an earlier turn, whose groups did not form
+        if self._repair_unreported:  # perhaps from an earlier turn, whose groups failed
             self._repair_unreported = False
-            self.repairs += 1  # not before: the coordinator takes a greater number for `Repaired`
+            self.repairs += 1  # not earlier: the coordinator takes a greater number for `Repaired`
             self.core.num_wakes += wakes
             self._log.info("serves again", repairs=self.repairs)
             self._send_to_coordinator([Repaired(self.rank, self.incarnation, self.member.store)])
@@ -372,8 +373,8 @@ class EngineServer:
     # ---------------------------------------------------------------- reports
 
     def _send_to_coordinator(self, messages: list[CoordinatorMessage]) -> None:
-        """Send these, and a report where one is due or the group's state has changed: the client
-        repeats it while this thread is inside a step."""
+        """Sends these, and a report if one is due or the group's state has changed: the client
+        repeats the report while this thread is inside a step."""
         now, reporter, client = self._ground.now(), self._reporter, self._coordinator_client
         snapshot = EngineSnapshot.of(self.member, self.core.wave_member)
         reporter.load_report_s = client.load_report_s

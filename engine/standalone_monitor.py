@@ -1,19 +1,20 @@
-"""When an engine that shares experts goes on alone: decided from what it sees itself. Pure.
+"""Decides when an engine that shares experts continues standalone, from local observations. Pure.
 
-Engines of a broken group wait for the coordinator to form the next one. If the host of the
-coordinator is lost, and one of their peers with it, that takes until Ray has found out and the
-next coordinator has been made and found: a multiple of `stall_timeout_s`. An engine alone needs
-no agreement with others. So it steps alone (`Phase.ALONE`) when
+Engines of a broken group wait until the coordinator forms the next group. If the coordinator's host
+is lost together with one of their peers, this takes until Ray has detected the loss and the next
+coordinator was created and found: a multiple of `stall_timeout_s`. A standalone engine needs no
+agreement with others. So an engine steps standalone (`Phase.ALONE`) if all of these hold:
 
-- it has received nothing from a coordinator for `stall_timeout_s`: one that speaks decides;
-- its group does not step any more: it is broken, one of its steps has made no progress for
-  `stall_timeout_s`, as when a peer vanished without a packet, or it has been paused for as long,
-  for a change that is never completed. Else the group goes on as it is;
-- it was in that group: one that has left, or was never in any, has nothing to go on with;
-- no engine wants a pause;
-- it has room for all experts: that is reserved for `cluster.min_engines` engines.
+- It has received nothing from a coordinator for `stall_timeout_s`. A reachable coordinator decides.
+- Its group does not step any more: the group is broken; or one of its steps has made no progress
+  for `stall_timeout_s`, for example because a peer vanished without a packet; or it has been
+  paused for as long, for a change that is never completed. Otherwise the group simply continues.
+- It was in that group. An engine that has left, or was never in a group, lacks requests and state
+  to continue with.
+- No engine requests a pause.
+- It has memory for all experts: workers reserve it for `cluster.min_engines` engines.
 
-Any coordinator that it hears later forms a group with it, at whatever epoch that one has come to.
+The next coordinator that it reaches forms a group with it, at any epoch.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from swell.coordinator.listening_clock import ListeningClock
 from swell.coordinator.wave_interface import Phase
 
 _OUT_SHARE = 0.25
-"""How long an engine is out of its group before it goes alone, in units of the limit: it may be
-forming the next one."""
+"""How long an engine must be out of its group before it continues standalone, as a share of the
+limit: it may be forming the next group."""
 
 
 class StandaloneMonitor:
@@ -36,21 +37,21 @@ class StandaloneMonitor:
         self._clock = ListeningClock(self._limit_s)
         self._clock.advance(now)
         self._heard_at = 0.0
-        """The last message of a coordinator, by `_clock`."""
+        """Time of the last message of a coordinator, by `_clock`."""
         self._changed_at = 0.0
         self._state: tuple[Phase, int, int] | None = None
-        """Phase, epoch and progress; since `_changed_at`."""
+        """Phase, epoch and progress, unchanged since `_changed_at`."""
 
     def on_command(self, now: float) -> None:
-        """The coordinator has sent a message."""
+        """Records a message of the coordinator."""
         self._heard_at = self._clock.read(now)
 
     def check(
         self, phase: Phase, epoch: int, progress: int, now: float, *, may_serve: bool
     ) -> bool:
-        """Whether the engine is to leave what it waits for and step alone. Call it at each turn of
-        the loop, after it has taken in what has come. `progress`: steps and layers computed.
-        `may_serve`: the engine is in the group of this epoch, and no engine wants a pause."""
+        """Whether the engine must stop waiting and step standalone. Call it in each turn of the
+        loop, after all received messages were handled. `progress`: steps and layers computed.
+        `may_serve`: the engine is in the group of this epoch, and no engine requests a pause."""
         at = self._clock.advance(now)
         if (phase, epoch, progress) != self._state:
             self._state, self._changed_at = (phase, epoch, progress), at
@@ -67,7 +68,7 @@ class StandaloneMonitor:
         return is_due
 
     def _patience_s(self, phase: Phase) -> float | None:
-        """How long the engine may stay as it is; None: it needs no help."""
+        """How long the engine may remain in this phase; None: any time."""
         match phase:
             case Phase.OUT | Phase.FORMING:
                 return _OUT_SHARE * self._limit_s

@@ -1,4 +1,4 @@
-"""A step while it is being decided, and the plan that it becomes."""
+"""Builds a step while the scheduler decides, and turns it into a plan."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from swell.engine.wire import JourneyEvent
 from swell.worker.wire import BlockGrowth, NewRow, SchedulerOutput
 
 _count = itemgetter(1)
-"""Tokens of a row of a `StepBuilder`."""
+"""Number of tokens of a row of a `StepBuilder`."""
 
 
 class StartedRequest(NamedTuple):
-    """A request for which a worker does something that may end it: a step, or the load of an
-    adapter."""
+    """A request for which a worker is about to do something that may crash it: a step, or the load
+    of an adapter."""
 
     client: bytes
     request_id: str
@@ -28,13 +28,13 @@ class StartedRequest(NamedTuple):
 
 
 class ScheduledStep(msgspec.Struct):
-    """A plan and the requests that its rows belong to."""
+    """A plan and the requests of its rows."""
 
     plan: SchedulerOutput
     rows: list[Request] = []
 
     def started(self) -> list[StartedRequest]:
-        """Requests that take their slots with this step."""
+        """Returns the requests that get their slots in this step."""
         slots = {row.slot for row in self.plan.new_rows}
         return [
             StartedRequest(r.client, r.request_id, r.attempt, r.failed_attempts, r.journey_events())
@@ -44,7 +44,7 @@ class ScheduledStep(msgspec.Struct):
 
 
 class StepBuilder(msgspec.Struct):
-    """Rows are (request, tokens to compute), drafts not counted."""
+    """Collects the rows of a step: (request, number of tokens to compute), without drafts."""
 
     budget_tokens: int
     rows: list[tuple[Request, int]] = []
@@ -54,12 +54,13 @@ class StepBuilder(msgspec.Struct):
     drafts: dict[int, list[int]] = {}
     """Slot -> the drafts of its request."""
     proposals: dict[int, int] = {}
-    """Slot -> how many tokens are to be guessed behind its new ones."""
+    """Slot -> how many tokens the draft model must propose after its new ones."""
     further: dict[int, int] = {}
-    """Slot -> how many tokens are computed and sampled behind its first one (`multi_step.py`)."""
+    """Slot -> how many tokens are computed and sampled after its first one (`multi_step.py`)."""
 
     def add_new(self, request: Request, vocab_size: int, finds_ends: bool) -> None:
-        """A request has taken a slot. `finds_ends`: the workers find where it ends, too."""
+        """Adds a request that has got a slot. `finds_ends`: workers also detect where it
+        finishes."""
         core = request.core
         ends = core.eos_token_ids + core.stop_token_ids if core.min_tokens or finds_ends else []
         self.new_rows.append(
@@ -81,8 +82,9 @@ class StepBuilder(msgspec.Struct):
         self.budget_tokens -= count
 
     def room_for(self, request: Request, count: int, running: int, kv: KVCacheManager) -> int:
-        """How many of `count` tokens behind the request's own have a place in blocks; takes free
-        blocks if there are enough for everybody. `running`: requests that have a slot."""
+        """Returns how many of `count` tokens after the request's own have room in blocks. Allocates
+        blocks only if enough remain for all running requests. `running`: number of requests with a
+        slot."""
         end, spare = request.total_tokens + count, kv.pool.num_free - running
         if count and end > request.block_capacity_tokens and spare > 0:
             end = min(end, request.block_capacity_tokens + spare * kv.block_tokens)
@@ -92,8 +94,8 @@ class StepBuilder(msgspec.Struct):
         return min(count, request.block_capacity_tokens - request.total_tokens)
 
     def plan(self, step: int, kv: KVCacheManager) -> ScheduledStep:
-        """Write the step down, decode rows first, and advance as if it were done, and no draft
-        right: what the drafts give is added when the result is read."""
+        """Creates the plan, decode rows first, and updates the requests as if the step were
+        computed and no draft accepted: accepted drafts are added when the result is read."""
         self.rows.sort(key=_count)
         copies = kv.offload.take_copies()
         plan = SchedulerOutput(
@@ -126,7 +128,8 @@ class StepBuilder(msgspec.Struct):
         return scheduled
 
     def _add_passes(self, scheduled: ScheduledStep) -> None:
-        """As if they were computed, too: what they sample is pending like the first token."""
+        """Updates the requests as if the further passes were computed, too: their sampled tokens
+        are pending like the first token."""
         for row, request in enumerate(scheduled.rows):
             further = self.further.get(request.slot, 0)
             if further:

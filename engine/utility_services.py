@@ -1,4 +1,4 @@
-"""What clients may call in an engine beside requests."""
+"""Functions of an engine that clients may call, in addition to requests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from swell.engine.wire import UtilityCall, UtilityOutput
 
 
 class UtilityServices:
-    """By name."""
+    """The functions, by name."""
 
     def __init__(self, services: Mapping[str, Callable[..., object]]) -> None:
         self._services = dict(services)
 
     def call(self, call: UtilityCall) -> UtilityOutput:
-        """Run a service; an exception is the answer, too."""
+        """Runs a function; an exception is returned as a failure message."""
         try:
             if call.method not in self._services:
                 known = ", ".join(sorted(self._services))

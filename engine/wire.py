@@ -1,15 +1,15 @@
 """Messages between an ingress and an engine.
 
 An ingress sends `EngineCoreRequest`, `AbortRequests`, `UtilityCall`, `ReplaceClient` and
-`KeepAlive`; an engine answers each ingress with at most one `EngineCoreOutputs` per step, and each
+`KeepAlive`. An engine sends each ingress at most one `EngineCoreOutputs` per step, and answers each
 `KeepAlive` with a `KeepAliveReply`. The messages between the coordinator and an engine are in
-`coordinator/wire.py`. Fields are only ever appended, and no default ever changes: what is default
-at the end of a request does not travel (`coordinator/codec.py`).
+`coordinator/wire.py`. New fields must be appended, and defaults must never change: trailing fields
+with default values are not sent (`coordinator/codec.py`).
 
-Nothing is lost silently. Both sides count the messages of an ingress's connection to an engine, in
-both directions, and each keep-alive and its reply carry the counts. A connection that was lost has
-lost what was under way; when the counts show that, the ingress opens a new one (`ReplaceClient`),
-and sends its requests again as their next attempts.
+Message loss is always detected. Both sides count the messages of an ingress's connection to an
+engine, in both directions, and each keep-alive and its reply carry the counts. If a connection
+breaks, messages in transit are lost. When the counts differ, the ingress opens a new connection
+(`ReplaceClient`), and sends its requests again as their next attempts.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ class EngineCoreRequestType(enum.IntEnum):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended; `str` gives OpenAI's name."""
+    """Why a request finished; `str` returns OpenAI's name."""
 
     STOP = 0
     LENGTH = 1
     ABORT = 2
     ERROR = 3
     INVALID = 4
-    """It cannot go on because of what its client asked for, as a grammar beyond its limits."""
+    """The request cannot continue because of its own parameters, such as a grammar beyond the
+    limits."""
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 class JourneyEventType(enum.IntEnum):
-    """What happens to a request on its way; `str` gives its name. An engine reports those from
-    QUEUED to PREEMPTED, the ingress sees the others itself."""
+    """Events in the life of a request; `str` returns the name. An engine reports those from QUEUED
+    to PREEMPTED; the ingress observes the others itself."""
 
     RECEIVED = 0
     ROUTED = 1
     """An attempt began: the request was sent to an engine."""
     QUEUED = 2
-    """It reached the engine; or, without one, it waits in the ingress."""
+    """The request reached the engine; or, if there is no engine, it waits in the ingress."""
     SCHEDULED = 3
-    """It got a slot and blocks, and is in the next step."""
+    """The request got a slot and blocks, and is in the next step."""
     PREEMPTED = 4
-    """It lost them, and waits again."""
+    """The request lost its slot and blocks, and waits again."""
     FIRST_TOKEN = 5
     """The first token of an attempt reached the ingress."""
     RESUBMITTED = 6
-    """The attempt ended without the request: another attempt follows."""
+    """The attempt failed before the request was finished: another attempt follows."""
     FINISHED = 7
 
     def __str__(self) -> str:
@@ -70,11 +71,12 @@ class JourneyEventType(enum.IntEnum):
 
 
 class JourneyEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of one attempt, as its engine reports it."""
+    """An event of one attempt, as its engine reports it."""
 
     kind: JourneyEventType
     since_arrival_s: float
-    """Seconds since the attempt arrived at the engine: a duration, since clocks of hosts differ."""
+    """Seconds since the attempt arrived at the engine: a duration, because the clocks of hosts
+    differ."""
 
 
 class PrefixHint(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -94,12 +96,12 @@ class EngineCoreRequest(
 ):
     """One request as an engine sees it: tokens and numbers, no text.
 
-    Resumption: `output_token_ids` are outputs that exist already, from a preempted or lost run.
-    The engine recomputes prompt and outputs and continues; `max_tokens` and `min_tokens` count
-    from the first output ever.
+    Resumption: `output_token_ids` are outputs of an earlier run that was preempted or lost. The
+    engine recomputes prompt and outputs and continues; `max_tokens` and `min_tokens` count from the
+    first output of the first run.
 
-    `max_tokens=0` samples nothing: the request ends with the step that computes its last token, and
-    the extras of its steps are its answer.
+    `max_tokens=0` samples nothing: the request finishes with the step that computes its last token,
+    and the extras of its steps are its answer.
     """
 
     request_id: str
@@ -108,45 +110,47 @@ class EngineCoreRequest(
     max_tokens: int
     min_tokens: int = 0
     eos_token_ids: list[int] = []
-    """Empty when the end of sequence is to be ignored."""
+    """Empty if the end of sequence must be ignored."""
     stop_token_ids: list[int] = []
     output_token_ids: list[int] = []
     priority: int = 0
     """Smaller runs first under the policy `priority`."""
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
-    """Read by the ingress alone: the only rank that may serve it."""
+    """Used only by the ingress: the only rank that may serve the request."""
     trace_headers: dict[str, str] | None = None
-    """Read by the ingress alone: W3C headers of the HTTP request, under which it is traced."""
+    """Used only by the ingress: W3C trace headers of the HTTP request."""
     external_req_id: str | None = None
-    """Read by the ingress alone: the id that its client knows."""
+    """Used only by the ingress: the id that the client knows."""
     skip_prefix_cache: bool = False
-    """Compute every prompt token, also those that the prefix cache has: each has log
+    """Compute every prompt token, also those in the prefix cache, so that each has log
     probabilities."""
     failed_attempts: int = 0
-    """Engines that were lost while they computed it, in a row and before a token of it came."""
+    """Number of engines in a row that were lost while they computed the request, without a token of
+    it in between."""
     attempt: int = 1
-    """Number of this placement of the request on an engine, from 1. It stands in every output, so
-    that a late output of an earlier attempt is recognised."""
+    """Number of this placement of the request on an engine, from 1. Every output contains it, so
+    that a late output of an earlier attempt is recognized."""
     prompt_embeds: PromptEmbeds | None = None
-    """The prompt, if it is given as embeddings: then `prompt_token_ids` has a 0 for each, and
-    `cache_salt` a digest of them, since equal ids have other KV."""
+    """The prompt, if it consists of embeddings: then `prompt_token_ids` has a 0 for each of them,
+    and `cache_salt` is a digest of them, because equal ids have different KV."""
     adapter: Adapter | None = None
-    """The adapter (LoRA) with which it is computed; None: the model alone. With one, `cache_salt`
-    is of it too: equal tokens have other KV. An engine that lacks it loads it."""
+    """The LoRA adapter of the request; None: only the base model. `cache_salt` depends on it too,
+    because equal tokens have different KV. An engine that lacks the adapter loads it."""
     waited_s: float = 0.0
-    """Of a later attempt: how long ago the request arrived at its ingress, when this was sent. A
-    duration, since clocks of hosts differ; the engine takes it for `Request.arrival_time`."""
+    """For a later attempt: the time from the request's arrival at its ingress until this was sent.
+    A duration, because the clocks of hosts differ; the engine computes `Request.arrival_time` from
+    it."""
     keep_blocks: bool = False
-    """Its KV is evicted after that of other requests, since it is part of a session."""
+    """Evict its KV after that of other requests, because it belongs to a session."""
     prefix_hint: PrefixHint | None = None
-    """Read by the ingress alone: where the KV of a part of the prompt probably is."""
+    """Used only by the ingress: which engine probably has the KV of a part of the prompt."""
     hand_over: str = ""
-    """The engine computes the prompt, which fills its blocks, writes their KV under this name, and
-    ends the request with the one token that it may have: another engine continues."""
+    """The engine computes the prompt, which fills its blocks, writes their KV to a file of this
+    name, and finishes the request after one token: another engine continues."""
     handed_over: str = ""
     """The name under which another engine has written the KV of all full blocks before the prompt's
-    last token; if it is not there, they are computed."""
+    last token. If the file does not exist, the blocks are computed."""
 
 
 class AbortRequests(
@@ -156,12 +160,13 @@ class AbortRequests(
     array_like=True,
     gc=False,
 ):
-    """The client has given these up: free everything within the step in flight, answer nothing."""
+    """The client has cancelled these requests: free everything within the step in flight, and
+    answer nothing."""
 
     request_ids: list[str]
     attempts: list[int] = []
-    """The attempt of each request that ends, and with it earlier ones; a later attempt goes on.
-    Empty: every attempt ends."""
+    """The attempt of each request that is aborted, together with earlier ones; a later attempt
+    continues. Empty: every attempt is aborted."""
 
 
 class KeepAlive(
@@ -171,11 +176,11 @@ class KeepAlive(
     array_like=True,
     gc=False,
 ):
-    """The ingress still waits. Sent every `cluster.heartbeat_s`; an ingress that sends nothing for
-    `cluster.stall_timeout_s` is considered dead, and its requests are dropped."""
+    """The ingress is alive. Sent every `cluster.heartbeat_s`; an ingress that sends nothing for
+    `cluster.stall_timeout_s` counts as dead, and its requests are dropped."""
 
     sent: int = 0
-    """Messages that it has sent through this connection before, keep-alives not counted."""
+    """Number of messages that it has sent on this connection before, without keep-alives."""
 
 
 class ReplaceClient(
@@ -185,11 +190,11 @@ class ReplaceClient(
     array_like=True,
     gc=False,
 ):
-    """The ingress has opened this connection in place of others, of which messages were lost: what
-    came through these is dropped, and what may still come is ignored."""
+    """The ingress has opened this connection to replace others, which have lost messages: requests
+    on those are dropped, and their late messages are ignored."""
 
     identities: list[bytes]
-    """Identities of the connections that were replaced."""
+    """Identities of the replaced connections."""
 
 
 class UtilityCall(
@@ -199,7 +204,7 @@ class UtilityCall(
     array_like=True,
     gc=False,
 ):
-    """Call a named service of the engine; answered by a `UtilityOutput` with the same id."""
+    """Call a named function of the engine; answered by a `UtilityOutput` with the same id."""
 
     call_id: int
     method: str
@@ -216,14 +221,14 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token that ended it, or the message of an error."""
+    """The stop token that finished it, or an error message."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache; sent with the first output."""
+    """Number of prompt tokens found in the prefix cache; sent with the first output."""
     queue_s: float = 0.0
-    """Time from arrival to first schedule; sent with the first output."""
+    """Time from arrival to first schedule, in seconds; sent with the first output."""
     num_preemptions: int = 0
     extras: list[Extra] = []
-    """Requested values beside tokens; an output may hold these alone."""
+    """Requested values in addition to tokens; an output may contain only these."""
     attempt: int = 1
     """The request's attempt (see `EngineCoreRequest.attempt`)."""
 
@@ -233,7 +238,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class UtilityOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Answer to a `UtilityCall`: the message of a failure, or a result as msgpack."""
+    """The answer to a `UtilityCall`: an error message, or a result as msgpack."""
 
     call_id: int
     failure_message: str | None = None
@@ -246,32 +251,32 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=
     outputs: list[EngineCoreOutput] = []
     utility_output: UtilityOutput | None = None
     seq: int = 0
-    """Counts the messages with outputs through this connection, from 1: a gap means that some were
-    lost, and a count that begins again that the engine has dropped its requests. 0: not counted.
-    """
+    """Counts the messages with outputs on this connection, from 1. A gap means that some were lost;
+    a restart from 1 means that the engine has dropped its requests. 0: not counted."""
     started: list[str] = []
-    """Requests that enter the step which the engine begins next, or whose adapter it loads next.
-    This leaves before it begins: if the engine is lost in it, it is known who may be the reason,
-    and who only waited."""
+    """Requests that are in the engine's next step for the first time, or whose adapter it loads
+    next. This is sent before the step begins: if the engine is lost in the step, the ingress knows
+    which requests may be the cause, and which ones only waited."""
     started_attempts: list[int] = []
     """Attempts of the requests in `started`, in the same order."""
     journey_events: list[list[JourneyEvent]] = []
-    """What has happened to each of them since it was in `started` before, or since it arrived;
-    nothing while its adapter is loaded. The last event of each is that it was scheduled, just
-    before this message was sent."""
+    """Events of each of these requests since it was last in `started`, or since it arrived; empty
+    while its adapter is loaded. The last event of each is SCHEDULED, just before this message was
+    sent."""
 
 
 class KeepAliveReply(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """The engine answers a `KeepAlive`, whether it is idle or not."""
+    """The answer to a `KeepAlive`, from an idle or busy engine."""
 
     sent: int
-    """As in the `KeepAlive`."""
+    """The value in the `KeepAlive`."""
     received: int
-    """Messages of this connection that had come before the `KeepAlive`."""
+    """Number of messages that arrived on this connection before the `KeepAlive`."""
     seq: int
-    """`EngineCoreOutputs.seq` of the last message through this connection; 0: there was none."""
+    """`EngineCoreOutputs.seq` of the last message on this connection; 0: there was none."""
     waits_for_coordinator: bool = False
-    """It computes nothing before a message of the coordinator, and that is silent."""
+    """Whether the engine must wait for the coordinator before it computes, and the coordinator is
+    silent."""
 
 
 EngineAnswer = EngineCoreOutputs | KeepAliveReply

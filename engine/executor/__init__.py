@@ -1,4 +1,4 @@
-"""How an engine reaches its workers."""
+"""The interface between an engine and its workers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ EXECUTORS = {
 
 
 class ExecutorError(RuntimeError):
-    """A worker failed or was lost; the engine cannot go on."""
+    """A worker failed or was lost, and the engine cannot continue."""
 
 
 class GroupBroken(ExecutorError):
     """The workers are alive, but one of their groups has failed: `regroup` forms it again."""
 
     def __init__(self, message: str, absent: Iterable[int] = ()) -> None:
-        """`absent`: engines that did not come to a group between engines, or cannot be reached, by
+        """`absent`: engines that did not join a group across engines, or cannot be reached, by
         their indices in its plan."""
         super().__init__(message)
         self.absent = tuple(absent)
@@ -46,13 +46,13 @@ class WorkerLost(ExecutorError):
 
 
 class ExecutorLimits(msgspec.Struct, frozen=True):
-    """What all workers of the engine together can hold."""
+    """Limits that all workers of the engine can meet."""
 
     num_blocks: int
     max_model_len: int
     vocab_size: int
     samples: bool = True
-    """As in `WorkerLimits`, and so the next."""
+    """See `WorkerLimits`; the same holds for `keeps_kv`."""
     keeps_kv: bool = True
     offload_blocks: tuple[int, int] = (0, 0)
 
@@ -72,74 +72,77 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 Progress = Callable[[str], None]
-"""Called with a short text: what the start waits for."""
+"""Called with a short text that says what the start is waiting for."""
 
 
 def loading(done_bytes: int, total_bytes: int) -> str:
-    """The text of a load that is under way."""
+    """Returns the status text of loading."""
     share = done_bytes / total_bytes if total_bytes else 1.0
     return f"loading weights, {share:.0%} of {total_bytes / 1e9:.1f} GB"
 
 
 class Executor(ABC):
-    """Workers of one engine: started once, given plans in order, answering in order.
+    """The workers of one engine: started once; they execute plans and return results in order.
 
-    A result that is waited for may raise GroupBroken or WorkerLost; any other ExecutorError is
-    the end of the engine.
+    Waiting for a result may raise GroupBroken or WorkerLost; any other ExecutorError stops the
+    engine.
     """
 
     @abstractmethod
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
-        """Load the model and allocate the KV cache. Raises the exception of a worker."""
+        """Loads the model and allocates the KV cache. Raises the exception of a worker."""
 
     @abstractmethod
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
-        """Hand a plan to every worker; `overlaps` says whether this returns at once."""
+        """Sends a plan to every worker; `overlaps` says whether this returns immediately."""
 
     @abstractmethod
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
-        """Let every worker leave its groups and form those of the plan; what each of them did.
+        """Lets every worker leave its groups and form those of the plan; returns a result for each
+        worker.
 
         The executor fills in `generation` and `store`; the caller sets the rest. Blocks until all
-        are there. Results of earlier steps that were not read are dropped. Raises GroupBroken if
-        a peer does not come, WorkerLost if one of ours has gone.
+        groups are formed. Unread results of earlier steps are dropped. Raises GroupBroken if a peer
+        does not join, WorkerLost if a worker of this engine is lost.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Let workers inside a collective leave it with an error; from any thread."""
+        """Lets workers inside a collective leave it with an error; may be called from any
+        thread."""
 
     def repair(self) -> None:
-        """Replace the lost workers; the others keep their weights. `regroup` must follow, and
-        the KV cache holds nothing. Raises ExecutorError if it cannot be done."""
+        """Replaces the lost workers; the others keep their weights. `regroup` must follow, and the
+        KV cache is empty. Raises ExecutorError if it fails."""
         raise ExecutorError("this executor cannot replace a worker")
 
     def load_adapter(self, command: LoadAdapter) -> None:
-        """Let every worker load an adapter, beside the steps that follow."""
+        """Lets every worker load an adapter, in parallel with the following steps."""
         raise ExecutorError("this executor loads no adapters")
 
     def loaded_adapters(self, wait_s: float) -> list[AdapterLoaded]:
-        """Those that all workers have loaded, or that one cannot, each once; after waiting for one.
-        Raises as a result that is waited for."""
+        """Waits up to `wait_s` and returns adapters that all workers have loaded, or that a worker
+        cannot load, each once. Raises like waiting for a result."""
         return []
 
-    def check(self) -> None:  # noqa: B027 - threads cannot die alone
-        """Raise WorkerLost if a worker has died or stopped; called while the engine is idle."""
+    def check(self) -> None:  # noqa: B027 - threads cannot die by themselves
+        """Raises WorkerLost if a worker has died or stopped; called while the engine is idle."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether `execute` returns before the step is computed. If it does not, a step that is
-        planned ahead gains nothing, and requests that arrive meanwhile wait for it."""
+        """Whether `execute` returns before the step is computed. Otherwise planning a step ahead
+        gains nothing, and requests that arrive meanwhile would wait for it."""
         return True
 
     @property
     def store(self) -> tuple[str, int] | None:
-        """Where workers of other engines can meet ours; None unless engines share experts."""
+        """Address of the store for workers of other engines; None unless engines share experts."""
         return None
 
     @property
     def progress_counter(self) -> int:
-        """Layers computed by the workers since the start: progress. From any thread."""
+        """Number of layers computed by the workers since the start; may be called from any
+        thread."""
         return 0
 
     @abstractmethod
@@ -147,11 +150,12 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the workers and give their memory back. May be called twice."""
+        """Stops the workers and releases their memory. May be called twice."""
 
 
 def build_executor(config: Config, **shell: Any) -> Executor:
-    """The executor that `parallel.executor` names; `shell` goes to its constructor."""
+    """Builds the executor that `parallel.executor` names; `shell` contains arguments of its
+    constructor."""
     alone = config.parallel.world == 1
     name: str = config.parallel.executor
     if name == "auto":
@@ -164,7 +168,7 @@ def build_executor(config: Config, **shell: Any) -> Executor:
 
 
 def agree_limits(config: Config, limits: Sequence[WorkerLimits]) -> ExecutorLimits:
-    """The smallest of what each worker holds; a sequence must fit into the cache alone.
+    """Returns the smallest limits of all workers; one sequence must fit into the cache by itself.
 
     Raises ConfigError if `model.max_model_len` is set and does not fit.
     """

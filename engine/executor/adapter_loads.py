@@ -1,4 +1,5 @@
-"""Which adapters all workers of an engine have loaded: pure, but for the queue of their answers."""
+"""Tracks which adapters all workers of an engine have loaded. Pure, except for the queue of
+results."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from swell.worker.wire import AdapterLoaded, LoadAdapter
 
 
 def late_reason(adapter: Adapter, limit_s: float) -> str:
-    """Why the requests of an adapter fail that is not loaded in time."""
+    """Returns why requests fail if their adapter is not loaded in time."""
     name = shown(adapter.name)
     return f"adapter {name}: it was not loaded within {limit_s:g} s; its folder may hang"
 
@@ -23,23 +24,23 @@ def late_reason(adapter: Adapter, limit_s: float) -> str:
 class _Load:
     command: LoadAdapter
     answers: dict[int, AdapterLoaded] = field(default_factory=dict)
-    """Rank -> the answer of this worker."""
+    """Rank -> the worker's result."""
     is_loaded: bool = False
-    """All workers had it."""
+    """Whether all workers have had the adapter."""
 
 
 class AdapterLoads:
-    """The loads that are under way, and those that have ended well."""
+    """The loads in progress, and those that have succeeded."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self._loads: dict[int, _Load] = {}
-        """By place."""
+        """Place -> load."""
         self._number = 0
 
     def begin(self, command: LoadAdapter) -> LoadAdapter:
-        """The command as workers get it. What had its place, and a load of the same adapter that
-        was given up, count no more."""
+        """Starts a load and returns the command for the workers. Drops the load that had this
+        place, and a load of the same adapter that was given up."""
         self._number += 1
         numbered = msgspec.structs.replace(command, number=self._number)
         digest = command.adapter.digest
@@ -52,7 +53,8 @@ class AdapterLoads:
         return numbered
 
     def answer(self, loaded: AdapterLoaded) -> AdapterLoaded | None:
-        """The answer of all, with the first failure; None: some are missing, or none waits."""
+        """Records a worker's result. Returns the first failure, or success once all workers have
+        loaded the adapter; None while results are missing, or if nothing waits for them."""
         loads = (load for load in self._loads.values() if load.command.number == loaded.number)
         load = next(loads, None)
         if load is None:
@@ -68,8 +70,8 @@ class AdapterLoads:
         return None if was_loaded else loaded
 
     def replace_workers(self, ranks: list[int]) -> list[LoadAdapter]:
-        """These were lost, and with them the loads that were under way; what the workers in their
-        places have to load."""
+        """Drops the results of lost workers, and the loads in progress. Returns the loads that
+        their replacements must execute."""
         self._loads = {place: load for place, load in self._loads.items() if load.is_loaded}
         for load in self._loads.values():
             for rank in ranks:
@@ -77,12 +79,12 @@ class AdapterLoads:
         return [load.command for load in self._loads.values()]
 
     def missing(self) -> list[LoadAdapter]:
-        """What workers in the places of others have not loaded yet."""
+        """Returns the loads that replacement workers have not finished yet."""
         loaded = [load for load in self._loads.values() if load.is_loaded]
         return [load.command for load in loaded if len(load.answers) < self._workers]
 
     def give_up(self, limit_s: float) -> list[AdapterLoaded]:
-        """What is missing after this time is not waited for; failures of all workers."""
+        """Gives up the missing loads after this time; returns them as failures of all workers."""
         late = self.missing()
         for command in late:
             del self._loads[command.place]
@@ -93,7 +95,7 @@ class AdapterLoads:
 
 
 class QueuedLoads(AdapterLoads):
-    """Of workers in this process, which answer from other threads."""
+    """The loads of workers in this process, which report results from other threads."""
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)

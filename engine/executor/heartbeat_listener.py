@@ -1,4 +1,4 @@
-"""The second channel between an engine and its workers, which no step ever blocks."""
+"""The second channel between an engine and its workers, which steps never block."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from swell.engine.executor.worker_monitor import WorkerMonitor
 from swell.worker.wire import AbortGroups, WorkerHeartbeat, WorkerMessage
 
 _CHECKS_PER_TIMEOUT = 8
-"""More than two, else the monitor would assume that it was suspended."""
+"""More than two; otherwise the monitor would assume that it was suspended."""
 
 
 class HeartbeatListener:
     """Receives the heartbeats of the workers and sends them `AbortGroups`.
 
-    A thread owns the socket and checks in a rhythm of its own, so that its findings do not depend
-    on what the engine is doing. Every method may be called from any thread.
+    A separate thread owns the socket and checks at a fixed interval, so that its results do not
+    depend on what the engine is doing. Every method may be called from any thread.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class HeartbeatListener:
         self._lock = threading.Lock()
         self._peers: dict[int, bytes] = {}
         self._removed_peers: set[bytes] = set()
-        """Peers of workers that were replaced: a late heartbeat of theirs is ignored."""
+        """Peers of replaced workers: their late heartbeats are ignored."""
         self._abort_to: set[bytes] = set()
         self._generation = 0
         self._stopped: dict[int, str] = {}
@@ -52,17 +52,17 @@ class HeartbeatListener:
 
     @property
     def progress_counter(self) -> int:
-        """Layers computed by all workers so far."""
+        """Number of layers computed by all workers so far."""
         return self._monitor.progress_counter
 
     def stopped(self) -> dict[int, str]:
-        """Workers that have stopped, and why they are thought to have."""
+        """Returns workers that have stopped, and why they count as stopped."""
         with self._lock:
             return dict(self._stopped)
 
     @contextmanager
     def awaiting_step(self) -> Iterator[None]:
-        """A result is waited for inside the context."""
+        """Marks that a result is awaited inside the context."""
         with self._lock:
             self._monitor.awaiting_step(time.monotonic())
         try:
@@ -72,17 +72,17 @@ class HeartbeatListener:
                 self._monitor.step_done()
 
     def forming(self, generation: int) -> None:
-        """All workers have been commanded to form these groups."""
+        """Records that all workers were commanded to form these groups."""
         with self._lock:
             self._monitor.forming(generation, time.monotonic())
 
     def groups_formed(self) -> None:
-        """All workers have formed their groups."""
+        """Records that all workers have formed their groups."""
         with self._lock:
             self._monitor.groups_formed()
 
     def forget(self, rank: int) -> None:
-        """The worker is to be replaced: its successor has the same rank."""
+        """Forgets a worker that is about to be replaced by one with the same rank."""
         with self._lock:
             self._monitor.forget(rank)
             self._stopped.pop(rank, None)
@@ -90,7 +90,7 @@ class HeartbeatListener:
                 self._removed_peers.add(self._peers.pop(rank))
 
     def abort(self, generation: int) -> None:
-        """Let all workers leave their groups of this generation or an older one."""
+        """Lets all workers leave their groups of this generation or an older one."""
         with self._lock:
             self._generation = max(self._generation, generation)
             self._abort_to.update(self._peers.values())
@@ -98,7 +98,7 @@ class HeartbeatListener:
                 self._waker.wake()
 
     def close(self) -> None:
-        """May be called twice."""
+        """Stops the thread. May be called twice."""
         with self._lock:
             if self._closing:
                 return

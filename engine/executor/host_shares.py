@@ -1,5 +1,5 @@
-"""How many workers share the cores and the memory of a host: those of all engines that have a part
-there; and which stages do. Pure."""
+"""Calculates how many workers of all engines share the cores and the memory of a host, and the
+order of pipeline stages over hosts. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from swell.configs.schema import Config
 
 _ENGINE = "-engine-"
-"""In the name of every engine's placement group (`cluster/control/actor_names.py`)."""
+"""Part of the name of every engine's placement group (`cluster/control/actor_names.py`)."""
 _PLACED = "CREATED"
 """The state of a placement group whose resources are reserved."""
 
 
 def bundle_workers(config: Config) -> int:
-    """Workers of one bundle of an engine: tensor ranks of a stage, or all of a process."""
+    """Returns the number of workers in one bundle of an engine: the tensor ranks of a stage, or all
+    workers of a process."""
     parallel = config.parallel
     return parallel.world if parallel.executor == "inproc" else parallel.tensor
 
@@ -24,11 +25,11 @@ def bundle_workers(config: Config) -> int:
 def workers_by_node(
     groups: Iterable[Mapping[str, Any]], config: Config, nodes: int
 ) -> Counter[str]:
-    """Workers by node, for engines with this configuration.
+    """Returns the number of workers by node, for engines with this configuration.
 
-    `groups`: Ray's table of placement groups; engines of every cluster of ours count. `nodes`: how
-    many are alive. While engines start together, some may have no place yet: a node is counted with
-    its part of `parallel.data` engines at least.
+    `groups`: Ray's table of placement groups; engines of every Swell cluster count. `nodes`: number
+    of live nodes. While engines start together, some may not be placed yet: each node counts at
+    least its share of `parallel.data` engines.
     """
     placed = Counter(
         node
@@ -42,7 +43,7 @@ def workers_by_node(
 
 
 def stage_order(bundle_nodes: dict[int, str]) -> Sequence[int]:
-    """Bundles in the order in which pipeline stages take them: node by node."""
+    """Returns the bundles in the order in which pipeline stages use them: node by node."""
     first_seen: dict[str, int] = {}
     for bundle in sorted(bundle_nodes):
         first_seen.setdefault(bundle_nodes[bundle], bundle)

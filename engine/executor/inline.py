@@ -1,7 +1,7 @@
-"""The one worker of an engine, on the engine's own thread: no queue, no thread to wake.
+"""Runs the one worker of an engine on the engine's own thread: no queue, no thread to wake.
 
-A CPU computes the step inside `execute`. A GPU is given its kernels there and goes on by itself, so
-that the next step is prepared meanwhile.
+A CPU computes the step inside `execute`. On a GPU, `execute` only launches the kernels, so that the
+next step is prepared while the device computes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from swell.worker.wire import (
 
 
 class InlineOutput(AsyncModelRunnerOutput):
-    """A step's result, whose wait may fail as the step itself may."""
+    """A step's result; waiting for it may fail like the step itself."""
 
     def __init__(self, executor: InlineExecutor, output: AsyncModelRunnerOutput) -> None:
         self._executor = executor
@@ -49,7 +49,7 @@ class InlineOutput(AsyncModelRunnerOutput):
 
 
 class InlineExecutor(Executor):
-    """Calls its worker. Not thread-safe, but for `abort` and `progress_counter`."""
+    """Calls its worker. Not thread-safe, except `abort` and `progress_counter`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class InlineExecutor(Executor):
         host: str = "127.0.0.1",
         **_shell: Any,
     ) -> None:
-        """`host`: where workers of other engines can reach this process."""
+        """`host`: address at which workers of other engines can reach this process."""
         self._config = config
         self._host = host
         self._local_workers = workers_per_machine
@@ -123,8 +123,8 @@ class InlineExecutor(Executor):
         return [regrouped]
 
     def guard(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call the worker. After the failure of a group it can form another; any other failure is
-        its end."""
+        """Calls the worker. After a group failure it can form a new group; after any other failure
+        it cannot be used."""
         if self._failure is not None:
             raise ExecutorError(f"the worker failed before: {self._failure}")
         try:
@@ -137,8 +137,8 @@ class InlineExecutor(Executor):
             self._failure = error
             self._worker.shutdown()
             raise
-        except BaseException:  # the user's interrupt: what the step had begun is forgotten
-            if call != self._worker.regroup:  # the caller regroups again, perhaps by another plan
+        except BaseException:  # the user's interrupt: drop what the step had begun
+            if call != self._worker.regroup:  # the caller regroups again, perhaps with another plan
                 self._worker.regroup(GroupPlan(self._generation))
             raise
 

@@ -1,4 +1,4 @@
-"""Workers as threads of the engine's process: no Ray, no sockets.
+"""Runs workers as threads of the engine's process: no Ray, no sockets.
 
 The only file of `engine/` that imports torch.
 """
@@ -41,22 +41,22 @@ from swell.worker.wire import (
 )
 
 _JOIN_S = 10.0
-"""How long a worker thread may take to end."""
+"""How long a worker thread may take to stop."""
 _FAILURE_GRACE_S = 1.0
-"""When one worker fails, its peers notice within this time."""
+"""Time within which its peers notice the failure of a worker."""
 _POLL_S = 0.1
 """How often a wait for groups checks whether they were aborted."""
 
 LoadProgress = Callable[[int, int], None]
-"""Takes bytes done and bytes in all."""
+"""Accepts the loaded and the total number of bytes."""
 
 
 def _no_progress(done_bytes: int, total_bytes: int) -> None:
-    """Only rank 0 reports progress: shards are alike."""
+    """Ignores progress: only rank 0 reports it, because all shards have similar sizes."""
 
 
 class WorkerThread:
-    """Owns one worker. Calls run on its thread in order, and answer by a Future."""
+    """Owns one worker. Calls run on its thread in order, and return a Future."""
 
     def __init__(
         self,
@@ -86,11 +86,12 @@ class WorkerThread:
         self._calls.put(None)
 
     def join(self) -> None:
-        """Wait for the end; a thread that a dead peer holds up is left to its group's timeout."""
+        """Waits until the thread has stopped; a thread that a dead peer blocks is left to its
+        group's timeout."""
         self._thread.join(_JOIN_S)
 
     def abort(self, generation: int) -> None:
-        """Let the worker leave its groups, even inside an operation, unless they are younger."""
+        """Lets the worker leave its groups, even inside an operation, unless they are newer."""
         if self._worker is not None:
             self._worker.abort(generation)
 
@@ -101,7 +102,8 @@ class WorkerThread:
     def _run(
         self, config: Config, rank: int, local_workers: int, progress: LoadProgress, host: str
     ) -> None:
-        """Every call is answered, whatever is raised: the engine's loop waits for the answer."""
+        """Runs calls until stopped. Every call gets an answer, even after an exception: the
+        engine's loop waits for it."""
         failure: BaseException | None = None
         broken = False
         try:
@@ -143,7 +145,7 @@ class WorkerThread:
 
 
 def _failure(leave: Callable[[], None]) -> Exception | None:
-    """What a worker raises when it leaves its groups, which is also logged."""
+    """Lets a worker leave its groups; logs and returns its exception, if there is one."""
     try:
         leave()
     except Exception as error:
@@ -153,7 +155,7 @@ def _failure(leave: Callable[[], None]) -> Exception | None:
 
 
 class InprocOutput(AsyncModelRunnerOutput):
-    """Futures of one step, one for each worker."""
+    """The futures of one step, one for each worker."""
 
     def __init__(self, futures: list[Future[Any]], output_rank: int) -> None:
         self._futures = futures
@@ -167,7 +169,8 @@ class InprocOutput(AsyncModelRunnerOutput):
 
 
 def raise_first(futures: list[Future[Any]]) -> None:
-    """Raise what has failed: rather a worker's own fault than that its peers noticed."""
+    """Raises an exception of the futures, if there is one: preferably a worker's own failure,
+    rather than that its peers noticed it."""
     if not any(future.done() and future.exception() for future in futures):
         return
     wait(futures, timeout=_FAILURE_GRACE_S)
@@ -176,7 +179,7 @@ def raise_first(futures: list[Future[Any]]) -> None:
 
 
 class InprocExecutor(Executor):
-    """All workers of the engine in this process, a thread each."""
+    """All workers of the engine in this process, one thread each."""
 
     def __init__(
         self,
@@ -186,7 +189,7 @@ class InprocExecutor(Executor):
         host: str = "127.0.0.1",
         **_shell: Any,
     ) -> None:
-        """`host`: where workers of other engines can reach this process."""
+        """`host`: address at which workers of other engines can reach this process."""
         self._config = config
         self._host = host
         self._store: tuple[str, int] | None = None
@@ -200,7 +203,7 @@ class InprocExecutor(Executor):
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
         prepare_for_torch()
-        # Threads that import at the same time can see half of a module.
+        # Threads that import at the same time may see a partially imported module.
         import torch.distributed as dist
 
         import swell.worker.worker  # noqa: F401

@@ -1,5 +1,5 @@
-"""Ends a process of any node of the Ray cluster, so that its memory is free: Ray requests its exit
-first, and a process that hangs or is suspended does not react for seconds."""
+"""Kills a process on any node of the Ray cluster, so that its memory is freed. `ray.kill` requests
+an exit first, to which a hanging or suspended process does not react for seconds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _HELPER_S = 20.0
-"""How long a helper may take to start on another node, and to end the process."""
+"""How long a helper may take to start on another node, and to kill the process."""
 _END_S = 5.0
-"""How long the kernel may take to end a process, and to free its memory."""
+"""How long the kernel may take to terminate a process, and to free its memory."""
 _POLL_S = 0.01
 
 
 def kill_process(pid: int, node: str) -> None:
-    """Return when it has ended; one that had ended before is no error. On another node than this
-    one a task does it there. Raises a `RayError` if that node runs none in time."""
+    """Kills a process and returns when it has terminated; it need not exist any more. On another
+    node, a Ray task does it. Raises a `RayError` if that node runs no task in time."""
     if node == ray.get_runtime_context().get_node_id():
         _kill(pid)
         return
@@ -44,7 +44,7 @@ def _kill(pid: int) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """A zombie holds no memory."""
+    """Whether the process exists. A zombie does not count, because it holds no memory."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

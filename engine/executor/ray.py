@@ -1,8 +1,8 @@
 """Workers as Ray actors in the engine's placement group.
 
-Ray places, starts and ends them; every plan and every result goes over the channel. Workers start
-in no group: the first `regroup` forms their groups, and one worker that takes the place of another
-is added by the same call.
+Ray places, starts and stops them; plans and results are sent over the channel. Workers start
+without groups: the first `regroup` forms their groups, and adds a replacement worker in the same
+way.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from swell.worker.wire import (
 _DEATH_POLL_S = 0.1
 """How often a wait checks whether the workers are alive."""
 _FAILURE_GRACE_S = 1.0
-"""When a group fails because a worker of ours died, Ray reports the death within this time."""
+"""If a group fails because a worker of this engine died, Ray reports the death within this time."""
 _END_S = 5.0
-"""How long workers may take to end after `Shutdown`."""
+"""How long workers may take to stop after `Shutdown`."""
 MAX_REPAIRS = 3
 REPAIRS_PERIOD_S = 300.0
 """An engine that needs more than `MAX_REPAIRS` in this time has another problem."""
 _RELOAD_TIMEOUT_S = 30.0
-"""How long an engine waits for the adapters of a worker that takes the place of another."""
+"""How long an engine waits until a replacement worker has loaded its adapters."""
 
 
 class RayOutput(AsyncModelRunnerOutput):
@@ -79,7 +79,7 @@ class RayOutput(AsyncModelRunnerOutput):
 
 
 class RayExecutor(Executor):
-    """One actor for each worker; the tensor-parallel ranks of a stage share a bundle, so a node."""
+    """One actor per worker; the tensor-parallel ranks of a stage share a bundle and so a node."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class RayExecutor(Executor):
         workers_by_node: Mapping[str, int] | None = None,
         **_shell: Any,
     ) -> None:
-        """`workers_by_node`: how many workers of all engines share a node. Else this engine's."""
+        """`workers_by_node`: number of workers of all engines on a node; default: this engine's."""
         self._config = config
         self._placement_group = placement_group
         self._keys = keys
@@ -102,8 +102,8 @@ class RayExecutor(Executor):
         self._heartbeats = HeartbeatListener(keys, host, cluster.stall_timeout_s, ports)
         self._workers: dict[int, RayWorker] = {}
         self._bundles: Sequence[int] = ()
-        """The bundles of the pipeline stages, from the first start on: a replacement has its
-        predecessor's, even if Ray has moved bundles to other nodes meanwhile."""
+        """The bundles of the pipeline stages, fixed at the first start: a replacement uses its
+        predecessor's bundle, even if Ray has moved bundles to other nodes meanwhile."""
         self._limits: ExecutorLimits | None = None
         self._store: tuple[str, int] | None = None
         self._generation = 0
@@ -112,14 +112,15 @@ class RayExecutor(Executor):
         self._lost: dict[int, str] = {}
         self._loads = AdapterLoads(config.parallel.world)
         self._loaded: list[AdapterLoaded] = []
-        """By all workers, and not taken yet."""
+        """Loaded by all workers, and not returned yet."""
         self._repaired_at: list[float] = []
         self._log = StructuredLogger("engine.executor")
 
     # ---------------------------------------------------------------- start and end
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
-        """Engines that share experts are in no group until the first `regroup`."""
+        """Starts the workers. Engines that share experts form no group until the first
+        `regroup`."""
         world = self._config.parallel.world
         try:
             progress(f"starting {world} workers")
@@ -152,7 +153,7 @@ class RayExecutor(Executor):
         self._inbox.close()
 
     def _start_workers(self, ranks: Iterable[int], progress: Progress) -> None:
-        """Create workers, let them load and allocate, and wait until they connect on both
+        """Creates workers, lets them load and allocate, and waits until they connect on both
         channels."""
         limit_s = self._config.cluster.start_timeout_s
         nodes = placement_group_table(self._placement_group)["bundles_to_node_id"]
@@ -186,8 +187,8 @@ class RayExecutor(Executor):
                     raise ExecutorError(f"worker {worker.rank} {ended}" if ended else late)
 
     def _load_adapters(self, ranks: list[int]) -> None:
-        """Let workers in the places of others load what these had. An adapter that one cannot load
-        is reported as `loaded_adapters` does."""
+        """Lets replacement workers load the adapters of their predecessors. An adapter that one
+        cannot load is reported like in `loaded_adapters`."""
         for command in self._loads.replace_workers(ranks):
             for rank in ranks:
                 peer = self._workers[rank].peer
@@ -214,7 +215,7 @@ class RayExecutor(Executor):
         ).remote(self._config, rank, local_workers, self._keys, *addresses)
 
     def _load(self, workers: list[RayWorker], progress: Progress) -> list[WorkerLimits]:
-        """Load on these workers, and report the progress of the first one."""
+        """Loads the model on these workers, and reports the progress of the first one."""
         loads = [worker.actor.load.remote() for worker in workers]
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
         while len(ray.wait(loads, num_returns=len(loads), timeout=0)[0]) < len(loads):
@@ -237,7 +238,7 @@ class RayExecutor(Executor):
         return RayOutput(self, plan.step)
 
     def wait_for(self, step: int) -> ModelRunnerOutput:
-        """The result of a step. Raises GroupBroken and WorkerLost."""
+        """Returns the result of a step. Raises GroupBroken and WorkerLost."""
         with self._heartbeats.awaiting_step():
             while step not in self._results:
                 messages = self._receive()
@@ -248,7 +249,7 @@ class RayExecutor(Executor):
         return self._results.pop(step)
 
     def check(self) -> None:
-        """Raise WorkerLost if workers have died or stopped."""
+        """Raises WorkerLost if workers have died or stopped."""
         for rank, worker in self._workers.items():
             if ended := worker.exit_reason():
                 self._lost[rank] = f"(pid {worker.pid}) {ended}"
@@ -259,7 +260,7 @@ class RayExecutor(Executor):
             raise WorkerLost("; ".join(f"worker {rank} {why}" for rank, why in lost))
 
     def _raise_if_failed(self, message: WorkerMessage) -> None:
-        """Raise if the message says that a worker or its groups have failed."""
+        """Raises if the message reports that a worker or its groups have failed."""
         if not isinstance(message, WorkerFailure) or message.generation != self._generation:
             return
         self._record_failure(message)
@@ -361,8 +362,8 @@ class RayExecutor(Executor):
         ]
 
     def _kill(self, worker: RayWorker) -> None:
-        """End a worker that may be dead already, or stopped, or busy. Its memory is free then,
-        unless its node cannot be reached."""
+        """Kills a worker that may be dead already, or stopped, or busy. Frees its memory, unless
+        its node cannot be reached."""
         self._heartbeats.forget(worker.rank)
         if worker.pid and not worker.exit_reason():
             try:
@@ -380,8 +381,7 @@ class RayExecutor(Executor):
             self._inbox.send(worker.peer, frame)
 
     def _receive(self, wait_s: float = _DEATH_POLL_S) -> list[WorkerMessage]:
-        """Messages of workers that are alive, after waiting a moment for one; results are kept,
-        too."""
+        """Returns messages of live workers, after waiting briefly for one; also stores results."""
         messages = []
         for peer, message in self._inbox.receive(wait_s):
             if isinstance(message, WorkerHello):

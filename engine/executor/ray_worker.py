@@ -12,18 +12,18 @@ from swell.configs.log import first_line
 
 @dataclass(eq=False, slots=True)
 class RayWorker:
-    """Its successor is another."""
+    """One worker process; its replacement is another object."""
 
     rank: int
     actor: Any
     node: str
-    """Where its bundle is."""
+    """The node of its bundle."""
     pid: int = 0
     run: Any = None
     peer: bytes | None = None
 
     def exit_reason(self) -> str:
-        """Why the worker is no more, or nothing while it runs."""
+        """Returns why the worker has stopped, or an empty string while it runs."""
         if self.run is None or not ray.wait([self.run], timeout=0)[0]:
             return ""
         try:

@@ -1,6 +1,6 @@
-"""Which workers have stopped, by their heartbeats.
+"""Detects by heartbeats which workers have stopped.
 
-Pure: time is an argument, in seconds of any monotonic clock.
+Pure: the time is an argument, in seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from swell.coordinator.progress_monitor import ProgressMonitor
 @dataclass(slots=True)
 class _WorkerGroups:
     first_progress: int
-    """Layers computed when the present groups were formed: ranks are compared from there on."""
+    """Number of layers computed when the current groups were formed: ranks are compared from
+    there."""
     generation: int
     """The generation of the groups that it is in or forms."""
 
 
 class WorkerMonitor:
-    """Workers send heartbeats in a fixed rhythm, with the number of layers they have computed.
+    """Monitors workers, which periodically send heartbeats with the number of layers that they have
+    computed.
 
     A worker has stopped if
 
     - it is *silent*: no heartbeat for `stall_timeout_s`; or
-    - it is *stuck*: all send heartbeats, a step is in flight, and for twice as long none has
-    computed a layer. Workers wait for each other, so the one that is furthest behind is named.
-    Twice,
-      because a worker also waits for workers of other engines, whose silence is for their own
-      engine to notice; or
+    - it is *stuck*: all workers send heartbeats, a step is in flight, and for twice
+      `stall_timeout_s` none has computed a layer. Workers wait for each other, so the one with
+      the least progress is reported. The time is doubled because a worker also waits for
+      workers of other engines, whose silence their own engine must detect; or
     - it is *caught*: it was commanded to form groups, and for `stall_timeout_s` it has neither
-      begun to nor computed a layer of the step that it is in. Not every operation ends when it is
-      aborted.
+      started to do so nor computed a layer of its current step. Not every operation returns when
+      it is aborted.
 
     A worker in a slow step has not stopped.
     """
@@ -51,13 +52,13 @@ class WorkerMonitor:
 
     @property
     def progress_counter(self) -> int:
-        """Layers computed by all workers that there ever were."""
+        """Number of layers computed by all current and former workers."""
         return self._total_progress
 
     def on_heartbeat(
         self, rank: int, progress_counter: int, now: float, generation: int = 0
     ) -> None:
-        """A heartbeat of a worker; it is monitored from its first one on."""
+        """Records a heartbeat of a worker, which is monitored from its first one on."""
         if rank not in self._groups:
             self._groups[rank] = _WorkerGroups(progress_counter, generation)
             self._monitor.set_subjects(self._groups, now)
@@ -66,32 +67,33 @@ class WorkerMonitor:
         self._groups[rank].generation = generation
 
     def forget(self, rank: int) -> None:
-        """The worker is to be replaced."""
+        """Forgets a worker that is about to be replaced."""
         self._groups.pop(rank, None)
         self._monitor.remove(rank)
 
     def forming(self, generation: int, now: float) -> None:
-        """All workers have been commanded to form these groups."""
+        """Records that all workers were commanded to form these groups."""
         self._forming = (generation, self._monitor.read(now))
 
     def groups_formed(self) -> None:
-        """All groups are formed: a replacement is not behind because it is young."""
+        """Records that all groups are formed: from now on, progress of old and new workers is
+        comparable."""
         self._forming = None
         for rank, groups in self._groups.items():
             groups.first_progress = self._monitor.counter(rank)
 
     def awaiting_step(self, now: float) -> None:
-        """A result is waited for, if none was before."""
+        """Records that a result is awaited, if none was before."""
         if self._step_since is None:
             self._step_since = self._monitor.read(now)
 
     def step_done(self) -> None:
-        """No result is waited for."""
+        """Records that no result is awaited."""
         self._step_since = None
 
     def check(self, now: float) -> dict[int, str]:
-        """The workers that have stopped, and why; called once all heartbeats have been taken
-        in."""
+        """Returns the workers that have stopped, and why; call it after all received heartbeats
+        were handled."""
         self._monitor.advance(now)
         return self._silent() or self._not_left_groups() or self._stuck()
 
