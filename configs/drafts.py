@@ -64,7 +64,7 @@ class DraftsConfig(Section, frozen=True):
 
 
 def check_drafts(config: DraftsConfig) -> None:
-    """Check the rules between keys."""
+    """Checks the rules between keys. Raises `ConfigError`."""
     if config.method in OF_MODELS and config.model is None:
         raise ConfigError(
             f"drafts.method={config.method} needs drafts.model, what guesses; write its folder "

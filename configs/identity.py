@@ -1,4 +1,4 @@
-"""The identity of a configuration: a controller adopts a running engine only if the identity of its
+"""The identity of a configuration: the manager adopts a running engine only if the identity of its
 configuration is the same."""
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class ParallelConfig(Section, frozen=True):
 
 
 def check_parallel(parallel: ParallelConfig) -> None:
-    """Check the rules between keys."""
+    """Checks the rules between keys. Raises `ConfigError`."""
     for key in ("redundant_experts", "balance_steps"):
         if (value := getattr(parallel, key)) and not parallel.expert:
             raise ConfigError(

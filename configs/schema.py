@@ -167,9 +167,9 @@ class ClusterConfig(Section, frozen=True):
     heartbeat_s: Seconds = 1.0
     """Interval of reports without changes."""
     interface: Text | None = None
-    """The network between the processes of the cluster: the name of an interface, as `eth1`, or an
-    IPv4 network, as `10.1.0.0/16`. On each host all of them listen on its first address there.
-    None: on the address of the host's Ray node."""
+    """The network between the processes of the cluster: the name of an interface, such as `eth1`,
+    or an IPv4 network, such as `10.1.0.0/16`. On each host all of them listen on its first address
+    there. None: on the address of the host's Ray node."""
     ports: Text | None = None
     """`A-B`: the ports on which they listen, at least 16 and not used by other programs; see
     `docs/operate/network.md`. None: 20000-31999 for the coordinator, and any port for the others."""

@@ -2,8 +2,8 @@
 
 A field or a parameter that holds a secret has one of the types below. A struct with such a field
 derives from `HoldsSecrets`, which hides it in the struct's repr; other classes that hold a secret
-must not have a repr of their own. `tests/test_secrets.py` checks both by these types, and finds
-names that look like secrets but have another type.
+must not define a repr. `tests/test_secrets.py` checks both by these types, and finds names that
+look like secrets but have another type.
 """
 
 from __future__ import annotations

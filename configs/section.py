@@ -14,7 +14,7 @@ MAX_SECONDS = 2_000_000.0
 MAX_KEPT_S = 10 * 366 * 86400.0
 """Maximum retention time: ten years."""
 MAX_TEXT_CHARS = 4096
-"""The longest path of a file has this length."""
+"""Maximum length of a text: that of the longest path of a file."""
 MAX_NAMES = 256
 NO_CONTROLS = r"^[^\x00-\x1f\x7f\ud800-\udfff]*\Z"
 """A text without control characters, which neither paths nor HTTP headers may contain."""

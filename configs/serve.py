@@ -43,16 +43,16 @@ class ServeConfig(SessionLimits, frozen=True):
     host that exists at the start."""
     api_keys_file: FilledText | None = None
     """File with one key per line, in visible ASCII; a `#` at the start or after a space starts a
-    comment. Keys cannot contain `#`. A request must have one of the keys, as `authorization: Bearer
+    comment. Keys cannot contain `#`. A request must send one of the keys, as `authorization: Bearer
     KEY` or `x-api-key: KEY`. Operators' keys are in `admin_keys_file`."""
     admin_keys_file: FilledText | None = None
     """File with the keys of the admin API. None: the admin API is open if `api_keys_file` is None
     too, else it is refused, because a user's key is not an operator's."""
     share_prefixes: Literal["key", "all"] = "key"
-    """Owners of the prefixes in the KV cache that a request may use, if there is an
-    `api_keys_file`. `key`: its own key only; otherwise cache hits (`cached_tokens`, a faster
-    answer) would tell one key what another one has sent. `all`: all keys. Clients that trust each
-    other then share the computation of common prompts."""
+    """Scope of the prefix cache if there is an `api_keys_file`. `key`: requests find only prefixes
+    of their own key; otherwise cache hits (`cached_tokens`, a faster answer) would tell one key
+    what another one has sent. `all`: all keys share the prefix cache, which saves the computation
+    of common prompts if the clients trust each other."""
     max_body_bytes: Annotated[int, Meta(ge=1, le=MAX_BODY_BYTES)] = 16 * 1024 * 1024
     """Longest HTTP body that is read. A conversation that fills a context of a million tokens has 5
     MB, and twice that if everything but ASCII is escaped; the number of values in a body has its
@@ -76,10 +76,10 @@ class ServeConfig(SessionLimits, frozen=True):
     """Longest time in which a client sends no byte of an unfinished body (408), or reads no byte of
     an answer, even if it reads slowly; a body also needs 1 KiB/s on average."""
     keep_alive_s: Seconds = 10.0
-    """Longest pause without data in a streamed answer, from the end of its request on: then its
-    head is sent, and a comment or a `ping` event. An answer that is not streamed sends its head
-    early only for a client that sends `x-swell-early-head: 1`. Proxies close an answer without a
-    byte after 60 s (nginx, ALB), and some after 15 s."""
+    """Longest pause in a streamed answer, counted from the end of its request: then the server
+    sends the head, if it has not been sent, and a comment or a `ping` event. An answer that is not
+    streamed sends its head early only for a client that sends `x-swell-early-head: 1`. Proxies
+    close an answer without a byte after 60 s (nginx, ALB), and some after 15 s."""
     idle_timeout_s: Seconds = 620.0
     """How long a connection may wait for its next request. A proxy that reuses a connection at the
     moment it is closed answers 502, so the proxy's own limit must be the shorter one: that of
@@ -91,12 +91,12 @@ class ServeConfig(SessionLimits, frozen=True):
     too if `host` is a loopback address or names are listed: a web page can make its own name
     resolve to the server's address (DNS rebinding)."""
     allowed_origins: Names = []
-    """Origins whose pages may use the admin API, as `https://ops.example`; `*` allows all. Pages of
-    the server itself and of loopback addresses are always allowed."""
+    """Origins whose pages may use the admin API, such as `https://ops.example`; `*` allows all.
+    Pages of the server itself and of loopback addresses are always allowed."""
     cors_origins: Names = []
     """Origins whose pages may call all routes but the admin API's from a browser and read the
-    answers, as `https://app.example`; `*` allows all. Empty by default: otherwise any page that a
-    user opens could use a server on the user's loopback address."""
+    answers, such as `https://app.example`; `*` allows all. Empty by default: otherwise any page
+    that a user opens could use a server on the user's loopback address."""
     chat_template: FilledText | None = None
     """A file with a chat template, used instead of the model's."""
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
@@ -106,9 +106,9 @@ class ServeConfig(SessionLimits, frozen=True):
     messages, calls and tools are always ignored."""
     schema_keywords: Literal["refuse", "ignore"] = "refuse"
     """How to treat a JSON schema with a standard keyword that cannot be enforced during generation,
-    as `uniqueItems: true` or `not`: `refuse` answers 400 and names tool and path, since an answer
-    may violate the keyword; `ignore` names it in the header `x-swell-warning`. Keywords without
-    constraints are always ignored."""
+    such as `uniqueItems: true` or `not`: `refuse` answers 400 and names tool and path, since an
+    answer may violate the keyword; `ignore` names it in the header `x-swell-warning`. Keywords
+    without constraints are always ignored."""
     truncate_prompts: TruncatePrompts = "none"
     """How to treat a text for pooling (embeddings, scores, classes) that is longer than the model's
     limit, if its request does not specify it: `none` answers 400 and names the text, because an
@@ -118,11 +118,11 @@ class ServeConfig(SessionLimits, frozen=True):
     request_chat_template: bool = False
     """Whether a request may contain a chat template: it is a program that may run for long."""
     tool_parser: Text = "auto"
-    """Format of the model's tool calls: a name in `docs/reference/formats.md`, as hermes or qwen3_coder;
+    """Format of the model's tool calls: a name in `docs/reference/formats.md`, such as hermes or qwen3_coder;
     `auto` detects it from the chat template; `none`."""
     reasoning_parser: Text = "auto"
-    """Format of the model's reasoning: a name in `docs/reference/formats.md`, as think or harmony; `auto` and
-    `none` as above."""
+    """Format of the model's reasoning: a name in `docs/reference/formats.md`, such as think or harmony;
+    `auto` and `none` as above."""
     stored_responses: NonNegative = 1000
     """Maximum number of answers of `/v1/responses` that are stored, for requests that continue or
     retrieve them; 0: none. The least recently used ones are dropped first."""
@@ -137,9 +137,10 @@ class ServeConfig(SessionLimits, frozen=True):
     request_history_s: KeptSeconds = 600.0
     """How long an ingress keeps the history of a finished request."""
     otlp_endpoint: Text | None = None
-    """An OpenTelemetry collector (OTLP over HTTP), as `http://collector:4318`: it receives each
-    finished request as spans. None: the value of OTEL_EXPORTER_OTLP_ENDPOINT in the environment of
-    the command that starts the application; if that is not set either, nothing is exported."""
+    """An OpenTelemetry collector (OTLP over HTTP), such as `http://collector:4318`: it receives
+    each finished request as spans. None: the value of OTEL_EXPORTER_OTLP_ENDPOINT in the
+    environment of the command that starts the application; if that is not set either, nothing is
+    exported."""
     no_engine_timeout_s: Seconds = 60.0
     """How long a request waits while no engine is available, before a 503; longer than a
     replacement takes to start."""

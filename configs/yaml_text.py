@@ -79,7 +79,7 @@ class _Reader:
 
     @property
     def where(self) -> str:
-        """The key or list index of the current position, as `'serve.port'`."""
+        """The key or list index of the current position, such as `'serve.port'`."""
         path = ""
         for one in self.open:
             if one.lines is None:

@@ -20,8 +20,8 @@ from swell.coordinator.wire import EngineReport
 
 STUCK_FACTOR = 2.0
 UNHEARD_FACTOR = 3.0
-"""An engine that has not sent anything yet may have known another coordinator: it must notice that
-this one is silent, find the new one, and connect."""
+"""An engine that has not sent anything yet may have known another coordinator: it must notice the
+silence of that one, find this one, and connect."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ follows:
    itself reports this, its peers may hang: then all engines are probed first.
 3. All engines are also probed if no engine reports an unreached peer: the group is formed again.
    A newcomer that does not follow the probe within a quarter of the limit hangs, and its join is
-   cancelled. An engine that served before hangs if it does not follow within half of the limit.
-   If all engines follow, the joins of newcomers in unreached pairs are cancelled; else those of
-   newcomers that have not joined; else those of all newcomers. The others continue.
+   cancelled. An engine that served before hangs if it does not follow within half of the limit,
+   and is removed. If all engines follow, the joins of newcomers in unreached pairs are cancelled;
+   else those of newcomers that have not joined; else those of all newcomers. The others continue.
 4. An engine that is the only one of its group is probed, too: it waits for no peer, and it follows
    if only its message was lost. If several engines without a newcomer cannot reach each other,
    they form the group again.

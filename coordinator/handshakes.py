@@ -64,7 +64,7 @@ class PendingHandshakes:
         """Records a new connection. Returns whether it may continue; otherwise it must be shut
         down."""
         self._forget(now)
-        self._pending.pop(connection, None)  # the end of the connection before it was missed
+        self._pending.pop(connection, None)  # the end of an earlier connection was missed
         self._pending[connection] = now
         if len(self) <= self._limit:
             return True

@@ -66,7 +66,7 @@ class NullMember(EngineWaves):
         return False
 
     def joined(self) -> list[CoordinatorMessage]:
-        """Handles the recovery of the engine's own groups."""
+        """Called when the engine's own groups have formed again."""
         self.phase = Phase.RUNNING
         return self._pause_if_idle() if self.voting else []
 

@@ -23,7 +23,7 @@ from swell.coordinator.scaling_counts import ScalingCounts
 Counts = dict[str, list[float]]
 """Metric -> counts since the start of an ingress, which only increase."""
 FIRST_TOKENS = "swell_time_to_first_token_seconds"
-"""The metric with the requests by their time to first token, and the sum of these times."""
+"""The metric that counts requests by their time to first token, with the sum of these times."""
 
 
 class Subscribe(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
@@ -67,7 +67,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """Number of these tokens that were found."""
     wave: int = 0
     wave_phase: int = 0
-    """A `waves.Phase`, as a number."""
+    """A `wave_interface.Phase`, as a number."""
     pausing: bool = False
     """Whether it votes for a pause, or is paused."""
     waves: int = 0
@@ -229,9 +229,6 @@ Publication = ClusterView | ClusterReports | EngineLoads
 IngressMessage = Publication | OtherIngressCounts
 
 
-# ---------------------------------------------------------------- the manager's state
-
-
 # ---------------------------------------------------------------- engine -> coordinator
 
 
@@ -245,7 +242,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False)
     """Ranks of the group, in order."""
     wave: int = 0
     phase: int = 0
-    """A `waves.Phase`, as a number."""
+    """A `wave_interface.Phase`, as a number."""
     pause_number: int = 0
     """Number of the newest `Pause` of this epoch."""
     roster_epoch: int = 0

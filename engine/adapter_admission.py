@@ -167,8 +167,8 @@ class AdapterAdmission:
         ]
 
     def count_failed_attempt(self) -> list[Failed]:
-        """Handles the loss of a worker and of the loads in progress, which restart. One of them may
-        be the cause: its requests fail after too many losses, and are returned."""
+        """Counts the loss of a worker, and restarts the loads in progress. One of them may be the
+        cause: after too many losses its requests fail. Returns these."""
         loading = self._release_loading()
         failed, kept = [], []
         for one in self._held:

@@ -219,7 +219,8 @@ class EngineCore:
                 self._failed.append(self.scheduler.fail_adapter(loaded.digest, loaded.failure))
 
     def on_repaired(self) -> None:
-        """Restarts the loads of the replaced workers."""
+        """Handles load results that have arrived, and restarts the loads of adapters in
+        progress."""
         self._on_loaded(self.executor.loaded_adapters(0.0))
         self._failed += map(_failure_of, self.adapters.count_failed_attempt())
 

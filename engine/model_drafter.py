@@ -27,8 +27,8 @@ from swell.engine.request import Request
 from swell.engine.step_builder import StepBuilder
 
 PATIENCE = 1
-"""A draft model is wrong now and then everywhere, while an n-gram lookup is wrong in whole
-passages."""
+"""Consecutive steps without an accepted draft before a row pauses. A draft model is wrong
+occasionally, an n-gram lookup for whole passages."""
 
 
 class GuessedTokens(Proposer):

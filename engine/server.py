@@ -360,7 +360,7 @@ class EngineServer:
             self._send_to_coordinator(member.joined())
         if self._repair_unreported:  # perhaps from an earlier turn, whose groups failed
             self._repair_unreported = False
-            self.repairs += 1  # not earlier: the coordinator takes a greater number for `Repaired`
+            self.repairs += 1  # not earlier: to the coordinator a greater number means `Repaired`
             self.core.num_wakes += wakes
             self._log.info("serves again", repairs=self.repairs)
             self._send_to_coordinator([Repaired(self.rank, self.incarnation, self.member.store)])

@@ -114,7 +114,7 @@ class EngineCoreRequest(
     stop_token_ids: list[int] = []
     output_token_ids: list[int] = []
     priority: int = 0
-    """Smaller runs first under the policy `priority`."""
+    """Requests with smaller values run first under the policy `priority`."""
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
     """Used only by the ingress: the only rank that may serve the request."""
@@ -254,9 +254,9 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=
     """Counts the messages with outputs on this connection, from 1. A gap means that some were lost;
     a restart from 1 means that the engine has dropped its requests. 0: not counted."""
     started: list[str] = []
-    """Requests that are in the engine's next step for the first time, or whose adapter it loads
-    next. This is sent before the step begins: if the engine is lost in the step, the ingress knows
-    which requests may be the cause, and which ones only waited."""
+    """Requests that get their slots in the engine's next step, or whose adapter it loads next. This
+    is sent before the step begins: if the engine is lost in the step, the ingress knows which
+    requests may be the cause, and which ones only waited."""
     started_attempts: list[int] = []
     """Attempts of the requests in `started`, in the same order."""
     journey_events: list[list[JourneyEvent]] = []

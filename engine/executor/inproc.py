@@ -43,7 +43,7 @@ from swell.worker.wire import (
 _JOIN_S = 10.0
 """How long a worker thread may take to stop."""
 _FAILURE_GRACE_S = 1.0
-"""Time within which its peers notice the failure of a worker."""
+"""Time within which the peers of a failed worker notice the failure."""
 _POLL_S = 0.1
 """How often a wait for groups checks whether they were aborted."""
 

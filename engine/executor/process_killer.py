@@ -1,4 +1,4 @@
-"""Kills a process on any node of the Ray cluster, so that its memory is freed. `ray.kill` requests
+"""Kills a process on any node of the Ray cluster, so that its memory is freed. Ray itself requests
 an exit first, to which a hanging or suspended process does not react for seconds."""
 
 from __future__ import annotations
