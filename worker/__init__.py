@@ -1,1 +1,1 @@
-"""Tensors: batch, model, cache, sampler, groups."""
+"""The worker, which owns the tensors: batch, model, cache, sampler, groups."""

@@ -1,4 +1,4 @@
-"""A worker as a Ray actor: starts `Worker` and the `WorkerLoop` that drives it."""
+"""A worker as a Ray actor, which runs a `Worker` and the `WorkerLoop` that drives it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swell.worker.wire import WorkerCommand, WorkerLimits, WorkerProgress
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class WorkerActor:
-    """Methods are called once each, in the order of their definitions."""
+    """Each method is called once, in the order of the definitions."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class WorkerActor:
         engine: ChannelAddress,
         heartbeats: ChannelAddress,
     ) -> None:
-        """`engine` and `heartbeats`: the engine's ends of the two channels."""
+        """`engine` and `heartbeats`: the addresses of the two channels on the engine's side."""
         self._rank = rank
         self._keys = keys
         self._heartbeats = heartbeats
@@ -38,7 +38,7 @@ class WorkerActor:
         self._worker: Any = None
 
     def load(self) -> WorkerLimits:
-        """Load the model, in no group yet."""
+        """Loads the model; the worker is not in any group yet."""
         prepare_for_torch()
         from swell.worker.worker import Worker
 
@@ -55,7 +55,8 @@ class WorkerActor:
         return msgspec.structs.replace(limits, pid=os.getpid())
 
     def open_store(self) -> tuple[str, int]:
-        """Host a store, through which ranks of groups find each other, until the process ends."""
+        """Hosts a store, through which the ranks of groups find each other, until the process
+        terminates."""
         store: tuple[str, int] = self._worker.open_store()
         return store
 
@@ -66,7 +67,7 @@ class WorkerActor:
         freeze_gc()
 
     def run(self) -> None:
-        """Execute the engine's commands until `Shutdown`."""
+        """Executes the engine's commands until `Shutdown`."""
         from swell.worker.loop import HeartbeatThread, WorkerLoop
 
         cluster = self._config.cluster

@@ -1,14 +1,14 @@
-"""KV blocks that one engine writes for another one: a file for each request and worker.
+"""KV blocks that one engine writes for another one: one file per request and worker.
 
     swell-kv / NAME.RANK          written by the worker RANK of the engine that computed the prompt
-    swell-kv / NAME.RANK.claimed  the engine that continues has seen that all parts are there
+    swell-kv / NAME.RANK.claimed  the engine that continues has seen that all parts exist
                                   (`engine/handover_files.py`); its worker RANK reads the part
 
-A file has, for each cache of the worker, its part of all blocks, one behind the other. It appears
-whole under its name, and is removed by its reader. One that is not read is removed by the next
-writer, once it is old. `swell-kv`, for its owner alone, is in a folder that the hosts of both
-engines see, and perhaps other accounts: what they have made there is neither written to nor read
-(`configs/private_files.py`).
+A file contains, for each cache of the worker in turn, the worker's part of all blocks. It appears
+under its name only when it is complete, and its reader removes it. The next writer removes files
+that were not read and are old. Only the owner may access `swell-kv`. It is inside a folder that the
+hosts of both engines can access, and perhaps other accounts: what those have created there is
+neither written to nor read (`configs/private_files.py`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from swell.worker.kv_cache import block_rows
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, BlockFile
 
 MAX_AGE_S = 120.0
-"""A file that is older was written for a request that has ended, or that waits for too long."""
+"""The age in seconds above which a file is removed: its request has terminated, or waits for too
+long."""
 _OURS = re.compile(r"\.?[0-9a-f]{32}\.[0-9]+(\.claimed|\.[0-9]+)?")
 _STAGED_BLOCKS = 512
-"""As many at once are on a GPU twice, of one layer."""
+"""The most blocks of one layer that are copied at a time: the GPU needs memory for a second copy of
+them."""
 
 
 class BlockFiles:
-    """Those of one worker."""
+    """The block files of one worker."""
 
     def __init__(
         self,
@@ -49,8 +51,8 @@ class BlockFiles:
         rank: int,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`caches`: all that a block has on the device, each [blocks, ...]; `progress` is called
-        now and then."""
+        """`caches`: all tensors that hold a part of a block on the device, each [blocks, ...];
+        `progress` is called after each copied part."""
         assert config.handover_folder is not None, "it says where they are"
         self._caches = caches
         self._folder = Path(config.handover_folder, HANDOVER_FOLDER)
@@ -61,8 +63,8 @@ class BlockFiles:
         self._log = StructuredLogger("worker.block_files", rank=rank)
 
     def write(self, file: BlockFile) -> None:
-        """Write the blocks; without room, or where the disk fails, nothing: then they are computed
-        again."""
+        """Writes the blocks to a file. If there is no room, or the disk fails, no file appears, and
+        the blocks are computed again."""
         size = len(file.block_ids) * sum(self._block_bytes)
         try:
             with enter_folder(self._folder, make=True) as folder:
@@ -83,8 +85,8 @@ class BlockFiles:
             self._log.warning("not written", name=file.name, error=str(error))
 
     def read(self, file: BlockFile) -> None:
-        """Copy what `file.places` are in the file to the blocks, and remove it. Raises OSError: the
-        engine has seen the file."""
+        """Copies the blocks at `file.places` of the file to `file.block_ids`, and removes the file.
+        Raises `OSError` if that fails: the engine has seen the file."""
         name = f"{file.name}.{self._rank}{CLAIMED}"
         with enter_folder(self._folder) as folder:
             if file.places and self._caches:
@@ -114,7 +116,7 @@ class BlockFiles:
                 self._progress()
 
     def _write(self, descriptor: int, block_ids: Sequence[int]) -> None:
-        """Raises OSError unless all of it is there."""
+        """Writes the blocks. Raises `OSError` unless all of them are written."""
         with os.fdopen(descriptor, "wb", buffering=0) as out:
             for cache in self._caches:
                 rows = block_rows(cache)
@@ -128,7 +130,8 @@ class BlockFiles:
                     self._progress()
 
     def _remove_old(self, folder: int) -> int:
-        """Remove files that are old; returns the bytes of the others, of workers with this rank."""
+        """Removes old files. Returns the bytes of the other files that belong to workers with this
+        rank."""
         oldest_s, size = time.time() - MAX_AGE_S, 0
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -144,13 +147,13 @@ class BlockFiles:
 
 
 def _parts(places: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Both lists in pieces of `_STAGED_BLOCKS`."""
+    """Yields both lists in chunks of `_STAGED_BLOCKS`."""
     for start in range(0, len(places), _STAGED_BLOCKS):
         end = start + _STAGED_BLOCKS
         yield list(places[start:end]), list(blocks[start:end])
 
 
 def _write_all(out: RawIOBase, data: memoryview) -> None:
-    """Raises OSError unless all of it is written: numpy's `tofile` does not."""
+    """Writes all of `data` or raises `OSError`; numpy's `tofile` does not guarantee that."""
     while data:
         data = data[out.write(data) :]

@@ -12,8 +12,8 @@ from swell.worker.staging import StagedTable
 
 
 class BlockTables:
-    """[max_rows, max_blocks] on the device: entry b of a slot's row holds its positions
-    b * block_tokens .. (b + 1) * block_tokens - 1."""
+    """[max_rows, max_blocks] on the device: entry b of a slot's row is the block of positions b *
+    block_tokens .. (b + 1) * block_tokens - 1."""
 
     def __init__(
         self, max_rows: int, max_model_len: int, block_tokens: int, device: torch.device
@@ -22,7 +22,7 @@ class BlockTables:
         # One position more than the longest sequence, as in `RequestStates.token_ids`.
         self.max_blocks = max_model_len // block_tokens + 1
         self._table = StagedTable(max_rows, self.max_blocks, torch.int32, device)
-        # [max_rows], host: blocks of each slot
+        # [max_rows], on the host: the number of blocks of each slot
         self.counts_np = np.zeros(max_rows, dtype=np.int64)
 
     @property
@@ -31,12 +31,12 @@ class BlockTables:
         return self._table.tensor
 
     def stage_set(self, slot: int, block_ids: Sequence[int]) -> None:
-        """Replace the slot's blocks at the next `apply`."""
+        """Replaces the slot's blocks at the next `apply`."""
         self.counts_np[slot] = 0
         self.stage_append(slot, block_ids)
 
     def stage_append(self, slot: int, block_ids: Sequence[int]) -> None:
-        """Append to the slot's blocks at the next `apply`."""
+        """Appends to the slot's blocks at the next `apply`."""
         count = int(self.counts_np[slot])
         if count + len(block_ids) > self.max_blocks:
             raise ValueError(
@@ -47,5 +47,5 @@ class BlockTables:
         self.counts_np[slot] = count + len(block_ids)
 
     def apply(self) -> None:
-        """Copy the staged blocks to the device."""
+        """Copies the staged blocks to the device."""
         self._table.apply()

@@ -1,4 +1,5 @@
-"""How many KV blocks the memory of a worker holds, beside what else it needs."""
+"""Computes how many KV blocks fit into a worker's memory in addition to everything else it
+needs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def moe_layers(model: Any) -> list[Any]:
 
 
 def block_bytes(config: Config, model: Any, dtype: torch.dtype, draft_model: NoDraftModel) -> int:
-    """Of one block, with all that is kept beside its K and V."""
+    """Returns the bytes of one block: its K and V, and everything else that is kept for it."""
     block_tokens = config.cache.block_tokens
     kv_bytes = kv_cache.bytes_per_block(model.attention_layers(), block_tokens, dtype)
     kv_bytes += draft_model.block_bytes(block_tokens)
@@ -38,16 +39,17 @@ def count_cache_blocks(
     mapped_bytes: int,
     adapter_bytes: int,
 ) -> int:
-    """`length`: of the longest sequence; `mapped_bytes`: of weights that are read from their file
-    as they are used; `adapter_bytes`: for those that come. Raises `ValueError` if not even one
-    block fits."""
+    """Returns how many KV blocks fit into the worker's memory. `length`: tokens of the longest
+    sequence; `mapped_bytes`: bytes of weights that are read from their file as they are used;
+    `adapter_bytes`: bytes reserved for adapters that are loaded later. Raises `ValueError` if not
+    even one block fits."""
     cache, rows = config.cache, config.scheduler.max_rows
     useful = rows * -(-length // cache.block_tokens) if device.type == "cpu" else None
     if not kv_cache.keeps_kv(model.attention_layers()):
         useful = kv_cache.blocks_of_steps(config.scheduler, cache.block_tokens)
     free = kv_cache.free_bytes(device, local_workers)
-    free = max(0, free - mapped_bytes)  # a cache in their place would drop the weights
-    if device.type == "cpu":  # blocks that leave the cache are in the same memory
+    free = max(0, free - mapped_bytes)  # a cache in their place would evict the weights
+    if device.type == "cpu":  # offloaded blocks are in the same memory
         free = max(0, free - cache.offload_bytes)
     free = max(0, free - adapter_bytes)
     if config.parallel.expert:

@@ -6,7 +6,8 @@ import torch
 
 
 def device_of(wanted: str, local_rank: int) -> torch.device:
-    """`auto`: a GPU if there is one. Raises `ValueError` if the GPU does not exist."""
+    """Returns the device of a worker; `auto` is a GPU if there is one. Raises `ValueError` if the
+    GPU does not exist."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -1,8 +1,8 @@
 """Synchronization of the workers of several engines before a step.
 
 Engines that share experts compute each step together: an expert's rank must take part for every
-token of every engine. So each step, a dummy one too, begins with one all-reduce over the same
-worker of all engines, on CPU, of int64
+token of every engine. So each step, even a dummy one, begins with one all-reduce over the
+corresponding workers of all engines, on CPU, of int64
 
     [ engines that want another step | engines that vote for a pause | tokens of engine 0, 1, ... ]
 
@@ -32,24 +32,26 @@ class DPSyncResult:
     """The result of the all-reduce; this engine is included in the counts."""
 
     working: int = 0
-    """Engines that want another step."""
+    """The number of engines that want another step."""
     pausing: int = 0
-    """Engines that vote for a pause."""
+    """The number of engines that vote for a pause."""
     sync_s: float = 0.0
-    """Duration of the all-reduce: the wait for the slowest engine."""
+    """Duration of the all-reduce in seconds: the wait for the slowest engine."""
     imbalance: float = 0.0
-    """The largest imbalance of a layer's experts, in a step before which it was looked for."""
+    """The largest load imbalance of a layer's experts, if it was measured before this step;
+    otherwise 0."""
 
 
 class DPSync:
-    """One worker's side of it. This base is for an engine that shares no experts."""
+    """One worker's side of the synchronization. This base class is for an engine that does not
+    share experts."""
 
     def before_step(self, plan: SchedulerOutput) -> DPSyncResult:
-        """Synchronize with the other engines; called once for every plan, in order."""
+        """Synchronizes with the other engines; called once for every plan, in order."""
         return DPSyncResult()
 
     def execute_dummy_batch(self) -> None:
-        """Take part in the other engines' expert layers, in a step without tokens of this
+        """Takes part in the other engines' expert layers, in a step without tokens of this
         engine."""
 
 
@@ -81,8 +83,8 @@ class LockstepDPSync(DPSync):
 def make_dp_sync(
     model: Any, mesh: Mesh, config: ParallelConfig, on_progress: Callable[[], None]
 ) -> DPSync:
-    """The implementation for this worker's mesh. `on_progress` is called for each expert that
-    moves."""
+    """Returns the implementation for this worker's mesh. `on_progress` is called for each expert
+    that moves."""
     if not mesh.shares_experts:
         return DPSync()
     return LockstepDPSync(model, mesh, ExpertBalancer(model, mesh, config, on_progress))

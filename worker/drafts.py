@@ -1,17 +1,17 @@
-"""The drafts of a step: which of them the sampled tokens confirm.
+"""The drafts of a step, and which of them the sampled tokens confirm.
 
-A draft is a guess of a row's next token. The row computes it right behind the tokens that it knows,
-and samples after each position as if the drafts before it were its tokens:
+A draft is a proposal for a row's next token. The row computes its drafts right after the tokens
+that it knows, and samples after each position as if the drafts before it were its tokens:
 
     position            s       s + 1    s + 2
     token               known   d1       d2         (drafts)
     sampled after it    t0      t1       t2
     kept                t0      t1 if d1 = t0       t2 if also d2 = t1
 
-The noise of a token is a function of seed and position alone, so t0 is the token that a step
-without drafts would have sampled, t1 the one of the step after it if d1 was right, and so on: what
-is kept is what would have been sampled without drafts, greedy or not. What is not kept leaves
-nothing behind: the next step computes its positions again, before anything reads them.
+The noise of a token is a function only of seed and position, so t0 is the token that a step without
+drafts would have sampled, t1 is the token of the step after it if d1 was right, and so on: the kept
+tokens are those that would have been sampled without drafts, greedy or not. Tokens that are not
+kept do not matter later: the next step computes their positions again, before anything reads them.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from swell.kernels.host import to_device
 from swell.worker.wire import SchedulerOutput
 
 _FIRST = -1
-"""In place of a draft, for the first sample of a row: it is always kept."""
+"""Marks the first sample of a row, which does not follow a draft and is always kept."""
 _REFUSED = -2
-"""A draft that equals no token."""
+"""Marks a refused draft: it equals no token."""
 
 
 class StepDrafts:
-    """S samples, of which those of a row stand side by side. What a processor of logits needs is
-    made when it asks for it."""
+    """S samples; the samples of a row are adjacent. Arrays that logits processors need are computed
+    on first use."""
 
     def __init__(self, plan: SchedulerOutput) -> None:
-        """`plan`: of a step with drafts."""
+        """`plan`: the plan of a step with drafts."""
         self._samples, self._drafts = plan.samples, plan.drafts
         self._refused: set[int] = set()
 
     @cached_property
     def _ends(self) -> list[int]:
-        """Of each row of the step: the index behind its last sample."""
+        """For each row of the step, the index after its last sample."""
         return list(accumulate(self._samples))
 
     @cached_property
     def _first_np(self) -> np.ndarray:
-        """[S] int64, the first sample of the same row"""
+        """[S] int64, the index of the first sample of the same row"""
         counts = np.array(self._samples, dtype=np.int64)
         return np.repeat(counts.cumsum() - counts, counts)
 
     @cached_property
     def offsets_np(self) -> np.ndarray:
-        """[S] int64, how many drafts of its row lie before the sample"""
+        """[S] int64, the number of drafts of its row before the sample"""
         return np.arange(len(self._first_np)) - self._first_np
 
     @cached_property
     def _drafts_np(self) -> np.ndarray:
-        """[S] int64, the draft computed right before the sample"""
+        """[S] int64, the draft right before the sample"""
         drafts = np.full(len(self._first_np), _FIRST)
         for row, tokens in self._drafts.items():
             end = self._ends[row]
@@ -66,23 +66,25 @@ class StepDrafts:
         return drafts
 
     def token(self, sample: int) -> int:
-        """The draft computed right before a sample that has an offset."""
+        """Returns the draft right before a sample that has an offset."""
         return int(self._drafts_np[sample])
 
     def refuse(self, sample: int) -> None:
-        """The draft before this sample is not kept whatever is sampled, nor any behind it."""
+        """Refuses the draft before this sample: neither it nor any later draft of the row is kept,
+        regardless of the sampled tokens."""
         self._refused.add(sample)
 
     def before(self, samples_np: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """samples_np [M] -> [P] int64 each: an index into M, and a draft of the same row that lies
-        before that sample; every such pair."""
+        """samples_np [M] -> [P] int64 each: an index into M, and a draft of the same row before
+        that sample; all such pairs."""
         counts = self.offsets_np[samples_np]
         index = np.repeat(np.arange(len(samples_np)), counts)
         back = counts.cumsum()[index] - 1 - np.arange(len(index))
         return index, self._drafts_np[samples_np[index] - back]
 
     def kept_on_device(self, tokens: Tensor) -> Tensor:
-        """tokens [S] int64, as sampled -> [S] bool: what `kept` says, without a wait"""
+        """tokens [S] int64, as sampled -> [S] bool: the same as `kept`, without waiting for the
+        device"""
         wanted = self._drafts_np.copy()
         wanted[list(self._refused)] = _REFUSED
         draft, first = to_device(np.stack([wanted, self._first_np]), tokens.device)
@@ -90,8 +92,8 @@ class StepDrafts:
         return missed == missed[first]
 
     def accepted(self, tokens: list[int]) -> dict[int, int]:
-        """Row -> how many of its drafts are kept, of the rows with drafts; `tokens`: of the S
-        samples."""
+        """Returns row -> how many of its drafts are kept, for the rows with drafts. `tokens`: those
+        of the S samples."""
         accepted = {}
         for row, drafts in self._drafts.items():
             first, count = self._ends[row] - len(drafts) - 1, 0
@@ -103,7 +105,8 @@ class StepDrafts:
         return accepted
 
     def kept(self, accepted: dict[int, int]) -> list[bool]:
-        """Of each sample whether it is kept; `accepted`: of all rows with drafts."""
+        """Returns for each sample whether it is kept. `accepted`: the counts of all rows with
+        drafts."""
         kept = [True] * self._ends[-1]
         for row, count in accepted.items():
             end, missed = self._ends[row], len(self._drafts[row]) - count

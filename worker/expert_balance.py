@@ -1,12 +1,14 @@
-"""Which ranks hold copies of an expert, and whose tokens each copy computes, by what was chosen.
+"""Computes which ranks hold copies of an expert, and which engines' tokens each copy serves, from
+how often tokens chose the experts.
 
-Ranks compute the experts of all engines' tokens; a step waits for the rank with the most. So
-experts that are chosen often get further copies, and ranks share the load as evenly as whole
-copies allow.
-A copy computes the tokens of whole engines: where weights are not packed, as on CUDA, a product
-whose number of rows changes is rounded differently, and an answer must not depend on the
-placement. So an expert has at most as many copies as there are engines. Pure, and equal on all
-ranks, which all count the same choices.
+Ranks compute the experts for the tokens of all engines; a step waits for the rank with the most
+work. So experts that are chosen often get redundant copies, and ranks share the load as evenly as
+whole copies allow.
+
+A copy computes the tokens of whole engines: where weights are not packed, as on CUDA, a matrix
+product rounds differently when its number of rows changes, and an answer must not depend on the
+placement. So an expert has at most as many copies as there are engines. These functions are pure
+and give the same result on all ranks, which all use the same counts.
 """
 
 from __future__ import annotations
@@ -17,21 +19,21 @@ from dataclasses import dataclass
 Load = Sequence[Sequence[int]]
 """[engines][experts]: how often tokens of an engine have chosen an expert."""
 _SLACK = 0.02
-"""Ranks whose loads differ by less than this part of the mean are alike: that one which holds the
-expert already takes it."""
+"""Ranks whose loads differ by less than this fraction of the mean count as equal; among them, a
+rank that already holds the expert is preferred."""
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Of one layer."""
+    """The placement of one layer's experts."""
 
     holders: tuple[tuple[int, ...], ...]
     """[experts] the ranks that hold each expert, ascending."""
     owners: tuple[tuple[int, ...], ...]
-    """[engines][experts] the rank that computes the expert for tokens of the engine."""
+    """[engines][experts] the rank that computes the expert for the engine's tokens."""
 
     def rank_loads(self, load: Load, ranks: int) -> list[int]:
-        """Choices that each rank computes."""
+        """Returns the number of token choices that each rank computes."""
         loads = [0] * ranks
         for chosen, owners in zip(load, self.owners, strict=True):
             for count, owner in zip(chosen, owners, strict=True):
@@ -40,7 +42,8 @@ class ExpertPlacement:
 
 
 def imbalance(rank_loads: Sequence[int]) -> float:
-    """The largest load over the mean: 1 is even; how much longer a step takes than it had to."""
+    """Returns the largest load divided by the mean: 1 is even. It tells how much longer a step
+    takes than with even loads."""
     total = sum(rank_loads)
     return max(rank_loads) * len(rank_loads) / total if total else 1.0
 
@@ -48,8 +51,9 @@ def imbalance(rank_loads: Sequence[int]) -> float:
 def balance(
     load: Load, have: Sequence[set[int]], num_experts: int, redundant: int
 ) -> ExpertPlacement:
-    """A placement for this load. `have`: the experts that each rank holds; `redundant`: copies of
-    all experts together beyond the first. No rank holds more than its even share of all copies."""
+    """Returns a placement for this load. `have`: the experts that each rank holds; `redundant`: the
+    total number of copies beyond the first of each expert. No rank holds more than its even share
+    of all copies."""
     packing = _Packing(have, -(-(num_experts + redundant) // len(have)))
     copies = [
         (sum(load[engine][expert] for engine in engines), expert, engines)
@@ -68,7 +72,8 @@ def balance(
 
 
 def _num_copies(load: Load, num_experts: int, redundant: int, ranks: int) -> list[int]:
-    """One more, again and again, for the expert whose copies have the most to compute."""
+    """Returns the number of copies of each expert: repeatedly adds one for the expert whose copies
+    have the highest load."""
     totals = [sum(chosen[expert] for chosen in load) for expert in range(num_experts)]
     most, counts = min(len(load), ranks), [1] * num_experts
     for _ in range(redundant):
@@ -80,7 +85,7 @@ def _num_copies(load: Load, num_experts: int, redundant: int, ranks: int) -> lis
 
 
 def _divide(loads: list[int], parts: int) -> list[list[int]]:
-    """Engines in so many parts of about the same load."""
+    """Divides the engines into `parts` groups of about the same load."""
     found: list[list[int]] = [[] for _ in range(parts)]
     sums = [0] * parts
     for engine in sorted(range(len(loads)), key=lambda engine: (-loads[engine], engine)):
@@ -91,7 +96,8 @@ def _divide(loads: list[int], parts: int) -> list[list[int]]:
 
 
 class _Packing:
-    """Copies go to the rank with the least load that has room, the largest copies first."""
+    """Assigns each copy to the rank with the lowest load that has room. The copies with the highest
+    load come first."""
 
     def __init__(self, have: Sequence[set[int]], room: int) -> None:
         self._have, self._room = have, room
@@ -99,7 +105,8 @@ class _Packing:
         self._loads = [0] * len(have)
 
     def place(self, expert: int, weight: int) -> int:
-        """The rank of a copy: one without another copy of the expert, if such a one has room."""
+        """Returns the rank for a copy: a rank without another copy of the expert, if one has
+        room."""
         free = [rank for rank, held in enumerate(self._held) if len(held) < self._room]
         ranks = [rank for rank in free if expert not in self._held[rank]]
         if not ranks:

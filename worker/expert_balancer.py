@@ -1,10 +1,10 @@
-"""Moves experts while engines serve, so that no rank has much more to compute than the others.
+"""Moves experts between ranks during serving, so that no rank computes much more than the others.
 
 Engines that share experts compute each step together, so all workers of a stage reach a step at the
-same time. Every so many steps they exchange what their tokens have chosen, and each decides by
-itself whether its layers shall have another placement (`expert_balance.py`): all alike, since all
-have the same numbers. They move the experts of one layer before each of the next steps. No command
-is needed, and nothing is in flight.
+same time. Every `balance_steps` steps they exchange which experts their tokens have chosen, and
+each worker decides whether its layers need another placement (`expert_balance.py`): all decide
+alike, since all have the same numbers. Before each of the next steps they move the experts of one
+layer. No command is needed, and no move is in flight between steps.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from swell.worker.mesh import Mesh
 _UNEVEN = 1.1
 """The imbalance of a layer above which its experts are moved."""
 _GAIN = 0.95
-"""Part of its imbalance that must be left at most."""
+"""The most of its imbalance that may remain after a move for it to be worthwhile, as a fraction."""
 
 
 class ExpertBalancer:
-    """Of one worker; the steps of a group that is formed anew are counted from the beginning."""
+    """The balancer of one worker. When a group is formed again, its steps are counted from zero."""
 
     def __init__(
         self, model: Any, mesh: Mesh, config: ParallelConfig, on_progress: Callable[[], None]
@@ -37,16 +37,16 @@ class ExpertBalancer:
         self._layers: list[MoE] = model.moe_layers() if config.balance_steps else []
         self._mesh, self._config, self._on_progress = mesh, config, on_progress
         self._formed: Any = None
-        """The group whose steps are counted, and which forming of it."""
+        """The group whose steps are counted, and its generation."""
         self._steps = 0
         self._moves: deque[tuple[MoE, list[set[int]], ExpertPlacement]] = deque()
-        """Layers that shall have another placement, and what each rank holds there."""
+        """Layers that need another placement, and the experts that each rank holds there now."""
         self._log = StructuredLogger("worker.experts", rank=mesh.rank)
 
     def before_step(self) -> float:
-        """Every worker of the stage calls it before each step. Returns the largest imbalance of a
-        layer, in a step before which they looked, else 0. Raises `GroupError` if a peer fails
-        meanwhile."""
+        """Moves the experts of one layer or checks the loads, if due. Every worker of the stage
+        calls this before each step. Returns the largest imbalance of a layer if loads were checked
+        before this step, otherwise 0. Raises `GroupError` if a peer fails meanwhile."""
         if not self._layers:
             return 0.0
         if self._formed != (formed := (self._mesh.expert, self._mesh.generation)):
@@ -71,7 +71,7 @@ class ExpertBalancer:
             )
 
     def _look(self) -> float:
-        """Decide which layers shall have another placement."""
+        """Decides which layers need another placement, and returns the largest imbalance."""
         ranks, before, after = self._mesh.expert.size, [1.0], [1.0]
         held = holdings(self._layers, self._mesh)
         for layer, have, load in zip(self._layers, held, self._exchange_loads(), strict=True):
@@ -90,9 +90,9 @@ class ExpertBalancer:
         return max(before)
 
     def _exchange_loads(self) -> list[list[list[int]]]:
-        """[layers][engines][experts] what tokens have chosen, as the first rank of each engine has
-        counted: another one may round a logit differently. What was chosen long ago counts less and
-        less."""
+        """Returns [layers][engines][experts]: how often tokens have chosen each expert, as the
+        first rank of each engine has counted: another rank may round a logit differently. The
+        counts are halved after each exchange, so that older choices count less."""
         loads = torch.stack([layer.load for layer in self._layers if layer.load is not None])
         gathered = self._mesh.expert.all_gather(loads.unsqueeze(0), 0)
         for layer in self._layers:
@@ -104,7 +104,7 @@ class ExpertBalancer:
 
 
 def _placement_of(layer: MoE, have: list[set[int]], engines: int) -> ExpertPlacement:
-    """The present one."""
+    """Returns the layer's current placement."""
     count = layer.traits.count
     holders = [tuple(rank for rank, held in enumerate(have) if e in held) for e in range(count)]
     owners = layer.owners or [[ranks[0] for ranks in holders]] * engines

@@ -1,7 +1,7 @@
 """The placement of experts on workers, and their transfer when the workers change.
 
-Each layer has a placement of its own. It is balanced to within one expert, and among the balanced
-placements it moves the fewest experts. While engines serve, `expert_balancer.py` may change it.
+Each layer has its own placement. It is balanced to within one expert, and among the balanced
+placements it moves the fewest experts. `expert_balancer.py` may change it during serving.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from swell.worker.mesh import Mesh
 
 
 def place_experts(have: Sequence[set[int]], num_experts: int) -> list[int]:
-    """have: the experts that each rank holds (one may be held by several) -> the owner of each.
+    """have: the experts that each rank holds (one may be held by several) -> the owner of each
+    expert.
 
-    With q, r = divmod(num_experts, ranks), r ranks own q + 1 experts and the others q. As many as
-    possible stay with a rank that holds them. Every rank computes the same result.
+    With q, r = divmod(num_experts, ranks), r ranks own q + 1 experts and the others q. As many
+    experts as possible stay with a rank that holds them. Every rank computes the same result.
     """
     placement = _Placement(have, num_experts)
     for expert in range(num_experts):
@@ -36,8 +37,8 @@ def place_experts(have: Sequence[set[int]], num_experts: int) -> list[int]:
 class _Placement:
     """A bipartite matching of experts and ranks, grown by augmenting paths.
 
-    Each rank may own `quota` experts; `extras` ranks may own one more, and a rank can take that
-    right over from another.
+    Each rank may own `quota` experts; `extras` ranks may own one more, and a rank can take over
+    that right from another.
     """
 
     def __init__(self, have: Sequence[set[int]], num_experts: int) -> None:
@@ -47,16 +48,16 @@ class _Placement:
         self.quota, self.extras = divmod(num_experts, len(have))
 
     def keep(self, expert: int) -> None:
-        """Make a rank that holds the expert its owner, if other experts can move for it."""
+        """Makes a rank that holds the expert its owner, if other experts can move for it."""
         self._assign_to_holder(expert, set())
 
     def give(self, expert: int) -> None:
-        """Make the rank with the fewest experts the owner."""
+        """Makes the rank with the fewest experts the owner."""
         rank = min(range(len(self.have)), key=lambda rank: len(self.owned[rank]))
         self._own(rank, expert)
 
     def _assign_to_holder(self, expert: int, visited: set[int]) -> bool:
-        """Find an owner among the holders; ranks in `visited` have no room."""
+        """Finds an owner among the expert's holders. Ranks in `visited` are known to be full."""
         for rank, held in enumerate(self.have):
             if expert in held and rank not in visited and self._make_room(rank, visited):
                 self._own(rank, expert)
@@ -64,7 +65,7 @@ class _Placement:
         return False
 
     def _make_room(self, rank: int, visited: set[int]) -> bool:
-        """Whether the rank may own one more: at once, or after another has moved."""
+        """Whether the rank may own one more expert: at once, or after another expert has moved."""
         visited.add(rank)
         load = len(self.owned[rank])
         if load < self.quota or (load == self.quota and self.extras > self._extras_taken()):
@@ -79,7 +80,7 @@ class _Placement:
         )
 
     def _reassign_one(self, rank: int, visited: set[int]) -> bool:
-        """Move one of the rank's experts to another of its holders."""
+        """Moves one of the rank's experts to another of its holders."""
         visited.add(rank)
         return any(self._assign_to_holder(expert, visited) for expert in sorted(self.owned[rank]))
 
@@ -95,9 +96,9 @@ class _Placement:
 
 
 def max_share_bytes(layers: Sequence[MoE], config: Config) -> int:
-    """Bytes of the most experts that one worker of a stage can hold with at least
-    `cluster.min_engines` engines; while experts move, what comes to a layer lies beside what it
-    has."""
+    """Returns the bytes of the most experts that one worker of a stage can hold with at least
+    `cluster.min_engines` engines. While experts move, a layer's new experts need memory in addition
+    to those that the worker holds already."""
     engines, parallel = config.cluster.min_engines, config.parallel
     most = []
     for layer in layers:
@@ -110,15 +111,15 @@ def max_share_bytes(layers: Sequence[MoE], config: Config) -> int:
 def rebalance(
     model: Any, mesh: Mesh, model_config: ModelConfig, on_progress: Callable[[], None]
 ) -> tuple[int, int]:
-    """Bring the experts of this stage to where `place_experts` wants them; every worker of
-    `mesh.expert` calls it at the same time.
+    """Moves the experts of this stage to the owners that `place_experts` selects. Every worker of
+    `mesh.expert` calls this at the same time.
 
     An expert that a peer has is received from the peer, one that no rank has is loaded from the
     checkpoint, and one that another rank owns is dropped. `on_progress` is called for each expert
-    that has moved and each part that was read. Returns how many experts came to this
-    rank (moved, loaded), in one layer at least. Raises `GroupError` if a peer fails, `ValueError`
-    if the checkpoint cannot be read; in both cases each expert of this rank is either complete in a
-    layer or absent from it.
+    that has moved and each part that was read. Returns how many experts came to this rank (moved,
+    loaded); an expert counts once, however many layers it came to. Raises `GroupError` if a peer
+    fails, and `ValueError` if the checkpoint cannot be read; in both cases each expert of this rank
+    is either complete in a layer or absent from it.
     """
     layers = model.moe_layers()
     if not layers:
@@ -136,7 +137,8 @@ def rebalance(
 
 
 def holdings(layers: Sequence[MoE], mesh: Mesh) -> list[list[set[int]]]:
-    """[layers][ranks of `mesh.expert`] the experts that each rank holds; every rank calls it."""
+    """Returns [layers][ranks of `mesh.expert`]: the experts that each rank holds. Every rank calls
+    it."""
     held = torch.zeros(1, len(layers), layers[0].traits.count, dtype=torch.int64)
     for at, layer in enumerate(layers):
         held[0, at, list(layer.local_experts)] = 1
@@ -154,9 +156,9 @@ def move_experts(
     holders: Sequence[Sequence[int]],
     on_progress: Callable[[], None],
 ) -> list[int]:
-    """Send the experts of one layer to those who shall hold them, [experts][ranks], and drop the
-    others; one that no rank has is left out. Every rank calls it. Returns those that came here.
-    Raises `GroupError` if a peer fails: then nothing has come, and nothing was dropped."""
+    """Sends the experts of one layer to their new holders, [experts][ranks], and drops the others;
+    an expert that no rank has is skipped. Every rank calls this. Returns the experts that came to
+    this rank. Raises `GroupError` if a peer fails: then no expert was added or dropped."""
     came: dict[int, Expert] = {}
     for expert, ranks in enumerate(holders):
         sources = [rank for rank, held in enumerate(have) if expert in held]
@@ -177,8 +179,8 @@ def move_experts(
 
 
 def _move(layer: MoE, mesh: Mesh, expert: int, source: int, target: int) -> PlainExpert | None:
-    """Send or receive one expert; what comes here. All ranks do the moves in the same order, so
-    none deadlocks."""
+    """Sends or receives one expert; returns it if it came to this rank. All ranks do the moves in
+    the same order, so there is no deadlock."""
     if mesh.expert.rank == source:
         for tensor in unpack_expert(layer.local_experts[expert]):
             mesh.expert.send(tensor, target).wait()
@@ -197,8 +199,8 @@ def _load(
     model_config: ModelConfig,
     on_progress: Callable[[], None],
 ) -> None:
-    """Read experts from the checkpoint, of the layers that lack them; after all moves, so that no
-    peer waits for this rank's disk."""
+    """Reads experts from the checkpoint for the layers that lack them. Runs after all moves, so
+    that no peer waits for this rank's disk."""
     if not missing:
         return
     layers = model.moe_layers()
@@ -211,7 +213,7 @@ def _load(
         for expert, weights in made.items()
     }
     load_experts(shards, mesh, model_config, lambda _done, _total: on_progress())
-    del shards  # so that what is packed exists twice only for one expert of one layer
+    del shards  # so that packed weights exist twice only for one expert of one layer
     while made:
         expert, weights = made.popitem()
         while weights:

@@ -1,4 +1,4 @@
-"""Requests that fail by their own fault: each ends alone, the others continue."""
+"""Requests that fail by their own fault: only these fail, and the others continue."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class FailedRows:
         self._invalid: set[int] = set()
 
     def add(self, slot: int, reason: str, *, is_invalid: bool = False) -> None:
-        """Record a failure; the first reason of a slot is kept. `is_invalid`: what its client asked
-        for is the reason."""
+        """Records a failure; the first reason of a slot is kept. `is_invalid`: the request itself
+        is invalid."""
         if is_invalid and slot not in self._reasons:
             self._invalid.add(slot)
         self._reasons.setdefault(slot, reason)
 
     def forget(self, slot: int) -> None:
-        """A new request takes the slot."""
+        """Forgets a slot's failure, because a new request takes the slot."""
         if self._reasons:
             self._reasons.pop(slot, None)
             self._invalid.discard(slot)
 
     def among(self, slots: Sequence[int]) -> dict[int, str]:
-        """Row -> reason, for those of the rows at `slots` that have failed."""
+        """Returns row -> reason, for the failed rows among those at `slots`."""
         if not self._reasons:
             return {}
         return {row: self._reasons[s] for row, s in enumerate(slots) if s in self._reasons}
 
     def invalid_among(self, slots: Sequence[int]) -> list[int]:
-        """The rows among them whose requests ask for what cannot be done."""
+        """Returns the failed rows at `slots` whose requests are invalid."""
         if not self._invalid:
             return []
         return [row for row, slot in enumerate(slots) if slot in self._invalid]
 
 
 def describe(error: Exception) -> str:
-    """An exception in one line."""
+    """Formats an exception as one line."""
     name, text = type(error).__name__, first_line(error)
     return name if text == name else f"{name}: {text}"

@@ -1,14 +1,15 @@
-"""How tokens sampled by the last pipeline stage reach the first, which embeds them.
+"""Sends tokens sampled by the last pipeline stage to the first, which embeds them.
 
 The protocol, for each tensor rank: after every step in which S > 0 rows sample, the last stage
 sends the tokens [S] to its peer of stage 0. Both sides execute the same plans, so the messages
 carry no identifiers: the first stage keeps a queue of the expected messages and receives them in
-order, but as late as possible, so that several steps can be in flight. Before it builds a step it
-receives up to the last message that
+order, but as late as possible, so that several steps can be in flight. Before the first stage
+builds a step, it receives all messages up to the last one that
 
-- holds a token at a position which the step computes, or
-- belongs to a slot that a new row takes (else the late token would overwrite the new request), or
-- lies more than MAX_OUTSTANDING messages back.
+- holds a token at a position that the step computes, or
+- belongs to a slot that a new row takes (otherwise the late token would overwrite the new request),
+  or
+- lies more than `MAX_OUTSTANDING` messages back.
 
 There is no deadlock: a message that the first stage waits for depends only on steps whose
 activations it has sent already, and the last stage waits for a send only when the first stage must
@@ -35,36 +36,38 @@ MAX_OUTSTANDING = 32
 
 
 class TokenFeedback:
-    """One stage's side. This base is for a stage that neither sends nor receives tokens."""
+    """One stage's side of the protocol. This base class is for a stage that neither sends nor
+    receives tokens."""
 
     def before_step(self, plan: SchedulerOutput) -> None:
-        """Receive the tokens that the plan needs; before its new rows are applied."""
+        """Receives the tokens that the plan needs; called before the plan's new rows are
+        applied."""
 
     def after_forward(self, batch: InputBatch) -> None:
-        """The stage has computed its layers of the batch."""
+        """Called after the stage has computed its layers for the batch."""
 
     def after_sampling(self, tokens: Tensor) -> None:
-        """tokens [S] int64 have been sampled and written to this stage's states."""
+        """Called after `tokens` [S] int64 have been sampled and written to this stage's states."""
 
     def drain(self) -> None:
-        """Wait for all messages in flight."""
+        """Waits for all messages in flight."""
 
 
 class PendingSends:
-    """Sends in flight. Each is waited for when there are `limit` younger ones; its tensor is kept
-    until then."""
+    """Sends in flight. `add` waits for the oldest ones when more than `limit` are in flight; their
+    tensors are kept until then."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._sends: deque[list[Handle]] = deque()
 
     def add(self, handles: Iterable[Handle]) -> None:
-        """Add the sends of one step."""
+        """Adds the sends of one step."""
         self._sends.append(list(handles))
         self._wait_for_all_but(self._limit)
 
     def drain(self) -> None:
-        """Wait for all sends."""
+        """Waits for all sends."""
         self._wait_for_all_but(0)
 
     def _wait_for_all_but(self, youngest: int) -> None:
@@ -87,9 +90,9 @@ class LastStageFeedback(TokenFeedback):
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """The tokens of one step that are not received yet."""
+    """The tokens of one step that have not been received yet."""
 
-    # [S] int64 each: where the tokens are written; the `_np` are host mirrors
+    # [S] int64 each: where the tokens are written; the `_np` arrays are the host's copies
     slots: Tensor
     positions: Tensor
     slots_np: np.ndarray
@@ -127,11 +130,11 @@ class FirstStageFeedback(TokenFeedback):
             self._states.write_sampled(message.slots, message.positions, tokens)
 
     def _needed(self, plan: SchedulerOutput) -> int:
-        """How many messages, from the oldest, must be received before the plan."""
+        """Returns how many messages, starting with the oldest, must be received before the plan."""
         needed = max(0, len(self._expected) - MAX_OUTSTANDING)
         if not self._expected:
             return needed
-        # [max_rows] the positions low .. high - 1 of each slot that the step reads or replaces
+        # [max_rows] the step reads or replaces the positions low .. high - 1 of each slot
         low = np.zeros(self._states.max_rows, dtype=np.int64)
         high = np.zeros(self._states.max_rows, dtype=np.int64)
         slots, starts = np.array(plan.slots, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
@@ -147,7 +150,7 @@ class FirstStageFeedback(TokenFeedback):
 
 
 def make_feedback(mesh: Mesh, states: RequestStates) -> TokenFeedback:
-    """The implementation for this stage of the mesh's pipeline."""
+    """Returns the implementation for this stage of the mesh's pipeline."""
     if mesh.pipeline.size == 1:
         return TokenFeedback()
     if mesh.is_first_stage:

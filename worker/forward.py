@@ -1,8 +1,9 @@
 """The forward pass of a step, from token ids to logits or argmax, replayed without Python.
 
-With few tokens, the Python that calls a layer's operations takes longer than the operations, and
-with 64 rows a tenth of a step. So the first step is captured (see `swell.kernels.graph`) with the
-largest sizes, on input tensors that every step fills before it replays the captured operations.
+With few tokens, the Python that calls a layer's operations takes longer than the operations
+themselves; with 64 rows it takes a tenth of a step. So the first step is captured (see
+`swell.kernels.graph`) with the largest sizes, on input tensors that every step fills before it
+replays the captured operations.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from swell.worker.models.intermediate import IntermediateTensors
 from swell.worker.request_states import RequestStates
 
 MAX_SAMPLES = 128
-"""With more samples a step is not captured: its Python hardly matters, and its logits take
+"""A step with more samples is not captured: its Python overhead hardly matters, and its logits take
 memory."""
 
 
 class HeadOutput(Enum):
-    """What the head computes for the rows that sample."""
+    """The output of the head for the rows that sample."""
 
     LOGITS = auto()
     """[S, vocab] float32"""
     ARGMAX = auto()
-    """[S] int64, the tokens of the largest logits: they are the sampled tokens, written to the
-    states; and these logits, [S] float32."""
+    """[S] int64, the tokens with the largest logits, which are the sampled tokens and are written
+    to the states; and these logits, [S] float32."""
 
 
 class Forward:
-    """Computes hidden states and the head's output of a batch by calling the model."""
+    """Computes the hidden states and the head's output of a batch by calling the model."""
 
     def __init__(self, model: Any, states: RequestStates) -> None:
         self._model = model
@@ -46,16 +47,17 @@ class Forward:
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
     ) -> Any:
-        """On the last stage the hidden states of `batch.hidden_indices`, else the input of the next
-        stage. `head`: the output that the next call of `head` will compute."""
+        """Returns the hidden states of `batch.hidden_indices` on the last stage, otherwise the
+        input of the next stage. `head`: the output that the next call of `head` will compute."""
         return self._model(batch, intermediate)
 
     def take_inputs(self) -> list[Tensor]:
-        """Of the last call of `hidden`: see `LlamaModel.take_inputs`."""
+        """Returns the layer inputs of the last call of `hidden` (see `LlamaModel.take_inputs`)."""
         return self._model.take_inputs() if hasattr(self._model, "take_inputs") else []
 
     def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
-        """The result of the last call of `hidden` -> the head's output for the rows that sample"""
+        """Computes the head's output for the rows that sample. `hidden`: the result of the last
+        call of `hidden`."""
         if len(hidden) > batch.num_samples:
             hidden = hidden.index_select(0, batch.logits_indices)
         if head is HeadOutput.LOGITS:
@@ -66,20 +68,21 @@ class Forward:
 
     @property
     def progress(self) -> int:
-        """Number of operations computed without a call of the model; from any thread."""
+        """Number of operations computed without calling the model. May be read from any thread."""
         return 0
 
 
 class CapturedForward(Forward):
-    """For a model with a single pipeline stage. Its results are valid until the next call."""
+    """A forward pass that replays captured operations, for a model with a single pipeline stage.
+    Its results are valid until the next call."""
 
     def __init__(self, model: Any, states: RequestStates) -> None:
         super().__init__(model, states)
         self._captured: tuple[_Captured, ...] = ()
-        """At most one for each `HeadOutput`, without adapters and with them."""
+        """At most two captures for each `HeadOutput`: with and without adapters."""
         self._capturable = True
         self._replayed: _Captured | None = None
-        """What has computed the last hidden states, if they were replayed."""
+        """The capture that computed the last hidden states; None: they were not replayed."""
 
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
@@ -117,48 +120,48 @@ class CapturedForward(Forward):
 
 def _fits(batch: InputBatch) -> bool:
     """Whether a capture computes what the batch needs: hidden states only of rows that sample, and
-    embeddings of tokens."""
+    no embeddings in place of tokens."""
     only_samples = not batch.all_hidden or batch.num_samples == batch.num_tokens
     return only_samples and batch.num_samples <= MAX_SAMPLES and batch.prompt_embeds is None
 
 
 class _Captured:
-    """The captured operations for one `HeadOutput`, with or without adapters, and the tensors of
-    their results."""
+    """The captured operations for one `HeadOutput`, with or without adapters, and their result
+    tensors."""
 
     def __init__(self, forward: Forward, batch: InputBatch, head: HeadOutput) -> None:
-        """`batch`: any batch; all batches have the same input tensors."""
+        """`batch`: any batch, since all batches use the same input tensors."""
         self.head, self.adapted = head, batch.adapters is not None
         inputs = batch.inputs
         tokens, (rows, blocks) = len(inputs.input_ids), inputs.block_table.shape
         samples = min(MAX_SAMPLES, inputs.samples.shape[1] - 1)
-        samples -= samples == rows  # the three sizes differ
+        samples -= samples == rows  # keeps the three sizes different
         sizes = Sizes(tokens, rows, samples, tokens, blocks * batch.block_tokens)
         adapters = None if batch.adapters is None else batch.adapters._replace(num_tokens=tokens)
         largest = replace(batch, sizes=sizes, all_hidden=False, adapters=adapters)
         device = inputs.input_ids.device.type
-        # [samples, hidden], [tokens, hidden] of each layer that keeps its input, and the head's
-        # output, if it was captured
+        # [samples, hidden]; then [tokens, hidden] for each layer that keeps its input; then the
+        # head's output, if it was captured
         self._results, self.graph = capture(
             lambda: self._compute(forward, largest), device, tokens, rows, samples
         )
         self._views: dict[int, list[Tensor]] = {}
-        """S -> the first S rows of the results. Where inputs of layers are read, each token gives a
+        """S -> the first S rows of the results. Where layer inputs are read, every token is a
         sample (see `_fits`)."""
         self.layer_inputs: list[Tensor] = []
         self.head_output: list[Tensor] = []
-        """Both of the last `run`."""
+        """The layer inputs and the head's output of the last `run`."""
 
     def _compute(self, forward: Forward, batch: InputBatch) -> list[Tensor]:
         hidden: Tensor = forward.hidden(batch, None, self.head)
         inputs = forward.take_inputs()
         self._num_inputs = len(inputs)
         if self.head is HeadOutput.LOGITS and hidden.dtype != torch.float32:
-            return [hidden, *inputs]  # logits are made float32, which no backend operation does
+            return [hidden, *inputs]  # no backend operation makes logits float32
         return [hidden, *inputs, *forward.head(self.head, hidden, batch)]
 
     def run(self, batch: InputBatch) -> Tensor:
-        """Hidden states [S, hidden]."""
+        """Replays the operations for a batch. Returns hidden states [S, hidden]."""
         tokens, rows, samples, *_ = batch.sizes
         self.graph.replay(tokens, rows, samples)
         if samples not in self._views:
@@ -172,8 +175,9 @@ class _Captured:
 
 
 def make_forward(model: Any, states: RequestStates, mesh: Mesh) -> Forward:
-    """Captured if the worker has no peers, a backend can capture, and the model has a head of its
-    own: one that pools needs the hidden states of all tokens."""
+    """Returns a captured forward pass if the worker is the only one of its groups, the backend can
+    capture, and the model has its own head; a model that pools needs the hidden states of all
+    tokens."""
     alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
     if alone and hasattr(model, "argmax") and can_capture(states.token_ids.device.type):
         return CapturedForward(model, states)

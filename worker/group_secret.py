@@ -1,14 +1,14 @@
-"""What the members of one group know, and no other process: neither torch's store nor gloo asks who
-connects to it.
+"""Secrets that only the members of one group know, because neither torch's store nor gloo
+authenticates who connects to it.
 
-Each plan of groups has a secret, which is new with each generation or epoch and comes to the
-workers over the encrypted channel. From it derive
+Each plan of groups has a secret, which is new with each generation or epoch and reaches the workers
+over the encrypted channel. These values derive from it:
 
 - the prefix of the group's keys in the store, which no other plan has;
-- a signature of each rank's address, which its peers check before they connect: what a stranger, or
-  an earlier plan, has written into the store is not accepted;
+- a signature of each rank's address, which its peers check before they connect, so that they do not
+  accept what a stranger, or an earlier plan, has written into the store;
 - a token of each rank, which its peers check through the connections of the group itself before
-  anything else goes through them.
+  anything else is sent through them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _DIGEST = "sha256"
 
 
 class ForeignAddress(OSError):
-    """An address in the store that no member of the group has written."""
+    """Raised for an address in the store that no member of the group has written."""
 
 
 class GroupSecret:
-    """Of one group of a plan; `name` distinguishes the groups of the plan."""
+    """The secrets of one group of a plan; `name` distinguishes the groups of the plan."""
 
     def __init__(self, secret: SecretBytes, name: str) -> None:
         self._secret = secret
@@ -34,15 +34,16 @@ class GroupSecret:
 
     @property
     def prefix(self) -> str:
-        """Of the group's keys."""
+        """The prefix of the group's keys."""
         return self._derive("prefix").hex()
 
     def sign(self, rank: int, address: str) -> str:
-        """The address with its signature."""
+        """Returns the address with its signature."""
         return f"{address} {self._derive('address', str(rank), address).hex()}"
 
     def open(self, rank: int, signed: str) -> str:
-        """The address. Raises ForeignAddress."""
+        """Returns the address without its signature. Raises `ForeignAddress` if the signature is
+        wrong."""
         address = signed.rpartition(" ")[0]
         if not hmac.compare_digest(self.sign(rank, address).encode(), signed.encode()):
             raise ForeignAddress(
@@ -52,7 +53,7 @@ class GroupSecret:
         return address
 
     def token(self, rank: int) -> SecretBytes:
-        """[TOKEN_BYTES] what only a member can send for this rank."""
+        """[TOKEN_BYTES] proves that the sender is a member with this rank."""
         return self._derive("token", str(rank))
 
     def _derive(self, *parts: str) -> bytes:

@@ -16,10 +16,11 @@ from swell.worker.transport import Transport
 
 
 class GroupError(RuntimeError):
-    """A group could not be formed or has failed: a peer is gone, or the group was aborted."""
+    """Raised when a group could not be formed or has failed: a peer is gone, or the group was
+    aborted."""
 
     def __init__(self, message: str, absent: Iterable[int] = ()) -> None:
-        """`absent`: engines of the plan that did not come, or cannot be reached, by index."""
+        """`absent`: engines of the plan that did not join or cannot be reached, by index."""
         super().__init__(message)
         self.absent = tuple(absent)
 
@@ -29,14 +30,14 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the tensor may be used again (on CUDA: on the current stream)."""
+        """Waits until the tensor may be used again (on CUDA: on the current stream)."""
 
 
 class Group(ABC):
     """The ranks of one collective. Every member calls the same operations in the same order.
 
-    If a peer died or left, the operation raises `GroupError`; the group cannot be used until it is
-    formed again.
+    If a peer dies or leaves, the operation raises `GroupError`; the group cannot be used until it
+    is formed again.
     """
 
     rank: int
@@ -44,17 +45,18 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
-        """Sum `t` over the ranks, in place; returns `t`."""
+        """Sums `t` over the ranks, in place; returns `t`."""
 
     @abstractmethod
     def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
-        """The same. On CPU the terms of each element are added in the order of the ranks, so that
-        no bit of a row depends on the other rows: `all_reduce` chooses the order by the place of an
-        element in `t`. (Of two terms, or of one that is not zero, any order gives the same.)"""
+        """Sums `t` over the ranks like `all_reduce`, but on CPU adds the terms of each element in
+        rank order, so that no bit of a row depends on the other rows: `all_reduce` chooses the
+        order by the position of an element in `t`. (The order does not matter for two terms, or if
+        only one is not zero.)"""
 
     @abstractmethod
     def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
-        """The ranks' tensors of equal shape, joined along `dim` in rank order."""
+        """Concatenates the ranks' tensors of equal shape along `dim` in rank order."""
 
     @abstractmethod
     def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
@@ -62,37 +64,38 @@ class Group(ABC):
 
     @abstractmethod
     def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
-        """Overwrite `t` by that of rank `src`; returns `t`."""
+        """Overwrites `t` with that of rank `src`; returns `t`."""
 
     @abstractmethod
     def send(self, t: torch.Tensor, dst: int) -> Handle:
-        """Start sending `t` to rank `dst`; `t` must not change before `wait()` returns."""
+        """Starts sending `t` to rank `dst`; `t` must not change before `wait()` returns."""
 
     @abstractmethod
     def recv(self, t: torch.Tensor, src: int) -> torch.Tensor:
-        """Fill `t` with the next tensor sent by rank `src`; returns `t`."""
+        """Fills `t` with the next tensor sent by rank `src`; returns `t`."""
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """In this context operations return this rank's own values in the right shape, without
+        """In this context, operations return this rank's own values in the right shape, without
         peers."""
         yield
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `GroupError` if the group was aborted: results since then are not valid."""
+        """Raises `GroupError` if the group was aborted: results since then are not valid."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Make the operation in flight fail, here and at the peers; from any thread."""
+        """Makes the operation in flight fail, here and at the peers. May be called from any
+        thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave at once: peers inside an operation get an error. Sockets and threads are freed."""
+        """Leaves at once: peers inside an operation get an error. Frees sockets and threads."""
 
 
 class SoloGroup(Group):
-    """A group of one: collectives change nothing."""
+    """A group of one rank: collectives change nothing."""
 
     rank = 0
     size = 1
@@ -139,7 +142,7 @@ class _Sending(Handle):
 
 
 class ProcessGroup(Group):
-    """A group over a transport, which `reopen` sets and `close` removes."""
+    """A group over a transport; `reopen` sets the transport and `close` removes it."""
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         """`name`: used in messages and in the store's keys."""
@@ -158,7 +161,7 @@ class ProcessGroup(Group):
             self._dry_run = False
 
     def reopen(self, transport: Transport) -> None:
-        """Close the transport and use this one."""
+        """Closes the current transport and uses this one."""
         self.close()
         self._transport = transport
 
@@ -172,7 +175,7 @@ class ProcessGroup(Group):
         elements = t.numel()
         if self.size < 3 or t.device.type != "cpu" or not elements or self._dry_run:
             return self.all_reduce(t)
-        # Each rank adds one part of the elements: [ranks, elements / ranks] to and from the others.
+        # Each rank sums one part of the elements: [ranks, elements / ranks] is sent and received.
         sent = t.new_zeros(self.size, -(-elements // self.size))
         sent.view(-1)[:elements] = t.reshape(-1)
         terms = torch.empty_like(sent)
@@ -231,7 +234,7 @@ class ProcessGroup(Group):
             self._transport = None
 
     def finish(self, operation: str, work: Any) -> None:
-        """Wait for an operation that `_start` returned. Raises `GroupError`."""
+        """Waits for an operation that `_start` returned. Raises `GroupError`."""
         self.check()
         transport = self._transport
         assert transport is not None
@@ -252,7 +255,7 @@ class ProcessGroup(Group):
         try:
             result = call(*args)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise  # this worker's own: its peers are not to blame
+            raise  # this worker's own error: its peers are not to blame
         except RuntimeError as error:
             raise GroupError(f"group {self.name!r}: {operation}: {first_line(error)}") from error
         self.check()
@@ -260,5 +263,5 @@ class ProcessGroup(Group):
 
 
 def make_group(name: str, rank: int, size: int) -> Group:
-    """A group that is not formed yet, or a `SoloGroup`, which needs no forming."""
+    """Returns a group that is not formed yet, or a `SoloGroup`, which does not need forming."""
     return SoloGroup() if size == 1 else ProcessGroup(name, rank, size)

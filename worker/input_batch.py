@@ -1,6 +1,6 @@
 """The tensors of one step, made from the scheduler's plan.
 
-One flat batch without padding: with rows of 1, 1 and 3 tokens,
+One flat batch without padding. For example, with rows of 1, 1 and 3 tokens:
 
     token            0     1     2  3  4
     row              0     1     2  2  2
@@ -9,8 +9,8 @@ One flat batch without padding: with rows of 1, 1 and 3 tokens,
     logits_indices   0     1           4           (of the rows that sample; if the last token of
                                                    the third row is a draft: 0, 1, 3, 4)
 
-The host's data is copied to the device at once; token ids and blocks are looked up on the device,
-which already has the tokens sampled by the previous step.
+The host copies its data to the device in one transfer. Token ids and blocks are looked up on the
+device, which already has the tokens sampled by the previous step.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from swell.worker.wire import SchedulerOutput
 
 @dataclass(frozen=True)
 class InputBatch:
-    """R rows, T tokens, S samples: one of each row that samples, and one of each draft. Its tensors
-    are valid until the next batch is built."""
+    """A batch of R rows, T tokens and S samples: one sample per row that samples, and one per
+    draft. Its tensors are valid until the next batch is built."""
 
     plan: SchedulerOutput
     inputs: Inputs
-    """Tensors for the largest step; this step uses their first elements."""
+    """Tensors with the sizes of the largest step; this step uses their first elements."""
     sizes: Sizes
     block_tokens: int
     all_hidden: bool
     """Whether the hidden states of all tokens are read, not only those of `logits_indices`."""
     prompt_embeds: EmbedsOverride | None = None
-    """What takes the place of embeddings of its tokens, on the first stage."""
+    """Embeddings that replace those of the batch's tokens, on the first stage."""
     adapters: AdaptedTokens | None = None
-    """The tokens that have adapters, if any has."""
+    """The tokens that have adapters; None: none has."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,29 +101,29 @@ class InputBatch:
         return self.inputs.samples[2, : self.sizes.samples]
 
     def rows_in(self, active_slots: SlotSet) -> np.ndarray:
-        """[M] int64: which of the S samples are of rows in a set of slots."""
+        """[M] int64: the indices of the S samples whose rows are in a set of slots."""
         return active_slots.among(self.sample_slots_np) if active_slots.any else NO_ROWS
 
     @cached_property
     def drafts(self) -> StepDrafts | None:
-        """None: no row has drafts."""
+        """The drafts of the step; None: no row has drafts."""
         return StepDrafts(self.plan) if self.plan.drafts else None
 
     @cached_property
     def sample_rows_np(self) -> np.ndarray:
-        """[S] int64, the row of the step of each sample"""
+        """[S] int64, the step's row of each sample"""
         if self.plan.drafts:
             return np.repeat(np.arange(len(self.plan.samples)), self.plan.samples)
         return np.flatnonzero(self.plan.samples)
 
     @cached_property
     def sample_slots_np(self) -> np.ndarray:
-        """[S] int64, the host's mirror"""
+        """[S] int64, the host's copy of `sample_slots`"""
         return np.array(self.plan.slots, dtype=np.int64)[self.sample_rows_np]
 
     @cached_property
     def sample_positions_np(self) -> np.ndarray:
-        """[S] int64, the host's mirror"""
+        """[S] int64, the host's copy of `sample_positions`"""
         plan = self.plan
         ends = np.array([plan.starts, plan.num_tokens], dtype=np.int64).sum(0)
         if self.drafts is None:
@@ -138,8 +138,8 @@ class BatchBuilder:
     def __init__(
         self, states: RequestStates, blocks: BlockTables, max_tokens: int, draft_tokens: int = 0
     ) -> None:
-        """`max_tokens`: of one step; `draft_tokens`: of a step in which rows have drafts."""
-        # One more row and one more token, so that the numbers of samples, rows and tokens differ:
+        """`max_tokens`: the most tokens of one step; `draft_tokens`: the most drafts of a step."""
+        # One extra row and one extra token, so that the numbers of samples, rows and tokens differ:
         # a capture distinguishes them by their values.
         rows = states.max_rows + 1
         samples = rows + draft_tokens
@@ -151,8 +151,8 @@ class BatchBuilder:
         )
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
-        """The batch of a plan whose new rows and growths have been applied. Raises ValueError or
-        IndexError for a plan that does not fit (see `Gather`)."""
+        """Builds the batch of a plan whose new rows and growths have been applied. Raises
+        `ValueError` or `IndexError` for a plan that does not fit (see `Gather`)."""
         sizes = self._gather(plan.slots, plan.starts, plan.num_tokens, plan.samples)
         every = sizes.samples == sizes.tokens
         return InputBatch(plan, self._inputs, sizes, self._block_tokens, all_hidden=every)

@@ -13,21 +13,21 @@ from swell.worker.layers.attention import Attention
 
 
 def keeps_kv(layers: Sequence[Attention]) -> bool:
-    """Whether a later step reads K and V of these layers. Where tokens attend to later ones, all of
-    a text is computed in one step, and nothing is kept."""
+    """Whether later steps read K and V of these layers. If tokens attend to later tokens, a whole
+    text is computed in one step, and nothing is kept."""
     return not any(layer.lookahead for layer in layers)
 
 
 def blocks_of_steps(scheduler: SchedulerConfig, block_tokens: int) -> int:
-    """Blocks of all steps in flight, of which each row may leave one half empty, and one that the
-    scheduler leaves free for each running row."""
+    """Returns the number of blocks for all steps in flight, in which each row may leave one block
+    partly empty, plus one block per running row that the scheduler keeps free."""
     rows = scheduler.max_rows
     step = -(-scheduler.max_tokens_per_step // block_tokens) + rows
     return scheduler.steps_in_flight * step + rows
 
 
 def bytes_per_block(layers: Sequence[Attention], block_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of one block in all layers, K and V together."""
+    """Returns the bytes of one block in all layers, K and V together."""
     if not keeps_kv(layers):
         layers = layers[:1]
     elements = sum(layer.kv_heads * layer.head_dim for layer in layers)
@@ -35,8 +35,8 @@ def bytes_per_block(layers: Sequence[Attention], block_tokens: int, dtype: torch
 
 
 def free_bytes(device: torch.device, local_workers: int) -> int:
-    """Free bytes of the device; on CPU this worker's share of what the machine and the limits of
-    its control groups leave."""
+    """Returns the free bytes of the device; on CPU, this worker's share of the free memory of the
+    machine, within its cgroup limits."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_memory_bytes() // local_workers
@@ -48,7 +48,7 @@ def count_blocks(
     free: int,
     useful_blocks: int | None,
 ) -> int:
-    """Number of blocks of the cache.
+    """Returns the number of blocks of the cache.
 
     `free`: unused bytes of the device; `useful_blocks`: the most blocks that the rows can use
     (None: memory is the only limit). Raises `ValueError` if not even one fits.
@@ -78,10 +78,10 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Bind a zeroed cache of `num_blocks` blocks to every layer.
+    """Binds a zeroed cache of `num_blocks` blocks to every layer.
 
-    On CPU the system allocates a page when it is first written. Layers that keep nothing are equal,
-    and use one cache in turn.
+    On CPU the system allocates a page when it is first written. Layers that do not keep K and V are
+    equal, and share one cache in turn.
     """
     caches: tuple[torch.Tensor, torch.Tensor] | None = None
     for layer in layers:
@@ -95,5 +95,5 @@ def allocate(
 
 
 def block_rows(cache: torch.Tensor) -> torch.Tensor:
-    """[blocks, ...] -> [blocks, bytes]: what each block has, as it lies in memory."""
+    """[blocks, ...] -> [blocks, bytes]: the raw bytes of each block."""
     return cache.view(torch.uint8).view(len(cache), -1)

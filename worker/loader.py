@@ -1,9 +1,9 @@
-"""Loads a model's config and fills its parameters from a model folder.
+"""Loads a model's config, and its parameters from a model folder.
 
 A model names the parts of checkpoint tensors that it needs (`WeightShard`), and only these parts
 are read from the safetensors files, directly into the parameters: at its peak, loading needs the
-memory of one chunk beside them. Every error about the folder is one line with the cause and the
-way out.
+memory of one chunk in addition to the parameters. Every error about the folder is one line that
+names the cause and the fix.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ Progress = Callable[[int, int], None]
 """Called with (bytes filled, all bytes) of this worker's parameters."""
 
 ShardsOf = Callable[[Collection[str]], Iterable[WeightShard]]
-"""Takes the names of a checkpoint's tensors, returns the shards to fill."""
+"""Accepts the names of a checkpoint's tensors and returns the shards to fill."""
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Largest part of a tensor that is read at a time: the memory of loading beside the parameters."""
+"""The largest part of a tensor that is read at a time: the memory that loading needs in addition to
+the parameters."""
 
 DUMMY_STD = 0.02
 """Standard deviation of dummy weights: it gives logits of a few units at every depth."""
@@ -52,8 +53,8 @@ HUB_FILES = ("*.json", "*.safetensors")
 
 
 def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
-    """The model's `PretrainedConfig`, from a folder or from the hub; `pools`: it needs no causal
-    language model. Raises `ValueError`."""
+    """Returns the model's `PretrainedConfig`, from a folder or from the hub. `pools`: the model
+    pools, so it need not be a causal language model. Raises `ValueError`."""
     path = model_config.path
     _check_path(path)
     try:
@@ -71,7 +72,7 @@ def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
 
 
 def _check_architecture(hf_config: Any) -> None:
-    """Raise `ValueError` if transformers knows the architecture and it is not the causal language
+    """Raises `ValueError` if transformers knows the architecture and it is not the causal language
     model of `model_type`: another type, or a model with a vision tower or another head."""
     kind, named = hf_config.model_type, getattr(hf_config, "architectures", None) or []
     own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
@@ -86,7 +87,8 @@ def _check_architecture(hf_config: Any) -> None:
 
 
 def resolve_dtype(model_config: ModelConfig, hf_config: Any) -> torch.dtype:
-    """The type of parameters and activations: the configured one, else the checkpoint's."""
+    """Returns the type of parameters and activations: the configured one, otherwise the
+    checkpoint's."""
     if model_config.dtype != "auto":
         return DTYPES[model_config.dtype]
     own = getattr(hf_config, "dtype", None) or torch.float32
@@ -96,14 +98,15 @@ def resolve_dtype(model_config: ModelConfig, hf_config: Any) -> torch.dtype:
 
 
 def stored_backend(model_config: ModelConfig) -> str:
-    """`model.backend`; for saved weights `auto` is the one that they were saved with."""
+    """Returns `model.backend`; for saved weights, `auto` is the backend that they were saved
+    with."""
     if model_config.backend == "auto" and is_sharded(model_config):
         return read_index(_folder(model_config.path)).backend
     return model_config.backend
 
 
 def max_positions(hf_config: Any) -> int | None:
-    """The number of positions that the model supports; None if its config does not say."""
+    """Returns the number of positions that the model supports; None if its config does not say."""
     text_config = hf_config.get_text_config()
     for key in POSITION_KEYS:
         value = getattr(text_config, key, None)
@@ -117,7 +120,8 @@ def max_positions(hf_config: Any) -> int | None:
 
 
 def max_model_len(model_config: ModelConfig, hf_config: Any) -> int:
-    """Longest sequence in tokens: `model.max_model_len`, else all of the model's positions."""
+    """Returns the longest sequence in tokens: `model.max_model_len`, otherwise all of the model's
+    positions."""
     own, wanted = max_positions(hf_config), model_config.max_model_len
     if own is None and wanted is None:
         raise ValueError(
@@ -136,7 +140,7 @@ class Loadable(Protocol):
     """A model whose parameters can be filled."""
 
     def weight_shards(self, stored: Collection[str]) -> Iterable[WeightShard]:
-        """What it reads from a checkpoint that has the tensors named `stored`."""
+        """Returns the shards to read from a checkpoint that has the tensors named `stored`."""
 
 
 class LoadedWeights(NamedTuple):
@@ -144,13 +148,14 @@ class LoadedWeights(NamedTuple):
 
     nbytes: int
     mapped_bytes: int
-    """Of these, those that are memory of a mapped file: the system counts them as available."""
+    """The bytes among these that are memory of a mapped file: the system counts them as
+    available."""
 
 
 def load_weights(
     model: Loadable, model_config: ModelConfig, progress: Progress | None = None
 ) -> LoadedWeights:
-    """Fill the parameters of `model` with this rank's part of the checkpoint.
+    """Fills the parameters of `model` with this rank's part of the checkpoint.
 
     Raises `ValueError` for a folder that does not hold what the model needs.
     """
@@ -169,7 +174,7 @@ def load_experts(
     model_config: ModelConfig,
     progress: Progress | None = None,
 ) -> None:
-    """Fill the shards of experts that engines share, from wherever the weights are."""
+    """Fills the shards of experts that engines share, from saved weights or from a checkpoint."""
     if is_sharded(model_config):
         folder = _folder(model_config.path)
         load_saved_experts(folder, mesh, experts, _LoadProgress(0, progress))
@@ -181,10 +186,10 @@ def load_experts(
 def load_weight_shards(
     shards_of: ShardsOf, model_config: ModelConfig, progress: Progress | None = None
 ) -> int:
-    """Fill the shards that `shards_of` returns; returns their bytes.
+    """Fills the shards that `shards_of` returns; returns their bytes.
 
     `load_format: dummy` fills them with random numbers that depend only on `model.seed`, the
-    tensor's name and the part. Raises `ValueError` for a folder that does not hold them.
+    tensor's name and the part. Raises `ValueError` for a folder that does not hold the shards.
     """
     dummy = model_config.load_format == "dummy"
     folder = Path() if dummy else _folder(model_config.path)
@@ -208,15 +213,16 @@ def load_weight_shards(
 
 
 def checkpoint_names(model_config: ModelConfig) -> Collection[str]:
-    """The names of the checkpoint's tensors; none for dummy weights, and for saved ones, whose
-    config.json says what is tied."""
+    """Returns the names of the checkpoint's tensors. Returns none for dummy weights, and none for
+    saved weights, whose config.json says which embeddings are tied."""
     if model_config.load_format == "dummy" or is_sharded(model_config):
         return ()
     return _weight_map(_folder(model_config.path)).keys()
 
 
 def stored_equal(model_config: ModelConfig, one: str, other: str, dtype: torch.dtype) -> bool:
-    """Whether two stored tensors are the same parameter of type `dtype`; reads a part at a time."""
+    """Whether two stored tensors are the same parameter of type `dtype`. Reads one part at a
+    time."""
     folder = _folder(model_config.path)
     weight_map = _weight_map(folder)
     with _open(folder / weight_map[one]) as a, _open(folder / weight_map[other]) as b:
@@ -261,7 +267,7 @@ def _read(path: Path, weight_shards: Sequence[WeightShard], report: _LoadProgres
 
 
 def _chunks(shard: WeightShard) -> Iterator[tuple[torch.Tensor, tuple[slice | int, ...]]]:
-    """Split a large shard along its first dimension into chunks of at most `CHUNK_BYTES`."""
+    """Splits a large shard along its first dimension into chunks of at most `CHUNK_BYTES`."""
     target, index = shard.target, shard.index
     if target.nbytes <= CHUNK_BYTES or target.dim() == 0 or isinstance(index[0], int):
         yield target, index
@@ -298,7 +304,7 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
+    """Returns tensor name -> file name."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.is_file():
@@ -321,7 +327,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _fill(weight_shards: Sequence[WeightShard], seed: int, report: _LoadProgress) -> None:
-    """Random matrices; weights of norms are ones and biases zeros, as in a new model."""
+    """Fills matrices with random numbers, norm weights with ones and biases with zeros, as in a new
+    model."""
     generator = torch.Generator()
     for shard in weight_shards:
         target = shard.target
@@ -337,13 +344,13 @@ def _fill(weight_shards: Sequence[WeightShard], seed: int, report: _LoadProgress
 
 
 def _seed(seed: int, shard: WeightShard) -> int:
-    """A seed for a shard; it depends only on `seed`, the tensor's name and the part."""
+    """Returns a seed for a shard that depends only on `seed`, the tensor's name and the part."""
     text = f"{seed} {shard.name} {shard.index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _check_path(path: str) -> None:
-    """Raise `ValueError` for a folder without a model, and for a path that can be no hub id."""
+    """Raises `ValueError` for a folder without a model, and for a path that cannot be a hub id."""
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -355,7 +362,8 @@ def _check_path(path: str) -> None:
 
 
 def _folder(path: str) -> Path:
-    """The local folder of a model's weights; a hub id is downloaded into the hub's cache."""
+    """Returns the local folder of a model's weights; a hub id is downloaded into the hub's
+    cache."""
     _check_path(path)
     try:
         folder = model_folder(path, HUB_FILES)

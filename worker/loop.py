@@ -1,10 +1,10 @@
-"""The worker's side of its engine's two channels: one for steps, one that no step blocks.
+"""The worker's side of its engine's two channels: one for steps, and one that no step blocks.
 
-The protocol. The worker sends `WorkerHello`; then the engine sends plans and sometimes a `Regroup`.
+The protocol: the worker sends `WorkerHello`; then the engine sends plans and sometimes a `Regroup`.
 If a step or a regrouping raises, the worker sends `WorkerFailure`, leaves its groups, drops pending
-results, and ignores plans until the next `Regroup`: the engine sent these before it received the
-failure. On the second channel the worker sends heartbeats and receives `AbortGroups`, which ends an
-operation whose peers do not come.
+results, and ignores plans until the next `Regroup`: the engine sent these plans before it received
+the failure. On the second channel the worker sends heartbeats and receives `AbortGroups`, which
+aborts an operation whose peers do not join.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class WorkerLoop:
         self._generation = 0
         self._loaded: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()
         self._waker: Waker | None = None
-        """Ends a wait for commands once an adapter is loaded."""
+        """Interrupts the wait for commands when an adapter is loaded."""
         self._aborted = -1
-        """Groups of this generation and of older ones are aborted."""
+        """Groups of this generation and older ones are aborted."""
 
     def heartbeat(self) -> WorkerHeartbeat:
-        """The worker's progress; from any thread."""
+        """Returns the worker's progress. May be called from any thread."""
         return WorkerHeartbeat(self._rank, self._worker.progress_counter, self._generation)
 
     def run(self) -> None:
-        """Execute plans until `Shutdown`.
+        """Executes plans until `Shutdown`.
 
         The loop waits for a result only if no plan can be started, so that the device is never idle
         because the host waits.
@@ -74,13 +74,13 @@ class WorkerLoop:
                 self._fail(error)
 
     def abort(self, generation: int) -> None:
-        """Abort the groups unless they are younger; from one other thread."""
+        """Aborts the groups of `generation` and older ones. May be called from one other thread."""
         self._aborted = max(self._aborted, generation)
         self.reabort()
 
     def reabort(self) -> None:
-        """Repeat the abort: groups that were being formed during the call of `abort` have missed
-        it. From the thread that calls `abort`."""
+        """Repeats the abort: the call of `abort` misses groups that are being formed meanwhile.
+        Called from the thread that calls `abort`."""
         if self._aborted >= self._generation:
             self._worker.abort(self._aborted)
 
@@ -128,12 +128,12 @@ class WorkerLoop:
 
 
 class HeartbeatThread:
-    """Sends heartbeats and handles `AbortGroups` on the second channel, on a thread of its own."""
+    """Sends heartbeats and handles `AbortGroups` on the second channel, on a separate thread."""
 
     def __init__(
         self, loop: WorkerLoop, outlet: Outlet[WorkerCommand], heartbeat_interval_s: float
     ) -> None:
-        """Takes `outlet` over: the thread uses and closes it."""
+        """Takes ownership of `outlet`: the thread uses and closes it."""
         self._loop = loop
         self._outlet = outlet
         self._heartbeat_interval_s = heartbeat_interval_s
@@ -144,7 +144,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; a last heartbeat reports the final progress counter."""
+        """Stops the thread. A last heartbeat reports the final progress counter."""
         self._ending = True
         self._waker.wake()
         self._thread.join()

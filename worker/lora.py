@@ -1,7 +1,7 @@
-"""The adapters (LoRA) of a worker: read at its start or beside its steps, and chosen for the rows
-of each step.
+"""The adapters (LoRA) of a worker: loaded at startup or in the background of steps, and selected
+for the rows of each step.
 
-A step whose rows have none is computed as without adapters, by a capture of its own.
+A step whose rows use no adapter is computed as if there were none, by a separate capture.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from swell.worker.layers.lora import AdaptedTokens, LayerLora, LoraMatrices, Lor
 from swell.worker.wire import AdapterLoaded, LoadAdapter, NewRow, SchedulerOutput
 
 _MAX_READS = 16
-"""Beside those that have a place: of folders that hang, and whose places others have since."""
+"""Reads that may be pending in addition to one per place: reads of folders that hang, whose places
+other adapters have taken since."""
 
 
 class AdapterNotLoaded(RuntimeError):
-    """The fault of a worker, not of a request: engines send requests for what all workers have."""
+    """Raised when a worker lacks an adapter. This is the worker's fault, not the request's: engines
+    send requests only for adapters that all workers have."""
 
 
 class AdaptedLayer(Protocol):
@@ -45,50 +47,52 @@ class AdaptedLayer(Protocol):
     lora: NoLora
 
     def lora_parts(self, *names: str) -> list[LoraPart]:
-        """Its matrices; `names`: one for each, as the checkpoint has them."""
+        """Returns the layer's matrices; `names`: the name of each in the checkpoint."""
 
 
 OnLoaded = Callable[[AdapterLoaded], None]
 
 
 class NoAdapters:
-    """Of a worker that takes none."""
+    """The adapters of a worker that does not accept any."""
 
     count = 0
-    """Their numbers are below."""
+    """The number of adapters, which bounds their numbers."""
     nbytes = 0
-    """Of those that stay."""
+    """Bytes of the adapters of the configuration, which stay loaded."""
     reserved_bytes = 0
-    """For those that come and go, at most."""
+    """The most bytes of adapters that are loaded and unloaded at runtime."""
 
     def load(self, command: LoadAdapter, rank: int, on_loaded: OnLoaded) -> None:
         name = shown(command.adapter.name)
         raise AdapterNotLoaded(f"adapter {name}: this worker takes none")
 
     def number_of(self, digest: str) -> int | None:
-        """The number that layers know it by; None: the model alone."""
+        """Returns the number that layers know the adapter by; None: the base model without an
+        adapter."""
         if digest:
             raise AdapterNotLoaded(f"the adapter {digest} is not loaded")
         return None
 
     def close(self) -> None:
-        """Load nothing more."""
+        """Stops loading adapters."""
 
 
 NO_ADAPTERS = NoAdapters()
 
 
 class Adapters(NoAdapters):
-    """Those of the configuration, which stay, have the numbers 0, 1, ..; those that come and go are
-    behind them, by their places.
+    """The adapters of a worker. Those of the configuration stay loaded and have the numbers 0, 1,
+    ..; those that are loaded at runtime have the following numbers, by their places.
 
-    One thread loads, beside the steps: reading and packing take as long as many of them. What it
-    loads was read before, by a thread of its own, since its folder may hang.
+    One thread loads adapters in the background of steps: reading and packing take as long as many
+    steps. Before that, another thread reads the adapter's files, since their folder may hang.
     """
 
     def __init__(self, config: LoraConfig, model: Any, dtype: torch.dtype) -> None:
-        """Load all adapters of the configuration into the layers of a filled model. Raises
-        ValueError for one that does not fit, and for a model that takes none."""
+        """Loads all adapters of the configuration into the layers of a loaded model. Raises
+        `ValueError` for an adapter that does not fit, and for a model that does not accept
+        adapters."""
         if not getattr(model, "takes_adapters", False):
             raise ValueError(
                 f"{config.reason}: this model takes no adapters, only native dense models that "
@@ -118,7 +122,8 @@ class Adapters(NoAdapters):
             self.reserved_bytes = config.max_adapters * self._largest_bytes()
 
     def load(self, command: LoadAdapter, rank: int, on_loaded: OnLoaded) -> None:
-        """See `LoadAdapter`. `on_loaded` is called at least once, on any thread."""
+        """Loads an adapter (see `LoadAdapter`). `on_loaded` is called on any thread once the
+        adapter is loaded or cannot be."""
         place, adapter, load = command.place, command.adapter, command.number
         digest, future = adapter.digest, self._numbers.get(adapter.digest)
         stays = future is not None and digest not in self._at_place.values()
@@ -138,7 +143,8 @@ class Adapters(NoAdapters):
         return self._at_place.get(place) == digest and not (future.done() and _failure(future))
 
     def _begin(self, place: int, adapter: Adapter) -> Future[int]:
-        """Forget what has the place, and the adapter where it was before, which may be late."""
+        """Starts to load an adapter. Forgets the adapter that has the place, and an earlier load of
+        this adapter, which may complete late."""
         for digest in (self._at_place.get(place, ""), adapter.digest):
             self._forget(digest)
         self._at_place = {p: d for p, d in self._at_place.items() if d in self._numbers}
@@ -156,13 +162,13 @@ class Adapters(NoAdapters):
     def _continue(
         self, number: int, adapter: Adapter, future: Future[int], read: Future[None]
     ) -> None:
-        """Its files have been read."""
+        """Queues the load; called when the adapter's files have been read."""
         if error := read.exception():
             future.set_exception(error)
             return
         try:
             self._thread.submit(self._load_into, number, adapter, future)
-        except RuntimeError as refused:  # this worker ends, or the system has no thread for it
+        except RuntimeError as refused:  # shutdown, or the system has too many threads
             future.set_exception(refused)
 
     def number_of(self, digest: str) -> int | None:
@@ -184,8 +190,8 @@ class Adapters(NoAdapters):
             layer.unload(future.result())
 
     def _load_into(self, number: int, adapter: Adapter, future: Future[int]) -> None:
-        """Load one that an ingress has found on its own host, unless its place has another one
-        since."""
+        """Loads an adapter that an ingress has found on its own host, unless another one has taken
+        its place since."""
         if self._numbers.get(adapter.digest) is not future:
             return
         if self._device.type == "cuda":
@@ -202,14 +208,15 @@ class Adapters(NoAdapters):
 
     @torch.inference_mode()
     def _load(self, number: int, adapter: Adapter) -> int:
-        """Put it into the layers; returns its bytes."""
+        """Loads an adapter into the layers; returns its bytes."""
         for layer in self._layers:
             layer.unload(number)
         files = read_adapter(adapter.name, adapter.folder, self._config.max_rank)
         _check_modules(files, self._modules)
         nbytes = 0
         try:
-            # Not mapped: a file that is cut while it is mapped ends the process that reads it.
+            # Not mapped: if a file is truncated while it is mapped, the process that reads it is
+            # killed.
             tensors = parse_tensors(files.weights.read_bytes())
             for layer in self._layers:
                 found = [self._read(tensors, files, part) for part in layer.parts]
@@ -240,7 +247,7 @@ class Adapters(NoAdapters):
         return LoraMatrices(*(matrix.to(self._device) for matrix in found))
 
     def _largest_bytes(self) -> int:
-        """Of an adapter of all modules, of the largest rank."""
+        """Returns the bytes of an adapter of the largest rank that adapts all modules."""
         numbers = 0
         for layer in self._layers:
             ranks = self._config.max_rank * len(layer.parts)
@@ -254,12 +261,12 @@ def _failure(done: Future[int]) -> str:
 
 
 def make_adapters(config: LoraConfig, model: Any, dtype: torch.dtype) -> NoAdapters:
-    """Those of a worker with a filled model. Raises as `Adapters` does."""
+    """Returns the adapters of a worker with a loaded model. Raises what `Adapters` raises."""
     return Adapters(config, model, dtype) if config.is_on else NO_ADAPTERS
 
 
 def _check_digest(adapter: Adapter) -> None:
-    """Raises ValueError."""
+    """Raises `ValueError` if the files of the adapter have changed."""
     if adapter_digest(adapter.name, adapter.folder) != adapter.digest:
         raise ValueError(
             f"adapter {shown(adapter.name)}: {adapter.folder} has other files here than when it "
@@ -268,7 +275,8 @@ def _check_digest(adapter: Adapter) -> None:
 
 
 def _check_modules(files: AdapterFiles, modules: Sequence[str]) -> None:
-    """The modules of all stages that the adapter names, and no others, must be in its file."""
+    """Checks that the model has all modules that the adapter names, and that the adapter's file has
+    all modules of the model that its target_modules name, in all stages."""
     where, known = f"adapter {shown(files.name)}", set(modules)
     for module in files.modules:
         if module not in known:
@@ -299,7 +307,7 @@ class AdapterSlots:
     """The adapter of each slot of a runner."""
 
     def __init__(self, adapters: NoAdapters, max_tokens: int, device: torch.device) -> None:
-        """`max_tokens`: of one step."""
+        """`max_tokens`: the most tokens of one step."""
         self._adapters = adapters
         self._of_slot: dict[int, int] = {}
         count = adapters.count
@@ -307,14 +315,15 @@ class AdapterSlots:
         self._among_all, self._among_sampled = LoraTokens(*sizes), LoraTokens(*sizes)
 
     def add_request(self, row: NewRow) -> None:
-        """A request takes a slot. Raises AdapterNotLoaded."""
+        """Adds the request that takes a slot. Raises `AdapterNotLoaded`."""
         self._of_slot.pop(row.slot, None)
         number = self._adapters.number_of(row.adapter)
         if number is not None:
             self._of_slot[row.slot] = number
 
     def tokens(self, plan: SchedulerOutput) -> AdaptedTokens | None:
-        """The tokens of a step that have adapters, valid until the next step; None: none has."""
+        """Returns the tokens of a step that have adapters, valid until the next step; None: none
+        has."""
         rows = [self._of_slot.get(slot) for slot in plan.slots] if self._of_slot else []
         if all(number is None for number in rows):
             return None
@@ -324,8 +333,8 @@ class AdapterSlots:
 
 
 def _tokens_of(rows: Sequence[int | None], counts: Sequence[int]) -> dict[int, list[int]]:
-    """Adapter -> its tokens. `rows`: the adapter of each row of a step; `counts`: how many tokens
-    of it count."""
+    """Returns adapter -> its tokens. `rows`: the adapter of each row of a step; `counts`: the
+    number of tokens of each row."""
     own: dict[int, list[int]] = {}
     first = 0
     for number, count in zip(rows, counts, strict=True):

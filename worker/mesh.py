@@ -3,18 +3,18 @@
 A `Mesh` places one worker in a grid: `rank = stage * tensor + tensor_rank`, so the workers that
 split a layer are neighbours. Engines that share experts add a third axis:
 
-    tensor      one stage of one engine: they split its dense layers
+    tensor      one stage of one engine: its workers split the dense layers
     pipeline    one tensor rank of one engine, in stage order (`feedback`: the same members)
     data        one stage and tensor rank over all engines (`sync`: the same, always on CPU)
-    expert      one stage over all engines: they hold the stage's experts;
+    expert      one stage over all engines: its workers hold the stage's experts;
                 rank = engine * tensor + tensor_rank
 
-Every group is a stateless process group over a store. Its keys begin with a name that is new to the
-store: it derives from a secret of the members (`group_secret.py`) and from a number, the generation
-for the engine's own groups, the epoch for groups between engines. A group
-can be left, aborted and formed again while the process keeps its model and weights: layers refer to
-the engine's own groups, whose transport is replaced, and read `data` and `expert` from the mesh
-when they compute. Nothing here is global: threads of one process may each have a mesh over a
+Every group is a stateless process group over a store. Its keys have a prefix that is new to the
+store: it derives from a secret of the members (`group_secret.py`) and from a number, which is the
+generation for the engine's own groups and the epoch for groups between engines. A group can be
+left, aborted and formed again while the process keeps its model and weights: layers refer to the
+engine's own groups, whose transport is replaced, and read `data` and `expert` from the mesh when
+they compute. Nothing here is global: threads of one process may each have a mesh over a
 `HashStore`; processes use a `TCPStore`.
 """
 
@@ -45,7 +45,7 @@ from swell.worker.wire import GroupPlan
 __all__ = ["GROUP_TIMEOUT_S", "Group", "GroupError", "Handle", "Mesh", "ProcessGroup", "SoloGroup"]
 
 GROUP_TIMEOUT_S = 120.0
-"""A peer that has not joined a group or a collective after this long counts as dead."""
+"""A peer that has not joined a group or a collective after this many seconds counts as dead."""
 
 
 @dataclass(eq=False)
@@ -53,28 +53,30 @@ class Mesh:
     """One worker's position among the workers, and its groups."""
 
     rank: int
-    """Its rank among the workers of its engine."""
+    """The worker's rank among the workers of its engine."""
     epoch: int
     """The epoch of the groups between engines."""
     tensor: Group
     """The workers that split the layers of one stage."""
     pipeline: Group
-    """The workers with this tensor rank, one a stage, in stage order."""
+    """The workers with this tensor rank, one per stage, in stage order."""
     feedback: Group
-    """The same workers, for sampled tokens from the last stage to the first: NCCL runs the sends
-    and receives of a group in order, and tokens and activations must not wait for each other."""
+    """The same workers, for sampled tokens from the last stage to the first. It is a separate group
+    because NCCL runs the sends and receives of a group in order, and tokens and activations must
+    not wait for each other."""
     data: Group = field(default_factory=SoloGroup)
-    """The workers with this stage and tensor rank, one an engine, if engines share experts."""
+    """The workers with this stage and tensor rank, one per engine, if engines share experts."""
     sync: Group = field(default_factory=SoloGroup)
     """The same workers, on CPU, for `dp_sync`."""
     expert: Group = field(default_factory=SoloGroup)
     """The workers of this stage in all engines, which hold its experts."""
     shares_experts: bool = False
-    """Engines share experts: these are placed when the groups between engines are formed."""
+    """Whether engines share experts; experts are placed when the groups between engines are
+    formed."""
     generation: int = 0
     """The generation of the engine's own groups."""
     tokens: list[int] = field(default_factory=list)
-    """[engines] tokens that each engine computes in this step, as `dp_sync` found."""
+    """[engines] the number of tokens that each engine computes in this step, set by `dp_sync`."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     host: str = "127.0.0.1"
     """The address of this machine at which other workers reach it."""
@@ -99,7 +101,7 @@ class Mesh:
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether this worker returns the results of steps: one of the engine does."""
+        """Whether this worker returns the results of steps; one worker of the engine does."""
         return self.is_last_stage and self.tensor_rank == 0
 
     @classmethod
@@ -113,11 +115,11 @@ class Mesh:
         timeout_s: float = GROUP_TIMEOUT_S,
         host: str = "127.0.0.1",
     ) -> Mesh:
-        """The mesh of worker `rank` (0 .. parallel.world - 1) of an engine.
+        """Returns the mesh of worker `rank` (0 .. parallel.world - 1) of an engine.
 
-        With `store`, join the engine's own groups, of generation `epoch`, without a secret: blocks
+        With `store`, joins the engine's own groups, of generation `epoch`, without a secret: blocks
         until every other worker of the engine has joined, and raises `GroupError` if one does not.
-        Without, groups of several workers are not formed before the first `regroup`.
+        Without `store`, groups of several workers are formed in the first `regroup`.
         """
         assert 0 <= rank < parallel.world, f"rank {rank} of a world of {parallel.world}"
         stage, tensor_rank = divmod(rank, parallel.tensor)
@@ -132,7 +134,7 @@ class Mesh:
         return mesh
 
     def begin(self, generation: int) -> None:
-        """Start a plan of this generation: aborts of earlier generations have no effect from now
+        """Starts a plan of this generation; aborts of earlier generations are ignored from now
         on."""
         with self._lock:
             self.generation = generation
@@ -140,7 +142,7 @@ class Mesh:
 
     @property
     def is_aborted(self) -> bool:
-        """`abort` was called since `begin`."""
+        """Whether `abort` was called since `begin`."""
         return self._aborted.is_set()
 
     def regroup(
@@ -150,8 +152,8 @@ class Mesh:
         expert_store: dist.Store | None = None,
         timeout_s: float = GROUP_TIMEOUT_S,
     ) -> None:
-        """Leave the groups between engines, and with `own_store` the engine's own, and form those
-        of the plan. `begin` must have been called.
+        """Leaves the groups between engines, and with `own_store` the engine's own groups, and
+        forms those of the plan. `begin` must have been called.
 
         Blocks until all peers have joined; each is waited for `timeout_s`. Raises `GroupError` if
         one does not join or `abort` is called; groups that were not formed are then closed, and
@@ -170,7 +172,8 @@ class Mesh:
         self.epoch = plan.epoch
 
     def abort(self, generation: int | None = None) -> None:
-        """Make operations in flight fail, and later ones until `regroup`; from any thread.
+        """Makes operations in flight fail, and later ones until `regroup`. May be called from any
+        thread.
 
         With `generation`, groups of a later plan are not aborted.
         """
@@ -182,12 +185,12 @@ class Mesh:
             group.abort()
 
     def check(self) -> None:
-        """Raise `GroupError` if a group was aborted: the results of the step are not valid."""
+        """Raises `GroupError` if a group was aborted: the results of the step are not valid."""
         for group in self._all_groups():
             group.check()
 
     def close(self) -> None:
-        """Leave all groups at once; a peer inside an operation gets an error."""
+        """Leaves all groups at once; a peer inside an operation gets an error."""
         for group in self._all_groups():
             group.close()
 
@@ -220,8 +223,8 @@ class Mesh:
         secret: SecretBytes,
         plan: str,
     ) -> None:
-        """Each with its device type and the ranks that an engine has in it (None: it is within
-        one engine). `plan`: new to the store."""
+        """Forms groups, given with their device type and the number of ranks that an engine has in
+        each (None: the group is within one engine). `plan`: a name that is new to the store."""
         try:
             for group, kind, ranks in groups:
                 if isinstance(group, ProcessGroup):
@@ -249,7 +252,7 @@ class Mesh:
             absent = error.ranks if engine_ranks and isinstance(error, PeersAbsent) else []
             engines = sorted({rank // (engine_ranks or 1) for rank in absent})
             raise GroupError(text, engines) from error
-        # `abort` sets the event before it aborts transports, so it finds this transport or the
-        # event is set here.
+        # `abort` sets the event before it aborts transports, so either it finds this transport or
+        # the event is set here.
         if self._aborted.is_set():
             raise GroupError(f"group {group.name!r} was aborted while it was formed")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def model_folder(path: str, patterns: Sequence[str]) -> Path:
-    """`path` itself if it is a folder; else it is a hub id, and the folder of the hub's cache to
-    which the files that match `patterns` are downloaded. Raises what the hub's client raises."""
+    """Returns `path` itself if it is a folder. Otherwise `path` is a hub id: downloads the files
+    that match `patterns` and returns their folder in the hub's cache. Raises what the hub's client
+    raises."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download

@@ -1,6 +1,6 @@
-"""A plan that computes its rows several times, one token further each time.
+"""Executes a plan that computes its rows several times, one token further each time.
 
-Each pass is a step like any other: whatever a step holds, a pass does.
+Each pass is a normal step, so everything that a step supports also works in a pass.
 """
 
 from __future__ import annotations
@@ -14,40 +14,42 @@ from swell.worker.sample.wire import Extra
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRow, SchedulerOutput
 
 Read = Callable[[int, int], int]
-"""(slot, position) -> the token there."""
+"""(slot, position) -> the token at that position."""
 
 
 class RowEnds:
-    """Finds the rows that end within a plan, where a worker reads what a pass has sampled without
-    waiting for it: on a CPU. And where it is the only one of its engine: which rows a pass has must
-    not depend on what one of several workers alone knows (see `FailedRows`)."""
+    """Finds the rows that end within a plan. This works only on a CPU, where the worker can read
+    the tokens of a pass without waiting, and only in an engine with one worker: the rows of a pass
+    must not depend on something that only one of several workers knows (see `FailedRows`)."""
 
     def __init__(self, read: Read | None) -> None:
-        """`read`: None where ends are not found."""
+        """`read`: None if ends are not detected."""
         self._read = read
         self._ends: dict[int, tuple[int, frozenset[int]]] = {}
-        """Slot -> the first position whose token may end its row, and the tokens that do."""
+        """Slot -> the first position whose token may end the row, and the tokens that end it."""
         self._ended: set[int] = set()
-        """Slots; a plan that was made before may have their rows, too."""
+        """Slots whose rows have ended. Plans that were made earlier may still contain these
+        rows."""
 
     @classmethod
     def of(cls, token_ids: Tensor, num_workers: int) -> RowEnds:
-        """`token_ids` [slots, positions]; `num_workers`: of the engine."""
+        """`token_ids` [slots, positions]; `num_workers`: the number of the engine's workers."""
         if token_ids.device.type != "cpu" or num_workers > 1:
             return cls(None)
         tokens = token_ids.numpy()
         return cls(lambda slot, position: int(tokens[slot, position]))
 
     def add_request(self, row: NewRow) -> None:
-        """Tokens that are known have not ended it. Nor does an end before `min_tokens`, which a
-        sampler draws if parameters contradict each other."""
+        """Resets the row's end. Known tokens have not ended the row, and an end token before
+        `min_tokens` does not end it either: the sampler may draw one if parameters contradict each
+        other."""
         first = max(len(row.token_ids), row.prompt_tokens + row.min_tokens - 1)
         self._ends[row.slot] = first, frozenset(row.end_token_ids)
         self._ended.discard(row.slot)
 
     def has_ended(self, slot: int, position: int) -> bool:
-        """Whether an output up to this position ends the row, as far as it is known; asked of each
-        position that a plan of several passes computes."""
+        """Whether the row has ended at or before this position, as far as is known. Must be called
+        for each position that a plan of several passes computes."""
         if self._read is None:
             return False
         first, ends = self._ends[slot]
@@ -57,13 +59,13 @@ class RowEnds:
 
 
 class FurtherPasses:
-    """The passes of a plan behind the first one. Each begins when those before are computed, and
-    leaves out rows that have ended."""
+    """The passes of a plan after the first one. Each pass starts after the earlier ones are
+    computed and omits rows that have ended."""
 
     def __init__(self, plan: SchedulerOutput, has_ended: Callable[[int, int], bool]) -> None:
         self._plan, self._has_ended = plan, has_ended
         self.rows: list[list[int]] = []
-        """The rows of the plan that each pass has computed, in order."""
+        """For each pass, the rows of the plan that it has computed, in order."""
 
     def __iter__(self) -> Iterator[SchedulerOutput]:
         plan = self._plan
@@ -84,11 +86,11 @@ class FurtherPasses:
             )
 
     def _ends_at(self, row: int, index: int) -> bool:
-        """Whether the token that a pass would compute is the row's last one."""
+        """Whether the row has ended at the token that the pass would compute."""
         return self._has_ended(self._plan.slots[row], self._at(row, index))
 
     def _at(self, row: int, index: int) -> int:
-        """The position that a pass computes."""
+        """Returns the position that a pass computes."""
         return self._plan.starts[row] + self._plan.num_tokens[row] - 1 + index
 
 
@@ -99,11 +101,13 @@ class OutputOfPasses(AsyncModelRunnerOutput):
         passes: Sequence[AsyncModelRunnerOutput],
         rows: Sequence[Sequence[int]],
     ) -> None:
-        """`passes`: of the plan itself, then of its `FurtherPasses`, which had these rows."""
+        """`passes`: the output of the plan itself, then those of its `FurtherPasses`; `rows`: their
+        rows."""
         self._plan, self._passes, self._rows = plan, passes, rows
 
     def get_output(self) -> ModelRunnerOutput:
-        """What failed behind the first pass ends a row there: it has the tokens before that."""
+        """Merges the outputs of all passes. If a row fails after the first pass, it ends there and
+        keeps the tokens before the failure."""
         plan = self._plan
         first, *others = [each.get_output() for each in self._passes]
         failed, with_nans = dict(first.failed), set(first.rows_with_nans)

@@ -1,4 +1,4 @@
-"""Weights that take the place of others, in workers that stay."""
+"""Replaces the weights of running workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAY_DIFFER = {
     "transformers_version",
     "use_cache",  # trainers that checkpoint activations write false
 }
-"""Keys of config.json of which the memory and the tables of a worker do not depend."""
+"""Keys of config.json that do not affect the memory and the tables of a worker."""
 _OF_TEXTS: dict[str, Any] = {
     "max_tokens": None,
     "lower_case": False,
@@ -31,16 +31,17 @@ _OF_TEXTS: dict[str, Any] = {
     "default_prompt": None,
     "pair_template": None,
 }
-"""What a `PoolingSpec` says about texts alone: those files stay where the tokenizer is."""
+"""Fields of a `PoolingSpec` that concern only texts: their files stay in the tokenizer's folder."""
 
 
 def with_weights_of(config: Config, path: str) -> Config:
-    """The same for the weights of another folder, which may be sharded or not."""
+    """Returns the configuration for the weights of another folder, which may be sharded or not."""
     return replace(config, model=replace(config.model, path=path, load_format="auto"))
 
 
 class ModelShape:
-    """What must not change with the weights: KV cache, steps and limits are made for it."""
+    """The properties of a model that new weights must not change: KV cache, steps and limits are
+    made for them."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, pooling: PoolingSpec | None) -> None:
         values = hf_config.to_dict()
@@ -49,7 +50,7 @@ class ModelShape:
         self._pooling = pooling and replace(pooling, **_OF_TEXTS)
 
     def refuse_other(self, new: ModelShape, path: str) -> None:
-        """Raises ValueError, with the first key that differs."""
+        """Raises `ValueError`, with the first key that differs."""
         for key in sorted({*self._values, *new._values}):
             before, after = self._values.get(key), new._values.get(key)
             if before != after:
@@ -74,12 +75,12 @@ def _use_of(pooling: PoolingSpec | None) -> str:
 
 
 def save_weights(tensors: Mapping[str, torch.Tensor], model: ModelConfig, folder: Path) -> None:
-    """Write a model folder with these tensors of a checkpoint and the config.json of `model`.
-    Raises ValueError for what is no tensor of a checkpoint."""
+    """Writes a model folder with these tensors of a checkpoint and the config.json of `model`.
+    Raises `ValueError` for anything but the tensors of a checkpoint."""
     load_config(model, pools=True).save_pretrained(folder)  # the served one: it was checked
     stored: dict[str, torch.Tensor] = {}
     places: defaultdict[int, list[range]] = defaultdict(list)
-    """By storage."""
+    """Storage -> address ranges of its tensors so far."""
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise ValueError(f"{name!r} is of type {type(name).__name__}, and no name of a tensor")

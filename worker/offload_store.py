@@ -1,5 +1,5 @@
-"""The memory of KV blocks that have left the device, and the copies between (see
-`engine/offload_tiers.py`)."""
+"""The memory of KV blocks that are offloaded from the device, and the copies between memory tiers
+(see `engine/offload_tiers.py`)."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ from swell.worker.kv_cache import block_rows
 from swell.worker.wire import DEVICE, BlockCopy
 
 _Tier = list[Tensor]
-"""What a block has, each [blocks, ...]"""
+"""All tensors that hold a part of a block, each [blocks, ...]."""
 _STAGED_BLOCKS = 512
-"""As many at once are on the device twice, of one layer."""
+"""The most blocks of one layer that are copied at a time: the device needs memory for a second copy
+of them."""
 
 
 def count_offload_blocks(cache: CacheConfig, block_bytes: int) -> tuple[int, int]:
-    """Blocks in host memory, and on disk. `block_bytes`: of one block in all layers."""
+    """Returns the number of blocks in host memory, and on disk. `block_bytes`: bytes of one block
+    in all layers."""
     if not block_bytes:  # a stage without attention holds any number
         return (cache.offload_bytes, cache.offload_disk_bytes)
     return (cache.offload_bytes // block_bytes, cache.offload_disk_bytes // block_bytes)
 
 
 class OffloadStore:
-    """The tiers of one worker."""
+    """The memory tiers of one worker."""
 
     def __init__(
         self, caches: Sequence[Tensor], blocks: tuple[int, int], folder: str | None
     ) -> None:
-        """`caches`: all that a block has on the device, of one type, each [blocks, ...]; `blocks`:
-        in host memory, and in a file in `folder` (None: where the system has temporary files). The
-        file has no name, so it goes with the process. Raises OSError."""
+        """`caches`: all tensors that hold a part of a block on the device, of one type, each
+        [blocks, ...]; `blocks`: the number of blocks in host memory, and in a file in `folder`
+        (None: the system's folder for temporary files). The file is unlinked at once, so it
+        disappears with the process. Raises `OSError`."""
         in_memory, on_disk = blocks
         self._tiers: list[_Tier] = [[*caches], [], []]
         self._on_cuda = bool(caches) and caches[0].is_cuda
@@ -52,7 +55,7 @@ class OffloadStore:
             self._tiers[2] = _allocate(caches, on_disk, file)
 
     def apply(self, copies: Sequence[BlockCopy]) -> None:
-        """Carry them out as if in order."""
+        """Executes the copies with the same result as one after the other."""
         for batch in batches_of(copies):
             (source, target), places = batch.tiers, batch.places
             of, to = self._tiers[source], self._tiers[target]
@@ -69,13 +72,13 @@ class OffloadStore:
 
 @dataclass(slots=True)
 class Batch:
-    """Copies from one tier to another. Of several into one block the last one counts; none reads
-    what another one writes."""
+    """Copies from one tier to another. If several copy to the same block, the last one counts; no
+    copy reads what another one writes."""
 
     tiers: tuple[int, int]
-    """Source and target."""
+    """The source tier and the target tier."""
     places: dict[int, int] = field(default_factory=dict)
-    """Target -> source."""
+    """Target block -> source block."""
     sources: set[int] = field(default_factory=set)
 
     def add(self, copy: BlockCopy) -> None:
@@ -83,8 +86,8 @@ class Batch:
         self.sources.add(copy.source_block)
 
     def precedes(self, copy: BlockCopy) -> bool:
-        """Whether the copy must come behind these: one of them writes what it reads or writes, or
-        reads what it writes."""
+        """Whether the copy must come after this batch: a copy of the batch writes a block that it
+        reads or writes, or reads a block that it writes."""
         source, target = self.tiers
         reads = source == copy.target_tier and copy.target_block in self.sources
         feeds = target == copy.source_tier and copy.source_block in self.places
@@ -92,8 +95,9 @@ class Batch:
 
 
 def batches_of(copies: Sequence[BlockCopy]) -> list[Batch]:
-    """Few batches with the result of the copies in their order. A full tier gets each block behind
-    one that leaves it, and all that leave may go first."""
+    """Groups copies into few batches with the same result as copying in order. When blocks enter a
+    full tier, each one follows a block that leaves the tier, and all that leave can be copied
+    first."""
     batches: list[Batch] = []
     for copy in copies:
         tiers = (copy.source_tier, copy.target_tier)
@@ -112,15 +116,15 @@ def batches_of(copies: Sequence[BlockCopy]) -> list[Batch]:
 
 
 def _copy_on_host(of: _Tier, to: _Tier, places: dict[int, int]) -> None:
-    """to[target] = of[source] for each target -> source; all in the memory of the host. By one
-    thread: torch's would wait for each other longer than this takes."""
+    """Sets to[target] = of[source] for each target -> source, all in host memory. Uses one thread:
+    torch's threads would wait for each other longer than this takes."""
     targets, sources = np.array(list(places)), np.array(list(places.values()))
     for source, target in zip(of, to, strict=True):
         block_rows(target).numpy()[targets] = block_rows(source).numpy()[sources]
 
 
 def _save(of: _Tier, to: _Tier, pairs: list[tuple[int, int]]) -> None:
-    """to[host] = of[device] for pairs (host, device): gathered on the device."""
+    """Sets to[host] = of[device] for pairs (host, device): gathered on the device."""
     for runs, places in _staged(pairs, of):
         for source, target in zip(of, to, strict=True):
             staged = source.index_select(0, places)
@@ -129,7 +133,7 @@ def _save(of: _Tier, to: _Tier, pairs: list[tuple[int, int]]) -> None:
 
 
 def _load(of: _Tier, to: _Tier, pairs: list[tuple[int, int]]) -> None:
-    """to[device] = of[host] for pairs (host, device): scattered on the device."""
+    """Sets to[device] = of[host] for pairs (host, device): scattered on the device."""
     for runs, places in _staged(pairs, to):
         for source, target in zip(of, to, strict=True):
             staged = target.new_empty(len(places), *target.shape[1:])
@@ -141,8 +145,9 @@ def _load(of: _Tier, to: _Tier, pairs: list[tuple[int, int]]) -> None:
 def _staged(
     pairs: list[tuple[int, int]], on_device: _Tier
 ) -> Iterator[tuple[list[tuple[int, int, int]], Tensor]]:
-    """Parts of the pairs (host, device) in the order of the host's blocks, of which few are staged
-    at once. Of each part its runs, and its blocks on the device: see `runs_of`."""
+    """Yields the pairs (host, device) in chunks, in the order of the host's blocks, so that few
+    blocks are staged at once. Each chunk has its runs (see `runs_of`) and its blocks on the
+    device."""
     pairs.sort()
     for begin in range(0, len(pairs), _STAGED_BLOCKS):
         hosts, devices = np.array(pairs[begin : begin + _STAGED_BLOCKS], dtype=np.int64).T
@@ -150,14 +155,15 @@ def _staged(
 
 
 def runs_of(blocks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Blocks that follow each other are one copy, however many they are: the first block of each
-    run, and where it begins and ends among all."""
+    """Groups consecutive blocks, which can be copied at once, into runs: the first block of each
+    run, and the start and end of the run in `blocks`."""
     ends = [i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1]
     return [(blocks[i], i, j) for i, j in pairwise([0, *ends, len(blocks)])]
 
 
 def _allocate(caches: Sequence[Tensor], blocks: int, allocate: Callable[[int], Tensor]) -> _Tier:
-    """The same for so many blocks, in one piece of memory. `allocate` gives so many numbers."""
+    """Allocates tensors like `caches` for this many blocks, in one piece of memory. `allocate`
+    returns a flat tensor with the given number of elements."""
     shapes = [(blocks, *cache.shape[1:]) for cache in caches]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = allocate(sum(sizes)).split(sizes)
@@ -165,8 +171,8 @@ def _allocate(caches: Sequence[Tensor], blocks: int, allocate: Callable[[int], T
 
 
 def _map_file(size: int, dtype: torch.dtype, folder: str | None) -> Tensor:
-    """[size], in a file whose room is taken now: a disk that is full later would end the process.
-    Raises OSError."""
+    """Returns a tensor [size] in a file whose disk space is reserved now: a disk that is full later
+    would kill the process. Raises `OSError`."""
     descriptor, path = tempfile.mkstemp(prefix="swell-kv-", dir=folder)
     try:
         os.posix_fallocate(descriptor, 0, size * dtype.itemsize)

@@ -1,5 +1,5 @@
-"""Prompts that are given as embeddings: they take the place of what the model's own table of
-embeddings has for their tokens, in the steps that compute these."""
+"""Prompts that are given as embeddings, which replace the model's own embeddings of their tokens in
+the steps that compute these tokens."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class EmbedsOverride(NamedTuple):
-    """Of E tokens of a step."""
+    """Embeddings that replace those of E tokens of a step."""
 
     indices: Tensor
-    """[E] int64, among the tokens of the step"""
+    """[E] int64, indices among the tokens of the step"""
     values: Tensor
     """[E, width]"""
 
     def put_into(self, x: Tensor) -> Tensor:
-        """x [T, width], embeddings by token -> the same with these in their places"""
+        """x [T, width], the embeddings of all tokens -> a copy with these embeddings at their
+        indices"""
         return x.index_copy(0, self.indices, self.values.to(x.dtype))
 
 
 class PromptEmbedsTable:
     """The embeddings of prompts that are not computed yet, by slot. The first stage keeps them; the
-    others check them too, so that all know of the same requests that they fail."""
+    other stages check them too, so that all stages agree on which requests fail."""
 
     def __init__(self, width: int | None, device: torch.device, is_first_stage: bool) -> None:
-        """`width`: numbers of one embedding; None: the model takes none."""
+        """`width`: the size of one embedding; None: the model does not accept embeddings."""
         self._width, self._device = width, device
         self._keeps = is_first_stage
         self._of_slot: dict[int, tuple[int, Tensor]] = {}
-        """Slot -> position of the first embedding, and all that are left."""
+        """Slot -> the position of the first embedding, and all embeddings."""
 
     def __len__(self) -> int:
         return len(self._of_slot)
 
     def add_request(self, row: NewRow) -> None:
-        """A request takes a slot. Raises ValueError for embeddings that do not fit the model."""
+        """Adds the request that takes a slot. Raises `ValueError` for embeddings that do not fit
+        the model."""
         self._of_slot.pop(row.slot, None)
         if row.prompt_embeds is not None:
             self._check(row.prompt_embeds, row.prompt_tokens)
@@ -64,12 +66,13 @@ class PromptEmbedsTable:
             )
 
     def _read(self, given: PromptEmbeds) -> Tensor:
-        """[prompt tokens, width] on the model's device"""
+        """Returns [prompt tokens, width] on the model's device."""
         flat = torch.frombuffer(bytearray(given.data), dtype=DTYPES[given.dtype])
         return copy_to_device(flat.view(-1, given.width), self._device)
 
     def override(self, plan: SchedulerOutput) -> EmbedsOverride | None:
-        """What a step takes of them; None: nothing. What no later step needs is dropped."""
+        """Returns the embeddings that a step uses; None: it uses none. Drops embeddings that no
+        later step needs."""
         if not self._of_slot:
             return None
         indices: list[Tensor] = []

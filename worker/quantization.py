@@ -1,7 +1,7 @@
-"""Refuses quantized checkpoints: their numbers mean nothing without their scales.
+"""Refuses quantized checkpoints: their numbers are meaningless without their scales.
 
-A checkpoint can declare that it is quantized in config.json, in a file beside it, or only by the
-types of its tensors; `refuse_quantized` checks the first two, `refuse_type` the third.
+A checkpoint can declare that it is quantized in config.json, in another file of its folder, or only
+by the types of its tensors; `refuse_quantized` checks the first two, `refuse_type` the third.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ FILES = {
     "quanto_qmap.json": "quanto",
     "quant_model_description.json": "modelslim",
 }
-"""File beside config.json -> the method whose tools write it."""
+"""File in the folder of config.json -> the method whose tools write it."""
 
 METHOD_KEYS = ("quant_method", "quant_algo", "quant_type", "format")
 FLOATS = {"F64", "F32", "F16", "BF16"}
-"""Types of safetensors that are not quantized."""
+"""safetensors types that are not quantized."""
 
 WAY_OUT = "serve the checkpoint from which it was made, in bfloat16, float16 or float32"
 SHOWN_CHARS = 200
 
 
 def refuse_quantized(path: str, hf_config: Any) -> None:
-    """Raise `ValueError` if the config, or a file of the folder `path`, says that it is quantized.
+    """Raises `ValueError` if the config, or a file of the folder `path`, says that the model is
+    quantized.
 
-    A hub id has no folder yet: call again with the folder to which it was downloaded.
+    A hub id cannot be checked before the download: call again with the folder to which it was
+    downloaded.
     """
     for where, value in [*_in_config(hf_config), *_in_files(Path(path))]:
         raise ValueError(
@@ -48,7 +50,8 @@ def refuse_quantized(path: str, hf_config: Any) -> None:
 
 
 def refuse_type(name: str, stored: str, target: torch.dtype, path: Path) -> None:
-    """Raise `ValueError` unless values of the safetensors type `stored` may become a `target`."""
+    """Raises `ValueError` unless values of the safetensors type `stored` can be converted to
+    `target`."""
     if target.is_floating_point and stored not in FLOATS:
         raise ValueError(
             f"tensor {name!r} in {str(path)!r} has the type {stored}, but the model's parameter is "
@@ -82,7 +85,7 @@ def _in_files(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _is_quantized(value: Any) -> bool:
-    """Whether a file names a method; ModelOpt writes one with a null method for unquantized
+    """Whether a file names a method. ModelOpt also writes a file with a null method for unquantized
     models."""
     inner = value.get("quantization") if isinstance(value, dict) else None
     if isinstance(inner, dict) and "quant_algo" in inner:
@@ -91,7 +94,8 @@ def _is_quantized(value: Any) -> bool:
 
 
 def _method(where: str, value: Any) -> str:
-    """The method that the value names, else the one whose tools write such a file."""
+    """Returns the method that the value names, otherwise the method whose tools write such a
+    file."""
     values = value.to_dict() if hasattr(value, "to_dict") else value
     if not isinstance(values, Mapping):
         return FILES.get(where, str(values))

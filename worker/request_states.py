@@ -1,7 +1,7 @@
-"""The worker's state of each request, at a fixed slot of device tables.
+"""The worker's state of each request, in a fixed slot of device tables.
 
 Tokens are kept on the device: a sampled token is written there, and the next step reads it there
-before the host has seen it. The host keeps only the sets of slots by which it decides what work a
+before the host has seen it. The host keeps only sets of slots, from which it decides what work a
 batch can skip.
 """
 
@@ -31,7 +31,7 @@ class RequestStates:
         self._tokens = StagedTable(max_rows, max_model_len + 1, torch.int32, device)
         self._float_params = StagedTable(max_rows, 3, torch.float32, device)
         self._int_params = StagedTable(max_rows, 3, torch.int64, device)
-        # Requests with temperature > 0, and those of them that use top_k or top_p
+        # Requests with temperature > 0, and the subset of them that uses top_k or top_p
         self.random_sampling = SlotSet(max_rows)
         self.with_top_k_or_p = SlotSet(max_rows)
 
@@ -52,12 +52,12 @@ class RequestStates:
 
     @property
     def prompt_tokens(self) -> Tensor:
-        """[max_rows] int64, tokens of the prompt alone."""
+        """[max_rows] int64, number of tokens of the prompt only."""
         return self.int_params[:, PROMPT_TOKENS]
 
     def stage(self, row: NewRow) -> None:
-        """Put a request into its slot at the next `apply`. Raises what its own data raises, and
-        stages nothing then."""
+        """Puts a request into its slot at the next `apply`. Raises what the request's own data
+        raises, and then stages nothing."""
         if len(row.token_ids) > self.max_model_len:
             raise ValueError(
                 f"slot {row.slot}: {len(row.token_ids)} tokens exceed the worker's "
@@ -75,22 +75,22 @@ class RequestStates:
         self.with_top_k_or_p.set(slot, is_random and (sampler.top_k > 0 or sampler.top_p < 1))
 
     def stage_drafts(self, plan: SchedulerOutput) -> None:
-        """Put the drafts of a step into their places at the next `apply`."""
+        """Writes the drafts of a step to their positions at the next `apply`."""
         for row, tokens in plan.drafts.items():
             end = plan.starts[row] + plan.num_tokens[row]
             self._tokens.stage(plan.slots[row], end - len(tokens), tokens)
 
     def apply(self) -> None:
-        """Copy the staged rows to the device."""
+        """Copies the staged rows to the device."""
         self._tokens.apply()
         self._float_params.apply()
         self._int_params.apply()
 
     def write_sampled(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-        """token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64 on the device."""
+        """Sets token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64 on the device."""
         write_tokens(self.token_ids, slots, positions, tokens)
 
 
 def _signed(seed: int) -> int:
-    """The int64 with the low 64 bits of a seed."""
+    """Returns the int64 with the low 64 bits of a seed."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,15 +1,15 @@
-"""Which experts computed each token: recorded by the layers, kept beside the KV of its block, and
-read for the rows that request it.
+"""Records which experts computed each token. The layers write them, the KV blocks keep them, and a
+reader reports them for the rows that request them.
 
-A token's choices are kept in the block that holds its K and V, so a prompt that is found in the
-prefix cache, or comes back from another tier of memory, has them too. With T tokens in a step, L
-layers with experts up to and including this stage, and k choices a token and layer:
+A token's choices are stored in the block that holds its K and V, so a prompt that is found in the
+prefix cache, or is loaded from another memory tier, has them too. With T tokens in a step, L layers
+with experts up to and including this stage, and k choices per token and layer:
 
     layers        [T, L, k]    of this stage; those of earlier stages come with the activations
-    last stage    one row of bytes per token, at the token's place in the cache
+    last stage    one row of bytes per token, at the token's slot in the cache
     reader        the rows of all positions that have not been reported to the request
 
-Expert numbers are those of the model, wherever an expert is placed.
+Expert numbers are those of the model, regardless of the rank that holds an expert.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ from swell.worker.slot_set import SlotSet
 from swell.worker.wire import NewRow, SchedulerOutput
 
 _ALIGNMENT = 4
-"""A token's bytes are a multiple, so that a block's are whole numbers of the KV cache's type."""
+"""A token's bytes are a multiple of this, so that a block is a whole number of elements of the KV
+cache's type."""
 _MAX_UINT8 = 256
 
 
 @dataclass(frozen=True)
 class RouteLayout:
-    """How the choices of one token lie in memory."""
+    """The memory layout of one token's choices."""
 
     layers: tuple[int, ...]
-    """The model's layers that have experts, of all stages."""
+    """The model's layers that have experts, in all stages."""
     before: int
-    """How many of them are of earlier stages."""
+    """How many of these layers are in earlier stages."""
     through: int
-    """How many are of this and earlier stages."""
+    """How many of these layers are in this stage and earlier ones."""
     top_k: int
     wide: bool
-    """The number of an expert takes two bytes, else one."""
+    """Whether the number of an expert takes two bytes instead of one."""
 
     @classmethod
     def of(cls, model: Any) -> RouteLayout:
-        """Raises ValueError for a model whose experts are not computed here."""
+        """Returns the layout for a model. Raises `ValueError` if its experts are not computed
+        here."""
         layers: tuple[int, ...] = getattr(model, "expert_layers", ())
         if not layers:
             raise ValueError(
@@ -75,7 +77,7 @@ class RouteLayout:
         return torch.int16 if self.wide else torch.uint8
 
     def used_bytes(self, layers: int) -> int:
-        """Of one token's choices in so many layers."""
+        """Returns the bytes of one token's choices in this many layers."""
         return layers * self.top_k * self.dtype.itemsize
 
     @property
@@ -87,7 +89,7 @@ class RouteLayout:
 
 
 class RouteRecorder:
-    """The choices of a step, and those of all tokens in the KV cache."""
+    """The choices of the current step, and those of all tokens in the KV cache."""
 
     def __init__(
         self,
@@ -99,9 +101,9 @@ class RouteRecorder:
         device: torch.device,
     ) -> None:
         self.layout = layout = RouteLayout.of(model)
-        # [max_tokens, token_bytes] uint8, of the current step
+        # [max_tokens, token_bytes] uint8, for the current step
         self._step = torch.zeros(max_tokens, layout.token_bytes, dtype=torch.uint8, device=device)
-        # [max_tokens, L, k], the same memory
+        # [max_tokens, L, k], a view of the same memory
         used = self._step[:, : layout.used_bytes(layout.through)]
         choices = used.view(layout.dtype).unflatten(1, (layout.through, layout.top_k))
         for index, layer in enumerate(model.moe_layers(), layout.before):
@@ -111,11 +113,11 @@ class RouteRecorder:
         self.blocks = torch.zeros(
             kept_blocks, layout.block_bytes(block_tokens), dtype=torch.uint8, device=device
         )
-        # [num_blocks * block_tokens, token_bytes], the same memory
+        # [num_blocks * block_tokens, token_bytes], a view of the same memory
         self.tokens = self.blocks.view(kept_blocks * block_tokens, layout.token_bytes)
 
     def receive(self, tokens: int, group: Group, source: int) -> None:
-        """The choices of the T tokens in earlier stages, which the stage before has sent."""
+        """Receives the choices of the step's T tokens in earlier stages from the previous stage."""
         width = self.layout.used_bytes(self.layout.before)
         if width:
             arrived = self._step.new_empty(tokens, width)
@@ -123,13 +125,14 @@ class RouteRecorder:
             self._step[:tokens, :width] = arrived
 
     def leaving(self, tokens: int) -> list[Tensor]:
-        """What the next stage receives: [T, bytes] uint8, if there are layers so far. A copy: the
-        next step may begin before it is sent."""
+        """Returns the choices to send to the next stage: [T, bytes] uint8, or nothing if no layer
+        so far has experts. It is a copy, because the next step may begin before it is sent."""
         width = self.layout.used_bytes(self.layout.through)
         return [self._step[:tokens, :width].clone()] if width else []
 
     def keep(self, batch: InputBatch) -> None:
-        """The last stage has computed the batch: keep its choices beside its K and V."""
+        """Stores the choices of a batch next to its K and V; called on the last stage after its
+        computation."""
         self.tokens.index_copy_(0, batch.attention.slot_mapping, self._step[: batch.num_tokens])
 
 
@@ -175,14 +178,14 @@ class PendingRoutes(PendingExtra):
 
 class RoutedExpertsReader(HiddenStatesReader):
     """Reports to a request the choices of every position that it has computed or found in the
-    cache, once it has them all up to there.
+    cache. It reports a position once the choices of all positions before it are known, too.
 
         known to the client   0 ........ reported - 1
         computed positions                    start ........ start + n - 1
         reported now                reported .............. start + n - 1
 
-    A request that takes a slot again reports from its first token again; the results carry
-    positions. Those of a wrong draft come again when the position is computed again.
+    A request that takes a slot again is reported from its first token again; the results carry
+    positions. Choices of a rejected draft are reported again when the position is computed again.
     """
 
     def __init__(self, recorder: RouteRecorder, states: RequestStates, blocks: BlockTables) -> None:

@@ -1,4 +1,4 @@
-"""One step on one worker: apply, build, forward, sample, write.
+"""The model runner, which executes one step on one worker: apply, build, forward, sample, write.
 
 The order matters. A sampled token is written to the device's tables in the same step, so the next
 step can be prepared and started before the host has read it. Nothing here waits for the device:
@@ -44,7 +44,7 @@ from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRow,
 
 
 class ReadyOutput(AsyncModelRunnerOutput):
-    """A result that the host holds already."""
+    """A result that is already in host memory."""
 
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output
@@ -54,7 +54,7 @@ class ReadyOutput(AsyncModelRunnerOutput):
 
 
 class CopyingOutput(AsyncModelRunnerOutput):
-    """A result that is copied from a CUDA device on a stream of its own, so that the copy does not
+    """A result that is copied from a CUDA device on a separate stream, so that the copy does not
     wait for the next step's kernels."""
 
     def __init__(
@@ -64,7 +64,7 @@ class CopyingOutput(AsyncModelRunnerOutput):
         mesh: Mesh,
         stream: torch.cuda.Stream,
     ) -> None:
-        """`output` lacks the sampled tokens and the extras."""
+        """`output` lacks the sampled tokens and the extras, which `get_output` fills in."""
         self._output = output
         self._sampled = sampled  # its tensors must exist until the copy is done
         self._mesh = mesh
@@ -73,25 +73,25 @@ class CopyingOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         host = self._copy.wait()
-        # The device gives the host no error for an aborted collective.
+        # An aborted collective raises no error on the host by itself.
         self._mesh.check()
         return host.fill(self._output)
 
 
 def with_default_params(row: NewRow) -> NewRow:
-    """The row with parameters that every sampler accepts."""
+    """Returns the row with parameters that every sampler accepts."""
     return replace_fields(row, sampler=SamplerParams(), min_tokens=0, end_token_ids=[])
 
 
 def with_tokens_alone(row: NewRow) -> NewRow:
-    """The row without anything that can be refused."""
+    """Returns the row without anything that can be refused."""
     return replace_fields(with_default_params(row), prompt_embeds=None, adapter="")
 
 
 class ModelRunner:
     """Executes plans in the order in which they arrive. Every worker of an engine gets each plan.
 
-    `model` is this worker's stage and tensor part (see `worker/models`), its attention layers
+    `model` is this worker's stage and tensor part (see `worker/models`); its attention layers are
     bound to caches. All tensor ranks of the last stage sample the same tokens from the same logits;
     one of them, `is_output_rank`, returns them.
     """
@@ -114,12 +114,12 @@ class ModelRunner:
         draft_model: NoDraftModel = NO_DRAFT_MODEL,
         dp_sync: DPSync | None = None,
     ) -> None:
-        """`max_model_len`: tokens of the longest sequence; `model_path`: where the tokenizer is;
-        `pooler`: of a model that pools; `offload`: of blocks that leave the KV cache;
-        `block_files`: of blocks that other engines compute;
-        `draft_tokens`: of a step in which rows have drafts; `adapters`: those in its layers;
-        `routes`: of a model whose choices of experts are recorded; `draft_model`: what guesses how
-        rows go on; `dp_sync`: of an engine that shares experts."""
+        """`max_model_len`: tokens of the longest sequence; `model_path`: the folder of the
+        tokenizer; `pooler`: set if the model pools; `offload`: the store of offloaded blocks;
+        `block_files`: reads and writes blocks that engines hand over; `draft_tokens`: the most
+        draft tokens of a step; `adapters`: the adapters in the model's layers; `routes`: set if the
+        choices of experts are recorded; `draft_model`: proposes the next tokens of rows; `dp_sync`:
+        set if the engine shares experts."""
         self.model = model
         self.mesh = mesh
         self.states = RequestStates(scheduler.max_rows, max_model_len, device)
@@ -159,17 +159,19 @@ class ModelRunner:
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether `execute_model` returns outputs here: one worker of the engine."""
+        """Whether this worker returns the outputs of `execute_model`; one worker of the engine
+        does."""
         return self.mesh.is_output_rank
 
     @property
     def progress(self) -> int:
-        """Grows with what is computed without a call of the model's layers; from any thread."""
+        """Counts the operations computed without calling the model's layers. May be read from any
+        thread."""
         return self._model_step.progress + self._draft_runner.progress
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
-        """Compute one step; None on all workers but the output rank."""
+        """Computes one step. Returns None on all workers except the output rank."""
         output = self._execute(plan)
         if not plan.further:
             return output
@@ -206,13 +208,13 @@ class ModelRunner:
         return self._output(plan, sync_result, sampled)
 
     def drain(self) -> None:
-        """Finish all messages between the stages, before the groups are left; every step has been
-        computed."""
+        """Finishes all messages between the stages before the groups are left. Every step must have
+        been computed."""
         self.feedback.drain()
         self._pending_sends.drain()
 
     def _apply(self, plan: SchedulerOutput) -> None:
-        """Put new requests into their slots, and assign blocks to new and running requests."""
+        """Puts new requests into their slots, and assigns blocks to new and running requests."""
         if plan.copies:
             assert self._offload is not None, "the engine knows the worker's limits"
             self._offload.apply(plan.copies)
@@ -220,7 +222,7 @@ class ModelRunner:
             assert self._block_files is not None, "the engine has looked for the file"
             try:
                 self._block_files.read(file)
-            except OSError as error:  # the engine begins anew: it is no fault of this worker
+            except OSError as error:  # the engine starts over: this worker is not at fault
                 raise GroupError(f"blocks of another engine cannot be read: {error}") from error
         for row in plan.new_rows:
             self.failed.forget(row.slot)
@@ -239,8 +241,9 @@ class ModelRunner:
         self.blocks.apply()
 
     def _add_refused(self, row: NewRow) -> None:
-        """What it computes is what its blocks are named for, unless that itself is refused: then no
-        other request of such names is valid either."""
+        """Adds a refused request with default parameters, so that its blocks hold the KV that their
+        hashes name. If its embeddings or adapter are refused themselves, only its tokens are added:
+        then no other request with the same block hashes is valid either."""
         try:
             self._add_request(with_default_params(row))
         except (*NON_REQUEST_ERRORS, AdapterNotLoaded):
@@ -249,8 +252,9 @@ class ModelRunner:
             self._add_request(with_tokens_alone(row))
 
     def _add_request(self, row: NewRow) -> None:
-        """Raises what the row's own data raises: the same on every rank that samples. Its tokens
-        are staged last, so they are staged once even if a parameter is refused before."""
+        """Adds a request to its slot. Raises what the request's own data raises: the same on every
+        rank that samples. The tokens are staged last, so they are staged only once even if a
+        parameter is refused first."""
         if self.mesh.is_last_stage:  # the others do not sample
             self.sampler.add_request(row)
         for reader in self.readers:
@@ -261,9 +265,9 @@ class ModelRunner:
         self.states.stage(row)
 
     def _export(self, plan: SchedulerOutput) -> None:
-        """Write blocks for other engines. A stage has written its part before the next one gets
-        what it sends, and its tensor ranks wait for each other: the result of the step says that
-        all parts are there."""
+        """Writes blocks for other engines. A stage writes its part before it sends to the next
+        stage, and its tensor ranks wait for each other, so all parts exist when the step's result
+        is returned."""
         if not plan.exports or self._block_files is None:
             return
         for file in plan.exports:
@@ -272,8 +276,9 @@ class ModelRunner:
             self.mesh.tensor.all_reduce(torch.zeros(1, device=self._device)).item()
 
     def _forward(self, batch: InputBatch, head: HeadOutput, plan: SchedulerOutput) -> Tensor | None:
-        """On the last stage, hidden states for this head (see `InputBatch.hidden_indices`). The
-        other stages send theirs to the next one and return None."""
+        """Returns, on the last stage, the hidden states for this head (see
+        `InputBatch.hidden_indices`). The other stages send theirs to the next stage and return
+        None."""
         stage, group, routes = self.mesh.stage, self.mesh.pipeline, self.routes
         intermediate = None
         if not self.mesh.is_first_stage:
@@ -302,8 +307,8 @@ class ModelRunner:
         head: HeadOutput,
         pending_extras: list[PendingExtra],
     ) -> SamplerOutput | None:
-        """Sample the tokens of each row that samples and write them to the states; None: no row
-        samples, and there are no pending extras."""
+        """Samples the tokens of each row that samples and writes them to the states. Returns None
+        if no row samples and there are no pending extras."""
         if batch.num_samples == 0:
             nothing = hidden.new_zeros(0, dtype=torch.float32)
             return (

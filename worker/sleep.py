@@ -1,4 +1,4 @@
-"""How a worker gives memory back while it sleeps."""
+"""Frees a worker's memory while it sleeps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import nn
 from swell.worker.cache_size import moe_layers
 
 _ALONE = threading.Lock()
-"""One worker of a process gives memory back at a time, so that it knows how much."""
+"""Only one worker of a process frees memory at a time, so that the freed bytes can be measured."""
 
 
 class SleepingWeights:
-    """Copies of all tensors of models in the memory of the host. The tensors stay what they are:
-    their storage is empty until `wake`, so whatever is a part of one is a part of it again."""
+    """Copies of all tensors of models in host memory. The tensors keep their identity: only their
+    storage is empty until `wake`, so views of a storage are views of it again afterwards."""
 
     @torch.no_grad()
     def __init__(self, *models: nn.Module) -> None:
@@ -42,7 +42,7 @@ class SleepingWeights:
 
     @torch.no_grad()
     def wake(self) -> None:
-        """Fill the tensors again."""
+        """Fills the tensors again."""
         for storage, copy in self._kept:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
@@ -50,7 +50,8 @@ class SleepingWeights:
 
 
 def freed_by(device: torch.device, call: Callable[[], None]) -> int:
-    """Bytes that this process has less after a call. Its workers make such calls one by one."""
+    """Returns how many bytes of memory a call frees in this process. Workers of one process take
+    turns."""
     with _ALONE:
         before_bytes = _held_bytes(device)
         call()
@@ -58,7 +59,7 @@ def freed_by(device: torch.device, call: Callable[[], None]) -> int:
 
 
 def _held_bytes(device: torch.device) -> int:
-    """Memory that this process has of the device; on CPU what is resident."""
+    """Returns the bytes of device memory that this process holds; on CPU, its resident memory."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     pages = Path("/proc/self/statm").read_text().split()[1]
@@ -66,19 +67,20 @@ def _held_bytes(device: torch.device) -> int:
 
 
 def give_back(device: torch.device) -> None:
-    """Let others have what was freed on this device. A model may have cycles."""
+    """Returns freed memory of this device to the system. A model may have reference cycles, so this
+    runs the garbage collector first."""
     collect_frozen()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps small blocks otherwise
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # otherwise glibc keeps small blocks
     if trim is not None:
         trim(0)
 
 
 def collect_frozen() -> None:
-    """Collect also what `freeze_gc` has excluded. What is left then, and what has come since, is
-    excluded again, if anything was."""
+    """Also collects the objects that `freeze_gc` has excluded. If any were excluded, all remaining
+    objects, including newer ones, are excluded again."""
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
@@ -87,7 +89,8 @@ def collect_frozen() -> None:
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Experts that engines may share are no parameters, and packed ones no tensors."""
+    """Yields all tensors of a model. Experts that engines may share are not parameters, and packed
+    ones are not tensors, so they are added separately."""
     yield from chain(model.parameters(), model.buffers())
     for layer in moe_layers(model):
         yield from (part.data for weights in layer.local_experts.values() for part in weights)

@@ -8,7 +8,7 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class SlotSet:
-    """The slots whose requests use one parameter; an empty set costs a step nothing."""
+    """The slots whose requests use one parameter. An empty set costs nothing in a step."""
 
     def __init__(self, max_rows: int) -> None:
         self._slots: set[int] = set()
@@ -22,9 +22,9 @@ class SlotSet:
 
     @property
     def any(self) -> bool:
-        """Whether the set has a slot."""
+        """Whether the set contains any slot."""
         return bool(self._slots)
 
     def among(self, slots_np: np.ndarray) -> np.ndarray:
-        """slots_np [N] -> [M] int64: the indices of those in the set."""
+        """slots_np [N] -> [M] int64: the indices of the slots that are in the set."""
         return np.flatnonzero(self._mask_np[slots_np]) if self._slots else NO_ROWS

@@ -19,17 +19,17 @@ CONNECT_S = 2.0
 
 
 class Stores:
-    """That of one worker, and its connections to others."""
+    """The store that one worker hosts, and its connections to other stores."""
 
     def __init__(self, host: str, cluster: ClusterConfig) -> None:
-        """`host`: as `reachable` gives it."""
+        """`host`: an address returned by `reachable`."""
         self._host, self._cluster = host, cluster
         self._store: dist.TCPStore | None = None
 
     def open(self) -> tuple[str, int]:
-        """Host a store that exists as long as this worker; returns (host, port)."""
+        """Hosts a store that exists as long as this worker; returns (host, port)."""
         if self._store is None:
-            # torch itself would listen at all addresses of the host.
+            # By default torch would listen at all addresses of the host.
             ports = other_ports(self._cluster.port_range)
             with listening_socket(self._host, ports) as listener:
                 self._store = dist.TCPStore(
@@ -44,8 +44,9 @@ class Stores:
     def connect(
         self, address: tuple[str, int], mesh: Mesh, absent: Sequence[int] = ()
     ) -> dist.Store:
-        """A client of the store at `address`, or the store that this worker hosts. Raises
-        `GroupError` if the mesh is aborted, and with `absent` where the store does not answer."""
+        """Returns a client of the store at `address`, or the store that this worker hosts. Raises
+        `GroupError` if the mesh is aborted or if the store does not answer, then with these
+        `absent` engines."""
         host, port = address
         if self._store is not None and (self._store.host, self._store.port) == (
             reachable(host),
@@ -66,10 +67,11 @@ class Stores:
         return store
 
     def close(self) -> None:
-        """Close the store that this worker hosts."""
+        """Closes the store that this worker hosts."""
         self._store = None
 
 
 def reachable(host: str) -> str:
-    """The loopback address for names of it, which may resolve to one where no store listens."""
+    """Returns the loopback address for its names, which may resolve to an address where no store
+    listens."""
     return "127.0.0.1" if host in LOOPBACK else host

@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend  # dist.Backend is a class of names
 
 POLL_S = 0.01
-"""How often a rank that forms a group polls for its peers and for an abort."""
+"""How often a rank that forms a group polls for its peers and for an abort, in seconds."""
 
 CONNECT_S = 20.0
-"""How long peers that have all announced themselves may take to connect."""
+"""How long peers that have all published their addresses may take to connect, in seconds."""
 
 _PROBE_S = 0.5
-"""How long the host of a peer may take to answer a connection, or to refuse it."""
+"""How long the host of a peer may take to accept or refuse a connection, in seconds."""
 
 _POLL_TIMEOUT = timedelta(seconds=0.2)
-"""How long an aborted operation of gloo's may take to fail."""
+"""How long an aborted gloo operation may take to fail."""
 
 _leaked_backends: list[Backend] = []
-"""Backends with an operation that never ends: to destroy one would wait for it."""
+"""Backends with an operation that never completes: destroying one would wait for it."""
 
 
 class PeersAbsent(OSError):
-    """These ranks did not come, or cannot be reached."""
+    """Raised when these ranks did not join, or cannot be reached."""
 
     def __init__(self, message: str, ranks: list[int]) -> None:
         super().__init__(message)
@@ -55,7 +55,8 @@ class PeersAbsent(OSError):
 
 
 class ForeignMember(OSError):
-    """A process that does not know the secret of the group has taken the place of a rank."""
+    """Raised when a process that does not know the secret of the group has taken the place of a
+    rank."""
 
 
 ExchangeAddresses = Callable[[str], list[str]]
@@ -63,7 +64,8 @@ ExchangeAddresses = Callable[[str], list[str]]
 
 
 class PeerWaiter:
-    """Waits for operations on a thread of its own, which can be abandoned when one never ends."""
+    """Waits for operations on a separate thread, which can be abandoned if an operation never
+    completes."""
 
     def __init__(self) -> None:
         self._works: SimpleQueue[tuple[Any, timedelta, Future[None]] | None] = SimpleQueue()
@@ -71,18 +73,19 @@ class PeerWaiter:
         self._thread.start()
 
     def wait(self, work: Any, timeout: timedelta) -> Future[None]:
-        """Queue a wait; operations are waited for one after the other."""
+        """Queues a wait; operations are waited for one after the other."""
         done: Future[None] = Future()
         self._works.put((work, timeout, done))
         return done
 
     def leave(self) -> None:
-        """Abandon the thread: it ends when its last operation does, if ever."""
+        """Abandons the thread: it stops when its last operation completes, if ever."""
         self._works.put(None)
 
     def close(self) -> None:
-        """End the thread; no operation may be pending. The thread must not outlive the interpreter:
-        it destroys operations, which release the interpreter's lock and could not take it again."""
+        """Stops the thread; no operation may be pending. The thread must not outlive the
+        interpreter: it destroys operations, which release the interpreter's lock and could not take
+        it again."""
         self.leave()
         self._thread.join()
 
@@ -97,37 +100,39 @@ class PeerWaiter:
 
 
 class Transport:
-    """A backend of torch, and how to abort and to leave it."""
+    """A torch backend, and how to abort and leave it."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.aborted = False
 
     def wait(self, work: Any) -> None:
-        """Until an operation of all ranks is done. Raises `RuntimeError` if it fails."""
+        """Waits until a collective operation is done. Raises `RuntimeError` if it fails."""
         work.wait()
 
     def wait_for_peer(self, work: Any) -> None:
-        """Until a send or a receive is done. Raises `RuntimeError` if it fails."""
+        """Waits until a send or a receive is done. Raises `RuntimeError` if it fails."""
         work.wait()
 
     def abort(self) -> None:
-        """Let operations under way fail, here and at the peers; from any thread."""
+        """Makes operations in flight fail, here and at the peers. May be called from any thread."""
         self.aborted = True
         self.backend.abort()
 
     def close(self) -> None:
-        """Leave; from the thread that uses it. What was sent still arrives."""
+        """Leaves the group; called from the thread that uses it. Messages that were sent still
+        arrive."""
         self.aborted = True
         self.backend.abort()
 
 
 class GlooTransport(Transport):
-    """CPU only. In gloo an operation that starts just as its connection breaks may never end: after
-    an abort, `wait` raises within `_POLL_TIMEOUT` and leaves such an operation behind."""
+    """The transport between CPUs. In gloo, an operation that starts just as its connection breaks
+    may never complete: after an abort, `wait` raises within `_POLL_TIMEOUT` and abandons such an
+    operation."""
 
     def __init__(self, backend: Backend, members: set[Address], timeout_s: float) -> None:
-        """`members`: where each rank listens for connections of this group, and no other."""
+        """`members`: the address at which each rank listens for connections of only this group."""
         super().__init__(backend)
         self._members = members
         self._timeout = timedelta(seconds=timeout_s)
@@ -160,7 +165,7 @@ class GlooTransport(Transport):
                     raise RuntimeError("the operation was aborted") from error
 
     def close(self) -> None:
-        if self._stuck:  # ending the thread or the backend would wait for the operation
+        if self._stuck:  # stopping the thread or backend would wait for the operation
             self.aborted = True
             if self._waiter is not None:
                 self._waiter.leave()
@@ -184,20 +189,20 @@ def connect(
     secret: GroupSecret,
     host: str = "127.0.0.1",
 ) -> Transport:
-    """Find the other ranks through `store` and connect to them, if they know the secret.
+    """Finds the other ranks through `store` and connects to them, if they know the secret.
 
-    `host`: the address of this machine at which the other ranks reach it. What the machine's own
-    name resolves to does not matter.
+    `host`: the address of this machine at which the other ranks reach it. The address to which the
+    machine's own host name resolves does not matter.
 
-    Raises `PeersAbsent` if peers do not announce themselves in time, or have not when `aborted` is
-    set, or if their hosts do not answer; `ForeignAddress` and `ForeignMember` when somebody poses
-    as one; `RuntimeError` when store or peers are gone.
+    Raises `PeersAbsent` if peers do not publish their addresses in time, or have not when `aborted`
+    is set, or if their hosts do not answer; `ForeignAddress` and `ForeignMember` if a stranger
+    poses as a peer; `RuntimeError` if the store or peers are gone.
     """
     start = TRANSPORTS[device_type]
     keys = dist.PrefixStore(secret.prefix, store)
 
     def exchange_addresses(address: str) -> list[str]:
-        """Publish this rank's address and return those of all ranks."""
+        """Publishes this rank's address and returns those of all ranks."""
         keys.set(f"address{rank}", secret.sign(rank, address))
         names = [f"address{peer}" for peer in range(size)]
         deadline = time.monotonic() + timeout_s
@@ -245,8 +250,8 @@ def _gloo(
 
 
 def _check_members(transport: Transport, rank: int, size: int, secret: GroupSecret) -> None:
-    """Exchange tokens through the group. All ranks have formed it when this returns: none needs to
-    connect any more. Raises ForeignMember."""
+    """Exchanges tokens through the group. When this returns, all ranks have formed the group, so no
+    further connection is needed. Raises `ForeignMember`."""
     own = torch.frombuffer(bytearray(secret.token(rank)), dtype=torch.uint8)
     tokens = [torch.empty(TOKEN_BYTES, dtype=torch.uint8) for _ in range(size)]
     allgather = transport.backend.allgather  # type: ignore[attr-defined]  # not in torch's stub
@@ -265,7 +270,7 @@ def _check_members(transport: Transport, rank: int, size: int, secret: GroupSecr
 
 
 def _answers(address: Address) -> bool:
-    """Whether the host is there: one that refuses a connection is."""
+    """Whether the host is up: a host that refuses a connection is."""
     try:
         socket.create_connection(address, _PROBE_S).close()
     except ConnectionError:
@@ -291,4 +296,4 @@ def _nccl(
 
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {"cpu": _gloo, "cuda": _nccl}
-"""Device type -> how its transport is made."""
+"""Device type -> the function that makes its transport."""

@@ -17,12 +17,13 @@ _lock = threading.Lock()
 
 
 def initialize_vector_math() -> None:
-    """Call each function once in one thread; must run before a process computes anything.
+    """Calls each function once in one thread; must run before a process computes anything.
 
-    MKL selects a function's code for this processor at its first call. If several threads make the
-    first call, one of them may use a variant with half of the digits (oneMKL 2024.2,
-    https://github.com/pytorch/pytorch/issues/188792). Because of that, one process in seven had a
-    table of cosines with errors of 1.5e-4, and its answers differed from those of its peers.
+    MKL selects the code of a function for this processor at the function's first call. If several
+    threads make the first call at once, one of them may use a variant with half of the digits
+    (oneMKL 2024.2, https://github.com/pytorch/pytorch/issues/188792). Because of that, one process
+    in seven had a cosine table with errors of 1.5e-4, and its answers differed from those of its
+    peers.
     """
     with _lock:
         for dtype in (torch.float32, torch.float64):

@@ -1,8 +1,8 @@
 """The messages between an engine and its workers.
 
-Each worker gets one `SchedulerOutput` per step; the output rank answers with one
-`ModelRunnerOutput`. Fields are only ever appended, so that an older decoder accepts messages of a
-newer sender.
+The engine sends one `SchedulerOutput` per step to each worker; the output rank answers with one
+`ModelRunnerOutput`. New fields are only ever appended, so that an older decoder accepts messages of
+a newer sender.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swell.worker.sample.wire import Extra, PromptEmbeds, SamplerParams
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request takes a slot: for the first time, or again after preemption or failover.
+    """A request that takes a slot: for the first time, or again after preemption or failover.
 
     `token_ids` holds all known tokens: the prompt and the output tokens that exist already.
     `prompt_tokens` counts only the prompt, so `len(token_ids) - prompt_tokens` outputs exist.
@@ -31,11 +31,12 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     min_tokens: int = 0
     """No token of `end_token_ids` is sampled before this many outputs exist."""
     end_token_ids: list[int] = []
-    """Each ends the request; known with `min_tokens`, or if plans may have several passes."""
+    """Each of these tokens ends the request. Sent only with `min_tokens`, or if plans may have
+    several passes."""
     prompt_embeds: PromptEmbeds | None = None
-    """They take the place of the embeddings of the prompt's tokens."""
+    """Embeddings that replace those of the prompt's tokens."""
     adapter: str = ""
-    """The digest of the adapter with which it is computed; empty: none. All workers have it."""
+    """The digest of the request's adapter, which all workers have loaded; empty: no adapter."""
 
 
 class BlockGrowth(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -46,11 +47,12 @@ class BlockGrowth(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 DEVICE = 0
-"""The tier of the blocks that steps compute with; the others are those of `OffloadTiers`."""
+"""The memory tier of the blocks that steps compute with; the other tiers are those of
+`OffloadTiers`."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copy the KV of one block, in all layers, from one tier of memory to another one."""
+    """Copies the KV of one block, in all layers, from one memory tier to another."""
 
     source_tier: int
     source_block: int
@@ -59,35 +61,35 @@ class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 HANDOVER_FOLDER = "swell-kv"
-"""Where files of blocks are, in `cache.handover_folder`."""
+"""The folder of the files of blocks, inside `cache.handover_folder`."""
 CLAIMED = ".claimed"
-"""The end of the name of a file of blocks that an engine is about to read."""
+"""The suffix of the name of a file of blocks that an engine is about to read."""
 
 
 class BlockFile(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks in a file that one engine writes for another one (`block_files.py`)."""
+    """Blocks in a file that one engine writes for another one (see `block_files.py`)."""
 
     name: str
     places: list[int]
-    """Which blocks of the file."""
+    """Indices of the blocks in the file."""
     block_ids: list[int]
-    """Their blocks in the KV cache."""
+    """The corresponding blocks in the KV cache."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """One step. Applied in order: `copies`, `imports`, `new_rows`, `growths`, then the rows are
-    computed, then `exports` are written.
+    """The plan of one step. Workers apply `copies`, `imports`, `new_rows` and `growths` in this
+    order, then compute the rows, then write `exports`.
 
-    The rows are columns of equal length, decode rows first:
+    The rows are given as parallel lists, decode rows first:
 
-        slots       which request
-        starts      first position computed; every earlier one lies in the KV cache
-        num_tokens  positions computed: starts[i] .. starts[i] + num_tokens[i] - 1
-        samples     how many tokens are sampled: after each of the last so many positions
+        slots       the slot of the row's request
+        starts      first position to compute; all earlier positions are in the KV cache
+        num_tokens  number of positions to compute: starts[i] .. starts[i] + num_tokens[i] - 1
+        samples     number n of tokens to sample: one after each of the row's last n positions
 
-    `drafts` are guesses: the tokens of a row's last positions, not known to be its own (see
-    `drafts.py`). A row with drafts samples after each of them and after the token before them; any
-    other row samples at most once.
+    `drafts` holds draft tokens: proposals for the row's last positions that are not verified yet
+    (see `drafts.py`). A row with drafts samples after each draft and after the token before the
+    drafts; any other row samples at most once.
 
     A sampled token is written on the device to the position after the row's last, where the next
     step reads it: the host may not have read it yet. A step without rows is the dummy batch.
@@ -102,45 +104,48 @@ class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=Fa
     num_tokens: list[int] = []
     samples: list[int] = []
     work: bool = False
-    """Lockstep engines: this one wants another step after this one."""
+    """Lockstep engines: this engine wants another step after this one."""
     pause: bool = False
-    """Lockstep engines: this one votes for a pause."""
+    """Lockstep engines: this engine votes for a pause."""
     copies: list[BlockCopy] = []
-    """One after the other."""
+    """Copied one after the other, in this order."""
     drafts: dict[int, list[int]] = {}
-    """Row -> its drafts."""
+    """Row -> its draft tokens."""
     proposals: dict[int, int] = {}
-    """Row that samples -> how many tokens the draft model shall guess behind its new ones: as far
-    as its blocks hold these, and of a row with a wrong draft at most one more than were right."""
+    """Row that samples -> how many tokens the draft model should propose after the new ones, at
+    most as many as the row's blocks hold. In a row with a rejected draft the draft model proposes
+    at most one token more than were accepted."""
     further: dict[int, int] = {}
-    """Row that samples, without drafts -> how many more tokens are computed and sampled, one pass
-    after the other (see `multi_step.py`). Its blocks hold all of them but the last."""
+    """Row that samples, without drafts -> how many more tokens are computed and sampled, one per
+    pass (see `multi_step.py`). The row's blocks hold all of these tokens except the last."""
     imports: list[BlockFile] = []
     exports: list[BlockFile] = []
-    """They are there before the result of the step is."""
+    """Blocks to write to files. The files exist before the step's result is returned."""
 
 
 class WeightsSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Weights that take the place of those which a worker has."""
+    """The weights that replace the worker's current ones."""
 
     path: str
-    """Their folder."""
+    """The folder of the weights."""
     number: int
-    """Grows with each replacement, so that a folder whose files were replaced is read again. 0: the
-    weights of the configuration."""
+    """Increases with each replacement, so that a folder is read again if its files were replaced.
+    0: the weights of the configuration."""
 
 
 class GroupPlan(HoldsSecrets, frozen=True, array_like=True, gc=False):
-    """The groups that a worker shall form.
+    """The groups that a worker should form.
 
-    A store is (host, port): through it the members of a group find each other. Every plan has a
-    `generation` that is new to its store, so that no group reads late keys of earlier groups.
+    The members of a group find each other through a store, whose address is (host, port). Every
+    plan has a `generation` that is new to its store, so that no group reads stale keys of earlier
+    groups.
     """
 
     generation: int
-    """Counts how often this engine's own groups were formed."""
+    """Counts how often this engine's own groups have been formed."""
     store: tuple[str, int] | None = None
-    """The store of the engine's own workers; None: it has one worker, or keeps its groups."""
+    """The store of the engine's own workers. None: the engine has one worker, or keeps its
+    groups."""
     epoch: int = 0
     """The epoch of the engines that share experts."""
     engines: int = 1
@@ -148,87 +153,91 @@ class GroupPlan(HoldsSecrets, frozen=True, array_like=True, gc=False):
     index: int = 0
     """This engine's index among them."""
     expert_store: tuple[str, int] | None = None
-    """The store of the workers of these engines; None if there is one engine."""
+    """The store of the workers of these engines; None if there is only one engine."""
     keep_states: bool = False
-    """True: all steps are done, slots and KV cache stay valid. False: all slots become empty."""
+    """True: all steps are done, and slots and KV cache stay valid. False: all slots become
+    empty."""
     secret: SecretBytes = b""
-    """What only the engine's own workers know (see `group_secret.py`)."""
+    """A secret that only the engine's own workers know (see `group_secret.py`)."""
     expert_secret: SecretBytes = b""
-    """What only the workers of the engines that share experts know."""
+    """A secret that only the workers of the engines that share experts know."""
     sleep_level: int = 0
-    """What the worker holds until the next plan. 0: all that steps need. 1: no KV cache, and its
-    weights in the memory of the host. 2: no weights, which the next plan reads again."""
+    """How deeply the worker sleeps until the next plan. 0: awake. 1: it frees the KV cache and
+    keeps its weights in host memory. 2: it also frees the weights, which the next plan loads
+    again."""
     weights: WeightsSource | None = None
-    """None: those that it has."""
+    """New weights; None: the worker keeps those that it has."""
 
 
 class Regroup(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
-    """Leave the groups and form those of the plan; answered by `Regrouped` or `WorkerFailure`."""
+    """Tells a worker to leave its groups and form those of the plan. The worker answers with
+    `Regrouped` or `WorkerFailure`."""
 
     plan: GroupPlan
 
 
 class AbortGroups(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
-    """Leave the groups at once, also during an operation: that step fails. Sent on the worker's
-    second channel, which no step blocks."""
+    """Tells a worker to leave its groups at once, even during an operation, whose step then fails.
+    Sent on the worker's second channel, which no step blocks."""
 
     generation: int
-    """Groups of a later plan are not aborted."""
+    """The generation to abort; groups of a later plan are not aborted."""
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
-    """Forget the adapter of a place, which no request uses, and load this one there, beside the
-    steps; answered by `AdapterLoaded`."""
+    """Tells a worker to replace the adapter in a place that no request uses by this one. The worker
+    loads it in the background of the steps and answers with `AdapterLoaded`."""
 
     place: int
     adapter: Adapter
     number: int = 0
-    """The answer names it: a later load of the same adapter has another one."""
+    """Repeated in the answer, so that two loads of the same adapter can be told apart."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """The worker ends its loop and frees its memory."""
+    """Tells the worker to stop its loop and free its memory."""
 
 
 WorkerCommand = SchedulerOutput | Regroup | AbortGroups | LoadAdapter | Shutdown
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """The result of a step: the tokens of each row that samples, in row order, and extras. A row
-    with drafts has one more than were accepted, each with an extra of a kind, and so has a row with
-    further passes; any other row one."""
+    """The result of a step: the sampled tokens of each row that samples, in row order, and extras.
+    A row with drafts, or with further passes, has one token more than `accepted` says, and one
+    extra of each kind per token; any other row that samples has one token."""
 
     step: int
     sampled_token_ids: list[int] = []
     working: int = 0
-    """Lockstep: engines that want another step."""
+    """Lockstep: the number of engines that want another step."""
     pausing: int = 0
-    """Lockstep: engines that vote for a pause."""
+    """Lockstep: the number of engines that vote for a pause."""
     sync_s: float = 0.0
-    """Lockstep: how long this worker waited for the other engines before the step."""
+    """Lockstep: how long this worker waited for the other engines before the step, in seconds."""
     extras: dict[int, list[Extra]] = {}
-    """Row of the step -> its results beside the token."""
+    """Row of the step -> its results other than tokens."""
     failed: dict[int, str] = {}
     """Row -> reason, for requests that failed by their own fault. If such a row samples, its token
-    has no meaning; the other rows are not affected."""
+    is meaningless; the other rows are not affected."""
     rows_with_nans: list[int] = []
-    """Rows whose logits are no numbers (NaN, +inf, or only -inf); their tokens have no meaning
-    either."""
+    """Rows whose logits contain NaN or +inf, or only -inf; their tokens are meaningless, too."""
     accepted: dict[int, int] = {}
-    """Row with drafts -> how many of them the sampled tokens confirm, from the first. With further
-    passes, of each row that samples: how many tokens it has behind its first, less than planned if
-    it has ended; -1: none at all, since it has failed."""
+    """Row with drafts -> how many of its drafts, counted from the first, the sampled tokens
+    confirm. With further passes, each row that samples -> how many tokens it has after its first:
+    fewer than planned if the row has ended, -1 if it has none because it failed."""
     proposals: dict[int, list[int]] = {}
-    """Row of the plan's `proposals` -> what the draft model guesses behind the row's new tokens."""
+    """Row of the plan's `proposals` -> the tokens that the draft model proposes after the new
+    ones."""
     imbalance: float = 0.0
-    """Engines that share experts, in a step before which these were looked at: what the busiest
-    worker has computed over the mean, in the most uneven layer of the last stage. Else 0."""
+    """Set in a step before which engines that share experts measured their load: the load of the
+    busiest worker divided by the mean, in the most uneven layer of the last stage. Otherwise 0."""
     invalid: list[int] = []
-    """Rows in `failed` whose requests ask for what cannot be done."""
+    """Rows in `failed` whose requests were invalid."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """A step or a regrouping raised. The worker keeps its weights and waits for a `Regroup`."""
+    """Reports that a step or a regrouping raised. The worker keeps its weights and waits for a
+    `Regroup`."""
 
     step: int
     rank: int
@@ -236,13 +245,13 @@ class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=Fals
     group: bool = False
     """True: a group failed, so a peer is gone. False: the error is the worker's own."""
     generation: int = 0
-    """The generation of its groups, or of those that it was forming."""
+    """The generation of the groups that the worker had, or was forming."""
     absent: list[int] = []
-    """As `GroupError.absent`."""
+    """The same as `GroupError.absent`."""
 
 
 class WorkerHello(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
-    """First message of a worker on its engine's channel."""
+    """The first message of a worker on its engine's channel."""
 
     rank: int
     epoch: int = 0
@@ -257,39 +266,42 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=Fal
 
 
 class WorkerHeartbeat(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
-    """Sent every `cluster.heartbeat_s` by a thread of its own: the process runs."""
+    """Shows that the worker's process runs. A separate thread sends it every
+    `cluster.heartbeat_s`."""
 
     rank: int
     progress_counter: int
-    """Layers computed since the start."""
+    """Layers computed since the start, and other units of progress (see
+    `Worker.progress_counter`)."""
     generation: int = 0
-    """The generation of its groups, or of those that it is forming."""
+    """The generation of the groups that the worker has, or is forming."""
 
 
 class Regrouped(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
-    """A worker has formed the groups of a plan."""
+    """Reports that a worker has formed the groups of a plan."""
 
     rank: int
     generation: int
     experts_moved: int = 0
-    """Experts that came from a peer."""
+    """Number of experts that came from a peer."""
     experts_loaded: int = 0
-    """Experts that no worker had, read from the checkpoint."""
+    """Number of experts that no worker had, which were read from the checkpoint."""
     refusal: str = ""
-    """Why the new weights cannot be used: it has none until another plan."""
+    """Why the new weights cannot be used; then the worker stays without weights until another
+    plan."""
     freed_bytes: int = 0
-    """Memory that it has given back while it sleeps; 0: it is awake."""
+    """Bytes of memory that the sleeping worker has freed; 0: it is awake."""
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=6, array_like=True, gc=False):
-    """A worker has loaded an adapter, or cannot."""
+    """Reports that a worker has loaded an adapter, or has failed to."""
 
     rank: int
     digest: str
     failure: str = ""
-    """Why it cannot; empty: it has."""
+    """Why the adapter cannot be loaded; empty: it is loaded."""
     number: int = 0
-    """Of the command."""
+    """The number of the `LoadAdapter` command."""
 
 
 WorkerMessage = (
@@ -308,22 +320,22 @@ class AsyncModelRunnerOutput(ABC):
 
     @abstractmethod
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the result. Called once. Raises what the step raised."""
+        """Waits for the result and returns it; called once. Raises what the step raised."""
 
 
 class WorkerLimits(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The capacity of a loaded worker, reported once at start."""
+    """The capacity of a loaded worker, reported once at startup."""
 
     num_blocks: int
-    """KV blocks that fit into its memory."""
+    """KV blocks that fit into the worker's memory."""
     max_model_len: int
     """Longest sequence that the model's positions allow (or `model.max_model_len`), in tokens."""
     vocab_size: int
     weight_bytes: int = 0
     pid: int = 0
     samples: bool = True
-    """The model samples tokens; else it pools."""
+    """Whether the model samples tokens; otherwise it pools."""
     keeps_kv: bool = True
-    """K and V are kept for later steps; else every prompt is computed in one step."""
+    """Whether K and V are kept for later steps; otherwise every prompt is computed in one step."""
     offload_blocks: tuple[int, int] = (0, 0)
-    """Blocks beside the device's, in host memory and on disk."""
+    """Number of blocks outside the device: in host memory, and on disk."""

@@ -1,4 +1,4 @@
-"""One worker, without Ray: load, init_cache, then steps and regroupings, shutdown."""
+"""A worker that runs without Ray: load, init_cache, then steps and regroupings, shutdown."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Worker:
     """One tensor rank of one pipeline stage of an engine.
 
     `rank` is 0 .. world - 1 within the engine, tensor fastest: stage * tensor + tensor_rank.
-    `local_workers` says how many of the engine's workers share this machine and its cores;
-    `local_rank` which of them this is (None: derived from the rank), which selects the GPU.
-    `progress` is called while the weights are read. `host`: the address of this machine at which
-    other workers reach it.
-    Several workers may be threads of one process: nothing here is global to it.
+    `local_workers` is the number of the engine's workers that share this machine and its cores.
+    `local_rank` is this worker's index among them, which selects the GPU (None: derived from the
+    rank). `progress` is called while the weights are loaded. `host` is the address of this machine
+    at which other workers reach it. Several workers may be threads of one process, so a worker
+    keeps no global state.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Worker:
         self.mesh: Mesh | None = None
         self.model: Any = None
         self._is_whole = False
-        """The models have all their weights: an error or an interrupt may leave the half of one."""
+        """Whether the models have all their weights: an error or an interrupt may leave one
+        half-loaded."""
         self.pooler: Pooler | None = None
         self.draft_model: NoDraftModel = NO_DRAFT_MODEL
         self.adapters: NoAdapters = NO_ADAPTERS
@@ -102,9 +103,9 @@ class Worker:
         self._cache_size: tuple[int, int, tuple[int, int]] | None = None
         """The arguments of `init_cache`."""
         self._sleeping_weights: SleepingWeights | None = None
-        self._freed_bytes = 0  # while it sleeps
+        self._freed_bytes = 0  # while the worker sleeps
         self._text_path = config.model.path
-        """Where the tokenizer is."""
+        """The folder of the tokenizer."""
         self._weights = WeightsSource(config.model.path, 0)
         self._shape: ModelShape | None = None
         self._stores = Stores(self._host, config.cluster)
@@ -113,18 +114,19 @@ class Worker:
 
     @property
     def progress_counter(self) -> int:
-        """Layers, or operations of replayed steps, computed so far, and parts of experts that came
-        to this worker; from any thread."""
+        """Counts the layers (or operations of replayed steps) computed so far and the parts of
+        experts that this worker has received. May be read from any thread."""
         runner = self.runner
         return self._progress_counter + (runner.progress if runner is not None else 0)
 
     def load(self, store: dist.Store | None = None, epoch: int = 0) -> WorkerLimits:
-        """Join the engine's groups of `epoch`, build and fill the model, measure the memory.
+        """Joins the engine's groups of `epoch`, builds the model, loads its weights and measures
+        the memory.
 
-        `store`: through which the engine's workers find each other; without one, several workers
-        form their groups in the first `regroup`. With `parallel.expert` a worker has no experts
-        before that. Raises `ValueError` for a model or a split that is not supported, or that
-        leaves no memory for a cache.
+        `store`: the store through which the engine's workers find each other. Without one, several
+        workers form their groups in the first `regroup`. With `parallel.expert`, the worker loads
+        no experts before that. Raises `ValueError` for a model or a parallel layout that is not
+        supported, or that leaves no memory for a cache.
         """
         self._prepare_thread()
         model_config, parallel = self.config.model, self.config.parallel
@@ -152,7 +154,8 @@ class Worker:
         )
 
     def _build_model(self) -> tuple[Any, PoolingSpec | None, LoadedWeights]:
-        """Build and fill it; what its folder says, and what was loaded."""
+        """Builds the model and loads its weights. Returns the model folder's configuration, its
+        pooling, and what was loaded."""
         assert self.mesh is not None
         self._is_whole = False
         model_config = self.config.model
@@ -182,10 +185,10 @@ class Worker:
     def init_cache(
         self, num_blocks: int, max_model_len: int, offload_blocks: tuple[int, int] = (0, 0)
     ) -> None:
-        """Allocate the KV cache, the memory of blocks that leave it, and the tables of steps.
+        """Allocates the KV cache, the memory of offloaded blocks, and the tables that steps use.
 
-        The arguments are the engine's: the smallest limits of all its workers. Raises OSError where
-        no file can be made for blocks on disk.
+        The arguments are the engine's: the smallest limits of all its workers. Raises `OSError` if
+        the file for blocks on disk cannot be created.
         """
         assert self.mesh is not None, "load comes first"
         backends.prepare(self.device.type)
@@ -210,24 +213,25 @@ class Worker:
         self._start_runner()
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
-        """Compute one step (see `ModelRunner.execute_model`)."""
+        """Computes one step (see `ModelRunner.execute_model`)."""
         assert self.runner is not None, "init_cache comes first"
         self._prepare_thread()
         return self.runner.execute_model(plan)
 
     def load_adapter(self, command: LoadAdapter, on_loaded: OnLoaded) -> None:
-        """Begin to load an adapter, beside the steps that follow; `on_loaded` is called on any
-        thread."""
+        """Starts to load an adapter in the background of the following steps. `on_loaded` may be
+        called on any thread."""
         self.adapters.load(command, self.rank, on_loaded)
 
     def regroup(self, plan: GroupPlan, store: dist.Store | None = None) -> Regrouped:
-        """Leave the groups that the plan replaces, form new ones, and get this worker's part of the
-        experts. The weights and the memory of the KV cache stay.
+        """Leaves the groups that the plan replaces, forms new ones, and gets this worker's share of
+        the experts. The weights stay, and so does the memory of the KV cache, unless the plan says
+        otherwise.
 
-        `store`: used in place of the plan's `store` by workers that share a process. With neither,
-        the engine keeps its own groups. Raises `GroupError` when a peer does not join or `abort` is
-        called, `ValueError` when experts cannot be read; the groups between engines cannot be used
-        then until the next plan.
+        `store`: used instead of the plan's `store` by workers that share a process. Without either,
+        the engine keeps its own groups. Raises `GroupError` if a peer does not join or `abort` is
+        called, and `ValueError` if experts cannot be read; then the groups between engines cannot
+        be used until the next plan.
         """
         assert self.mesh is not None, "load comes first"
         self._prepare_thread()
@@ -254,7 +258,8 @@ class Worker:
         return Regrouped(self.rank, plan.generation, moved, loaded, refusal, self._freed_bytes)
 
     def abort(self, generation: int | None = None) -> None:
-        """Make this worker's collectives fail, also the one in flight; from any thread.
+        """Makes this worker's collectives fail, including the one in flight. May be called from any
+        thread.
 
         With `generation`, groups of a later plan are not aborted.
         """
@@ -267,7 +272,7 @@ class Worker:
         return self._stores.open()
 
     def shutdown(self) -> None:
-        """Leave the groups and drop every tensor; may be called twice, and after a failure."""
+        """Leaves the groups and drops every tensor. May be called twice, and after a failure."""
         self.adapters.close()
         self.adapters = NO_ADAPTERS
         if self.mesh is not None:
@@ -284,8 +289,8 @@ class Worker:
             torch.cuda.empty_cache()
 
     def _follow(self, plan: GroupPlan) -> str:
-        """Hold what the plan says; returns why new weights cannot be used. Raises ValueError for
-        those of the configuration."""
+        """Loads the weights of the plan and sets its sleep level. Returns why new weights cannot be
+        used; raises `ValueError` for the weights of the configuration."""
         if plan.weights not in (None, self._weights):
             assert plan.weights is not None
             self._sleep(2)
@@ -300,11 +305,11 @@ class Worker:
             if not self._weights.number:
                 raise
             refusal = first_line(error)
-        self._sleep(2)  # nothing holds the half of a model any more
+        self._sleep(2)  # frees a half-loaded model
         return refusal
 
     def _set_sleep(self, level: int) -> None:
-        """Give memory back, or get it again and start with empty slots. A worker that sleeps does
+        """Frees memory, or allocates it again and starts with empty slots. A sleeping worker does
         not wake up to sleep less deeply."""
         assert self._cache_size is not None
         if level:
@@ -325,7 +330,8 @@ class Worker:
             self._start_runner()
 
     def _sleep(self, level: int) -> None:
-        """See `GroupPlan.sleep_level`. On CPU the weights are in the memory of the host already."""
+        """Frees memory as `GroupPlan.sleep_level` says. On CPU the weights are in host memory
+        already."""
         self._progress_counter, self.runner = self.progress_counter, None
         self._offload = self._block_files = self._routes = None
         if self.model is None:
@@ -346,7 +352,7 @@ class Worker:
         give_back(self.device)
 
     def _start_runner(self) -> None:
-        """Start with empty slots and an unused KV cache."""
+        """Starts with empty slots and an unused KV cache."""
         assert self.mesh is not None and self._cache_size is not None
         self._progress_counter, self.runner = self.progress_counter, None
         self.runner = ModelRunner(
@@ -379,16 +385,16 @@ class Worker:
         self._progress_counter += 1
 
     def _count_unless_aborted(self) -> None:
-        """No peer waits for experts that an engine loads for itself alone, but it may be awaited in
-        a newer group."""
+        """Counts progress, or raises if a newer group may be waiting for this worker: no peer waits
+        for experts that an engine loads only for itself, so no collective would show the abort."""
         assert self.mesh is not None
         if self.mesh.is_aborted:
             raise GroupError("aborted while it loaded experts for itself")
         self._count_progress()
 
     def _prepare_thread(self) -> None:
-        """Set the number of OpenMP threads and the current GPU in the calling thread: both are
-        settings of a thread."""
+        """Sets the number of OpenMP threads and the current GPU in the calling thread: both are
+        per-thread settings."""
         if getattr(self._prepared, "done", False):
             return
         self._prepared.done = True

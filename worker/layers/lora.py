@@ -1,4 +1,4 @@
-"""What adapters (LoRA) add to the outputs of linear layers.
+"""The terms that adapters (LoRA) add to the outputs of linear layers.
 
     y[t] += scale * B (A x[t])        for each token t whose row's adapter adapts the layer
 
@@ -21,7 +21,7 @@ class LoraPart(NamedTuple):
     """One matrix of the checkpoint in a layer."""
 
     module: str
-    """Its name in the checkpoint, without `.weight`."""
+    """The name of the matrix in the checkpoint, without `.weight`."""
     inputs: slice
     """The columns that this rank multiplies."""
     outputs: slice
@@ -31,32 +31,32 @@ class LoraPart(NamedTuple):
 
 
 class LoraMatrices(NamedTuple):
-    """Of one adapter and one matrix of the checkpoint."""
+    """The matrices of one adapter for one matrix of the checkpoint."""
 
     a: Tensor
     """[rank, in]"""
     b: Tensor
-    """[out, rank], times the scale"""
+    """[out, rank], multiplied by the scale"""
 
 
 class AdaptedTokens(NamedTuple):
     """The tokens of a step that have adapters."""
 
     num_tokens: int
-    """T, all of the step; in a capture, of the largest"""
+    """T, the number of tokens of the step; in a capture, of the largest step."""
     among_all: LoraTokens
     among_sampled: LoraTokens
-    """Those of them after which a token is sampled, as indices among the S such tokens: the last
-    layer continues with these."""
+    """The tokens with adapters after which a token is sampled, as indices among all S tokens after
+    which one is sampled: the last layer continues with these."""
 
     def among(self, rows: int) -> LoraTokens:
-        """`rows`: T or S; where they are equal, the tokens are the same."""
+        """Returns the adapted tokens for `rows` rows, T or S. If T = S, both sets are the same."""
         return self.among_all if rows == self.num_tokens else self.among_sampled
 
 
 @dataclass
 class ActiveAdapters:
-    """The adapters of the step that is computed, known to all layers of a model."""
+    """The adapters of the current step, shared by all layers of a model."""
 
     tokens: AdaptedTokens | None = None
 
@@ -65,7 +65,8 @@ class NoLora:
     """A layer without adapters."""
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x [T, in], y [T, out] -> y with what the step's adapters add, in place"""
+        """Adds what the step's adapters compute for x [T, in] to y [T, out], in place; returns
+        y."""
         return y
 
 
@@ -83,7 +84,7 @@ class LayerLora(NoLora):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`parts`: the matrices of the layer; `adapters`: their numbers are below."""
+        """`parts`: the matrices of the layer; `adapters`: the number of adapters."""
         self.parts = parts
         self.ins = parts[0].inputs.stop - parts[0].inputs.start
         self.outs = [part.outputs.stop - part.outputs.start for part in parts]
@@ -91,8 +92,8 @@ class LayerLora(NoLora):
         self._layer = make_layer(self.ins, self.outs, adapters, dtype, device.type)
 
     def load(self, adapter: int, found: Sequence[LoraMatrices | None]) -> int:
-        """Keep an adapter, and return its bytes; `found`: one for each part, None where the adapter
-        has nothing. Steps may be computed meanwhile that do not use it."""
+        """Stores an adapter and returns its bytes. `found`: one entry for each part, None if the
+        adapter does not adapt it. Steps that do not use this adapter may be computed meanwhile."""
         downs = [
             matrices.a[:, part.inputs]
             for part, matrices in zip(self.parts, found, strict=True)
@@ -109,7 +110,7 @@ class LayerLora(NoLora):
         return weights.down.nbytes + sum(up.nbytes for up in ups if up is not None)
 
     def unload(self, adapter: int) -> None:
-        """Forget an adapter that no step uses."""
+        """Drops an adapter that no step uses."""
         self._layer.set(adapter, None)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
