@@ -30,8 +30,8 @@ class Attention(nn.Module):
         softcap: float = 0.0,
         lookahead: int = 0,
     ) -> None:
-        """`window`: tokens that a token attends to, itself included, 0: all; `softcap`: bound of
-        the scores, 0: none; `lookahead`: later tokens that a token attends to."""
+        """`window`: how many tokens a token attends to, including itself, 0: all; `softcap`: bound
+        of the scores, 0: none; `lookahead`: how many later tokens a token attends to."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.scale, self.window, self.softcap = scale, window, softcap
@@ -39,11 +39,11 @@ class Attention(nn.Module):
         self.unbind_cache()
 
     def bind_cache(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Use these caches from now on."""
+        """Uses these caches from now on."""
         self.k_cache, self.v_cache = k_cache, v_cache
 
     def unbind_cache(self) -> None:
-        """Drop the caches, so that their memory can be freed."""
+        """Drops the caches, so that their memory can be freed."""
         self.k_cache = self.v_cache = torch.empty(0, self.kv_heads, 1, self.head_dim)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:

@@ -1,7 +1,8 @@
 """The vocabulary, split by rows among the ranks of a tensor group.
 
-A vocabulary that does not divide is padded: every rank has the same number of rows, and the last
-ranks may hold fewer (or no) tokens. Padded rows are never looked up, and their logits are cut off.
+If the ranks do not divide the vocabulary, it is padded: every rank has the same number of rows, and
+the last ranks may hold fewer tokens, or none. Padded rows are never looked up, and their logits are
+cut off.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _VocabRows(PackedWeight):
 
 
 class VocabParallelEmbedding(_VocabRows):
-    """Each rank looks up the tokens that it has; the sum over the group is on every rank."""
+    """Each rank looks up the tokens that it holds; every rank gets the sum over the group."""
 
     def pack(self) -> None:
         """Does nothing: rows are looked up unpacked, unless a tied head packs them."""
@@ -51,12 +52,12 @@ class VocabParallelEmbedding(_VocabRows):
 
 
 class ParallelLMHead(_VocabRows):
-    """Each rank computes the logits of its tokens; all logits are on every rank."""
+    """Each rank computes the logits of its tokens; every rank gets all logits."""
 
     _tied: tuple[VocabParallelEmbedding, ...] = ()
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's weight."""
+        """Uses the embedding's weight."""
         self.weight = embedding.weight
         self._tied = (embedding,)  # in a tuple, so that it is not registered as a submodule
 
@@ -72,9 +73,10 @@ class ParallelLMHead(_VocabRows):
         return logits if logits.dtype == torch.float32 else logits.float()
 
     def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [S, hidden] -> tokens of the largest logits, [S] int64, and these, [S] float32
+        """hidden [S, hidden] -> the tokens of the largest logits, [S] int64, and these logits, [S]
+        float32
 
-        Ranks exchange two numbers a row, not all logits.
+        Ranks exchange two numbers per row, not all logits.
         """
         if self.group.size == 1:
             values, which = linear_argmax(hidden, self.weight, self.tokens)

@@ -1,10 +1,10 @@
 """Matrix products that are split among the ranks of a tensor group.
 
     column parallel   each rank has some rows of W [out, in], and so computes some of the outputs
-    row parallel      each rank has some columns of W, takes the matching part of the input, and
+    row parallel      each rank has some columns of W and multiplies the matching part of the input;
                       the outputs are summed over the group
 
-A column layer followed by a row layer needs one all-reduce for both.
+A column layer followed by a row layer needs only one all-reduce.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Rows:
 
 class _FusedColumns(PackedWeight):
     """Rows of several checkpoint matrices, stacked in one parameter, so that one product computes
-    them all."""
+    all of them."""
 
     bias: nn.Parameter | None
     lora: NoLora = NO_LORA
@@ -62,7 +62,7 @@ class _FusedColumns(PackedWeight):
         return self.lora.add(x, linear(x, self.weight, self.bias))
 
     def lora_parts(self, *names: str) -> list[LoraPart]:
-        """What an adapter may adapt; `names` as for `weight_shards`."""
+        """Returns the matrices that an adapter may adapt; `names` as for `weight_shards`."""
         return [
             LoraPart(
                 name,
@@ -74,7 +74,7 @@ class _FusedColumns(PackedWeight):
         ]
 
     def weight_shards(self, *names: str) -> Iterator[WeightShard]:
-        """`names`: one for each part, without `.weight`."""
+        """Returns the shards of this rank. `names`: the name of each part, without `.weight`."""
         start = 0
         for name, part in zip(names, self.parts, strict=True):
             here = slice(start, start + part.count)
@@ -86,7 +86,7 @@ class _FusedColumns(PackedWeight):
             start += part.count
 
     def fused_shards(self, name: str) -> Iterator[WeightShard]:
-        """The same of a checkpoint that has the matrices stacked in one, `name`."""
+        """Returns the shards for a checkpoint that stores the matrices stacked in one, `name`."""
         start = before = 0
         total = sum(part.total for part in self.parts)
         for part in self.parts:
@@ -101,7 +101,7 @@ class _FusedColumns(PackedWeight):
 
 
 class ColumnParallelLinear(_FusedColumns):
-    """Each rank computes its part of the outputs; `gather` joins the parts on every rank."""
+    """Each rank computes its part of the outputs; with `gather`, every rank gets all outputs."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class MergedColumnParallelLinear(_FusedColumns):
 class QKVParallelLinear(_FusedColumns):
     """Queries, keys and values in one product, split by heads.
 
-    With fewer KV heads than ranks, `size / kv_heads` neighbouring ranks have the same KV head:
-    those whose query heads read it.
+    With fewer KV heads than ranks, `size / kv_heads` neighbouring ranks have the same KV head: the
+    ranks whose query heads read it.
     """
 
     def __init__(
@@ -174,9 +174,9 @@ class QKVParallelLinear(_FusedColumns):
 
 
 class RowParallelLinear(PackedWeight):
-    """Each rank multiplies its part of the inputs; the sum over the group is on every rank.
+    """Each rank multiplies its part of the inputs; every rank gets the sum over the group.
 
-    With `split_input`, every rank gets the whole input and takes its part of it.
+    With `split_input`, every rank gets the whole input and selects its part.
     """
 
     bias: nn.Parameter | None
@@ -209,7 +209,7 @@ class RowParallelLinear(PackedWeight):
         return y if self.bias is None else y + self.bias
 
     def lora_parts(self, name: str) -> list[LoraPart]:
-        """What an adapter may adapt."""
+        """Returns the matrix that an adapter may adapt."""
         columns = slice(self.columns.start, self.columns.start + self.columns.count)
         shape = (self.out_features, self.in_features)
         return [LoraPart(name, columns, slice(0, self.out_features), shape)]
@@ -223,7 +223,7 @@ class RowParallelLinear(PackedWeight):
 
 
 class ReplicatedLinear(PackedWeight):
-    """Every rank has the whole matrix and computes all outputs."""
+    """A linear layer whose whole matrix is on every rank, which computes all outputs."""
 
     bias: nn.Parameter | None
 
@@ -245,4 +245,4 @@ class ReplicatedLinear(PackedWeight):
 LinearLayer = (
     ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear | RowParallelLinear
 )
-"""Those that adapters may adapt."""
+"""The linear layers that adapters may adapt."""

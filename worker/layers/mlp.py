@@ -24,7 +24,7 @@ class FeedForward(nn.Module, ABC):
 
     @abstractmethod
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
-        """What it reads from a checkpoint in which the block is called `name`."""
+        """Returns what to read from a checkpoint in which the block is called `name`."""
 
 
 class GatedMLP(FeedForward):
@@ -42,7 +42,7 @@ class GatedMLP(FeedForward):
         return self.down(silu_and_mul(self.gate_up(x)))
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
-        """Each with the checkpoint's names of its matrices."""
+        """Yields each linear layer with its matrices' names in the checkpoint."""
         yield self.gate_up, (f"{name}.gate_proj", f"{name}.up_proj")
         yield self.down, (f"{name}.down_proj",)
 

@@ -2,21 +2,21 @@
 
 Attention is data parallel: each engine has its own tokens, the same on all its tensor ranks. Each
 expert of a layer is on one of the stage's workers in all engines (`mesh.expert`), in any placement
-(see `worker/experts.py`); or copies of it are on several, each for the tokens of some engines. With
-T tokens in this engine, P the largest number of any engine, k choices a token and the engines of
-`mesh.data`:
+(see `worker/experts.py`); or copies of it are on several workers, each for the tokens of some
+engines. With T tokens in this engine, P the largest number of tokens in any engine, k choices per
+token and the engines of `mesh.data`:
 
-    route          x [T, hidden] -> weights, choices [T, k]      on every tensor rank alike
+    route          x [T, hidden] -> weights, choices [T, k]      the same on every tensor rank
     all-gather     [P, hidden | choices] over `data`             [engines * P, ...]
-    local experts  one engine's tokens after the other's         [engines * P, k, hidden]
+    local experts  each engine's tokens separately               [engines * P, k, hidden]
     sum            reduce-scatter over `data`, all-reduce over `tensor`      [P, k, hidden]
     combine        in the order of the k choices, in the token's engine      [T, hidden]
 
-An answer has the same bits for any number of engines and any placement: each element of the sum has
-one term that is not zero; the choices are added in the token's engine, in a fixed order. On CPU it
-has the same bits beside any other tokens, because weights are packed (see `kernels/linear.py`).
-Where they are not, as on CUDA, the rounding of a product depends on its number of rows: so a
-product never mixes tokens of two engines.
+An answer has the same bits for any number of engines and any placement: in each element of the sum
+only one term is not zero, and the choices are added in the token's engine, in a fixed order. On CPU
+it also has the same bits in any batch, because weights are packed (see `kernels/linear.py`). If
+they are not packed, as on CUDA, the rounding of a matrix product depends on its number of rows: so
+a product never mixes tokens of two engines.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from swell.worker.layers.weight_shard import ALL, WeightShard
 from swell.worker.mesh import Mesh
 
 PlainExpert = tuple[torch.Tensor, torch.Tensor]
-"""The weights of one expert while it is filled or sent: gate over up [2 * size, hidden], down
+"""The weights of one expert while they are loaded or sent: gate over up [2 * size, hidden], down
 [hidden, size]."""
 Expert = tuple[Weight, Weight]
-"""The same as it is computed: packed where the device has packed weights."""
+"""The weights of one expert as they are used: packed if the device uses packed weights."""
 
 
 def pack_expert(weights: Expert) -> Expert:
-    """A filled expert in the form in which it is computed."""
+    """Converts the weights of a loaded expert to the form in which they are used."""
     gate_up, down = weights
     return _packed(gate_up), _packed(down)
 
 
 def unpack_expert(weights: Expert) -> PlainExpert:
-    """An expert as it is sent: ranks may have processors that pack in other orders."""
+    """Converts the weights of an expert to the form in which they are sent: the processors of ranks
+    may pack in different orders."""
     gate_up, down = weights
     return _plain(gate_up), _plain(down)
 
@@ -72,7 +73,7 @@ class ExpertWeight:
     """0: gate over up; 1: down."""
 
     def replace(self, weight: Weight) -> None:
-        """Use `weight` from now on."""
+        """Uses `weight` from now on."""
         gate_up, down = self.layer.local_experts[self.expert]
         both = (gate_up, weight) if self.part else (weight, down)
         self.layer.local_experts[self.expert] = both
@@ -80,13 +81,13 @@ class ExpertWeight:
 
 @dataclass(frozen=True)
 class ExpertTraits:
-    """The experts of one family of models."""
+    """The configuration of a model's experts."""
 
     count: int
     size: int
     """The inner dimension of an expert."""
     top_k: int
-    """Experts for each token."""
+    """Number of experts for each token."""
     renormalize: bool
     """Whether the weights of a token's experts are scaled to sum to 1."""
     round_weights: bool
@@ -96,27 +97,30 @@ class ExpertTraits:
 
 
 class MoE(FeedForward, Packable):
-    """The router is on every rank, each expert on one rank of `mesh.expert`."""
+    """A feed-forward block of experts. The router is on every rank; each expert, or each copy of
+    it, is on one rank of `mesh.expert`."""
 
     def __init__(self, hidden: int, traits: ExpertTraits, mesh: Mesh) -> None:
         super().__init__()
         self.hidden, self.traits, self.mesh = hidden, traits, mesh
         self.router = ReplicatedLinear(hidden, traits.count, bias=False)
         self.local_experts: dict[int, Expert] = {}
-        """Expert -> its weights, for the experts of this rank."""
+        """Expert -> its weights, for the experts that this rank holds."""
         self.owners: Sequence[Sequence[int]] | None = None
         """[engines][experts] the rank of `mesh.expert` that computes an expert for the tokens of an
         engine; None: each expert has one copy."""
         self._shares: list[dict[int, Expert]] = []
-        """[engines] those of `local_experts` that are computed here for tokens of an engine; empty:
-        all of them."""
+        """[engines] the subset of `local_experts` that this rank computes for the engine's tokens;
+        empty: all of them."""
         self.load: torch.Tensor | None = None
-        """[experts] int64: how often tokens of this engine have chosen each, if that is counted."""
+        """[experts] int64: how often tokens of this engine have chosen each expert; None: not
+        counted."""
         self.on_choices: Callable[[torch.Tensor], None] | None = None
-        """Called with the choices [T, k] of each step, if they are recorded."""
+        """Called with the choices [T, k] of each step; None: they are not recorded."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]; every worker of the stage calls it, with T = 0 too."""
+        """x [T, hidden] -> [T, hidden]. Every worker of the stage must call this, even with T =
+        0."""
         traits = self.traits
         weights, choices = route(self.router(x), traits.top_k, traits.renormalize)
         if self.on_choices is not None:
@@ -129,7 +133,7 @@ class MoE(FeedForward, Packable):
         return combine_experts(self._outputs(x, choices), weights)
 
     def share(self, owners: Sequence[Sequence[int]] | None) -> None:
-        """Set `owners`, whose experts this rank holds."""
+        """Sets `owners`. This rank must hold the experts that it owns."""
         here, held = self.mesh.expert.rank, self.local_experts.items()
         self.owners = owners
         self._shares = [
@@ -138,7 +142,7 @@ class MoE(FeedForward, Packable):
         ]
 
     def make_expert(self) -> PlainExpert:
-        """Uninitialized weights of one expert."""
+        """Returns uninitialized weights of one expert."""
         gate_up, down = self._expert_shapes
         make = self.router.weight.data.new_empty
         return make(gate_up), make(down)
@@ -149,7 +153,7 @@ class MoE(FeedForward, Packable):
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert, in the form in which it is computed."""
+        """Bytes of one expert in the form in which it is used."""
         data = self.router.weight.data
         width = panel(data.device.type) or 1
         elements = (-(-outs // width) * width * ins for outs, ins in self._expert_shapes)
@@ -168,7 +172,7 @@ class MoE(FeedForward, Packable):
     def expert_weight_shards(
         self, name: str, expert: int, weights: PlainExpert
     ) -> Iterator[WeightShard]:
-        """What fills the weights of one expert."""
+        """Returns the shards that fill the weights of one expert."""
         (gate_up, down), size = weights, self.traits.size
         targets = (gate_up[:size], gate_up[size:], down)
         for part, target in zip(self.traits.names, targets, strict=True):
@@ -186,11 +190,13 @@ class MoE(FeedForward, Packable):
         return self.mesh.tensor.all_reduce(outputs)
 
     def _outputs_of_engines(self, x: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-        """[T, hidden], [T, k] -> [P, k, hidden]; the engines' tokens are `mesh.tokens`."""
+        """[T, hidden], [T, k] -> [P, k, hidden]; `mesh.tokens` has the number of each engine's
+        tokens."""
         tokens, top_k = self.mesh.tokens, self.traits.top_k
         assert tokens[self.mesh.data.rank] == len(x), "dp_sync announced another number of tokens"
         padded = max(tokens)
-        # Choices are sent as the bits of activations: bfloat16 itself counts only up to 256.
+        # Choices are sent as the bits of activations: bfloat16 represents integers exactly only up
+        # to 256.
         integer = _INTEGERS[x.element_size()]
         packed = x.new_zeros(padded, self.hidden + top_k)
         packed[: len(x), : self.hidden] = x
@@ -203,7 +209,7 @@ class MoE(FeedForward, Packable):
         return self.mesh.data.reduce_scatter(outputs.flatten(0, 1))
 
     def _compute(self, engine: int, x: torch.Tensor, choices: torch.Tensor, out: Any) -> None:
-        """What this rank computes for tokens of an engine, into out [T, k, hidden]."""
+        """Computes this rank's experts for an engine's tokens into out [T, k, hidden]."""
         experts = self._shares[engine] if self._shares else self.local_experts
         expert_outputs(x, choices, experts, out)
 

@@ -1,4 +1,4 @@
-"""Root-mean-square and layer normalization; every rank has the full weights."""
+"""Root-mean-square and layer normalization. Every rank has the full weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual), all [T, size]"""
+        """Returns (norm(x + residual), x + residual), all [T, size]."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:

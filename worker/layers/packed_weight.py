@@ -10,10 +10,10 @@ from swell.kernels.linear import PackedTensor, Weight, pack
 
 
 class Packable(nn.Module):
-    """A layer whose weights are packed once they are filled."""
+    """A layer whose weights are packed once they are loaded."""
 
     def pack(self) -> None:
-        """Replace filled weights by their packed form, unless they were loaded in that form."""
+        """Replaces loaded weights by their packed form, unless they were loaded in that form."""
         raise NotImplementedError
 
 
@@ -21,20 +21,20 @@ class PackedWeight(Packable):
     """A layer with a `weight` [out, in]."""
 
     weight: Any
-    """A parameter while it is filled, then a `Weight` of `swell.kernels.linear`."""
+    """A parameter while it is loaded, then a `Weight` of `swell.kernels.linear`."""
 
     def pack(self) -> None:
         if not isinstance(self.weight, PackedTensor):
             self.replace(pack(self.weight))
 
     def replace(self, weight: Weight) -> None:
-        """Use `weight` from now on."""
+        """Uses `weight` from now on."""
         del self.weight
         self.weight = weight
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Pack every weight of a filled model; it cannot be filled again."""
+    """Packs every weight of a loaded model. Afterwards the model cannot be loaded again."""
     for module in model.modules():
         if isinstance(module, Packable):
             module.pack()

@@ -1,6 +1,6 @@
 """Rotary position embedding: the angles, and the published methods to scale them.
 
-Frequencies are computed in float32 with the operations, and in the order, of the models'
+Frequencies are computed in float32 with the same operations, in the same order, as the models'
 reference implementations, so that greedy answers agree token for token.
 """
 
@@ -27,9 +27,10 @@ class RotaryEmbedding(nn.Module):
     sin: torch.Tensor
 
     def __init__(self, head_dim: int, max_positions: int, rope: Mapping[str, Any]) -> None:
-        """`rope` is the model's `rope_parameters`: `rope_type`, `rope_theta` and the type's own.
+        """`rope` is the model's `rope_parameters`: `rope_type`, `rope_theta` and the type's own
+        keys.
 
-        Raises `ValueError` for a type that is not known here.
+        Raises `ValueError` for a type that is not supported here.
         """
         super().__init__()
         kind = rope.get("rope_type") or "default"
@@ -56,20 +57,21 @@ class RotaryEmbedding(nn.Module):
 
 
 def _default(dim: int, rope: Mapping[str, Any]) -> Frequencies:
-    """Su et al., "RoFormer" (2021)."""
+    """Unscaled frequencies: Su et al., "RoFormer" (2021)."""
     steps = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32)
     return 1.0 / (rope["rope_theta"] ** (steps / dim)), 1.0
 
 
 def _linear(dim: int, rope: Mapping[str, Any]) -> Frequencies:
-    """Every position divided by `factor` (position interpolation)."""
+    """Position interpolation: every position is divided by `factor`."""
     inverse, factor = _default(dim, rope)
     inverse /= rope["factor"]
     return inverse, factor
 
 
 def _llama3(dim: int, rope: Mapping[str, Any]) -> Frequencies:
-    """Llama 3.1: low frequencies are divided by `factor`, high ones kept, those between blended."""
+    """Llama 3.1: low frequencies are divided by `factor`, high ones are kept, and those in between
+    are blended."""
     inverse, scale = _default(dim, rope)
     factor, old_length = rope["factor"], rope["original_max_position_embeddings"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -87,7 +89,7 @@ def _yarn(dim: int, rope: Mapping[str, Any]) -> Frequencies:
     old_length = rope["original_max_position_embeddings"]
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns `rotations` times over the original length."""
+        """Returns the dimension that turns `rotations` times over the original length."""
         return (dim * math.log(old_length / (rotations * 2 * math.pi))) / (2 * math.log(base))
 
     low = dimension(rope.get("beta_fast") or 32)
@@ -106,7 +108,7 @@ def _yarn(dim: int, rope: Mapping[str, Any]) -> Frequencies:
 
 
 def _yarn_scale(rope: Mapping[str, Any]) -> float:
-    """The temperature of attention, as a factor on cos and sin."""
+    """Returns the attention temperature, as a factor on cos and sin."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
 

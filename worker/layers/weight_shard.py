@@ -1,7 +1,7 @@
 """The parts of checkpoint tensors that a layer reads.
 
 A layer knows its own shards: `weight_shards(...)` names each checkpoint tensor that it needs, the
-part of it that belongs to this rank, and the memory for the part. The loader reads only that part.
+part that belongs to this rank, and the memory for that part. The loader reads only that part.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class WeightShard:
-    """One part of one checkpoint tensor, and where it goes in a parameter."""
+    """One part of one checkpoint tensor, and its target memory in a parameter."""
 
     name: str
     """The tensor's name in the checkpoint."""
     target: torch.Tensor
-    """View of the parameter; its shape is that of `tensor[index]`."""
+    """A view of the parameter; its shape is that of `tensor[index]`."""
     index: tuple[slice | int, ...]
-    """The part, one entry for each dimension of the checkpoint's tensor."""
+    """The part: one entry for each dimension of the checkpoint's tensor."""
     shape: tuple[int, ...]
     """The shape of the whole tensor in the checkpoint."""
 
 
 def replicated_shard(name: str, parameter: torch.Tensor) -> WeightShard:
-    """The shard of a parameter that every rank has in full."""
+    """Returns the shard of a parameter that every rank holds in full."""
     return WeightShard(name, parameter, (ALL,) * parameter.dim(), tuple(parameter.shape))
 
 
 def divide(what: str, total: int, group: Group) -> int:
-    """This rank's part of `total` equal units. Raises `ValueError` if the group's size does not
-    divide them."""
+    """Returns this rank's part of `total` equal units. Raises `ValueError` if the group's size does
+    not divide `total`."""
     if total % group.size:
         fits = [str(n) for n in range(1, group.size) if total % n == 0]
         raise ValueError(
@@ -48,13 +48,13 @@ def divide(what: str, total: int, group: Group) -> int:
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
-    """A parameter without memory; `materialize` allocates it when the model is complete."""
+    """Returns a parameter without memory; `materialize` allocates it when the model is complete."""
     return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
 
 
 def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Allocate every parameter of `model` that has no memory on `device`; shared ones stay
-    shared."""
+    """Allocates every parameter of `model` that does not have memory yet on `device`. Shared
+    parameters stay shared."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():

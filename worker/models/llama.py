@@ -103,7 +103,7 @@ class LlamaLayer(nn.Module):
         self.mlp_name = traits.mlp_name
         self.keeps_input = False
         self.input: torch.Tensor | None = None
-        """[T, hidden] what it has read in the last step, if it keeps that."""
+        """[T, hidden] the layer's input of the last step, if `keeps_input`."""
 
     def forward(
         self,

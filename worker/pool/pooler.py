@@ -1,4 +1,4 @@
-"""From the hidden states of a model's last layer to one vector for a text.
+"""Computes one vector for a text from the hidden states of a model's last layer.
 
 hidden states -> first, last or mean -> classifier or Dense modules -> dimensions, activation
                  `PoolingReader`        `Pooler.head`                  `activate`
@@ -48,12 +48,12 @@ class Dense(nn.Module):
         return self._activation(self.linear(x))
 
     def weight_shards(self, stored: Collection[str]) -> Iterator[WeightShard]:
-        """Of the file in its own folder."""
+        """Returns the shards of the file in the module's own folder."""
         yield from self.linear.weight_shards("linear")
 
 
 class Pooler:
-    """What follows the pooled hidden states of one model."""
+    """The modules that follow the pooled hidden states of one model."""
 
     def __init__(self, spec: PoolingSpec, model: Any) -> None:
         self.spec = spec
@@ -65,7 +65,7 @@ class Pooler:
     def load(
         self, folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Read the Dense modules. Raises `ValueError` for files that do not hold them."""
+        """Reads the Dense modules. Raises `ValueError` for files that do not hold them."""
         size = self.hidden_size
         for spec in self.spec.dense:
             if spec.in_features != size:
@@ -82,8 +82,8 @@ class Pooler:
             size = spec.out_features
 
     def on_request(self, slot: int, params: PoolingParams) -> None:
-        """A request takes the slot. Encoders that distinguish the two texts of a pair need to know
-        where the second begins."""
+        """Adds the request that takes a slot. Encoders that distinguish the two texts of a pair
+        need to know where the second one begins."""
         if params.segment_start:
             self._segment_starts[slot] = params.segment_start
         else:
@@ -100,8 +100,8 @@ class Pooler:
 
 
 def read_model_pooling(config: ModelConfig) -> PoolingSpec | None:
-    """How the model pools; None: it samples tokens, or there is no such model, which `load_config`
-    explains. Raises ConfigError."""
+    """Returns how the model pools. Returns None if the model samples tokens, or if there is no such
+    model, which `load_config` explains. Raises `ConfigError`."""
     try:
         folder = model_folder(config.path, TEXT_FILES)
         parse_json((folder / "config.json").read_text())
@@ -127,7 +127,7 @@ def load_pooler(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Pooler:
-    """What follows the hidden states of `model`, with its weights."""
+    """Returns the pooler of `model`, with its weights loaded."""
     pooler = Pooler(spec, model)
     pooler.load(model_folder(config.path, HUB_FILES), config, device, dtype)
     return pooler
@@ -136,9 +136,9 @@ def load_pooler(
 def max_text_tokens(
     spec: PoolingSpec, model: Any, config: ModelConfig, positions: int, step_tokens: int | None
 ) -> int:
-    """Longest text in tokens, of a model with so many positions. `step_tokens`: of one step, into
-    which the whole text must fit; None: it may be computed in several. Raises `ValueError` if the
-    configured length is longer."""
+    """Returns the longest text in tokens, for a model with this many positions. `step_tokens`: the
+    most tokens of one step, into which the whole text must fit; None: a text may be computed in
+    several steps. Raises `ValueError` if the configured length is longer."""
     limits = {"its positions": min(positions, getattr(model, "max_positions", positions))}
     if spec.max_tokens is not None:
         limits["max_seq_length of its folder"] = spec.max_tokens

@@ -20,7 +20,7 @@ from swell.worker.wire import NewRow, SchedulerOutput
 
 @dataclass(slots=True)
 class PendingVectors(PendingExtra):
-    """Vectors of the same size of some rows."""
+    """Vectors of the same size, for some rows of a step."""
 
     # [P, size] float32
     vectors: Tensor
@@ -43,8 +43,8 @@ class PendingVectors(PendingExtra):
 class PoolingReader(HiddenStatesReader):
     """Makes one vector of each prompt, in the step that computes the prompt's last token.
 
-    A prompt may be computed in several steps. The first hidden state, or the sum of all so far, is
-    kept for each slot until then; a request that takes a slot again begins at its first token.
+    A prompt may be computed in several steps. Until then, the first hidden state, or the sum of all
+    so far, is kept for each slot; a request that takes a slot again starts at its first token.
     """
 
     def __init__(self, pooler: Pooler, states: RequestStates) -> None:
@@ -106,7 +106,7 @@ class PoolingReader(HiddenStatesReader):
         counts: np.ndarray,
         done: np.ndarray,
     ) -> Tensor:
-        """hidden [T, hidden] -> [len(done), hidden] float32, of the rows that are done"""
+        """hidden [T, hidden] -> [len(done), hidden] float32, for the rows that are done"""
         device, ends = hidden.device, np.cumsum(counts)
         method = self._pooler.spec.method
         if method == "last":
@@ -117,7 +117,7 @@ class PoolingReader(HiddenStatesReader):
             self._kept[to_device(slots[begins], device)] = firsts
             return self._kept[to_device(slots[done], device)]
         lengths = to_device(counts, device)
-        # A check that the lengths are those of all tokens would wait for the device.
+        # A check that the lengths add up to all tokens would wait for the device.
         sums = torch.segment_reduce(hidden.float(), "sum", lengths=lengths, axis=0, unsafe=True)
         where, goes_on = to_device(slots, device), to_device(starts > 0, device)[:, None]
         self._kept[where] = sums + torch.where(goes_on, self._kept[where], 0.0)

@@ -1,4 +1,4 @@
-"""`allowed_token_ids`: no other token is sampled."""
+"""The parameter `allowed_token_ids`: no other token is sampled."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from swell.worker.slot_set import SlotSet
 from swell.worker.wire import NewRow
 
 NOT_ALLOWED_LOGIT = 1e6 * BANNED_BIAS
-"""The logit of all other tokens. Far below any sum of bans, so that one of the allowed tokens is
-sampled even if all of them are banned; finite for the same reason as BANNED_BIAS."""
+"""The logit of all other tokens. It is far below any sum of bans, so that one of the allowed tokens
+is sampled even if all of them are banned; it is finite for the same reason as `BANNED_BIAS`."""
 
 
 class AllowedTokenIds(LogitsProcessor):
-    """Keeps a bitmask for each slot, ceil(V / 32) * 4 bytes (19 KB of 152k tokens), on the device.
+    """Keeps a bitmask for each slot on the device: ceil(V / 32) * 4 bytes (19 KB for 152k tokens).
 
-    The table is allocated for the first row that uses it and samples.
+    The table is allocated when the first row with the parameter samples.
     """
 
     def __init__(self, states: RequestStates, vocab: int) -> None:
         self._max_rows, self._vocab = states.max_rows, vocab
         self._active_slots = SlotSet(states.max_rows)
-        # slot -> bitmask, [ceil(V / 32)] int32, of rows that are not in the table yet
+        # slot -> bitmask, [ceil(V / 32)] int32, for rows that are not in the table yet
         self._staged: dict[int, np.ndarray] = {}
         # [max_rows, ceil(V / 32)] int32
         self._bitmask: Tensor | None = None
@@ -52,7 +52,7 @@ class AllowedTokenIds(LogitsProcessor):
         apply_bitmask(logits, bitmask, rows, NOT_ALLOWED_LOGIT)
 
     def _table(self, logits: Tensor) -> Tensor:
-        """The table, with the staged rows written."""
+        """Returns the table, after writing the staged rows."""
         device = logits.device
         if self._bitmask is None:
             shape = (self._max_rows, -(-self._vocab // 32))
@@ -66,9 +66,9 @@ class AllowedTokenIds(LogitsProcessor):
 
 
 def packed_bits(token_ids: Sequence[int], vocab: int) -> np.ndarray:
-    """[ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is set for each token t.
+    """Returns [ceil(vocab / 32)] int32: bit t % 32 of word t // 32 is set for each token t.
 
-    Raises ValueError for a token outside of the vocabulary.
+    Raises `ValueError` for a token outside of the vocabulary.
     """
     tokens = np.asarray(token_ids, dtype=np.int64)
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab):

@@ -1,12 +1,12 @@
-"""Masks of tokens for answers that are sentences of a grammar.
+"""Token masks for answers that must match a grammar.
 
-The mask of a step depends on the token of the step before. The host reads that token here, when the
-step's forward pass is already running on the device: masks are computed while the device computes,
-and no step waits for the engine. Every rank that samples keeps its own state of the grammar; the
-same tokens give all ranks the same masks.
+The mask of a step depends on the token of the step before. The host reads that token here, while
+the step's forward pass is already running on the device: masks are computed while the device
+computes, and no step waits for the engine. Every rank that samples keeps its own state of the
+grammar; the same tokens give all ranks the same masks.
 
-Behind a draft, the mask is that of a copy of the state which has taken the drafts before. Where the
-grammar refuses a draft, or the copy fails, the drafts of that row end.
+The mask after a draft comes from a copy of the state that has consumed the drafts before. If the
+grammar refuses a draft, or the copy fails, the row's later drafts are refused, too.
 """
 
 from __future__ import annotations
@@ -43,20 +43,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_CACHED_GRAMMARS = 32
-"""Compiled grammars that are kept for later requests: some hundred KB each."""
+"""The most compiled grammars that are kept for later requests: some hundred KB each."""
 _REFUSED_TOKEN = "satisfy the grammar"
-"""In the library's error about a token that it did not allow: a defect, not the client's fault."""
+"""A part of the library's error about a token that it did not allow. Such an error is a bug, not
+the client's fault."""
 MAX_THREADS = 8
-"""Threads that compute the masks of one step."""
+"""The most threads that compute the masks of one step."""
 
 
 class GrammarMask(LogitsProcessor):
-    """Allows only tokens that continue a sentence; at its end, only those that end an answer.
+    """Allows only tokens that continue a match of the grammar; at the end of the match, only those
+    that end an answer.
 
     A grammar is compiled in a thread from the moment its row takes a slot, while the prompt is
     computed. A row fails if its grammar does not compile or exceeds its limits, if a sampled token
-    does not continue it, or if no token of the model does. Tensor ranks exchange failures, so that
-    the output rank reports those of all.
+    does not continue the match, or if no token of the model does. Tensor ranks exchange failures,
+    so that the output rank reports the failures of all ranks.
 
     `llguidance` is imported for the first grammar: a worker without it serves everything else.
     """
@@ -76,7 +78,8 @@ class GrammarMask(LogitsProcessor):
         self._compiled: dict[str, Future[LLMatcher]] = {}
         self._pending_tokens: PendingTokens | None = None
         self._failed_ranks = torch.zeros(0, dtype=torch.int64)
-        """[M] int64 on the device: how many tensor ranks cannot follow each row's grammar."""
+        """[M] int64 on the device: how many tensor ranks have failed for each row with a
+        grammar."""
         self._compiler: _GrammarCompiler | None = None
 
     def add_request(self, row: NewRow) -> None:
@@ -98,8 +101,8 @@ class GrammarMask(LogitsProcessor):
         else:
             bitmask = self._masks_over_drafts(grammar_states, batch.drafts, rows_np)
         device = logits.device
-        # -inf, unlike the finite bans of other processors: where they ban every token that the
-        # grammar allows, one of these tokens is sampled all the same.
+        # -inf, unlike the finite bans of other processors: if they ban every token that the grammar
+        # allows, one of these tokens is sampled all the same.
         rows = to_device(rows_np, device)
         apply_bitmask(logits, to_device(bitmask, device), rows, float("-inf"))
         for slot, state in zip(
@@ -125,15 +128,16 @@ class GrammarMask(LogitsProcessor):
         return [state for state in found if state is not None]
 
     def _read(self) -> None:
-        """Give the tokens of the step before to their states; a state without a slot by now is not
-        used again."""
+        """Passes the tokens of the step before to their states. A state that has lost its slot
+        meanwhile is not used again."""
         if self._pending_tokens is not None:
             for state, token in self._pending_tokens.wait():
                 state.accept_token(token)
             self._pending_tokens = None
 
     def _masks(self, grammar_states: list[GrammarState]) -> np.ndarray:
-        """[grammar_states, ceil(V / 32)] int32; a state that fails allows all tokens."""
+        """Returns [grammar_states, ceil(V / 32)] int32; the mask of a state that fails allows all
+        tokens."""
         words = -(-self._vocab // 32)
         masks = np.zeros((len(grammar_states), words), dtype=np.int32)
         able = [(i, m) for i, f in enumerate(grammar_states) if (m := f.matcher()) is not None]
@@ -145,7 +149,7 @@ class GrammarMask(LogitsProcessor):
             if self._vocab % 32:
                 masks[:, -1] &= np.int32((1 << self._vocab % 32) - 1)
         for i, _ in able:
-            grammar_states[i].matcher()  # notes a failure; its mask allowed the end tokens
+            grammar_states[i].matcher()  # records a failure; its mask allowed the end tokens
         for row in np.flatnonzero(~masks.any(axis=1)).tolist():
             grammar_states[row].fail_without_token(self._vocab)
         for row, state in enumerate(grammar_states):
@@ -156,13 +160,13 @@ class GrammarMask(LogitsProcessor):
     def _masks_over_drafts(
         self, grammar_states: list[GrammarState], drafts: StepDrafts, samples_np: np.ndarray
     ) -> np.ndarray:
-        """As `_masks`; grammar_states[i] belongs to the sample samples_np[i]."""
+        """Returns the same as `_masks`; grammar_states[i] belongs to the sample samples_np[i]."""
         offsets_np = drafts.offsets_np[samples_np]
         firsts = np.flatnonzero(offsets_np == 0)
         masks = np.full((len(samples_np), -(-self._vocab // 32)), -1, dtype=np.int32)
         masks[firsts] = self._masks([grammar_states[i] for i in firsts.tolist()])
         ahead: dict[int, StateAhead] = {}
-        """Of the rows whose drafts go on, by the index of their last sample."""
+        """Index of a row's last sample -> its state, for the rows whose drafts continue."""
         for offset in range(1, int(offsets_np.max(initial=0)) + 1):
             before, ahead = ahead, {}
             for i in np.flatnonzero(offsets_np == offset).tolist():
@@ -191,7 +195,7 @@ class GrammarMask(LogitsProcessor):
         return own
 
     def _compile(self, lark: str) -> Future[LLMatcher]:
-        """A matcher at the beginning of the grammar; each row copies it."""
+        """Returns a matcher at the beginning of the grammar; each row copies it."""
         if self._compiler is None:
             self._compiler = _GrammarCompiler()
         matcher = self._compiled.pop(lark, None)
@@ -209,7 +213,7 @@ class GrammarState:
     failure = ""
     """Why the row fails; empty: it has not failed."""
     is_invalid = False
-    """It fails by what the grammar asks for, so the same grammar fails on any engine."""
+    """Whether the grammar itself causes the failure, so the same grammar fails on any engine."""
 
     def __init__(self, first: Future[LLMatcher], outputs: Sequence[int]) -> None:
         """`outputs`: tokens of the answer that exist already."""
@@ -219,7 +223,8 @@ class GrammarState:
         self._taken = 0
 
     def matcher(self) -> LLMatcher | None:
-        """Waits until the grammar is compiled; None: the row has failed."""
+        """Returns the matcher after waiting until the grammar is compiled; None: the row has
+        failed."""
         if self._matcher is None and not self.failure:
             try:
                 self._matcher = self._first.result().deep_copy()
@@ -232,7 +237,8 @@ class GrammarState:
         return None if self.failure else self._matcher
 
     def accept_token(self, token: int) -> None:
-        """A token was sampled; after the end of the grammar it is one that ends an answer."""
+        """Consumes a sampled token; after the end of the grammar this is a token that ends an
+        answer."""
         matcher = self.matcher()
         if matcher is None:
             return
@@ -242,12 +248,12 @@ class GrammarState:
         self._taken += 1
 
     def ahead(self) -> StateAhead | None:
-        """A copy that can take drafts; None: the row has failed."""
+        """Returns a copy that can consume drafts; None: the row has failed."""
         matcher = self.matcher()
         return None if matcher is None else StateAhead(matcher.deep_copy())
 
     def fail_without_token(self, vocab: int) -> None:
-        """The row fails, because no token of the model continues its grammar."""
+        """Fails the row because no token of the model continues its grammar."""
         if self.matcher() is not None:
             self._fail(
                 f"behind {self._taken} tokens none of the model's {vocab} continues or ends it",
@@ -266,14 +272,14 @@ class GrammarState:
 
 
 class StateAhead(GrammarState):
-    """The state that an answer has if the drafts so far are its tokens. If it fails, the row has
-    not: it fails when the tokens are sampled."""
+    """The state that an answer has if its drafts so far are accepted. If this copy fails, the row
+    does not fail yet: it fails when the tokens are sampled."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher, self._taken = matcher, 0
 
     def takes(self, draft: int) -> bool:
-        """Go on by a draft; False: it does not continue the grammar."""
+        """Consumes a draft. Returns False if it does not continue the grammar."""
         self.accept_token(draft)
         return not self.failure
 
@@ -285,7 +291,7 @@ class StateAhead(GrammarState):
 class PendingGrammarFailures(PendingExtra):
     """Rows that have failed on some tensor rank, perhaps not on this one."""
 
-    # [rows] int64, on how many ranks
+    # [rows] int64, the number of ranks on which each row has failed
     failed_ranks: Tensor
     rows: list[int]
 
@@ -299,7 +305,7 @@ class PendingGrammarFailures(PendingExtra):
 
 
 class PendingTokens:
-    """The tokens sampled for rows with grammars, being copied to the host."""
+    """The tokens sampled for rows with grammars, while they are copied to the host."""
 
     def __init__(
         self,
@@ -315,8 +321,8 @@ class PendingTokens:
         self._copy = AsyncCopy(partial(tokens.to, "cpu", non_blocking=True), stream)
 
     def wait(self) -> list[tuple[GrammarState, int]]:
-        """Each state with the token that was sampled for it; several times where drafts were
-        accepted."""
+        """Returns each state with the token that was sampled for it. A state occurs several times
+        if drafts were accepted."""
         sampled = self._copy.wait().tolist()
         pairs = zip(self._grammar_states, self._rows, strict=True)
         if self._drafts is None:
@@ -326,15 +332,15 @@ class PendingTokens:
 
 
 class _GrammarCompiler:
-    """The threads that compile grammars and compute masks; made for the first grammar."""
+    """The threads that compile grammars and compute masks; created for the first grammar."""
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(1, "grammar")
         self._executor: LLExecutor | None = None
 
     def begin(self, call: Callable[..., T], *args: object) -> Future[T]:
-        """Call it in a thread. All errors go to the future, so that all tensor ranks execute the
-        same step."""
+        """Calls it in a thread. All errors are set on the future, so that all tensor ranks execute
+        the same step."""
         try:
             return self.threads.submit(call, *args)
         except RuntimeError as error:  # no thread can be started
@@ -343,7 +349,7 @@ class _GrammarCompiler:
             return failed
 
     def executor(self) -> LLExecutor:
-        """Computes the masks of a step."""
+        """Returns the executor that computes the masks of a step."""
         if self._executor is None:
             from llguidance import LLExecutor
 
@@ -352,7 +358,7 @@ class _GrammarCompiler:
 
 
 def _compile_matcher(model_path: str, lark: str) -> LLMatcher:
-    """A matcher with its first mask computed."""
+    """Returns a matcher with its first mask computed."""
     try:
         from llguidance import LLMatcher, LLParserLimits
     except ModuleNotFoundError:

@@ -1,13 +1,14 @@
-"""Parameters that name single tokens: `logit_bias`, `bad_words`, and no end before `min_tokens`.
+"""Parameters that change the logits of single tokens: `logit_bias`, `bad_words`, and `min_tokens`,
+before which end tokens are banned.
 
 All of them are *entries*: an amount that is added to one token's logit. A row's entries are made
 once, when it takes its slot; a step concatenates the entries of its rows, sends them in one copy
 and adds them in one scatter.
 
-An entry may depend on the tokens before the sampled one. The bad word [a, b, c] is an entry for c,
-BANNED_BIAS, and two *conditions*: the token one position back is b, the one two back is a. Only the
-device knows the newest tokens, so it checks the conditions: an entry with a condition that does not
-hold adds 0.
+An entry may depend on the tokens before the sampled one. For example, the bad word [a, b, c] is an
+entry for c with the amount `BANNED_BIAS` and two *conditions*: the token one position back is b,
+and the one two positions back is a. Only the device knows the newest tokens, so it checks the
+conditions: an entry with a condition that does not hold adds 0.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from swell.worker.wire import NewRow
 
 ALWAYS = np.iinfo(np.int64).max
 NO_TOKEN = -1
-"""Equals no token id: a condition on a position before the prompt does not hold."""
+"""Equals no token id, so a condition on a position before the prompt does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,10 @@ class _BiasEntries:
 
     @classmethod
     def of(cls, row: NewRow, vocab: int) -> _BiasEntries | None:
-        """Bias, then end tokens, then the last tokens of bad words; None if there are none.
+        """Returns the entries of biases, then of end tokens, then of the last tokens of bad words;
+        None if the row has none.
 
-        Raises ValueError for a token outside of the vocabulary.
+        Raises `ValueError` for a token outside of the vocabulary.
         """
         bias, words = row.sampler.logit_bias, row.sampler.bad_words
         ends = row.end_token_ids if row.min_tokens > 0 else []
@@ -79,7 +81,7 @@ class _BiasEntries:
 
 
 class LogitBias(LogitsProcessor):
-    """`logit_bias`, `bad_words` (over prompt and output) and `min_tokens` of all rows."""
+    """Applies `logit_bias`, `bad_words` (over prompt and output) and `min_tokens` of all rows."""
 
     def __init__(self, states: RequestStates, vocab: int) -> None:
         self._states = states
@@ -87,7 +89,7 @@ class LogitBias(LogitsProcessor):
         # [max_rows]
         self._entries: list[_BiasEntries | None] = [None] * states.max_rows
         self._active_slots = SlotSet(states.max_rows)
-        # [max_rows] first position at which no entry of the slot applies any more
+        # [max_rows] the first position at which all entries of the slot have stopped to apply
         self._until_np = np.zeros(states.max_rows, dtype=np.int64)
 
     def add_request(self, row: NewRow) -> None:
@@ -115,7 +117,8 @@ class LogitBias(LogitsProcessor):
         amounts = amount.view(torch.float64).float()
         if len(entry):
             seen = self._states.token_ids[slot, position]
-            # An entry's amount is BANNED_BIAS, and the largest of all: 0 as soon as one differs.
+            # An entry with conditions has the amount `BANNED_BIAS`. "amax" sets it to 0 if one of
+            # its conditions does not hold.
             amounts.scatter_reduce_(0, entry, torch.where(seen == wanted, BANNED_BIAS, 0.0), "amax")
         logits.index_put_((row, token), amounts, accumulate=True)
 
@@ -123,8 +126,8 @@ class LogitBias(LogitsProcessor):
 def _joined_entries(
     entries: list[_BiasEntries], rows: np.ndarray, positions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row, token and amount of all entries, [E] int64 each: the bits of the amounts' float64, so
-    that everything travels in one array."""
+    """Returns row, token and amount of all entries, [E] int64 each. The amounts are the bits of
+    float64 values, so that everything is copied in one array."""
     counts = [len(one.tokens) for one in entries]
     amounts = np.concatenate([one.amounts for one in entries])
     until = np.concatenate([one.until for one in entries])
@@ -136,8 +139,8 @@ def _joined_entries(
 def _conditions(
     entries: list[_BiasEntries], slots: np.ndarray, positions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Entry, slot, position and wanted token of all conditions, [C] int64 each; an entry's number
-    counts through all rows."""
+    """Returns entry, slot, position and required token of all conditions, [C] int64 each. Entries
+    are numbered across all rows."""
     counts = [len(one.entry) for one in entries]
     sizes = np.array([len(one.tokens) for one in entries])
     entry = np.concatenate([one.entry for one in entries])

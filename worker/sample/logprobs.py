@@ -1,7 +1,7 @@
 """Log probabilities of sampled tokens and of prompts, under the model's own logits.
 
 Nothing is computed for rows that do not request them. The device finds as many of the most likely
-tokens as the row that requests most, and the host cuts the lists of the other rows.
+tokens as the row that requests the most, and the host shortens the lists of the other rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swell.worker.slot_set import SlotSet
 from swell.worker.wire import NewRow, SchedulerOutput
 
 SLICE_POSITIONS = 256
-"""Prompt positions whose logits exist at the same time: 150 MiB for 150 000 tokens."""
+"""The most prompt positions whose logits exist at the same time: 150 MiB for 150 000 tokens."""
 
 MAX_BATCHED_LOGPROBS = 128
 """Rows that request more tokens for each position are computed separately."""
@@ -37,13 +37,13 @@ class PendingLogprobs(PendingExtra):
     """Log probabilities of a step's sampled tokens."""
 
     ranked: LogprobsTensors
-    """Of the M samples that need them."""
+    """The log probabilities of the M samples that need them."""
     samples: list[int]
     """[M], indices among the S samples of the step."""
     rows: list[int]
     """[M], rows of the step."""
     num_logprobs: list[int]
-    """[M]"""
+    """[M], how many of the most likely tokens are reported."""
 
     def to_cpu_nonblocking(self) -> PendingLogprobs:
         return replace(self, ranked=self.ranked.to_cpu_nonblocking())
@@ -73,19 +73,20 @@ class KeptLogits:
     # [M] int64, indices among the S samples
     index: Tensor
     samples: list[int]
-    """The same on the host."""
+    """[M], the same as `index`, on the host."""
     rows: list[int]
     """[M], indices among all rows of the step."""
     num_logprobs: list[int]
 
     def rank(self, tokens: Tensor) -> PendingExtra:
-        """The log probabilities and ranks of the sampled tokens [S] int64."""
+        """Returns the log probabilities and ranks of the sampled tokens [S] int64."""
         ranked = rank_tokens(self.logits, tokens[self.index], max(self.num_logprobs))
         return PendingLogprobs(ranked, self.samples, self.rows, self.num_logprobs)
 
 
 class _NumLogprobs:
-    """How many of the most likely tokens the request of each slot wants, if it wants logprobs."""
+    """How many of the most likely tokens the request of each slot asks for, if it asks for
+    logprobs."""
 
     def __init__(self, max_rows: int) -> None:
         self.active_slots = SlotSet(max_rows)
@@ -112,8 +113,8 @@ class SampledLogprobs:
         return len(batch.rows_in(self._num_logprobs.active_slots)) > 0
 
     def keep(self, logits: Tensor, batch: InputBatch, will_change: bool) -> list[KeptLogits]:
-        """The rows of logits [S, V] float32 that need log probabilities, copied if a processor
-        `will_change` them; empty if there are none."""
+        """Returns the rows of logits [S, V] float32 that need log probabilities, copied if a
+        processor `will_change` them; empty if no row needs them."""
         samples = batch.rows_in(self._num_logprobs.active_slots)
         if not len(samples):
             return []
@@ -141,7 +142,7 @@ class PendingPromptLogprobs(PendingExtra):
     """Log probabilities of the prompt tokens that follow the positions computed in a step."""
 
     ranked: LogprobsTensors
-    """Of the concatenated spans."""
+    """The log probabilities of the concatenated spans."""
     spans: list[_PromptSpan]
 
     def to_cpu_nonblocking(self) -> PendingPromptLogprobs:
@@ -192,7 +193,8 @@ class PromptLogprobsReader(HiddenStatesReader):
     def __call__(
         self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput
     ) -> list[PendingExtra]:
-        # A row that requests the whole vocabulary must not make the lists of all others as long.
+        # A row that requests the whole vocabulary must not make the lists of all other rows as
+        # long.
         found = self._find(plan)
         groups = [
             [one for one in found if one[0].top <= MAX_BATCHED_LOGPROBS],
@@ -216,7 +218,8 @@ class PromptLogprobsReader(HiddenStatesReader):
         return PendingPromptLogprobs(LogprobsTensors(*[torch.cat(c) for c in columns]), spans)
 
     def _find(self, plan: SchedulerOutput) -> list[tuple[_PromptSpan, np.ndarray]]:
-        """The spans of the step that are reported, each with [3, count] int64, see `_rank`."""
+        """Returns the spans of the step that are reported, each with [3, count] int64, see
+        `_rank`."""
         found: list[tuple[_PromptSpan, np.ndarray]] = []
         slots = np.array(plan.slots, dtype=np.int64)
         active = self._num_logprobs.active_slots.among(slots)
@@ -236,5 +239,5 @@ class PromptLogprobsReader(HiddenStatesReader):
 
 
 def make_readers(model: Any, states: RequestStates) -> list[HiddenStatesReader]:
-    """All readers of hidden states."""
+    """Returns the readers of hidden states of a model that samples."""
     return [PromptLogprobsReader(model, states)]

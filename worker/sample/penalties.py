@@ -19,8 +19,8 @@ from swell.worker.wire import NewRow
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The tokens in prompt and output of each slot with penalties; other slots are undefined. The
-    last row takes the tokens that are not kept."""
+    """The tokens in prompt and output of each slot with penalties; the rows of other slots are
+    undefined. Tokens that are not kept are counted in the last row."""
 
     # [max_rows + 1, V] int32
     output_counts: Tensor
@@ -31,9 +31,9 @@ class _Seen:
 class Penalties(LogitsProcessor):
     """Applies `kernels/penalties.py` to all rows with penalties.
 
-    The tables take 5 * max_rows * V bytes of the device (195 MB for 256 rows of 152k tokens). They
-    are allocated for the first row that has penalties and samples: most servers, and all stages of
-    a pipeline but the last, never allocate them.
+    The tables take 5 * max_rows * V bytes of the device (195 MB for 256 rows and 152k tokens). They
+    are allocated when the first row with penalties samples: most servers, and all stages of a
+    pipeline except the last, never allocate them.
 
     The known tokens of a row are counted from the states in the first step in which it samples:
     nothing was sampled for it before. From then on each token is counted when it is sampled, so the
@@ -89,7 +89,7 @@ class Penalties(LogitsProcessor):
         count_tokens(seen.output_counts, seen.anywhere, slots, tokens[self._rows])
 
     def _tables(self, logits: Tensor) -> _Seen:
-        """The tables, with the staged slots written."""
+        """Returns the tables, after writing the staged slots."""
         if self._seen is None:
             shape, device = (self._states.max_rows + 1, logits.shape[1]), logits.device
             self._seen = _Seen(
@@ -102,7 +102,7 @@ class Penalties(LogitsProcessor):
         return self._seen
 
     def _fill(self, seen: _Seen) -> None:
-        """Write the staged slots; their tokens are gathered at once: the prompts, then the
+        """Writes the staged slots. Their tokens are gathered at once: the prompts, then the
         outputs."""
         staged = np.array(list(self._staged), dtype=np.int64)
         prompts, lengths = np.array(list(self._staged.values()), dtype=np.int64).T
@@ -124,8 +124,8 @@ class Penalties(LogitsProcessor):
 def _with_drafts(
     seen: _Seen, slots: Tensor, index: np.ndarray, drafts: np.ndarray
 ) -> tuple[_Seen, Tensor]:
-    """Tables of the M samples at `slots`, each with the drafts before it counted, and their rows
-    there; index, drafts [P] as `StepDrafts.before` gives them."""
+    """Returns tables of the M samples at `slots`, each with the drafts before it counted, and the
+    samples' rows in these tables. index, drafts [P]: as returned by `StepDrafts.before`."""
     if not len(index):
         return seen, slots
     own = _Seen(seen.output_counts[slots], seen.anywhere[slots])

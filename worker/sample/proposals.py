@@ -1,4 +1,4 @@
-"""What the draft model has guessed behind the tokens of a step, on the device."""
+"""The tokens that the draft model proposes after a step, on the device."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from torch import Tensor
 
 
 class PendingProposals:
-    """One tensor a pass: of the rows of that pass, one token each."""
+    """The proposals of each pass of the draft model: one tensor per pass, with one token for each
+    row of that pass."""
 
     def __init__(self, asked: Sequence[int]) -> None:
-        """`asked`: rows of the step that were asked for."""
+        """`asked`: the rows of the step for which the plan requests proposals."""
         self._asked = asked
         self._passes: list[tuple[list[int], Tensor]] = []
 
     def add(self, rows: list[int], tokens: Tensor) -> None:
-        """The next token of each of these rows; tokens [rows] int64"""
+        """Adds the next token of each of these rows; tokens [rows] int64"""
         self._passes.append((rows, tokens))
 
     def to_cpu_nonblocking(self) -> PendingProposals:
-        """The same on the host."""
+        """Returns a copy on the host."""
         copy = PendingProposals(self._asked)
         for rows, tokens in self._passes:
             copy.add(rows, tokens.to("cpu", non_blocking=True))
         return copy
 
     def read(self) -> dict[int, list[int]]:
-        """Row -> its tokens; of every row that was asked for."""
+        """Returns row -> its tokens, for every row for which proposals were requested."""
         found: dict[int, list[int]] = {row: [] for row in self._asked}
         for rows, tokens in self._passes:
             for row, token in zip(rows, tokens.tolist(), strict=True):

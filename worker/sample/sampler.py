@@ -1,4 +1,4 @@
-"""From logits to tokens."""
+"""Samples tokens from logits."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from swell.worker.wire import ModelRunnerOutput, NewRow
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """The sampled tokens of a step, those behind a wrong draft too: on the device, or on the
-    host."""
+    """The sampled tokens of a step, including those after a rejected draft: on the device, or on
+    the host."""
 
     batch: InputBatch
     # [S] int64
@@ -37,16 +37,17 @@ class SamplerOutput:
     max_logits: Tensor
     pending_extras: list[PendingExtra] = field(default_factory=list)
     pending_proposals: PendingProposals | None = None
-    """None: the plan asks for none."""
+    """The draft model's proposals; None: the plan does not request any."""
 
     def accepted(self) -> dict[int, int]:
-        """Row -> how many of its drafts are kept, of the rows with drafts; waits for the tokens if
-        there are such rows."""
+        """Returns row -> how many of its drafts are kept, for the rows with drafts. Waits for the
+        tokens if there are such rows."""
         drafts = self.batch.drafts
         return {} if drafts is None else drafts.accepted(self.tokens.tolist())
 
     def to_cpu_nonblocking(self) -> SamplerOutput:
-        """The same on the host, all its tensors as `PendingExtra.to_cpu_nonblocking` says."""
+        """Returns a copy on the host, with all tensors as described in
+        `PendingExtra.to_cpu_nonblocking`."""
         proposed = self.pending_proposals
         return replace(
             self,
@@ -57,7 +58,7 @@ class SamplerOutput:
         )
 
     def fill(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """`output` with tokens, extras and failures, read on the host."""
+        """Returns `output` with tokens, extras and failures, read on the host."""
         extras: dict[int, list[Extra]] = {}
         failed = output.failed
         token_ids, accepted, drafts = self.tokens.tolist(), output.accepted, self.batch.drafts
@@ -87,8 +88,9 @@ class SamplerOutput:
         )
 
     def _with_nans(self, max_logits: list[float], kept: list[bool] | None) -> list[int]:
-        """The rows of the step whose largest logits are no numbers; `kept`: None: all are."""
-        if isfinite(sum(max_logits)):  # of all: no sum of so few floats overflows
+        """Returns the rows of the step whose largest logits are NaN or infinite, counting only
+        samples that are `kept` (None: all)."""
+        if isfinite(sum(max_logits)):  # the sum of so few floats cannot overflow
             return []
         rows = self.batch.sample_rows_np.tolist()
         counted = repeat(True, len(rows)) if kept is None else kept
@@ -114,8 +116,8 @@ class Sampler:
         failed: FailedRows | None = None,
         tensor: Group | None = None,
     ) -> None:
-        """`model_path`: folder or hub id, whose tokenizer is loaded for the first grammar;
-        `failed`: where failed slots are recorded; `tensor`: the ranks that sample the same
+        """`model_path`: folder or hub id of the model, whose tokenizer is loaded for the first
+        grammar; `failed`: where failed slots are recorded; `tensor`: the ranks that sample the same
         tokens."""
         self._states = states
         failed, tensor = failed or FailedRows(), tensor or SoloGroup()
@@ -131,13 +133,13 @@ class Sampler:
         ]
 
     def add_request(self, row: NewRow) -> None:
-        """A request takes its slot. Raises what its own data raises."""
+        """Adds the request that takes a slot. Raises what the request's own data raises."""
         self._logprobs.add_request(row)
         for processor in self._logits_processors:
             processor.add_request(row)
 
     def needs_only_argmax(self, batch: InputBatch) -> bool:
-        """Whether each row only needs its most likely token: then logits need not be computed."""
+        """Whether each row needs only its most likely token: then logits need not be computed."""
         return not (
             len(batch.rows_in(self._states.random_sampling))
             or self._logprobs.any_requested(batch)
@@ -145,7 +147,7 @@ class Sampler:
         )
 
     def __call__(self, logits: Tensor, batch: InputBatch) -> SamplerOutput:
-        """logits [S, V] float32, which may be changed in place."""
+        """logits [S, V] float32; may be changed in place."""
         active = [
             (processor, rows)
             for processor in self._logits_processors
@@ -162,7 +164,8 @@ class Sampler:
         return SamplerOutput(batch, tokens, max_logits, pending_extras)
 
     def _sample(self, logits: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
-        """Tokens [S] int64 by temperature, min_p, top_k and top_p, and the largest logits."""
+        """Returns tokens [S] int64, sampled with temperature, min_p, top_k and top_p, and the
+        largest logits."""
         states = self._states
         if not len(batch.rows_in(states.random_sampling)):
             return greedy_sample(logits)

@@ -1,15 +1,13 @@
-"""A model's tokens as texts, for grammars: the text of each token, and the tokens that end an
-answer.
+"""A model's vocabulary, for grammars: the text of each token, and the tokens that end an answer.
 
-A token is text to a grammar exactly if a client sees its text: all but special tokens. The library
-(llguidance) differs in two cases:
+A grammar treats a token as text exactly if a client sees its text: all tokens except special ones.
+The library (llguidance) differs in two cases:
 
 - It does not treat an added token with a name like `<...>` as text, although clients see `<think>`
   with `special: false`. Such tokens become ordinary ones here.
 - It tokenizes text that a grammar forces, and a tokenizer turns `<|im_end|>` into the special
-token,
-  which has no text. Special tokens get names here that occur in no text, so that such a text is
-  tokenized as its characters. Grammars name special tokens by id.
+  token, which does not stand for text. Here, special tokens get names that do not occur in any
+  text, so that such a text is tokenized as its characters. Grammars name special tokens by id.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt")
 
 @lru_cache(maxsize=2)
 def load_vocabulary(model_path: str) -> LLTokenizer:
-    """The tokenizer of a model folder or hub id; its `eos_tokens` are `end_token_ids`.
+    """Returns the tokenizer of a model folder or hub id; its `eos_tokens` are `end_token_ids`.
 
-    Takes some tenths of a second for 128k tokens; shared by all workers of a process. Raises
-    ValueError or OSError for a model without a tokenizer that is, or can be converted to, a
-    tokenizer.json, or without end tokens.
+    Takes some tenths of a second for 128k tokens; the result is shared by all workers of a process.
+    Raises `ValueError` or `OSError` if the model lacks end tokens, or a tokenizer that is, or can
+    be converted to, a tokenizer.json.
     """
     from llguidance import LLTokenizer
 
@@ -54,8 +52,9 @@ def load_vocabulary(model_path: str) -> LLTokenizer:
 
 
 def end_token_ids(model_path: str, tokenizer: Tokenizer | None = None) -> list[int]:
-    """Ids that end an answer: the model's (generation_config.json, else config.json) and, with a
-    tokenizer, the one that tokenizer_config.json names. The API stops at the same ids."""
+    """Returns the ids that end an answer: the model's (from generation_config.json, otherwise from
+    config.json) and, with a tokenizer, the one that tokenizer_config.json names. The API stops at
+    the same ids."""
     folder = model_folder(model_path, TOKENIZER_FILES)
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
@@ -67,13 +66,13 @@ def end_token_ids(model_path: str, tokenizer: Tokenizer | None = None) -> list[i
         named = _read_json(folder / "tokenizer_config.json").get("eos_token")
         text = named.get("content") if isinstance(named, dict) else named
         own = tokenizer.token_to_id(text) if isinstance(text, str) else None
-        # The library would refuse ids without a token; these cannot be sampled.
+        # The library would refuse ids that do not belong to a token; these cannot be sampled.
         found = [id for id in [*found, own] if id is not None and tokenizer.id_to_token(id)]
     return sorted(set(found))
 
 
 def _converted(folder: Path) -> str:
-    """The tokenizer.json of a tokenizer in an older format, converted by transformers."""
+    """Returns the tokenizer.json of a tokenizer in an older format, converted by transformers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
@@ -83,9 +82,9 @@ def _converted(folder: Path) -> str:
 
 
 def _as_texts(text: str, tokenizer: Tokenizer) -> str:
-    """A tokenizer.json in which all tokens but the special ones are text. Special tokens get random
-    names, and ids without a token get a special one: the library derives the largest id from the
-    number of tokens."""
+    """Returns a tokenizer.json in which all tokens except the special ones are text. Special tokens
+    get random names, and an id that does not belong to a token becomes a special token: the library
+    derives the largest id from the number of tokens."""
     data: dict[str, Any] = json.loads(text)
     byte_level = "ByteLevel" in json.dumps(data["decoder"])
     ids = set(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -109,8 +108,8 @@ def _as_texts(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _byte_level(content: str) -> str:
-    """An added token in the spelling of a byte-level vocabulary. A token that consists only of
-    characters that represent bytes stays: decoders read it as these bytes, too."""
+    """Returns an added token in the spelling of a byte-level vocabulary. A token that consists only
+    of characters that represent bytes stays as it is: decoders also read it as these bytes."""
     chars = _byte_chars()
     if set(content) <= set(chars):
         return content
@@ -118,15 +117,16 @@ def _byte_level(content: str) -> str:
 
 
 def _byte_chars() -> list[str]:
-    """The character that represents each byte in byte-level vocabularies, as defined by GPT-2: a
-    printable character of Latin-1 represents itself, the other bytes use 256 and following."""
+    """Returns the character that represents each byte in byte-level vocabularies, as defined by
+    GPT-2: a printable Latin-1 character represents itself, and the other bytes use 256 and
+    following."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (chr(code) for code in range(0x100, 0x200))
     return [chr(byte) if byte in printable else next(others) for byte in range(256)]
 
 
 def _rename(model: dict[str, Any], pieces: Mapping[int, str]) -> None:
-    """Set each id's piece in the vocabulary; merges that use an old name are dropped."""
+    """Sets each id's piece in the vocabulary, and drops merges that use an old name."""
     vocab = model["vocab"]
     if isinstance(vocab, list):  # pieces with their scores, by id
         lowest = min((score for _, score in vocab), default=0.0)

@@ -1,9 +1,9 @@
-"""The messages of the sampler: its parameters, and its results beside token ids.
+"""The messages of the sampler: its parameters, and its results other than token ids.
 
 Only these structs know the sampling features. The scheduler and the engine pass `SamplerParams`
-down to the worker and `Extra` up to the client, and read neither. Fields are only ever appended,
-and no default of parameters ever changes: as the end of a request they are left out where they are
-default.
+down to the worker and `Extra` up to the client, without reading them. New fields are only ever
+appended, and no default of a parameter ever changes: trailing parameters with default values are
+omitted from the messages.
 """
 
 from __future__ import annotations
@@ -15,60 +15,62 @@ import msgspec
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A grammar; the answer must be one of its sentences."""
+    """A grammar that the whole answer must match."""
 
     lark: str
-    """In the dialect of Lark that `llguidance` reads; JSON schemas are written as `%json {...}`."""
+    """The grammar in the dialect of Lark that `llguidance` reads; JSON schemas are written as
+    `%json {...}`."""
 
 
 GRAMMAR_LIMITS = {
-    # Regex nodes that may be made before the first token, and in one step: 20 and 14 ms.
+    # The most regex nodes that may be made before the first token, and in one step: 20 and 14 ms.
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    # Items of the parser in one step: 2.5 ms.
+    # The most parser items in one step: 2.5 ms.
     "step_max_items": 50_000,
     "max_items_in_row": 2_000,
     # 1 to 2 KB each, for every row that has the grammar.
     "max_lexer_states": 20_000,
     "max_grammar_size": 500_000,
 }
-"""Limits of one grammar, as counted by `llguidance.LLParserLimits`; the same for the check of a
-request and for the worker."""
+"""The limits of one grammar, as counted by `llguidance.LLParserLimits`; both the check of a request
+and the worker use them."""
 
 
 class Activation(enum.IntEnum):
-    """What is applied to the values of a vector."""
+    """The function that is applied to the values of a vector."""
 
     NONE = 0
     NORMALIZE = 1
-    """Divided by their Euclidean length."""
+    """Divides the values by their Euclidean norm."""
     SIGMOID = 2
     SOFTMAX = 3
 
 
 class PoolingParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """One vector is computed of all tokens of the request, and nothing is sampled."""
+    """Parameters of a request that pools: one vector is computed from all of its tokens, and
+    nothing is sampled."""
 
     activation: Activation = Activation.NONE
     dimensions: int = 0
-    """Keep so many values, the first ones, before the activation; 0: all."""
+    """Keep this many values, the first ones, before the activation; 0: all."""
     segment_start: int = 0
-    """Position of the first token of the second text of a pair; 0: there is one text."""
+    """Position of the first token of the second text of a pair; 0: there is only one text."""
 
 
 class SamplerParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """How tokens of one request are sampled."""
 
     temperature: float = 0.0
-    """0 takes the most likely token."""
+    """0 selects the most likely token."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens that holds this much probability."""
+    """Keep the smallest set of tokens that has this much probability."""
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the largest probability."""
     seed: int = 0
-    """64-bit. The noise of an output token is a function of seed and position alone."""
+    """64 bits. The noise of an output token is a function only of seed and position."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
     frequency_penalty: float = 0.0
@@ -88,26 +90,28 @@ class SamplerParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     grammar: Grammar | None = None
     pooling: PoolingParams | None = None
     routed_experts: bool = False
-    """Return the experts that computed each token. Needs `model.routed_experts`."""
+    """Return the experts that computed each token. Requires `model.routed_experts`."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """For one sampled token: natural logarithms of probabilities under the model's own logits."""
+    """The log probabilities of one sampled token: natural logarithms, under the model's own
+    logits."""
 
     token_ids: list[int]
     """The sampled token, then the most likely ones, best first."""
     logprobs: list[float]
     rank: int
-    """Rank of the sampled token; 1 is the most likely."""
+    """The rank of the sampled token; 1 is the most likely."""
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
-    """For consecutive prompt tokens, each given all tokens before it."""
+    """The log probabilities of consecutive prompt tokens, each given all tokens before it."""
 
     start: int
-    """Position of the first token; the one at position 0 has no probability."""
+    """Position of the first token. The token at position 0 does not have a probability."""
     token_ids: list[list[int]]
-    """For each position as in `TokenLogprobs`: the prompt's token, then the most likely ones."""
+    """For each position, the same as in `TokenLogprobs`: the prompt's token, then the most likely
+    ones."""
     logprobs: list[list[float]]
     ranks: list[int]
 
@@ -116,7 +120,7 @@ class PooledValues(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False
     """The vector of a request."""
 
     values: bytes
-    """float32, little-endian."""
+    """The values as float32, little-endian."""
 
 
 class RoutedExperts(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):
@@ -127,9 +131,9 @@ class RoutedExperts(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=Fals
     layers: list[int]
     """The layers that have experts."""
     top_k: int
-    """Experts of a token in a layer, best first."""
+    """The number of experts of a token in a layer, best first."""
     wide: bool
-    """An expert's number has two bytes, little-endian; else one."""
+    """Whether an expert's number has two bytes, little-endian, instead of one."""
     data: bytes
     """[tokens, layers, top_k]"""
 
@@ -139,24 +143,25 @@ class RoutedExperts(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=Fals
 
 
 Extra = TokenLogprobs | PromptLogprobs | PooledValues | RoutedExperts
-"""A result of a step for one request, beside its token."""
+"""A result of a step for one request, other than its token."""
 
 
 class PromptEmbeds(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A prompt as embeddings, [tokens, width], in the place of token ids."""
+    """A prompt given as embeddings, [tokens, width], instead of token ids."""
 
     dtype: Literal["F32", "F16", "BF16"]
-    """As safetensors names it."""
+    """The type's name in safetensors."""
     width: int
-    """Numbers of one embedding: the model's hidden size."""
+    """The size of one embedding: the model's hidden size."""
     data: bytes
     """The numbers, row by row, little-endian."""
     first: int = 0
-    """Tokens of the prompt before the first embedding here: they are computed already."""
+    """How many tokens of the prompt come before the first embedding here: they are computed
+    already."""
 
     @property
     def row_bytes(self) -> int:
-        """Of one embedding."""
+        """Bytes of one embedding."""
         return self.width * (4 if self.dtype == "F32" else 2)
 
     @property
@@ -164,7 +169,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.data) // self.row_bytes
 
     def behind(self, computed: int) -> PromptEmbeds | None:
-        """Those that are not computed yet; None: all are."""
+        """Returns the embeddings that are not computed yet; None: all are."""
         if computed >= self.num_tokens:
             return None
         data = self.data[computed * self.row_bytes :] if computed else self.data

@@ -1,1 +1,2 @@
-"""Weights saved and loaded as each worker holds them; `configs/sharded_index.py` has the files."""
+"""Saves and loads weights in the form in which each worker holds them. `configs/sharded_index.py`
+describes the files."""

@@ -1,8 +1,8 @@
-"""Fills a worker's model from its own file.
+"""Loads a worker's model from the worker's own file.
 
-On the kind of CPU for which it was saved, the file is mapped and its tensors are the model's: no
-weight is copied, and workers of one host share the memory. Elsewhere tensors are copied into the
-model, and unpacked on the way.
+On the kind of CPU for which the file was saved, it is mapped and its tensors become the model's: no
+weight is copied, and the workers of one host share the memory. Otherwise tensors are copied into
+the model, and unpacked on the way.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from swell.worker.sharded.tensor_file import TensorFile, data_of
 
 
 def local_packing(device_type: str) -> Packing | None:
-    """The order in which weights are packed here; None: they are not."""
+    """Returns the order in which weights are packed here; None: they are not packed."""
     width = panel(device_type)
     return None if width is None else Packing(version=LAYOUT_VERSION, panel=width)
 
 
 class Report(Protocol):
-    """Who watches a load."""
+    """Receives the progress of a load."""
 
     total: int
-    """Bytes; set before the first is read."""
+    """Total bytes; set before the first byte is read."""
 
     def add(self, nbytes: int) -> None:
-        """So many more are read."""
+        """Adds the number of bytes that were read since the last call."""
 
 
 def load_sharded(model: Any, folder: Path, report: Report) -> int:
-    """Fill the model; returns how many of its bytes are the file's own memory.
+    """Loads the model. Returns how many of its bytes are the file's own memory.
 
-    Raises ValueError for a folder that does not hold this worker's tensors.
+    Raises `ValueError` for a folder that does not hold this worker's tensors.
     """
     index, mesh = read_index(folder), model.mesh
     parallel = _split_of(mesh)
@@ -80,8 +80,8 @@ def load_sharded(model: Any, folder: Path, report: Report) -> int:
 def load_saved_experts(
     folder: Path, mesh: Mesh, experts: Mapping[int, Sequence[WeightShard]], report: Report
 ) -> None:
-    """Fill the shards of experts that engines share, each from its own file, of which some layers
-    may be wanted alone. Raises ValueError."""
+    """Fills the shards of experts that engines share, each expert from its own file; the shards may
+    cover only some of its layers. Raises `ValueError`."""
     index, parallel = read_index(folder), _split_of(mesh)
     refuse_other_split(folder, index, parallel)
     report.total = sum(shard.target.nbytes for shards in experts.values() for shard in shards)
@@ -103,7 +103,7 @@ def _split_of(mesh: Mesh) -> ParallelConfig:
 
 
 def _maps(index: ShardedIndex, device_type: str) -> bool:
-    """Whether the file's tensors are in the form that this device uses; else say why not."""
+    """Whether the file's tensors are in the form that this device uses; otherwise logs why not."""
     here = local_packing(device_type)
     if index.packing is not None and index.packing == here:
         return True
@@ -138,7 +138,7 @@ def _check_names(
 
 
 def _check_tensor(file: TensorFile, name: str, state: StateTensor, index: ShardedIndex) -> None:
-    """Raise ValueError unless type and shape are the model's."""
+    """Raises `ValueError` unless type and shape are the model's."""
     stored, target = file.tensor(name), state.weight
     assert isinstance(target, torch.Tensor)
     shape, wanted = tuple(stored.shape), tuple(target.shape)

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""Creates a folder that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 _LOCK = ".swell-save.lock"
 RESERVE_BYTES = 64 * 2**20
-"""That stay free on the disk."""
+"""Bytes that must stay free on the disk."""
 
 
 def refuse_existing(out: Path) -> None:
-    """Raise ValueError unless `out` can be made: it is absent or empty, its parent exists."""
+    """Raises `ValueError` unless `out` can be created: it must be absent or empty, and its parent
+    must exist."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ValueError(
             f"{str(out)!r} exists and is no empty folder, and nothing is ever overwritten; give "
@@ -26,7 +27,7 @@ def refuse_existing(out: Path) -> None:
 
 
 def refuse_full_disk(out: Path, size_bytes: int) -> None:
-    """Raise ValueError if so many bytes do not fit beside `out`."""
+    """Raises `ValueError` if this many bytes do not fit on the disk of `out`."""
     free = shutil.disk_usage(out.parent).free
     if free < size_bytes + RESERVE_BYTES:
         raise ValueError(
@@ -37,9 +38,9 @@ def refuse_full_disk(out: Path, size_bytes: int) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into, which gets this name when the block ends. What another
-    process has left there when it was killed is removed. `refuse_existing` comes first. Raises
-    ValueError."""
+    """Yields a folder next to `out` to write into, which is renamed to `out` when the block ends.
+    Files that another process left there when it was killed are removed. `refuse_existing` must
+    have been called. Raises `ValueError`."""
     partial = out.parent / f".{out.name}.saving"
     lock = partial / _LOCK
     if partial.exists() and not lock.is_file():
@@ -67,7 +68,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Wait until the disk has the folder's entries."""
+    """Waits until the folder's entries are on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

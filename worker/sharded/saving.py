@@ -1,5 +1,6 @@
-"""Saves a model as its workers hold it, one worker after the other: no worker needs its peers to
-load, so the memory of one is enough for a model of any split."""
+"""Saves a model in the form in which its workers hold it. It builds one worker at a time: a worker
+does not need its peers to load, so the memory of one worker is enough for a model with any parallel
+layout."""
 
 from __future__ import annotations
 
@@ -40,25 +41,27 @@ from swell.worker.sharded.state import state_of
 from swell.worker.sharded.tensor_file import data_of, write_tensors
 
 Progress = Callable[[str, int, int], None]
-"""Called with (whose file and what is done, how much, of how much): bytes, or files of experts."""
+"""Called with (the worker and the current activity, amount done, total amount): in bytes, or in
+files of experts."""
 
 TEMPLATES = "additional_chat_templates"
-"""The folder beside a tokenizer in which transformers looks for more templates."""
+"""The folder next to a tokenizer's files in which transformers looks for more chat templates."""
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-"""Beside the weights, which loading downloads."""
+"""The files to download besides the weights, which loading downloads."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _INDEX = (".safetensors.index.json", ".bin.index.json", INDEX_NAME)
 MAX_COPIED_BYTES = 512 * 2**20
-"""Of one file that is no weights: the tokenizers of large vocabularies have 40 MiB."""
+"""The most bytes of one copied file that does not hold weights: the tokenizers of large
+vocabularies have 40 MiB."""
 
 
 def save_sharded(config: Config, out: Path, progress: Progress) -> int:
-    """Write the model of `config`, for its split, into the new folder `out`; returns the bytes of
-    the weights.
+    """Writes the model of `config`, for its parallel layout, into the new folder `out`. Returns the
+    bytes of the weights.
 
-    They are in the form that workers on `model.device` use, so packed for a CPU. Raises ValueError
-    for a model that cannot be saved, and for a folder that cannot be written; `out` is then as it
-    was.
+    The weights are in the form that workers on `model.device` use, so packed for a CPU. Raises
+    `ValueError` for a model that cannot be saved, and for a folder that cannot be written; `out` is
+    then unchanged.
     """
     _refuse(config)
     refuse_existing(out)
@@ -107,9 +110,9 @@ def _refuse(config: Config) -> None:
 class _Saver:
     config: Config
     hf_config: Any
-    """With the ties of the checkpoint."""
+    """The model's config, with embeddings tied as in the checkpoint."""
     unties: bool
-    """Whether these are not those of config.json."""
+    """Whether the checkpoint's ties differ from those of config.json."""
     dtype: torch.dtype
     target: str
     """The type of device on which the workers will run."""
@@ -125,7 +128,7 @@ class _Saver:
 
     @cached_property
     def experts(self) -> int:
-        """Of a layer, if engines share them; else 0."""
+        """The number of experts of a layer if engines share them, otherwise 0."""
         if not self.config.parallel.expert:
             return 0
         for stage in range(self.config.parallel.pipeline):
@@ -137,7 +140,7 @@ class _Saver:
         )
 
     def size_bytes(self) -> int:
-        """Of all weights, without what packing adds."""
+        """Returns the bytes of all weights, without what packing adds."""
         parallel, total = self.config.parallel, 0
         for rank in range(parallel.world):
             model = self._build(rank)
@@ -147,7 +150,7 @@ class _Saver:
         return total
 
     def write(self, rank: int, path: Path, progress: Progress) -> ShardFile:
-        """The worker's file."""
+        """Writes the worker's file."""
         worker = f"worker {rank + 1} of {self.config.parallel.world}"
         model = self._build(rank)
         load_weights(
@@ -166,8 +169,8 @@ class _Saver:
         return write_tensors(path, weights, add)
 
     def write_experts(self, folder: Path, progress: Progress) -> dict[str, ShardFile]:
-        """A file for each expert of each stage, one after the other; tensors have the names of the
-        checkpoint."""
+        """Writes a file for each expert of each stage, one after the other. Tensors have their
+        names in the checkpoint."""
         parallel, files = self.config.parallel, {}
         count = self.experts * parallel.pipeline
         for stage in range(parallel.pipeline):
@@ -190,8 +193,8 @@ class _Saver:
 
 
 def _copy_files(saver: _Saver, folder: Path) -> None:
-    """Everything but weights; config.json says which type the weights have now, and whether they
-    are tied."""
+    """Copies everything except weights. Updates config.json with the current type of the weights,
+    and with whether they are tied."""
     source = model_folder(saver.config.model.path, HUB_FILES)
     if (source / TEMPLATES).is_dir():
         (folder / TEMPLATES).mkdir()

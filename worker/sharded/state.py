@@ -20,10 +20,10 @@ class StateTensor:
 
     weight: Weight
     layers: list[PackedWeight | ExpertWeight] = field(default_factory=list)
-    """Those that may have it packed."""
+    """The layers that hold the tensor and can use it packed."""
 
     def replace(self, weight: Weight) -> None:
-        """Let the model use `weight`, of equal shape and type, without a copy."""
+        """Makes the model use `weight`, of equal shape and type, without a copy."""
         if isinstance(weight, PackedTensor):
             for layer in self.layers:
                 layer.replace(weight)
@@ -34,8 +34,9 @@ class StateTensor:
 
 
 def state_of(model: nn.Module) -> dict[str, StateTensor]:
-    """What loading fills, in the order of the modules: parameters, buffers that a checkpoint has,
-    and the experts that are here. A shared tensor has the name of its first place."""
+    """Returns the tensors that loading fills, in module order: parameters, buffers that a
+    checkpoint has, and the experts that this worker holds. A shared tensor has the name of its
+    first occurrence."""
     found: dict[str, StateTensor] = {}
     by_id: dict[int, StateTensor] = {}
     for path, module in model.named_modules():
@@ -56,7 +57,7 @@ def state_of(model: nn.Module) -> dict[str, StateTensor]:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The module's own tensors, by their names in it."""
+    """Yields the module's own tensors, with their names in the module."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter

@@ -1,4 +1,4 @@
-"""One worker's file of tensors: safetensors, with what this format does not have beside it.
+"""One worker's file of tensors: safetensors with additional notes.
 
     8 bytes    length of the header
     header     JSON: name -> type, shape, place; `__metadata__` -> `swell`: `FileNotes` as JSON;
@@ -28,14 +28,14 @@ from swell.configs.sharded_index import AGAIN, ShardFile, digest_of, refuse_othe
 from swell.kernels.linear import PackedTensor, Weight
 
 AddBytes = Callable[[int], None]
-"""Called with the bytes that were read or written since the last call."""
+"""Called with the number of bytes that were read or written since the last call."""
 
 ALIGNMENT = 64
-"""Bytes: a cache line, as torch allocates."""
+"""Alignment in bytes: a cache line, the same as torch's."""
 CHUNK_BYTES = 64 * 2**20
-"""Of a tensor so much is written, or added up, at a time."""
+"""The most bytes of a tensor that are written or summed at a time."""
 MAX_HEADER_BYTES = 64 * 2**20
-"""Of a worker with some hundred thousand tensors."""
+"""The most bytes of a header: enough for a worker with some hundred thousand tensors."""
 
 TYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -49,19 +49,19 @@ TYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Name of a type in safetensors -> torch's."""
+"""Name of a type in safetensors -> the torch type."""
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 _NOTES = "swell"
 _MASK = 2**64 - 1
 
 
 class FileNotes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of a file's tensors beside their types and shapes."""
+    """Properties of a file's tensors other than their types and shapes."""
 
     sums: dict[str, int]
-    """`word_sum` of each."""
+    """The `word_sum` of each tensor."""
     packed: dict[str, tuple[int, int]]
-    """(out, in) of those that are packed."""
+    """(out, in) of each packed tensor."""
 
 
 class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +70,7 @@ class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
     def fits(self, size_bytes: int) -> bool:
-        """Whether it is a tensor, and lies in so many bytes."""
+        """Whether this describes a tensor that fits into this many bytes."""
         (start, end), dtype = self.data_offsets, TYPES.get(self.dtype)
         return (
             dtype is not None
@@ -81,8 +81,8 @@ class _Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def word_sum(tensor: torch.Tensor, add: AddBytes = lambda nbytes: None) -> int:
-    """The sum of the 64-bit words of a contiguous tensor, and of the bytes after them. It differs
-    when bits are wrong or parts are missing, and reads as fast as memory gives."""
+    """Returns the sum of the 64-bit words of a contiguous tensor, and of the bytes after them. It
+    differs if bits are wrong or parts are missing, and is as fast as reading memory."""
     data = tensor.detach().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
@@ -97,15 +97,15 @@ def word_sum(tensor: torch.Tensor, add: AddBytes = lambda nbytes: None) -> int:
 
 
 def data_of(weight: Weight) -> torch.Tensor:
-    """The memory of a weight, whether it is packed or not."""
+    """Returns the memory of a weight, whether it is packed or not."""
     return weight.data if isinstance(weight, PackedTensor) else weight.detach()
 
 
 def write_tensors(path: Path, weights: Mapping[str, Weight], add: AddBytes) -> ShardFile:
-    """Write a new file and wait until the disk has it."""
+    """Writes a new file and waits until it is on disk."""
     tensors = {name: data_of(weight).contiguous() for name, weight in weights.items()}
-    # Blocks of whole lines first, in the order of the modules, then by the size of an element: so
-    # each begins at a multiple of what it needs.
+    # Tensors of whole cache lines come first, in module order, then the others by the size of an
+    # element: so each one begins at a multiple of its alignment.
     names = sorted(
         tensors,
         key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, -tensors[name].element_size()),
@@ -150,11 +150,11 @@ def _header(tensors: Mapping[str, torch.Tensor], notes: FileNotes) -> bytes:
 
 
 class TensorFile:
-    """A file of `write_tensors`, mapped: its tensors are views, valid as long as any of them is
-    used. They may be written without a change of the file."""
+    """A mapped file that `write_tensors` has written. Its tensors are views, valid as long as any
+    of them is used. Writing to them does not change the file."""
 
     def __init__(self, path: Path, known: ShardFile) -> None:
-        """`known`: what the index says of it. Raises ValueError for any other file."""
+        """`known`: the file's entry in the index. Raises `ValueError` for any other file."""
         self.path = path
         refuse_other_length(path, known)
         try:
@@ -186,13 +186,13 @@ class TensorFile:
         return set(self._places)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the file."""
+        """Returns a view of the file."""
         place = self._places[name]
         start, end = place.data_offsets
         return self._data[start:end].view(TYPES[place.dtype]).view(place.shape)
 
     def check(self, name: str, add: AddBytes) -> None:
-        """Read a tensor and compare its sum. Raises ValueError if it is damaged."""
+        """Reads a tensor and compares its sum. Raises `ValueError` if it is damaged."""
         if word_sum(self.tensor(name), add) != self.notes.sums[name]:
             raise ValueError(
                 f"tensor {name!r} in {str(self.path)!r} is damaged: its sum is not the one that "
