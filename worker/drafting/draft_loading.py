@@ -1,4 +1,4 @@
-"""Loads what guesses the tokens of a model."""
+"""Loads the draft model of a target model: a small model, an EAGLE head, or an MTP layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from swell.worker.mesh import Mesh
 from swell.worker.models import build_model, resolve_ties
 
 _KEY = re.compile(rf"(?<![.\w])model\.({'|'.join(DraftModelConfig.__struct_fields__)})\b")
-"""A key by which errors about any model name the way out."""
+"""Matches the configuration keys in errors about a model, so that they can be replaced by those of
+the draft model."""
 _HEADS: dict[str, type[EagleModel] | type[Eagle3Model]] = {
     "eagle": EagleModel,
     "eagle3": Eagle3Model,
@@ -54,10 +55,10 @@ def load_draft_model(
     mesh: Mesh,
     progress: Callable[[], None],
 ) -> NoDraftModel:
-    """What guesses in a worker at this place of the mesh. `hf_config`, `pooling`, `model`: of the
-    model whose tokens it guesses; `progress` is called now and then.
+    """Returns the draft model of a worker at this position in the mesh. `hf_config`, `pooling`,
+    `model`: those of the target model; `progress` is called from time to time.
 
-    Raises `ConfigError` for one that cannot guess tokens of that.
+    Raises `ConfigError` for a draft model that cannot propose tokens of the target model.
     """
     small, method = config.drafts.model, config.drafts.method
     if method not in BY_WORKERS:
@@ -115,7 +116,8 @@ class _Loading:
         return DraftModel(model, dtype, loaded.nbytes, loaded.mapped_bytes, DraftRunner)
 
     def load_head(self, method: str) -> NoDraftModel:
-        """Every worker of the last stage computes what a head reads; one holds it."""
+        """Loads an EAGLE head. Every worker of the last stage computes what a head reads; only the
+        output rank holds the head."""
         if method == "eagle3":
             self._keep_inputs()
         if not self._mesh.is_output_rank:
@@ -135,7 +137,8 @@ class _Loading:
         return DraftModel(head, dtype, nbytes, 0, EagleRunner, reads_hidden=True)
 
     def load_mtp_layer(self) -> NoDraftModel:
-        """As `load_head`; the layer may lie among the model's own weights."""
+        """Loads an MTP layer, like `load_head`; the layer may be among the target model's own
+        weights."""
         if not self._mesh.is_output_rank:
             return NoDraftModel(reads_hidden=True)
         stored = _stored_names(self._config)
@@ -159,7 +162,8 @@ class _Loading:
         self._model.keep_inputs(layers)
 
     def _borrow(self, head: EagleModel | Eagle3Model | MtpModel) -> int:
-        """Fill what the head has no weights of from the model's checkpoint; returns the bytes."""
+        """Fills the parts for which the head does not have weights from the target model's
+        checkpoint; returns their bytes."""
         borrowed = head.borrowed()
         if not borrowed:
             return 0
@@ -184,7 +188,7 @@ class _Loading:
         return load_weight_shards(lambda _stored: shards, self._served, self._on_loaded)
 
     def _refuse_other_model(self, hf_config: Any) -> None:
-        """Raise `ValueError` unless its layers may be those of the model."""
+        """Raises `ValueError` unless its layers may be those of the target model."""
         text = hf_config.get_text_config()
         for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
             own, wanted = getattr(text, key, None), getattr(self._text_config, key, None)
@@ -195,7 +199,7 @@ class _Loading:
                 )
 
     def _check_vocabulary(self, hf_config: Any) -> None:
-        """Raise `ValueError` unless it knows every token of the model."""
+        """Raises `ValueError` unless its vocabulary has the size of the target model's."""
         own, wanted = hf_config.get_text_config().vocab_size, self._text_config.vocab_size
         if own != wanted:
             raise ValueError(
@@ -221,7 +225,8 @@ class _Loading:
 
 
 def _stored_names(model_config: ModelConfig) -> frozenset[str]:
-    """Of a head's folder; none for random weights, so it borrows what it can."""
+    """Returns the tensor names of a head's folder; none for random weights, so the head borrows
+    what it can."""
     if is_sharded(model_config):
         raise ValueError("its weights are saved as workers hold them; take its original folder")
     return frozenset(checkpoint_names(model_config))

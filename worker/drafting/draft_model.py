@@ -1,9 +1,10 @@
-"""What guesses in a worker how rows go on: a small model, or a head of the model itself
-(`docs/operate/speculative-decoding.md`).
+"""The draft model of a worker, which proposes the next tokens of rows: a small model, or a head of
+the target model (`docs/operate/speculative-decoding.md`).
 
-The worker that returns the tokens of its engine holds it whole, however the other model is split.
-Its KV lies beside that one's, in blocks of the same numbers: what holds for a block of one (whose
-it is, its name, its copies elsewhere) holds for both.
+The output rank of the engine holds the whole draft model, regardless of how the target model is
+split. It uses the same block numbers as the target model for its own KV, so everything that is
+known about a block of one (its owner, its hash, its copies in other tiers) also holds for the
+other.
 """
 
 from __future__ import annotations
@@ -20,38 +21,38 @@ from swell.worker.drafting.draft_runner import NoDraftRunner
 from swell.worker.request_states import RequestStates
 
 MakeRunner = Callable[[Any, RequestStates, BlockTables, int], NoDraftRunner]
-"""(model, states, blocks, most tokens of a step) -> what computes the model."""
+"""(model, states, blocks, most tokens of a step) -> the runner that computes the model."""
 
 
 class NoDraftModel:
-    """Of a worker without one."""
+    """The draft model of a worker without one."""
 
     nbytes = 0
-    """Of its weights."""
+    """Bytes of its weights."""
     mapped_bytes = 0
-    """As in `LoadedWeights`."""
+    """The same as `LoadedWeights.mapped_bytes`."""
     modules: tuple[nn.Module, ...] = ()
 
     def __init__(self, reads_hidden: bool = False) -> None:
-        """`reads_hidden`: the engine's draft model reads the model's hidden states, so every worker
-        of the last stage computes those of all tokens."""
+        """`reads_hidden`: the engine's draft model reads the target model's hidden states, so every
+        worker of the last stage computes those of all tokens."""
         self.reads_hidden = reads_hidden
 
     def block_bytes(self, block_tokens: int) -> int:
-        """Of one block in all its layers."""
+        """Returns the bytes of one block in all its layers."""
         return 0
 
     def allocate(self, num_blocks: int, block_tokens: int, device: torch.device) -> list[Tensor]:
-        """Bind a zeroed cache to every layer; all caches, each [blocks, ...]."""
+        """Binds a zeroed cache to every layer; returns all caches, each [blocks, ...]."""
         return []
 
     def unbind_cache(self) -> None:
-        """Drop the caches, so that their memory can be freed."""
+        """Drops the caches, so that their memory can be freed."""
 
     def make_runner(
         self, states: RequestStates, blocks: BlockTables, max_tokens: int
     ) -> NoDraftRunner:
-        """What computes it; `max_tokens`: of one step."""
+        """Returns the runner that computes it; `max_tokens`: the most tokens of one step."""
         return NoDraftRunner()
 
 
@@ -59,7 +60,7 @@ NO_DRAFT_MODEL = NoDraftModel()
 
 
 class DraftModel(NoDraftModel):
-    """Its weights are loaded."""
+    """A draft model whose weights are loaded."""
 
     def __init__(
         self,

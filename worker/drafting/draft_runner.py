@@ -1,20 +1,22 @@
-"""Guesses how the rows of a step go on, behind the step; by a small model: `DraftRunner`.
+"""Proposes the next tokens of a step's rows after the step; `DraftRunner` does it with a small
+model.
 
-The law of a draft model: behind each step it has K and V of every position of which the other model
-has them. So a block that is shared, copied, or found again serves both. Hence it computes every
-step's tokens, whether it shall guess or not. For a row with s .. e - 1 in the step, of which the
-last ones may be drafts, and the newest token at position p <= e after sampling:
+A draft model keeps this invariant: after each step it has K and V of every position for which the
+target model has them. So a block that is shared, copied, or found in the prefix cache serves both
+models. Therefore it computes the tokens of every step, whether or not it proposes any. Take a row
+with positions s .. e - 1 in the step, which may end with drafts, and with the newest token at
+position p <= e after sampling:
 
     position       s ....... p - 1     p          p + 1      p + 2
     token          of the step         newest     g1         g2
     pass 1         computed            computed -> g1
     pass 2                                        computed -> g2
 
-It finds all tokens in the table of the other model's states, and writes its guesses there, behind
-the newest token: they are read by nothing but its own passes before others are written over them.
-What it writes to the cache from p on is computed again when the other model computes that.
+It reads all tokens from the table of the target model's states, and writes its proposals there,
+after the newest token: only its own passes read them before they are overwritten. The cache entries
+that it writes from p on are computed again when the target model computes these positions.
 
-Guesses change no answer (see `drafts.py`): a wrong one costs its time.
+Proposals never change an answer (see `drafts.py`): a wrong one only costs time.
 """
 
 from __future__ import annotations
@@ -38,45 +40,46 @@ from swell.worker.wire import SchedulerOutput
 
 @dataclass(frozen=True, slots=True)
 class StepHidden:
-    """What the model has computed in a step, for a draft model that reads it; valid until the
-    model's next step."""
+    """The results of the target model in a step, for a draft model that reads them; valid until the
+    target model's next step."""
 
     last: Tensor
     """[T, hidden] normed hidden states of all tokens, if `NoDraftModel.reads_hidden`."""
     layer_inputs: Sequence[Tensor]
-    """[T, hidden] each: what the layers that `keep_inputs` has named have read."""
+    """[T, hidden] each: the inputs of the layers that were passed to `keep_inputs`."""
 
 
 class NoDraftRunner:
-    """Of a worker without a draft model."""
+    """The runner of a worker without a draft model."""
 
     @property
     def progress(self) -> int:
-        """As `ModelRunner.progress`."""
+        """The same as `ModelRunner.progress`."""
         return 0
 
     def after_sampling(
         self, plan: SchedulerOutput, sampled: SamplerOutput | None, hidden: StepHidden
     ) -> None:
-        """A step was computed; `sampled`: its tokens, which get the guesses that the plan asks
-        for, or None."""
+        """Called after a step was computed. `sampled`: the step's tokens, to which the proposals
+        that the plan requests are added; None: nothing was sampled."""
 
 
 @dataclass(slots=True)
 class Guess:
-    """What a row is to get."""
+    """The tokens to propose for one row."""
 
     row: int
     position: int
-    """Of its newest token."""
+    """The position of the row's newest token."""
     count: int
 
 
 class GuessingRunner(NoDraftRunner):
-    """One pass gives one token of each row that guesses."""
+    """A runner that computes one token per pass for each row with proposals."""
 
     newest = 1
-    """1: a row's first guess comes from the position of its newest token; 0: from that before."""
+    """1: a row's first proposal is computed at the position of its newest token; 0: at the position
+    before."""
 
     def __init__(self, states: RequestStates, blocks: BlockTables) -> None:
         self._states, self._blocks = states, blocks
@@ -114,18 +117,18 @@ class GuessingRunner(NoDraftRunner):
     def _follow(
         self, step: SchedulerOutput, plan: SchedulerOutput, hidden: StepHidden
     ) -> Tensor | None:
-        """Compute the tokens of `step`: those of the model's, `plan`, as far as they are the rows'.
-        Returns the first token of each row that samples, [guesses] int64, a copy, which is also
-        written to the states; None: no row does."""
+        """Computes the tokens of `step`: those of the target model's `plan`, without rejected
+        drafts in rows with proposals. Returns the first proposed token of each row that samples,
+        [guesses] int64, as a copy that is also written to the states; None: no row samples."""
         raise NotImplementedError
 
     def _go_on(self, step: SchedulerOutput, staying: list[int]) -> Tensor | None:
-        """The next token of each row of `step`, as above. `staying`: which rows of the last pass
-        they are."""
+        """Computes the next token of each row of `step`, and returns the same as `_follow`.
+        `staying`: the indices of these rows in the last pass."""
         raise NotImplementedError
 
     def _wanted(self, plan: SchedulerOutput, sampled: SamplerOutput | None) -> list[Guess]:
-        """In the order of the rows."""
+        """Returns the tokens to propose, in row order."""
         if not plan.proposals or sampled is None:
             return []
         accepted = sampled.accepted()
@@ -137,7 +140,7 @@ class GuessingRunner(NoDraftRunner):
                 count = min(count, right + 1)
             position = plan.starts[row] + plan.num_tokens[row] - drafts + right
             places = int(self._blocks.counts_np[plan.slots[row]]) * self._blocks.block_tokens
-            # The last guess has a place in the table of tokens, but none in the cache.
+            # The last proposal has a place in the table of tokens, but not in the cache.
             count = min(count, min(places, self._states.max_model_len) - position)
             if count > 0:
                 found.append(Guess(row, position, count))
@@ -148,10 +151,10 @@ class DraftRunner(GuessingRunner):
     def __init__(
         self, model: Any, states: RequestStates, blocks: BlockTables, max_tokens: int
     ) -> None:
-        """`model`: whole, its attention layers bound to caches of the blocks in `blocks`;
-        `max_tokens`: of one step."""
+        """`model`: a whole model, whose attention layers are bound to caches of the blocks in
+        `blocks`; `max_tokens`: the most tokens of one step."""
         super().__init__(states, blocks)
-        # A row that guesses has one more than in the step.
+        # A row with proposals has one token more than in the step.
         self._batches = BatchBuilder(states, blocks, max_tokens + states.max_rows)
         alone = Mesh.build(ParallelConfig(), 0, device=states.token_ids.device)
         self._forward = make_forward(model, states, alone)

@@ -1,21 +1,21 @@
-"""Heads that guess the next token from the hidden states of a model of the llama family.
+"""Heads that predict the next token from the hidden states of a target model of the llama family.
 
-EAGLE (Li et al. 2024, arXiv:2401.15077): f are the model's normed hidden states, x the token
-behind, and the head predicts f of the next position, of which the model's own head makes logits.
+EAGLE (Li et al. 2024, arXiv:2401.15077): f are the target model's normed hidden states and x is the
+next token. The head predicts f of the next position, from which the target model's own LM head
+computes logits.
 
     own = layers(fc([embed(x), f]));   logits = head(own)
 
-The first layer has no norm before its attention, and there is none behind the last.
+There is no norm before the attention of the first layer, and no norm after the last layer.
 
-EAGLE-3 (Li et al. 2025, arXiv:2503.01840) fuses what three layers of the model read, and has a norm
-and a head of its own, often over the most frequent tokens alone.
+EAGLE-3 (Li et al. 2025, arXiv:2503.01840) fuses the inputs of three layers of the target model. It
+has its own norm and LM head, often over only the most frequent tokens.
 
     f = fc([a, b, c]);   y = [norm(embed(x)), norm(f)]
     own = f + attention(y);   own = own + mlp(norm(own));   logits = head(norm(own))
 
-With `norm_before_residual` the first sum has norm(f) in place of f.
-After the first pass `own` of the position before takes the place of f. Names and shapes of weights
-are those of the published checkpoints.
+With `norm_before_residual`, the first sum uses norm(f) instead of f. After the first pass, `own` of
+the position before replaces f. Names and shapes of weights are those of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ if TYPE_CHECKING:
 
 EMBEDDING, HEAD, FUSION = "embed_tokens", "lm_head", "fc"
 OFFSETS = "d2t"
-"""[draft vocabulary] int64: for each token of the head, what is added to its number to get that of
-the model's vocabulary."""
+"""[draft vocabulary] int64: the offset that is added to each of the head's token ids to get the id
+in the target model's vocabulary."""
 
 
 def traits_of(stored: Collection[str], layer: str) -> Traits:
-    """As the names of the stored tensors say, whatever family config.json names."""
+    """Returns the traits that the names of the stored tensors show, regardless of the family that
+    config.json names."""
 
     def has(name: str) -> bool:
         return f"{layer}.{name}" in stored
@@ -69,7 +70,7 @@ def traits_of(stored: Collection[str], layer: str) -> Traits:
 
 
 class _Head(nn.Module):
-    """What both kinds have."""
+    """The common base of both kinds of heads."""
 
     head: ParallelLMHead
 
@@ -82,9 +83,9 @@ class _Head(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """`config`: its own; `model`: that of the model for which it guesses; `stored`: names of
-        its checkpoint's tensors; `positions`: tokens of the longest sequence. Raises `ValueError`
-        for a head of another model."""
+        """`config`: the head's config; `model`: the target model's config; `stored`: names of the
+        tensors in the head's checkpoint; `positions`: tokens of the longest sequence. Raises
+        `ValueError` for a head of another model."""
         super().__init__()
         self.group = Mesh.build(ParallelConfig(), 0, device=device).tensor
         self.stored, self.device, self.dtype = stored, device, dtype
@@ -95,16 +96,17 @@ class _Head(nn.Module):
         self.rope.to(device)
 
     def make_layers(self, config: Any, model: Any) -> None:
-        """Add what follows the embedding, `head` among it."""
+        """Adds the layers after the embedding, including `head`."""
         raise NotImplementedError
 
     def borrowed(self) -> dict[str, Callable[[str], Iterable[WeightShard]]]:
-        """`EMBEDDING` or `HEAD` -> what fills it from a tensor of the model's checkpoint."""
+        """Returns `EMBEDDING` or `HEAD` -> the shards that fill it from a tensor of the target
+        model's checkpoint."""
         layers = self._of_tokens().items()
         return {name: layer.weight_shards for name, layer in layers if not self._has(name)}
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
-        """What it reads from its own checkpoint."""
+        """Returns the shards to read from the head's own checkpoint."""
         for name, layer in self._of_tokens().items():
             if self._has(name):
                 yield from layer.weight_shards(name)
@@ -260,10 +262,10 @@ class Eagle3Model(_Head):
 
 
 def layers_read(config: Any, num_layers: int) -> list[int]:
-    """The layers of the model whose input an EAGLE-3 head reads: as its config.json says, in one
-    of two ways, else the published ones."""
+    """Returns the layers of the target model whose inputs an EAGLE-3 head reads: as its config.json
+    says, in one of two ways, otherwise the published ones."""
     key = "eagle_aux_hidden_state_layer_ids"
-    outputs = (getattr(config, "eagle_config", None) or {}).get(key)  # of these layers
+    outputs = (getattr(config, "eagle_config", None) or {}).get(key)  # the outputs of these layers
     inputs = getattr(config, key, None) or (2, num_layers // 2, num_layers - 3)
     layers = [int(each) + 1 for each in outputs] if outputs else [int(each) for each in inputs]
     if len(layers) != 3 or not all(0 <= layer < num_layers for layer in layers):

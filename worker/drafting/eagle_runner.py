@@ -1,18 +1,19 @@
-"""Guesses by a head that reads the model's hidden states (EAGLE, Li et al. 2024, arXiv:2401.15077).
+"""Proposes tokens with a head that reads the target model's hidden states (EAGLE, Li et al. 2024,
+arXiv:2401.15077).
 
-At position i it reads the model's features of position i and the token at i + 1, which is known one
-step earlier, and guesses the token at i + 2. For a row with s .. e - 1 in the step and the newest
-token at position p <= e:
+At position i the head reads the target model's features of position i and the token at i + 1, which
+is known one step earlier, and predicts the token at i + 2. For a row with positions s .. e - 1 in
+the step and the newest token at position p <= e:
 
     position       s ......... p - 1          p            p + 1
-    features       of the model               own of p - 1 own of p
-    token behind   t(s+1) .... newest         g1           g2
+    features       of the target model        own of p - 1 own of p
+    next token     t(s+1) .... newest         g1           g2
     pass 1         computed    computed -> g1
     pass 2                                    computed -> g2
 
-So the law of `draft_runner.py` holds, with one exception: K and V of a block's last position depend
-on the token behind the block. Where a block is found that was computed before another token, a
-guess may be worse.
+So the invariant of `draft_runner.py` holds, with one exception: K and V of a block's last position
+depend on the token after the block. If a block is reused that was computed before another token, a
+proposal may be worse.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from swell.worker.wire import SchedulerOutput
 
 
 class GuessingHead(Protocol):
-    """A head of another model."""
+    """A draft head of a target model."""
 
     def select(self, hidden: StepHidden) -> Sequence[Tensor]:
-        """What it reads of a step, [T, hidden] each."""
+        """Returns the tensors of a step that the head reads, [T, hidden] each."""
 
     def features(self, selected: Sequence[Tensor]) -> Tensor:
-        """Some rows of that -> [N, hidden of the head]"""
+        """Some rows of the selected tensors -> features [N, hidden of the head]"""
 
     def __call__(self, ids: Tensor, features: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
-        """ids [T], the token behind each position; features [T, hidden] -> its own features and
-        what `argmax` reads, both of `batch.hidden_indices`, [S, hidden]"""
+        """ids [T], the token after each position; features [T, hidden] -> the head's own features
+        and the input of `argmax`, both for `batch.hidden_indices`, [S, hidden]"""
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """[S, hidden] -> tokens of the other model's vocabulary, [S] int64"""
+        """[S, hidden] -> tokens of the target model's vocabulary, [S] int64"""
 
 
 class EagleRunner(GuessingRunner):
@@ -55,18 +56,18 @@ class EagleRunner(GuessingRunner):
     def __init__(
         self, model: GuessingHead, states: RequestStates, blocks: BlockTables, max_tokens: int
     ) -> None:
-        """As a `DraftRunner`."""
+        """The arguments are those of `DraftRunner`."""
         super().__init__(states, blocks)
         self._model = model
         self._batches = BatchBuilder(states, blocks, max_tokens)
         self._own: Tensor = torch.empty(0)
-        """[guesses, hidden] its features of the last pass."""
+        """[guesses, hidden] the head's features of the last pass."""
 
     def _follow(
         self, step: SchedulerOutput, plan: SchedulerOutput, hidden: StepHidden
     ) -> Tensor | None:
         selected = self._model.select(hidden)
-        if step.num_tokens != plan.num_tokens:  # without the drafts that were wrong
+        if step.num_tokens != plan.num_tokens:  # omits rejected drafts
             kept = _kept(plan.num_tokens, step.num_tokens)
             index = to_device(kept, selected[0].device)
             selected = [each.index_select(0, index) for each in selected]
@@ -79,7 +80,7 @@ class EagleRunner(GuessingRunner):
         return self._pass(step, own)
 
     def _pass(self, step: SchedulerOutput, features: Tensor) -> Tensor | None:
-        """With features [T, hidden] of its T tokens."""
+        """Computes one pass with features [T, hidden] of the step's T tokens."""
         batch = self._batches.build(step)
         slots_np = np.repeat(np.array(step.slots, dtype=np.int64), step.num_tokens)
         table, behind = self._states.token_ids, batch.positions + 1
@@ -93,8 +94,8 @@ class EagleRunner(GuessingRunner):
 
 
 def _kept(counts: list[int], fewer: list[int]) -> np.ndarray:
-    """Of the tokens of rows that have so many each, side by side: the indices of the first `fewer`
-    of each row, int64."""
+    """For tokens of rows with `counts` tokens each, stored consecutively, returns the indices of
+    the first `fewer` tokens of each row, int64."""
     firsts = np.cumsum(counts) - counts
     offsets = np.arange(sum(fewer)) - np.repeat(np.cumsum(fewer) - fewer, fewer)
     return np.repeat(firsts, fewer) + offsets

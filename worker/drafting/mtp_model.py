@@ -1,14 +1,15 @@
 """The layer for multi-token prediction (MTP) that comes with a model (DeepSeek-V3,
 arXiv:2412.19437, section 2.2).
 
-It is one more layer of the model: f are the model's normed hidden states, x the token behind.
+It is one more layer of the target model: f are the target model's normed hidden states, and x is
+the next token.
 
     y = eh_proj([enorm(embed(x)), hnorm(f)]);   own = norm(layer(y));   logits = head(own)
 
-After the first pass `own` of the position before takes the place of f. The layer is built as the
-second stage of a model of two layers whose first one is left out, so each model that can be split
-into stages, natively or through transformers, has its own. Where a checkpoint has several such
-layers, as many as tokens that they guess, the first one makes all guesses.
+After the first pass, `own` of the position before replaces f. The layer is built as the second
+pipeline stage of a model with two layers, whose first layer is omitted. So every model that can be
+split into stages, natively or through transformers, can have an MTP layer. If a checkpoint has
+several such layers, one for each token to propose, the first one makes all proposals.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _NOT_PLAIN = (
     "for multi-token prediction of such models are not known"
 )
 _OF_TOKENS = ("lm_head.weight", "model.embed_tokens.weight")
-"""What a head's weights may be called in a model of two layers."""
+"""The names that the LM head's weights may have in a model of two layers."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of a checkpoint, without `.weight`; {n}: the number of the model's own layers."""
+    """The names in a checkpoint, without `.weight`. {n} is the number of the model's own layers."""
 
     layer: str
     embed_norm: str
@@ -58,7 +59,8 @@ class Layout:
     projection: str
     norm: str
     embedding: str
-    """Of its own, if it is stored; else it has that of the model. So has the head."""
+    """The layer's own embedding, if it is stored; otherwise the layer uses the target model's. The
+    same holds for `head`."""
     head: str
 
     def of(self, num_layers: int) -> Layout:
@@ -91,8 +93,8 @@ LAYOUTS = (
 
 
 def find_layout(stored: Collection[str], num_layers: int) -> Layout:
-    """That of a checkpoint with tensors of these names; the first one for random weights, which
-    has none. Raises `ValueError` where there is no such layer."""
+    """Returns the layout of a checkpoint with tensors of these names; the first one for random
+    weights, whose list of names is empty. Raises `ValueError` if there is no such layer."""
     layouts = [layout.of(num_layers) for layout in LAYOUTS]
     if not stored:
         return layouts[0]
@@ -116,8 +118,9 @@ class MtpModel(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """`config`, `served`: of the model; `stored`: names of the tensors of the checkpoint that
-        has the layer. Raises `ValueError` where that has none, or one that cannot be served."""
+        """`config`, `served`: those of the target model; `stored`: names of the tensors in the
+        checkpoint that has the layer. Raises `ValueError` if the checkpoint lacks the layer, or has
+        one that cannot be served."""
         super().__init__()
         text = config.get_text_config()
         self.layout = find_layout(stored, text.num_hidden_layers)
@@ -160,14 +163,14 @@ class MtpModel(nn.Module):
         return layers
 
     def moe_layers(self) -> list[Any]:
-        """As of the model."""
+        """Returns the MoE layers, like those of the target model."""
         layers: list[Any] = moe_layers(self.block)
         return layers
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise `ValueError` if the model's norms or its embedding are of another kind than those
-        of this layer; its weights are loaded."""
+        """Raises `ValueError` if the target model's norms or its embedding are of another kind than
+        those of this layer; called when its weights are loaded."""
         norms = (each for name, each in self.block.named_modules() if _is_norm(name, each))
         embeds_plainly = getattr(self.block, "embeds_plainly", True)
         if not embeds_plainly or not any(self._is_plain(norm) for norm in norms):
@@ -180,8 +183,8 @@ class MtpModel(nn.Module):
         return torch.allclose(norm(x.to(weight.dtype)).float(), wanted, 0.05, 0.05)
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
-        """What it reads from the checkpoint that has the layer. Raises `ValueError` if that has
-        more of the layer."""
+        """Returns the shards to read from the checkpoint that has the layer. Raises `ValueError` if
+        the checkpoint has further tensors of the layer."""
         read = list(self._weight_shards())
         unread = {name for name in stored if name.startswith(f"{self.layout.layer}.")}
         unread -= {shard.name for shard in read}
@@ -205,12 +208,14 @@ class MtpModel(nn.Module):
                 yield dataclasses.replace(shard, name=_stored_name(layout, shard.name))
 
     def borrowed(self) -> dict[str, Callable[[str], Iterable[WeightShard]]]:
-        """`EMBEDDING` or `HEAD` -> what fills it from a tensor of the model's checkpoint."""
+        """Returns `EMBEDDING` or `HEAD` -> the shards that fill it from a tensor of the target
+        model's checkpoint."""
         kinds = zip((EMBEDDING, HEAD), self._of_tokens().items(), strict=True)
         return {kind: fill for kind, (name, fill) in kinds if not self._has(name)}
 
     def _of_tokens(self) -> dict[str, Callable[[str], Iterable[WeightShard]]]:
-        """The layout's name of the embedding and of the head -> what fills it from a tensor."""
+        """Returns the layout's names of the embedding and of the head -> the shards that fill each
+        from a tensor."""
         return {
             self.layout.embedding: self.embed.weight_shards,
             self.layout.head: self._head_shards,
@@ -225,7 +230,7 @@ class MtpModel(nn.Module):
                 yield dataclasses.replace(shard, name=f"{name}.weight")
 
     def _block_shards(self) -> Iterable[WeightShard]:
-        """With the names of a model of two layers."""
+        """Returns the block's shards, with the names of a model of two layers."""
         prefix = f"{self.layout.layer}."
         layer = (name.removeprefix(prefix) for name in self._stored if name.startswith(prefix))
         try:
@@ -235,7 +240,7 @@ class MtpModel(nn.Module):
 
 
 def _stored_name(layout: Layout, name: str) -> str:
-    """What a tensor of a model of two layers is called in the checkpoint."""
+    """Returns the checkpoint's name of a tensor of the two-layer model."""
     for prefix, own in ((_LAYER, layout.layer), (_NORM, layout.norm)):
         if name.startswith(f"{prefix}."):
             return own + name.removeprefix(prefix)
@@ -243,13 +248,14 @@ def _stored_name(layout: Layout, name: str) -> str:
 
 
 def _is_norm(name: str, module: nn.Module) -> bool:
-    """Whether it is one of a layer's hidden states."""
+    """Whether the module is the norm of a layer's hidden states."""
     return name.endswith(("attention_norm", "input_layernorm")) and hasattr(module, "weight")
 
 
 def _two_layers(config: Any, is_sparse: bool | None) -> Any:
-    """The config of a model whose second layer is that layer, with experts or without. What else
-    differs from layer to layer is as in the model's last one, unless the config says more."""
+    """Returns the config of a model whose second layer is this layer, with experts or without.
+    Other properties that differ between layers are those of the target model's last layer, unless
+    the config says otherwise."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     layers = text.num_hidden_layers

@@ -1,29 +1,32 @@
-"""The models that a worker can run: a table from architecture to class, imported on use.
+"""The models that a worker can run: a table from architecture to class, imported on first use.
 
 A model object is one tensor rank's part of one stage. It has
 
-    forward(batch, intermediate) -> hidden [T, hidden] of the last stage, else IntermediateTensors
+    forward(batch, intermediate) -> hidden [T, hidden] on the last stage, otherwise
+        IntermediateTensors
     compute_logits(hidden [S, hidden]) -> [S, vocab] float32, on every tensor rank
-    argmax(hidden [S, hidden]) -> ([S] int64, the tokens of the largest logits, and these, [S]
-        float32; see `swell.kernels.sample.greedy_sample`), on every tensor rank
+    argmax(hidden [S, hidden]) -> ([S] int64, the tokens of the largest logits, and these logits,
+        [S] float32; see `swell.kernels.sample.greedy_sample`), on every tensor rank
     vocab_size: the number of tokens
-    attention_layers() -> the attention layers of the stage, each of which needs a KV cache
-    make_empty_intermediate(tokens) -> buffers for the activations of the stage before
-    weight_shards(stored) -> what it reads from a checkpoint that has the tensors named `stored`
+    attention_layers() -> the attention layers of the stage; each one needs a KV cache
+    make_empty_intermediate(tokens) -> buffers for the activations of the previous stage
+    weight_shards(stored) -> the shards to read from a checkpoint that has the tensors named
+        `stored`
     tied_pairs(hf_config, stored) -> pairs of names in `stored` that its config ties
 
-and, if it pools (`swell.worker.pool`), in place of `compute_logits`, `argmax` and `tied_pairs`:
+A model that pools (`swell.worker.pool`) has instead of `compute_logits`, `argmax` and `tied_pairs`:
 
     hidden: the size of a hidden state
-    classifier: what maps pooled hidden states [P, hidden] to scores [P, classes], if it classifies
-    segment_starts: slot -> position of the second text, if it has embeddings of segments
+    classifier: maps pooled hidden states [P, hidden] to scores [P, classes], if the model
+        classifies
+    segment_starts: slot -> position of the second text, if the model has segment embeddings
 
-and, if engines can share its experts,
+A model whose experts engines can share also has
 
     moe_layers() -> the layers of the stage that have experts; every worker of the stage must
         compute each of them in every step
-    expert_weight_shards(expert, weights) -> what it reads for one expert; `weights`: index of a
-        layer among those -> the expert's there
+    expert_weight_shards(expert, weights) -> the shards to read for one expert; `weights`: index of
+        a layer among `moe_layers` -> the expert's weights there
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ NATIVE = {
     "MixtralForCausalLM": "swell.worker.models.moe:MoeForCausalLM",
     "Qwen3MoeForCausalLM": "swell.worker.models.moe:MoeForCausalLM",
 }
-"""Architecture, as config.json names it -> "module:Class"."""
+"""Architecture in config.json -> "module:Class"."""
 
 POOLED = {
     **dict.fromkeys(DECODERS, "swell.worker.models.llama_pooled:LlamaForPooling"),
@@ -56,7 +59,7 @@ POOLED = {
     ),
     "ModernBert": "swell.worker.models.modernbert:ModernBert",
 }
-"""Family, as the first part of the name of an architecture -> "module:Class"."""
+"""Model family, the first part of an architecture's name -> "module:Class"."""
 
 GENERIC = "swell.worker.models.generic:GenericForCausalLM"
 
@@ -69,11 +72,11 @@ def build_model(
     dtype: torch.dtype,
     pooling: PoolingSpec | None = None,
 ) -> nn.Module:
-    """The part of the model that this worker runs, on `device`, its weights not yet loaded; with
-    `pooling` one that pools.
+    """Builds the part of the model that this worker runs, on `device`, without loading its weights.
+    With `pooling`, builds a model that pools.
 
-    `hf_config` comes from `load_config`. Raises `ValueError` for an architecture or a split that
-    is not supported, or if engines are to share experts of a model that has none.
+    `hf_config` comes from `load_config`. Raises `ValueError` for an architecture or a parallel
+    layout that is not supported, or if engines should share experts but the model lacks them.
     """
     from swell.worker.loader import max_model_len
 
@@ -94,7 +97,8 @@ def build_model(
 
 
 def resolve_ties(model_config: ModelConfig, hf_config: Any, dtype: torch.dtype) -> Any:
-    """The config, with ties removed if the checkpoint stores two different tensors for a tied pair.
+    """Returns the config, with ties removed if the checkpoint stores two different tensors for a
+    tied pair.
 
     The checkpoint decides, as in transformers: it may have a head that was trained separately.
     """
@@ -112,17 +116,17 @@ def resolve_ties(model_config: ModelConfig, hf_config: Any, dtype: torch.dtype) 
 
 
 def architecture(hf_config: Any) -> str:
-    """The first architecture in the model's config.json; '' if there is none."""
+    """Returns the first architecture in the model's config.json; '' if there is none."""
     return (getattr(hf_config, "architectures", None) or [""])[0]
 
 
 def backend_of(model_config: ModelConfig, hf_config: Any) -> str:
-    """`native` or `transformers`, whichever `model.backend` chooses."""
+    """Returns `native` or `transformers`, as `model.backend` selects."""
     return "transformers" if _where(model_config, hf_config) == GENERIC else "native"
 
 
 def _kind(model_config: ModelConfig, hf_config: Any, pooling: PoolingSpec | None = None) -> Any:
-    """The class of the model."""
+    """Returns the class of the model."""
     module, _, name = _where(model_config, hf_config, pooling).partition(":")
     return getattr(import_module(module), name)
 

@@ -1,9 +1,10 @@
-"""Encoders of the BERT family as one diagram: bert, and roberta, which XLM-R and camembert are too.
+"""Encoders of the BERT family as one implementation: bert and roberta; XLM-R and camembert are
+roberta models.
 
     x = norm(word[ids] + position[positions] + segment[segments])
     for each layer:   x = norm(x + attention(x));   x = norm(x + down(gelu(up(x))))
 
-Tokens attend to all tokens of their text, so a text is computed whole, in one step. The tokens of
+Tokens attend to all tokens of their text, so a whole text is computed in one step. The tokens of
 all texts are concatenated, [T, hidden], without padding.
 """
 
@@ -49,7 +50,8 @@ class BertEmbeddings(nn.Module):
         self._first_position = first_position
 
     def forward(self, ids: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
-        """ids, positions, segments [T] int64 -> [T, hidden]; segments None: all are the first."""
+        """ids, positions, segments [T] int64 -> [T, hidden]; segments None: all tokens are in the
+        first segment."""
         x = self.word(ids)
         x = x + (self.segment[0] if segments is None else embedding(segments, self.segment))
         return self.norm(x, embedding(positions + self._first_position, self.position))
@@ -112,7 +114,7 @@ class Bert(nn.Module):
     """One tensor rank's part of the model."""
 
     classifier: BertClassifier
-    """Only of a model that classifies."""
+    """Set only for a model that classifies."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class Bert(nn.Module):
         check_encoder(config, mesh)
         self.vocab_size, self.hidden = int(config.vocab_size), int(config.hidden_size)
         self._is_bert = config.model_type == "bert"
-        # roberta's positions begin behind that of the padding token.
+        # roberta's positions begin after that of the padding token.
         first = 0 if self._is_bert else config.pad_token_id + 1
         self.max_positions = config.max_position_embeddings - first
         self.embeddings = BertEmbeddings(config, mesh.tensor, first)
@@ -144,14 +146,14 @@ class Bert(nn.Module):
         materialize(self, device, dtype)
 
     def forward(self, batch: InputBatch, intermediate: IntermediateTensors | None = None) -> Tensor:
-        """The last hidden states of all T tokens, [T, hidden]."""
+        """Returns the last hidden states of all T tokens, [T, hidden]."""
         x = self.embeddings(batch.input_ids, batch.positions, self._segments(batch))
         for layer in self.layers:
             x = layer(x, batch.attention)
         return x
 
     def _segments(self, batch: InputBatch) -> Tensor | None:
-        """[T] int64: 1 for tokens of second texts; None: there are none."""
+        """Returns [T] int64: 1 for tokens of second texts; None: there are no second texts."""
         if not (self._has_segments and self.segment_starts):
             return None
         segments, end = np.zeros(batch.num_tokens, dtype=np.int64), 0
@@ -161,11 +163,12 @@ class Bert(nn.Module):
         return to_device(segments, batch.input_ids.device)
 
     def attention_layers(self) -> list[Attention]:
-        """The attention layers, in order."""
+        """Returns the attention layers, in order."""
         return [layer.attention for layer in self.layers]
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
-        """The parts of the checkpoint that this rank needs; `stored`: the checkpoint's names."""
+        """Returns the parts of the checkpoint that this rank needs; `stored`: the checkpoint's
+        names."""
         base = "bert." if self._is_bert else "roberta."
         prefix = base if not stored or any(name.startswith(base) for name in stored) else ""
         yield from self.embeddings.weight_shards(f"{prefix}embeddings")
@@ -176,7 +179,7 @@ class Bert(nn.Module):
 
 
 def check_encoder(config: Any, mesh: Mesh) -> None:
-    """Raise `ValueError` for what no encoder here covers."""
+    """Raises `ValueError` for a config that none of the encoders here supports."""
     act = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     if act != "gelu":
         raise ValueError(f"hidden_act={act!r} is not supported for an encoder (only 'gelu')")

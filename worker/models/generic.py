@@ -1,8 +1,9 @@
-"""Any causal language model of transformers, with our paged cache.
+"""Runs any causal language model of transformers with our paged cache.
 
-The modules are those of transformers; ours are the attention (`generic_attention`), the split into
-ranks and stages (`generic_parallel`) and the mapping of weights (`generic_weights`). The model gets
-one row [1, T] of tokens with their positions and no cache; all earlier tokens are in our cache.
+The modules are those of transformers, except for the attention (`generic_attention`), the split
+into ranks and stages (`generic_parallel`) and the mapping of weights (`generic_weights`). The model
+gets one row [1, T] of tokens with their positions and no cache; all earlier tokens are in our
+cache.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class GenericForCausalLM(nn.Module):
-    """One tensor rank's part of one pipeline stage of a model of transformers."""
+    """One tensor rank's part of one pipeline stage of a transformers model."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class GenericForCausalLM(nn.Module):
         dtype: torch.dtype,
         max_positions: int,
     ) -> None:
-        """`config` is the model's; its parameters are allocated on `device`, not filled.
+        """`config` is the model's; its parameters are allocated on `device`, not loaded.
 
         Runs one batch of two tokens through the stage, without its peers. Raises `ValueError` for a
         model that cannot be served or split.
@@ -58,7 +59,7 @@ class GenericForCausalLM(nn.Module):
         self.hidden = int(base.config.hidden_size)
         self.vocab_size = int(base.config.vocab_size)
         self.width = self.hidden
-        """Size of the head's input: some models project hidden states before the head."""
+        """The size of the head's input: some models project hidden states before the head."""
         self.embedding_width = int(base.get_input_embeddings().weight.shape[1])
         self.embeds_plainly = type(base.get_input_embeddings()) is nn.Embedding
         self._stage_boundary = StageBoundary()
@@ -71,7 +72,7 @@ class GenericForCausalLM(nn.Module):
         materialize(causal, device, dtype)
         self._parts = list(causal.named_modules())
         self._calls.attach(causal)
-        # The whole model computes the head, with its body replaced by one that returns given hidden
+        # The whole model computes the head; its body is replaced by one that returns given hidden
         # states.
         self._head_input = _HeadInput()
         setattr(causal, causal.base_model_prefix, self._head_input)
@@ -84,12 +85,12 @@ class GenericForCausalLM(nn.Module):
     def forward(
         self, batch: InputBatch, intermediate: IntermediateTensors | None = None
     ) -> torch.Tensor | IntermediateTensors:
-        """The stage's layers over a flat batch of T tokens.
+        """Computes the stage's layers for a flat batch of T tokens.
 
-        The first stage reads `batch.input_ids`, the others `intermediate`. The last returns the
-        normed hidden states of `batch.hidden_indices`, [W, hidden], or of all.
+        The first stage reads `batch.input_ids`, the others `intermediate`. The last stage returns
+        the normed hidden states of `batch.hidden_indices`, [W, hidden], or of all tokens.
         """
-        if not len(batch.positions):  # the dummy batch: transformers does not take empty rows
+        if not len(batch.positions):  # the dummy batch: transformers cannot compute empty rows
             nothing = self.make_empty_intermediate(0)
             if not self.mesh.is_last_stage:
                 return nothing
@@ -105,41 +106,43 @@ class GenericForCausalLM(nn.Module):
         )
 
     def _embed(self, _: nn.Module, args: Any, x: torch.Tensor) -> torch.Tensor:
-        """x [1, T, width] as the table has it -> with the step's prompts that are embeddings"""
+        """x [1, T, width] from the embedding table -> x with the embeddings of the step's prompt
+        embeddings"""
         embeds = self._prompt_embeds
         return x if embeds is None else embeds.put_into(x[0])[None]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
         self._head_input.hidden = hidden[None]
-        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)  # none is read
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)  # not read
         logits = self.head(input_ids=ids, use_cache=False).logits[0]
         return logits[:, : self.vocab_size].float()
 
     def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [S, hidden] of the last stage -> tokens of the largest logits, [S] int64, and
-        these, [S] float32"""
+        """hidden [S, hidden] of the last stage -> the tokens of the largest logits, [S] int64, and
+        these logits, [S] float32"""
         return greedy_sample(self.compute_logits(hidden))
 
     def attention_layers(self) -> list[Attention]:
-        """The attention layers of this stage, in order: each needs a KV cache."""
+        """Returns the attention layers of this stage, in order: each needs a KV cache."""
         return [self._calls.layers[i] for i in self.range]
 
     def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
-        """Buffers for the activations of the stage before, for `tokens` tokens."""
+        """Returns buffers for the activations of the previous stage, for `tokens` tokens."""
         return IntermediateTensors(
             torch.empty(tokens, self.hidden, dtype=self.dtype, device=self.device)
         )
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
-        """The parts of the checkpoint that this rank needs; `stored`: the checkpoint's names."""
+        """Returns the parts of the checkpoint that this rank needs; `stored`: the checkpoint's
+        names."""
         yield from self._names.in_checkpoint(self._own_weight_shards(), stored)
 
     @staticmethod
     def tied_pairs(config: Any, stored: Collection[str]) -> list[tuple[str, str]]:
-        """The stored names of parameters that the config ties, if both are stored.
+        """Returns the stored names of parameters that the config ties, if both are stored.
 
-        Empty for a model that will be refused.
+        Returns an empty list for a model that will be refused.
         """
         try:
             return WeightsMapper(on_meta(config)[0]).tied_pairs(stored) if stored else []
@@ -185,10 +188,10 @@ class GenericForCausalLM(nn.Module):
 
     @torch.no_grad()
     def _trace(self) -> None:
-        """Run two tokens through the stage, to record the shape and the mask of each attention
+        """Runs two tokens through the stage, to record the shape and the mask of each attention
         layer.
 
-        Then run them without masks, as in steps, up to the logits; and without positions, which
+        Then runs them without masks, as in steps, up to the logits; and without positions, which
         transformers then computes: they must be the same as ours.
         """
         ids = torch.tensor([1, 0], device=self.device).clamp(max=self.vocab_size - 1)
@@ -245,7 +248,7 @@ class GenericForCausalLM(nn.Module):
 
 
 class _Body:
-    """The output of a model's body for its head: all attributes but hidden states are None."""
+    """The output of a model's body for its head: all attributes except hidden states are None."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -259,7 +262,7 @@ class _Body:
 
 
 class _HeadInput(nn.Module):
-    """Replaces the body of a model, and each part of it, and returns given hidden states."""
+    """Replaces the body of a model, and each part of the body, and returns given hidden states."""
 
     hidden: torch.Tensor | None = None
 
@@ -273,7 +276,7 @@ class _HeadInput(nn.Module):
 
 
 def refuse_config(config: Any, max_positions: int) -> None:
-    """Raise `ValueError` for a config that cannot be served, before the model is built.
+    """Raises `ValueError` for a config that cannot be served, before the model is built.
 
     `max_positions`: tokens of the longest sequence that will be served.
     """
@@ -303,14 +306,14 @@ def refuse_config(config: Any, max_positions: int) -> None:
 
 
 def _drop_head(causal: nn.Module, base: nn.Module) -> None:
-    """Remove the head: only the last stage computes logits."""
+    """Removes the head: only the last stage computes logits."""
     for name, child in list(causal.named_children()):
         if child is not base:
             setattr(causal, name, nn.Identity())
 
 
 def _unsplit_hint(mesh: Mesh) -> str:
-    """The way out for an error that may only come from the split."""
+    """Returns the hint for an error that may be caused only by the split."""
     split = {"pipeline": mesh.pipeline.size, "tensor": mesh.tensor.size}
     ways = [f"parallel.{key}=1" for key, size in split.items() if size > 1]
     return f"; set {' and '.join(ways)}" if ways else ""

@@ -1,15 +1,15 @@
-"""The attention function through which models of transformers call our paged attention.
+"""The attention function through which transformers models call our paged attention.
 
-transformers looks attention up by name in one table and calls
+transformers looks up attention by name in one table and calls
 
     f(module, q [1, H, T, D], k [1, KVH, T, D], v [1, KVH, T, Dv], mask, scaling=..., **kwargs)
         -> out [1, T, H, Dv], weights
 
 Our function is registered there as `swell`. Every module of a model that we build has an attribute
-with its model's `PagedAttentionHook`, so the function has no state of its own and several threads
-can run models. The number of heads and the window of a layer are not read from its config, where
-names vary, but found by running a few tokens (`Mode.TRACE`): the window from the mask that
-transformers makes for the layer, and the rest from a comparison with the attention of transformers.
+with its model's `PagedAttentionHook`, so the function itself is stateless and several threads can
+run models. The number of heads and the window of a layer are not read from its config, where names
+vary, but found by running a few tokens (`Mode.TRACE`): the window from the mask that transformers
+makes for the layer, and the rest from a comparison with the attention of transformers.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ HARMLESS = {
     "softcap",
     "use_cache",
 }
-"""Keywords that we apply, or that change nothing in eager attention; a model that passes any other
-is refused."""
+"""Keywords that we apply, or that do not matter in eager attention. A model that passes any other
+keyword is refused."""
 
 
 class UnsupportedModelError(ValueError):
-    """An architecture is not supported; the message names it and the reason."""
+    """Raised when an architecture is not supported; the message names it and the reason."""
 
 
 class Mode(Enum):
-    """What calls of attention do."""
+    """The action of attention calls."""
 
     TRACE = auto()
-    """Record the shape and the mask of the layer; return zeros."""
+    """Records the shape and the mask of the layer; returns zeros."""
     DRY_RUN = auto()
-    """Return zeros."""
+    """Returns zeros."""
     COMPUTE = auto()
 
 
@@ -80,10 +80,10 @@ class PagedAttentionHook:
         self._windows: dict[MaskFunction, int] = {}
         self.mode = Mode.COMPUTE
         self.metadata: Any = None
-        """`AttentionMetadata` of the current forward."""
+        """The `AttentionMetadata` of the current forward pass."""
 
     def attach(self, model: nn.Module) -> None:
-        """Set this object as an attribute of every module of `model`."""
+        """Sets this object as an attribute of every module of `model`."""
         for module in model.modules():
             object.__setattr__(module, "swell_calls", self)
 
@@ -151,13 +151,14 @@ class PagedAttentionHook:
         self.layers[index] = layer
 
     def _window(self, function: MaskFunction, device: torch.device) -> int:
-        """The window of a mask function, computed once: many layers use the same few functions."""
+        """Returns the window of a mask function, computed once: many layers share a few
+        functions."""
         if function not in self._windows:
             self._windows[function] = sliding_window_of(function, self.positions, device)
         return self._windows[function]
 
     def refuse(self, why: str) -> NoReturn:
-        """Raise `UnsupportedModelError` for the architecture."""
+        """Raises `UnsupportedModelError` for the architecture."""
         raise UnsupportedModelError(
             f"architecture {self.architecture!r} cannot be served: {why}, and that does not fit "
             "the paged KV cache; choose a decoder with ordinary causal attention"
@@ -178,8 +179,8 @@ def _attention(
 
 
 def register() -> None:
-    """Register our function in transformers: as `NAME` without a mask function, so that steps make
-    no masks, and with one that records masks, for tracing."""
+    """Registers our function in transformers: as `NAME` without a mask function, so that steps do
+    not make masks, and with a function that records masks, for tracing."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)

@@ -1,4 +1,4 @@
-"""Builds a model of transformers: first without memory, to read what it is, then on its device."""
+"""Builds a transformers model: first without memory, to inspect it, then on its device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from swell.worker.models import generic_attention
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 INITIALIZED = "_is_hf_initialized"
-"""The attribute by which transformers marks tensors that `initialize_weights` must not change."""
+"""The attribute with which transformers marks tensors that `initialize_weights` must not change."""
 
 _CONSTRUCTION = threading.Lock()
-"""Held while transformers builds or initializes a model, because it patches functions of torch."""
+"""Held while transformers builds or initializes a model, because it patches torch functions."""
 
 
 def on_meta(config: Any) -> tuple[Any, Any]:
-    """The model on the meta device, and its body. Raises `ValueError` if it is no causal LM."""
+    """Returns the model on the meta device, and its body. Raises `ValueError` if it is not a causal
+    LM."""
     from transformers import AutoModelForCausalLM
 
     generic_attention.register()
@@ -66,9 +67,9 @@ def on_meta(config: Any) -> tuple[Any, Any]:
 
 
 def materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Allocate parameters and buffers, and initialize those that a checkpoint does not hold.
+    """Allocates parameters and buffers, and initializes those that a checkpoint does not hold.
 
-    As `from_pretrained` does it: tensors marked as initialized are not changed.
+    Works like `from_pretrained`: tensors marked as initialized are not changed.
     """
     fp32 = list(causal._keep_in_fp32_modules_strict)
     if dtype == torch.float16:

@@ -1,9 +1,9 @@
-"""The masks of a model of transformers: derives our attention's window from them, or refuses them.
+"""Derives our attention's window from the masks of a transformers model, or refuses the masks.
 
-The attention of transformers has no windows: it adds a mask, and only the mask decides which tokens
-a token attends to. Keywords and attributes of a layer repeat that, not always consistently. So
-while a model is traced (`recording`), `_record` makes its masks and keeps the function of positions
-behind each mask; `sliding_window_of` evaluates that function.
+The attention of transformers does not have windows: it adds a mask, and only the mask decides which
+tokens a token attends to. Keywords and attributes of a layer repeat that, not always consistently.
+So while a model is traced (`recording`), `_record` makes its masks and keeps the function of
+positions from which each mask was made; `sliding_window_of` evaluates that function.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ import torch
 from swell.worker.layers.attention import Attention
 
 TRACE_IMPLEMENTATION = "swell-learning"
-"""The attention implementation under which masks are recorded."""
+"""The attention implementation that records masks."""
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, head, query position, key position), broadcast -> whether the query attends to the
 key."""
 
 SAMPLES = 24
-"""Positions at which a mask is compared with our attention's, beside the borders."""
+"""The number of positions at which a mask is compared with our attention's, in addition to the
+window's borders."""
 
 TOKENS = 6
-"""Tokens of the comparison with the attention of transformers."""
+"""The number of tokens in the comparison with the attention of transformers."""
 
 
 class UnsupportedMaskError(Exception):
-    """Our attention cannot apply the mask; the message says why."""
+    """Raised when our attention cannot apply a mask; the message says why."""
 
 
 class _RecordedMasks(threading.local):
-    """Masks of the current forward in this thread."""
+    """The masks of the current forward pass in this thread."""
 
     masks: list[tuple[torch.Tensor, MaskFunction]] | None = None
 
@@ -46,7 +47,7 @@ _made = _RecordedMasks()
 
 
 def register(attention: Any) -> None:
-    """Register the tracing implementation in transformers; `attention` is its function."""
+    """Registers the tracing implementation in transformers; `attention` is its function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(TRACE_IMPLEMENTATION, attention)
@@ -55,7 +56,7 @@ def register(attention: Any) -> None:
 
 @contextmanager
 def recording(model: Any) -> Iterator[None]:
-    """In this context `model` makes masks that `mask_function_of` knows, in this thread."""
+    """In this context, `model` makes masks that `mask_function_of` knows, in this thread."""
     configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
     own = [(c, c._attn_implementation) for c in configs.values() if c is not None]
     for config, _ in own:
@@ -78,7 +79,7 @@ def _record(
     device: Any = None,
     **_unused: Any,
 ) -> torch.Tensor:
-    """Replaces the mask functions of transformers: bool [B, 1, Q, K], as for `sdpa`."""
+    """Replaces the mask functions of transformers: returns bool [B, 1, Q, K], as for `sdpa`."""
     assert _made.masks is not None
     index = [torch.arange(n, device=device) for n in (q_length, kv_length)]
     zero = torch.zeros(1, dtype=torch.long, device=device)
@@ -95,8 +96,8 @@ def _grid(queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def mask_function_of(mask: torch.Tensor | None) -> MaskFunction:
-    """The function behind a mask that a layer got. Raises `UnsupportedMaskError` for a mask that
-    was changed."""
+    """Returns the function from which a layer's mask was made. Raises `UnsupportedMaskError` for a
+    mask that was changed."""
     if mask is None:
         raise UnsupportedMaskError("it has no mask, so every token sees every other")
     for made, function in _made.masks or ():
@@ -112,9 +113,10 @@ def mask_function_of(mask: torch.Tensor | None) -> MaskFunction:
 def sliding_window_of(
     function: MaskFunction, positions: int, device: torch.device | str = "cpu"
 ) -> int:
-    """Tokens that a token attends to, itself included, in sequences up to `positions`; 0: all.
+    """Returns how many tokens a token attends to, including itself, in sequences up to `positions`;
+    0: all.
 
-    Raises `UnsupportedMaskError` if other positions have another rule than the last one.
+    Raises `UnsupportedMaskError` if other positions have a different rule from the last one.
     """
     last = _row(function, positions - 1, positions, device)
     width = int(last.sum())
@@ -140,7 +142,7 @@ def sliding_window_of(
 def _row(
     function: MaskFunction, query: int, positions: int, device: torch.device | str
 ) -> torch.Tensor:
-    """[positions] bool, on the host: what the token at `query` attends to."""
+    """Returns [positions] bool, on the host: the positions that the token at `query` attends to."""
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
     keys = torch.arange(positions, device=device)
     try:
@@ -161,10 +163,12 @@ def difference_from_eager(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> str | None:
-    """How the layer's attention in transformers differs from `layer` on the same random tokens.
+    """Compares the layer's attention in transformers with `layer` on the same random tokens, and
+    describes the difference.
 
-    None if it does not, or if its function cannot be found. A model may change its scores or their
-    sum (sinks, caps, factors of a layer) by attributes that no keyword shows.
+    Returns None if there is no difference, or if the function cannot be found. A model may change
+    its scores or their sum (sinks, caps, factors of a layer) by attributes that are not passed as
+    keywords.
     """
     forward = inspect.unwrap(type(module).forward)
     theirs = getattr(forward, "__globals__", {}).get("eager_attention_forward")

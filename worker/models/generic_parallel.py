@@ -1,8 +1,9 @@
-"""Splits a model of transformers by its own tensor plan and its own pipeline plan.
+"""Splits a transformers model by its own tensor plan and its own pipeline plan.
 
-The tensor plan maps module names, with `*` for numbers, to a style; planned `nn.Linear` modules
-become our parallel layers under the same name. The pipeline plan lists the modules of the base
-model in order, around the one list of layers; modules of other stages become `PPMissingLayer`.
+The tensor plan maps module names, with `*` for numbers, to a style; planned `nn.Linear` modules are
+replaced by our parallel layers under the same name. The pipeline plan lists the modules of the base
+model in order, with a single list of layers among them; modules of other stages are replaced by
+`PPMissingLayer`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def _columns(linear: nn.Linear, group: Group, name: str) -> nn.Module:
 
 
 def _gathered_columns(linear: nn.Linear, group: Group, name: str) -> nn.Module:
-    """Every rank gets the whole output, so a layer that does not divide can be replicated."""
+    """Makes a column-parallel layer whose whole output is on every rank; so a layer whose outputs
+    the ranks do not divide can be replicated."""
     if linear.out_features % group.size:
         return linear
     bias = linear.bias is not None
@@ -39,7 +41,8 @@ def _rows(linear: nn.Linear, group: Group, name: str) -> nn.Module:
 
 
 def _split_rows(linear: nn.Linear, group: Group, name: str) -> nn.Module:
-    """Every rank has the whole input, so a layer that does not divide can be replicated."""
+    """Makes a row-parallel layer whose whole input is on every rank; so a layer whose inputs the
+    ranks do not divide can be replicated."""
     if linear.in_features % group.size:
         return linear
     bias = linear.bias is not None
@@ -62,15 +65,15 @@ STYLES: dict[str, Callable[..., nn.Module]] = {
     "replicate": _replicated,
     "replicated_with_grad_allreduce": _replicated,
 }
-"""Style of a tensor plan -> makes the replacement of a module."""
+"""Style of a tensor plan -> the function that makes the replacement of a module."""
 
 HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
 
 def split_tensors(model: nn.Module, config: Any, group: Group) -> None:
-    """Replace the planned modules of `model` (on meta) by this rank's part of them.
+    """Replaces the planned modules of `model` (on the meta device) by this rank's part of them.
 
-    Raises `ValueError` where the model has no plan, or one that cannot be followed.
+    Raises `ValueError` if the model lacks a plan, or has one that cannot be applied.
     """
     if group.size == 1:
         return
@@ -105,13 +108,13 @@ def split_tensors(model: nn.Module, config: Any, group: Group) -> None:
 
 
 def _pattern(path: str) -> str:
-    """The path as plans write it: numbers of layers and experts are `*`."""
+    """Returns the path as plans write it: numbers of layers and experts are `*`."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _check_heads(plan: dict[str, str], config: Any, group: Group) -> None:
-    """Raise `ValueError` if the plan splits heads and they do not divide: models reshape by whole
-    heads."""
+    """Raises `ValueError` if the plan splits heads and the ranks do not divide them: models reshape
+    by whole heads."""
     split = [k for k, v in plan.items() if v == "colwise" and k.endswith(HEAD_PROJECTIONS)]
     if not split:
         return
@@ -121,7 +124,7 @@ def _check_heads(plan: dict[str, str], config: Any, group: Group) -> None:
 
 @dataclass
 class StageBoundary:
-    """The hidden states that enter and leave this stage in one forward."""
+    """The hidden states that enter and leave this stage in one forward pass."""
 
     incoming: torch.Tensor | None = None
     """[1, T, hidden], the output of the layer before this stage's first."""
@@ -148,9 +151,9 @@ class PPMissingLayer(nn.Module):
 
 
 def split_stages(model: nn.Module, base: Any, mesh: Mesh, stage_boundary: StageBoundary) -> range:
-    """Keep this stage's part of `base`; returns its layers.
+    """Keeps only this stage's part of `base`; returns its layers.
 
-    Raises `ValueError` if there are several stages and the model has no plan.
+    Raises `ValueError` if there are several stages and the model lacks a plan.
     """
     name, config = type(model).__name__, base.config
     total = int(config.num_hidden_layers)

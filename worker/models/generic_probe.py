@@ -1,4 +1,4 @@
-"""Finds out what a model of transformers does with its tokens and positions, by hooks."""
+"""Finds out with hooks how a transformers model uses its tokens and positions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WEIGHT = 0.01
 
 
 def trace_integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) -> Seen:
-    """The integer arguments of all modules of `base` in `run(*arguments)`, which include tokens and
-    positions, and the rows that its embeddings look up."""
+    """Returns the integer arguments of all modules of `base` in `run(*arguments)`, which include
+    tokens and positions, and the rows that its embeddings look up."""
     seen: Seen = {}
     calls: dict[str, int] = {}
 
@@ -53,7 +53,7 @@ def trace_integers(base: nn.Module, run: Callable[..., Any], *arguments: Any) ->
 
 
 def first_difference(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str | None:
-    """The first module that has different values in both runs."""
+    """Returns the first module that has different values in the two runs."""
     for key, value in one.items():
         if key in other and other[key] != value:
             return str(key[0])
@@ -62,7 +62,8 @@ def first_difference(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str | 
 
 @contextmanager
 def _numbered(tables: list[nn.Embedding]) -> Iterator[None]:
-    """In this context row i of each embedding is i in every column; it takes no memory."""
+    """In this context, row i of each embedding has the value i in every column, without using
+    memory."""
     own = [table.weight for table in tables]
     for table, weight in zip(tables, own, strict=True):
         rows = torch.arange(len(weight), device=weight.device).to(weight.dtype)
@@ -84,7 +85,8 @@ def mixes_tokens(
     """Whether the second of two tokens depends on the first, although attention returns zeros.
 
     Call it under `constant_weights`. The embedding of the first token is set to NaN: then the
-    output of the second must stay finite. False if the output is not finite even without that.
+    output of the second must stay finite. Returns False if the output is not finite even without
+    that.
     """
     if not run(ids, positions, incoming)[1].isfinite().all():
         return False
@@ -108,9 +110,10 @@ def mixes_tokens(
 
 @contextmanager
 def constant_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """In this context all values of every parameter are WEIGHT. All parameters use the same memory,
-    enough for the largest matrix: the rows of a table are one row, and stacked matrices (experts)
-    are one matrix. So a model without weights can be run with little memory."""
+    """In this context, all values of every parameter are `WEIGHT`. All parameters share the same
+    memory, which is enough for the largest matrix: the rows of an embedding are one row, and
+    stacked matrices (experts) are one matrix. So a model without weights can be run with little
+    memory."""
     own = [
         (module, name, parameter)
         for module in modules
@@ -137,5 +140,6 @@ def constant_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _stored(module: nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
-    """The part of the shape that needs memory: one row of an embedding, else one matrix."""
+    """Returns the part of the shape that needs memory: one row of an embedding, otherwise one
+    matrix."""
     return tuple(parameter.shape[1 if isinstance(module, nn.Embedding) else -2 :])

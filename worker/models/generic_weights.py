@@ -1,7 +1,7 @@
-"""Maps the parameters of a model of transformers to checkpoint tensors.
+"""Maps the parameters of a transformers model to checkpoint tensors.
 
-Names have changed over the years, and expert matrices that a checkpoint stores one by one are one
-parameter now. transformers has tables of these changes; here they are turned into `WeightShard`s.
+Names have changed over the years, and expert matrices that a checkpoint stores one by one are now
+one parameter. transformers has tables of these changes; this module turns them into `WeightShard`s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _StoredTensor:
 
     name: str
     converter: Any = None
-    """transformers' WeightConverter, if the parameter is made of several tensors."""
+    """The transformers `WeightConverter`, if the parameter is made from several tensors."""
     pattern: str | None = None
     """The converter's source pattern that the name matched."""
 
@@ -30,7 +30,7 @@ class WeightsMapper:
     """The names of one model's parameters in checkpoints."""
 
     def __init__(self, model: Any) -> None:
-        """`model` is complete, on meta, not split yet."""
+        """`model` is complete, on the meta device, and not split yet."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
@@ -44,7 +44,7 @@ class WeightsMapper:
     def in_checkpoint(
         self, weight_shards: Iterable[WeightShard], stored: Collection[str]
     ) -> Iterator[WeightShard]:
-        """The shards under the checkpoint's names; `stored`: all of these.
+        """Yields the shards under the checkpoint's names; `stored`: all names in the checkpoint.
 
         A shard without a stored tensor keeps its name, so that the loader reports it as missing.
         Raises `ValueError` for a conversion that is not supported.
@@ -61,7 +61,7 @@ class WeightsMapper:
                 yield from _converted(self.architecture, shard, found)
 
     def tied_pairs(self, stored: Collection[str]) -> list[tuple[str, str]]:
-        """Pairs of stored tensors that are one parameter in the model."""
+        """Returns pairs of stored tensors that are one parameter in the model."""
         sources = self._sources(stored)
         return [
             (sources[target][0].name, sources[source][0].name)
@@ -70,12 +70,13 @@ class WeightsMapper:
         ]
 
     def _shared_with(self, name: str) -> list[str]:
-        """Other names of the same parameter: its source's, and those that have that source."""
+        """Returns other names of the same parameter: its source's, and the names that have the same
+        source."""
         source = self.tied.get(name, name)
         return [source, *(target for target, other in self.tied.items() if other == source)]
 
     def _sources(self, stored: Collection[str]) -> dict[str, list[_StoredTensor]]:
-        """Parameter name -> the checkpoint tensors that it is made of."""
+        """Returns parameter name -> the checkpoint tensors from which it is made."""
         from transformers.core_model_loading import rename_source_key
 
         sources: dict[str, list[_StoredTensor]] = defaultdict(list)
@@ -91,8 +92,8 @@ class WeightsMapper:
 def _converted(
     architecture: str, shard: WeightShard, found: list[_StoredTensor]
 ) -> Iterator[WeightShard]:
-    """Experts that are stored as one matrix each: parameter [E, rows, in] from E matrices a
-    pattern.
+    """Yields the shards of experts that are stored as one matrix each: a parameter [E, rows, in] is
+    made from E matrices per pattern.
 
     parameter[e] = [ matrix e of pattern 0 | matrix e of pattern 1 | ... ]   along dimension 0
     """
@@ -119,5 +120,5 @@ def _converted(
 
 
 def _natural(name: str) -> list[Any]:
-    """A sort key by which expert 2 comes before expert 10."""
+    """Returns a sort key that orders expert 2 before expert 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -15,16 +15,19 @@ class IntermediateTensors:
     hidden_states: torch.Tensor
     """[T, hidden]"""
     residual: torch.Tensor | None = None
-    """[T, hidden], a sum to which `hidden_states` must still be added; None: the model has none."""
+    """[T, hidden], a sum to which `hidden_states` must still be added; None: the model does not use
+    it."""
     kept: Sequence[torch.Tensor] = ()
-    """[T, hidden] each: what layers before have read, in their order, for a head that reads it."""
+    """[T, hidden] each: the inputs of earlier layers, in layer order, for a draft head that reads
+    them."""
 
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (self.hidden_states, self.residual, *self.kept) if t is not None]
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """The contiguous layers of one stage; the first stages have one more if they do not divide.
+    """Returns the contiguous layers of one stage; the first stages have one more layer if the
+    number of stages does not divide that of layers.
 
     Raises `ValueError` if there are fewer layers than stages.
     """

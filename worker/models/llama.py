@@ -1,4 +1,4 @@
-"""The llama family as one diagram: llama, mistral, qwen2 and qwen3 differ in a few traits.
+"""The llama family as one implementation: llama, mistral, qwen2 and qwen3 differ in a few traits.
 
     x = embed(ids)
     for each layer:   x = x + attention(norm(x));   x = x + down(silu(gate(norm(x))) * up(norm(x)))
@@ -78,7 +78,7 @@ class LlamaAttention(nn.Module):
         return self.out(_of(self.attention(q.flatten(1), k.flatten(1), v, meta), hidden_indices))
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
-        """Each with the checkpoint's names of its matrices."""
+        """Yields each linear layer with its matrices' names in the checkpoint."""
         yield self.qkv, (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         yield self.out, (f"{name}.o_proj",)
 
@@ -114,8 +114,8 @@ class LlamaLayer(nn.Module):
         meta: AttentionMetadata,
         hidden_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual [T, hidden] -> both [W, hidden], of the tokens `hidden_indices` [W] int64;
-        None: of all. The K and V of all T tokens are written."""
+        """x and residual [T, hidden] -> both [W, hidden], for the tokens `hidden_indices` [W]
+        int64; None: for all tokens. The K and V of all T tokens are written."""
         if residual is None:
             x, residual = self.attention_norm(x), x
         else:
@@ -127,7 +127,7 @@ class LlamaLayer(nn.Module):
         return self.mlp(x), residual
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
-        """Each with the checkpoint's names of its matrices."""
+        """Yields each linear layer with its matrices' names in the checkpoint."""
         yield from self.attention.linear_layers(f"{name}.self_attn")
         if isinstance(self.mlp, GatedMLP):
             yield from self.mlp.linear_layers(f"{name}.{self.mlp_name}")
@@ -140,8 +140,8 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """One tensor rank's part of one pipeline stage; `make_head` gives the last stage what follows
-    its normed hidden states."""
+    """One tensor rank's part of one pipeline stage. On the last stage, `make_head` adds the layers
+    after the normed hidden states."""
 
     layers: Sequence[LlamaLayer]
     traits_table: ClassVar[Mapping[str, Callable[[Any], Traits]]] = TRAITS
@@ -154,7 +154,7 @@ class LlamaModel(nn.Module):
         dtype: torch.dtype,
         max_positions: int,
     ) -> None:
-        """`config` is the model's; its parameters are allocated on `device`, not filled.
+        """`config` is the model's; its parameters are allocated on `device`, not loaded.
 
         Raises `ValueError` for a configuration that this model does not cover, or that the mesh
         cannot split.
@@ -164,13 +164,13 @@ class LlamaModel(nn.Module):
         traits = self.traits_table[config.architectures[0]](config)
         group, self.mesh, self.hidden = mesh.tensor, mesh, config.hidden_size
         self.embedding_width = int(config.hidden_size)
-        """Numbers of an embedding of a prompt that is given as such."""
+        """The size of one prompt embedding."""
         self.active_adapters = ActiveAdapters()
         self._keeping: Sequence[int] = ()
         self._keepers: list[LlamaLayer] = []
-        """Those of this stage."""
+        """The layers of this stage that keep their inputs."""
         self._received: Sequence[torch.Tensor] = ()
-        """What kept layers of the stages before have read in the last step."""
+        """The kept inputs of earlier stages' layers, from the last step."""
         self.device, self.dtype = device, dtype
         self.vocab_size = int(config.vocab_size)
         stages = mesh.pipeline.size
@@ -192,11 +192,11 @@ class LlamaModel(nn.Module):
         self.rope.to(device)
 
     def make_head(self, config: Any) -> None:
-        """Add the layers behind the last hidden states."""
+        """Adds the layers after the last hidden states."""
         raise NotImplementedError
 
     def make_mlp(self, config: Any, traits: Traits, layer: int) -> FeedForward:
-        """The feed-forward block of a layer."""
+        """Returns the feed-forward block of a layer."""
         return GatedMLP(
             config.hidden_size, config.intermediate_size, self.mesh.tensor, traits.mlp_bias
         )
@@ -204,10 +204,10 @@ class LlamaModel(nn.Module):
     def forward(
         self, batch: InputBatch, intermediate: IntermediateTensors | None = None
     ) -> torch.Tensor | IntermediateTensors:
-        """The stage's layers over a flat batch of T tokens.
+        """Computes the stage's layers for a flat batch of T tokens.
 
-        The first stage reads `batch.input_ids`, the others `intermediate`. The last returns the
-        normed hidden states of `batch.hidden_indices`, [W, hidden], or of all.
+        The first stage reads `batch.input_ids`, the others `intermediate`. The last stage returns
+        the normed hidden states of `batch.hidden_indices`, [W, hidden], or of all tokens.
         """
         residual: torch.Tensor | None = None
         self.active_adapters.tokens = batch.adapters
@@ -232,7 +232,8 @@ class LlamaModel(nn.Module):
         return x
 
     def keep_inputs(self, layers: Sequence[int]) -> None:
-        """Keep what these layers of all stages read; each stage hands it on to the next one."""
+        """Keeps the inputs of these layers, in any stage; each stage passes them on to the next
+        one."""
         self._keeping = layers
         own = zip(self.range, self.layers, strict=True)
         self._keepers = [layer for i, layer in own if i in layers]
@@ -240,15 +241,15 @@ class LlamaModel(nn.Module):
             layer.keeps_input = True
 
     def take_inputs(self) -> list[torch.Tensor]:
-        """[T, hidden] each, on the last stage: of the last step, in the order of `keep_inputs`.
-        They are kept no longer."""
+        """Returns the kept inputs of the last step, [T, hidden] each, on the last stage, in the
+        order of `keep_inputs`; then drops them."""
         if not self._keeping:
             return []
         kept = dict(zip(sorted({*self._keeping}), self._take_kept(), strict=True))
         return [kept[layer] for layer in self._keeping]
 
     def _take_kept(self) -> list[torch.Tensor]:
-        """Those of this stage and the stages before, in the order of the layers."""
+        """Returns the kept inputs of this stage and earlier ones, in the order of the layers."""
         if not self._keeping:
             return []
         own = [layer.input for layer in self._keepers if layer.input is not None]
@@ -258,16 +259,17 @@ class LlamaModel(nn.Module):
         return taken
 
     def attention_layers(self) -> list[Attention]:
-        """The attention layers of this stage, in order: each needs a KV cache."""
+        """Returns the attention layers of this stage, in order: each needs a KV cache."""
         return [layer.attention.attention for layer in self.layers]
 
     def linear_layers(self) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
-        """The linear layers of this stage, each with the checkpoint's names of its matrices."""
+        """Yields the linear layers of this stage, each with its matrices' names in the
+        checkpoint."""
         for i, layer in zip(self.range, self.layers, strict=True):
             yield from layer.linear_layers(f"model.layers.{i}")
 
     def linear_modules(self) -> list[str]:
-        """Those names, of all stages."""
+        """Returns the checkpoint's names of all linear layers' matrices, in all stages."""
         return [
             name
             for i in range(self.num_layers)
@@ -276,7 +278,7 @@ class LlamaModel(nn.Module):
         ]
 
     def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
-        """Buffers for the activations of the stage before, for `tokens` tokens."""
+        """Returns buffers for the activations of the previous stage, for `tokens` tokens."""
         kept = {layer for layer in self._keeping if layer < self.range.start}
         x, residual, *others = torch.empty(
             2 + len(kept), tokens, self.hidden, dtype=self.dtype, device=self.device
@@ -286,8 +288,8 @@ class LlamaModel(nn.Module):
     def backbone_shards(
         self, prefix: str = "model.", embedding: str = EMBEDDING
     ) -> Iterator[WeightShard]:
-        """All but the head's. `prefix`: of the checkpoint's names; `embedding`: the whole name of
-        that layer, without `.weight`."""
+        """Yields all shards except the head's. `prefix`: the prefix of the checkpoint's names;
+        `embedding`: the full name of the embedding, without `.weight`."""
         if self.mesh.is_first_stage:
             yield from self.embed.weight_shards(embedding)
         for i, layer in zip(self.range, self.layers, strict=True):
@@ -297,7 +299,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(LlamaModel):
-    """With a head that gives logits."""
+    """A llama model with a head that computes logits."""
 
     takes_adapters = True
 
@@ -311,12 +313,13 @@ class LlamaForCausalLM(LlamaModel):
         return self.head(hidden)
 
     def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [S, hidden] of the last stage -> tokens of the largest logits, [S] int64, and
-        these, [S] float32"""
+        """hidden [S, hidden] of the last stage -> the tokens of the largest logits, [S] int64, and
+        these logits, [S] float32"""
         return self.head.argmax(hidden)
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
-        """The parts of the checkpoint that this rank needs; `stored`: the checkpoint's names."""
+        """Returns the parts of the checkpoint that this rank needs; `stored`: the checkpoint's
+        names."""
         embedding = EMBEDDING
         if self.tied and stored and f"{EMBEDDING}.weight" not in stored:
             embedding = HEAD  # a tied tensor may be stored under either name
@@ -329,7 +332,7 @@ class LlamaForCausalLM(LlamaModel):
 
     @staticmethod
     def tied_pairs(config: Any, stored: Collection[str]) -> list[tuple[str, str]]:
-        """The head and the embedding, if both are stored."""
+        """Returns the names of the head and the embedding, if both are stored."""
         pair = (f"{HEAD}.weight", f"{EMBEDDING}.weight")
         return [pair] if all(name in stored for name in pair) else []
 
@@ -339,12 +342,12 @@ def _of(x: torch.Tensor, hidden_indices: torch.Tensor | None) -> torch.Tensor:
 
 
 def head_dim(config: Any) -> int:
-    """Size of one attention head; a config may leave it to the hidden size."""
+    """Returns the size of one attention head; a config may derive it from the hidden size."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """The rope's parameters; a missing factor of yarn is computed from the lengths."""
+    """Returns the rope's parameters; a missing yarn factor is computed from the lengths."""
     rope = dict(config.rope_parameters)
     if rope.get("rope_type") == "yarn" and rope.get("factor") is None:
         old = rope.get("original_max_position_embeddings") or config.max_position_embeddings

@@ -17,11 +17,12 @@ _CAUSAL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 
 
 class TokenClassifier(nn.Module):
-    """One class: the logit of one token over that of another, by a causal language model's head.
-    Its sigmoid is the probability of the token where no third one is drawn."""
+    """A classifier with one class: the logit of one token minus that of another, computed by a
+    causal language model's head. Its sigmoid is the probability of the token if only these two can
+    be sampled."""
 
     def __init__(self, token_ids: tuple[int, int], vocab: int, hidden: int) -> None:
-        """`token_ids`: against the class, and for it."""
+        """`token_ids`: the token against the class, and the token for it."""
         super().__init__()
         self.weight = empty_parameter(2, hidden)
         self._token_ids, self._shape = token_ids, (vocab, hidden)
@@ -32,14 +33,15 @@ class TokenClassifier(nn.Module):
         return yes - no
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
-        """Two rows of the head."""
+        """Yields two rows of the head."""
         for row, token in enumerate(self._token_ids):
             index = (slice(token, token + 1), ALL)
             yield WeightShard(f"{name}.weight", self.weight[row : row + 1], index, self._shape)
 
 
 class LlamaForPooling(LlamaModel):
-    """The hidden states themselves, `score` of them, or the logits of two tokens."""
+    """A llama model that pools: it returns the hidden states, `score` of them, or the difference of
+    two tokens' logits."""
 
     traits_table = {
         name.removesuffix(_CAUSAL) + suffix: traits
@@ -56,7 +58,7 @@ class LlamaForPooling(LlamaModel):
     classifier: ReplicatedLinear | TokenClassifier
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
-        """Embedders are also stored without the prefix `model.`."""
+        """Yields the shards to read. Embedders are also stored without the prefix `model.`."""
         whole = not stored or any(name.startswith("model.") for name in stored)
         prefix = "model." if whole else ""
         yield from self.backbone_shards(prefix, f"{prefix}embed_tokens")

@@ -1,4 +1,4 @@
-"""How the members of the llama family differ."""
+"""The differences between the members of the llama family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Traits:
     qk_norm: bool = False
     """Queries and keys are normalized per head, before their rotation."""
     windows: tuple[int, ...] = ()
-    """Tokens that a token attends to in each layer, itself included; 0: all."""
+    """How many tokens a token attends to in each layer, including itself; 0: all."""
     mlp_name: str = "mlp"
     """The name of the feed-forward block in a checkpoint."""
 
@@ -41,7 +41,7 @@ def _qwen3(config: Any) -> Traits:
 
 
 def _windows(config: Any) -> tuple[int, ...]:
-    """The window of each layer, by its kind of attention in the config."""
+    """Returns the window of each layer, from the layer types in the config."""
     known = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
     for kind in config.layer_types:
         if kind not in known:
@@ -58,4 +58,4 @@ TRAITS: dict[str, Callable[[Any], Traits]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
 }
-"""Architecture, as config.json names it -> its traits."""
+"""Architecture in config.json -> its traits."""

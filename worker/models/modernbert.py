@@ -1,11 +1,11 @@
-"""ModernBERT: an encoder with rotary positions, gated feed-forward blocks and windows.
+"""ModernBERT: an encoder with rotary positions, gated feed-forward blocks and attention windows.
 
     x = norm(word[ids])
     for each layer:   x = x + attention(norm(x));   x = x + down(gelu(gate(norm(x))) * up(norm(x)))
     x = norm(x)
 
 The first layer's attention reads x itself. Some layers attend to all tokens of a text, the others
-to those near a token.
+only to nearby tokens.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ModernBert(nn.Module):
     """One tensor rank's part of the model."""
 
     classifier: ModernBertClassifier
-    """Only of a model that classifies."""
+    """Set only for a model that classifies."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class ModernBert(nn.Module):
         ).to(device)
 
     def forward(self, batch: InputBatch, intermediate: IntermediateTensors | None = None) -> Tensor:
-        """The last hidden states of all T tokens, [T, hidden]."""
+        """Returns the last hidden states of all T tokens, [T, hidden]."""
         angles = {kind: rope(batch.positions) for kind, rope in self.ropes.items()}
         x = self.embed_norm(self.embed(batch.input_ids))
         for layer in self.layers:
@@ -151,11 +151,12 @@ class ModernBert(nn.Module):
         return self.norm(x)
 
     def attention_layers(self) -> list[Attention]:
-        """The attention layers, in order."""
+        """Returns the attention layers, in order."""
         return [layer.attention for layer in self.layers]
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
-        """The parts of the checkpoint that this rank needs; `stored`: the checkpoint's names."""
+        """Returns the parts of the checkpoint that this rank needs; `stored`: the checkpoint's
+        names."""
         whole = not stored or any(name.startswith("model.") for name in stored)
         prefix = "model." if whole else ""
         yield from self.embed.weight_shards(f"{prefix}embeddings.tok_embeddings")

@@ -1,6 +1,6 @@
-"""Mixtures of experts with llama's structure: mixtral and qwen3-moe differ in a few traits.
+"""Mixture-of-experts models with llama's structure: mixtral and qwen3-moe differ in a few traits.
 
-Some or all layers have a router and many experts in place of the one feed-forward block.
+Some or all layers have a router and many experts instead of a single feed-forward block.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ TRAITS: dict[str, Callable[[Any], MoETraits]] = {
     "MixtralForCausalLM": _mixtral,
     "Qwen3MoeForCausalLM": _qwen3_moe,
 }
-"""Architecture, as config.json names it -> its traits."""
+"""Architecture in config.json -> its traits."""
 
 
 class MoeForCausalLM(LlamaForCausalLM):
     """One tensor rank's part of the dense layers of one pipeline stage, and some of its experts.
 
-    If engines share experts, a rank starts without any; else the engine's tensor ranks divide them,
-    and `weight_shards` includes this rank's experts.
+    If engines share experts, a rank starts without experts; otherwise the engine's tensor ranks
+    divide them, and `weight_shards` includes this rank's experts.
     """
 
     traits_table = TRAITS
@@ -95,7 +95,7 @@ class MoeForCausalLM(LlamaForCausalLM):
         traits = TRAITS[config.architectures[0]](config)
         self.expert_traits = traits.experts
         self.expert_layers = tuple(i for i, sparse in enumerate(traits.sparse) if sparse)
-        """The layers of all stages that have experts."""
+        """The layers that have experts, in all stages."""
         if mesh.shares_experts:
             return
         for layer in self.moe_layers():
@@ -111,13 +111,14 @@ class MoeForCausalLM(LlamaForCausalLM):
         return super().make_mlp(config, traits, layer)
 
     def moe_layers(self) -> list[MoE]:
-        """The layers of this stage that have experts, in order."""
+        """Returns the layers of this stage that have experts, in order."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)]
 
     def expert_weight_shards(
         self, expert: int, weights: Mapping[int, PlainExpert]
     ) -> Iterator[WeightShard]:
-        """What fills an expert's weights; `weights`: by the index among `moe_layers`."""
+        """Returns the shards that fill an expert's weights; `weights`: index of the layer among
+        `moe_layers` -> the expert's weights."""
         names = [
             (f"model.layers.{i}.{layer.mlp_name}", layer.mlp)
             for i, layer in zip(self.range, self.layers, strict=True)
