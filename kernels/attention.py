@@ -4,8 +4,8 @@
     s          = softcap * tanh(s / softcap)                  if softcap > 0
     out[t, h]  = sum_j softmax_j(s[t, h, :]) V[j, h // group]
 
-Token i of a row with n query tokens and c context tokens has position p = c - n + i and sees
-the positions j <= p + lookahead below c and, with a window w > 0, j > p - w:
+Token i of a row with n query tokens and c context tokens has the position p = c - n + i and attends
+to the positions j <= p + lookahead below c and, with a window w > 0, j > p - w:
 
     positions   0 ............ c-n ......... c-1
                 [ in the cache ][ this step's n ]
@@ -20,17 +20,18 @@ from torch import Tensor
 from swell.kernels import backends
 
 WHOLE_ROW = 1 << 30
-"""A lookahead with which tokens see all later positions of their rows."""
+"""A lookahead with which tokens attend to all later positions of their rows."""
 
 
 class AttentionMetadata(NamedTuple):
-    """One step: a flat batch of R rows (requests) and T tokens, all on the caches' device."""
+    """The attention metadata of one step: a flat batch of R rows (requests) and T tokens, all on
+    the caches' device."""
 
     # [R + 1] int32; row r owns the tokens query_start[r] .. query_start[r + 1] - 1
     query_start: Tensor
-    # [R] int32, tokens of the row in the cache, those of this step included
+    # [R] int32, tokens of the row in the cache, including those of this step
     context_tokens: Tensor
-    # [R, >= blocks of the longest row] int32, each row dense
+    # [R, >= blocks of the longest row] int32; the entries of each row are dense
     block_table: Tensor
     # [T] int64, block * block_tokens + offset of each token's K and V
     slot_mapping: Tensor
@@ -49,13 +50,13 @@ def paged_attention(
     softcap: float = 0.0,
     lookahead: int = 0,
 ) -> Tensor:
-    """Attention over the cache, into which this step's K and V are written already: causal, unless
-    tokens see `lookahead` later positions.
+    """Attention over the cache, into which this step's K and V must have been written. It is
+    causal, unless tokens attend to `lookahead` later positions.
 
-    q [T, heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim]; returns a new
-    [T, heads, head_dim] of q's type. The softmax is computed in float32. `heads` is a multiple
-    of `kv_heads`. Rows may have zero query tokens. Backends: reference, cpu (float32, bfloat16;
-    there the result of a token does not depend on its batch or chunk).
+    q [T, heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim]; returns a new [T,
+    heads, head_dim] of q's type. The softmax is computed in float32. `heads` is a multiple of
+    `kv_heads`. Rows may have zero query tokens. Backends: reference, cpu (float32, bfloat16; there
+    the result of a token does not depend on its batch or chunk).
     """
     return backends.get("attention", q.device.type).paged_attention(
         q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap, lookahead=lookahead

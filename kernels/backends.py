@@ -1,8 +1,8 @@
 """Selects the backend that computes an operation on a device.
 
 An operation has one name (`attention`, `norm`, ...) and a module of that name in every backend that
-has it, so `ls kernels/*/` shows the coverage. A backend that cannot run here (for example without a
-compiler) raises `BackendUnavailable` when it is imported, and the next one is used.
+implements it, so `ls kernels/*/` shows the coverage. A backend that cannot run here (for example
+without a compiler) raises `BackendUnavailable` when it is imported, and the next one is used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ OPERATIONS = (
 
 
 class BackendUnavailable(ImportError):
-    """A backend cannot run on this machine; the message says why."""
+    """Raised when a backend cannot run on this machine; the message says why."""
 
 
 @cache
 def load(backend: str, operation: str) -> ModuleType | None:
-    """The module of an operation in a backend; None if the backend lacks it or cannot run here."""
+    """Returns the module of an operation in a backend; None if the backend lacks it or cannot run
+    here."""
     name = f"swell.kernels.{backend}.{operation}"
     if importlib.util.find_spec(name) is None:
         return None
@@ -54,7 +55,7 @@ def load(backend: str, operation: str) -> ModuleType | None:
 
 @cache
 def get(operation: str, device: str) -> ModuleType:
-    """The fastest module that computes `operation` on a device type."""
+    """Returns the fastest module that computes `operation` on a device type."""
     for backend in BACKENDS.get(device, ("reference",)):
         module = load(backend, operation)
         if module is not None:
@@ -63,6 +64,6 @@ def get(operation: str, device: str) -> ModuleType:
 
 
 def prepare(device: str) -> None:
-    """Load, and where needed compile, every operation before the first request needs it."""
+    """Loads every operation before the first request needs it, and compiles it if needed."""
     for operation in OPERATIONS:
         get(operation, device)

@@ -1,4 +1,4 @@
-"""Writing keys and values into the paged cache.
+"""Writes keys and values into the paged cache.
 
 k_cache[s // block_tokens, :, s % block_tokens] = k[t]   for s = slot_mapping[t], and v likewise.
 """
@@ -11,7 +11,7 @@ from swell.kernels import backends
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store this step's K and V; the caches change in place.
+    """Stores this step's K and V; the caches change in place.
 
     k, v [T, kv_heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim] of the same
     type; slot_mapping [T] int64, distinct and inside the cache. Backends: reference, cpu.

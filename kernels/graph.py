@@ -1,7 +1,8 @@
 """Repeats a fixed sequence of operations without running its Python code again.
 
-As CUDA graphs: `capture` records the operations of the compiled backend that a function calls on
-tensors of the largest sizes, and computes nothing; `replay` computes them in the current sizes.
+This works like CUDA graphs: `capture` records the operations of the compiled backend that a
+function calls on tensors of the largest sizes, without computing anything; `replay` computes them
+in the current sizes.
 """
 
 from __future__ import annotations
@@ -16,34 +17,36 @@ from swell.kernels import backends
 
 
 class NotCapturableError(RuntimeError):
-    """A function computes something that a replay would omit."""
+    """Raised when a function computes something that a replay would omit."""
 
 
 class Graph(Protocol):
     def replay(self, *sizes: int) -> None:
-        """Compute the first rows of the captured results from the current values of the inputs; the
-        numbers of rows are `sizes`, in the order of the capture's sizes."""
+        """Computes the first rows of the captured results from the current values of the inputs.
+        `sizes` are the numbers of rows, in the order of the capture's sizes."""
 
     @property
     def progress(self) -> int:
-        """Operations computed by all replays, including one in progress; from any thread."""
+        """Operations computed by all replays, including one in progress. May be read from any
+        thread."""
 
 
 def can_capture(device: str) -> bool:
-    """Whether a backend of a device type records its operations."""
+    """Whether a backend of a device type can record its operations."""
     return backends.load(backends.BACKENDS[device][0], "graph") is not None
 
 
 def capture(
     run: Callable[[], list[Tensor]], device: str, *sizes: int
 ) -> tuple[list[Tensor], Graph]:
-    """Record what a function computes; returns its results, not filled yet, and the graph that
+    """Records what a function computes. Returns its results, not filled yet, and the graph that
     fills them.
 
-    The function's inputs must keep their memory. Each operation that it calls has as many rows as
-    one of `sizes`, which differ, and computes each row by itself. Raises `NotCapturableError` if it
-    does anything but allocate, view and pass tensors between operations of the backend, or if one
-    of these has another number of rows. Backends: cpu.
+    The function's inputs must keep their memory. The number of rows of each operation that it calls
+    must be one of `sizes`, which must differ, and each row must be computed by itself. Raises
+    `NotCapturableError` if the function does anything except allocating, viewing and passing
+    tensors between operations of the backend, or if one of these has another number of rows.
+    Backends: cpu.
     """
     assert len(set(sizes)) == len(sizes)
     with backends.get("graph", device).recorded(sizes) as graph, _OnlyViews() as views:
@@ -60,7 +63,8 @@ _VIEWS = (
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Allows only operations that need no replay, and remembers the tensors that were made."""
+    """Allows only operations that need not be replayed, and remembers the tensors that were
+    made."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # in torch without annotations

@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor on the device; does not wait.
+    """Returns the array as a tensor on the device, without waiting.
 
-    On CPU it shares the array's memory. On CUDA it is copied from pinned memory, which torch's host
-    allocator does not reuse before the copy is done.
+    On CPU the tensor shares the array's memory. On CUDA it is copied from pinned memory, which
+    torch's host allocator does not reuse before the copy is done.
     """
     return copy_to_device(torch.from_numpy(array), device)
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same for a tensor on the host."""
+    """Does the same as `to_device` for a tensor on the host."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The inputs of a step, gathered from tables: token ids, positions, and places in the cache."""
+"""The inputs of a step, gathered from tables: token ids, positions, and slots in the cache."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Sizes(NamedTuple):
     tokens: int
     rows: int
     samples: int
-    """Positions after which a token is sampled."""
+    """Number of positions after which a token is sampled."""
     max_query_tokens: int
-    """Most tokens of one row."""
+    """The most tokens of one row."""
     max_context_tokens: int
-    """Most tokens of one row in the cache, those of this step included."""
+    """The most tokens of one row in the cache, including those of this step."""
 
 
 class Inputs(NamedTuple):
-    """Tensors for up to R rows with T tokens together."""
+    """Tensors for up to R rows with T tokens in total."""
 
     # [T] int64
     input_ids: Tensor
@@ -32,13 +32,13 @@ class Inputs(NamedTuple):
     positions: Tensor
     # [R + 1] int32; row r owns the tokens query_start[r] .. query_start[r + 1] - 1
     query_start: Tensor
-    # [R] int32, tokens of the row in the cache, those of this step included
+    # [R] int32, tokens of the row in the cache, including those of this step
     context_tokens: Tensor
     # [R, blocks] int32
     block_table: Tensor
     # [T] int64, block * block_tokens + offset of each token's K and V
     slot_mapping: Tensor
-    # [3, S] int64, of each sampled token: index into T of the token before it, slot, and position
+    # [3, S] int64, for each sampled token: index into T of the token before it, slot, and position
     samples: Tensor
 
     @classmethod
@@ -50,8 +50,8 @@ class Inputs(NamedTuple):
         device: torch.device,
         samples: int | None = None,
     ) -> Inputs:
-        """Tensors for the largest step; `samples`: tokens sampled in it (None: one for each
-        row)."""
+        """Allocates tensors for the largest step; `samples`: number of tokens sampled in it (None:
+        one for each row)."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -73,20 +73,21 @@ class Gather(Protocol):
     def __call__(
         self, slots: list[int], starts: list[int], counts: list[int], samples: list[int]
     ) -> Sizes:
-        """Row r computes `counts[r]` tokens from position `starts[r]` on of the request at
-        `slots[r]`, and samples a token after each of its last `samples[r]` positions.
+        """Fills the inputs of a step. Row r computes `counts[r]` tokens, from position `starts[r]`
+        on, of the request at `slots[r]`, and samples a token after each of its last `samples[r]`
+        positions.
 
-        Raises IndexError for a row outside of the tables (the position of its last sampled token
-        included) or with more samples than tokens, and ValueError for more tokens, rows or samples
-        than the inputs hold; the inputs are undefined then.
+        Raises `IndexError` for a row outside of the tables (including the position of its last
+        sampled token) or with more samples than tokens, and `ValueError` for more tokens, rows or
+        samples than the inputs hold; then the inputs are undefined.
         """
 
 
 def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs) -> Gather:
-    """A `Gather` that fills `out` from the tables; all of these must keep their memory.
+    """Returns a `Gather` that fills `out` from the tables; all of these must keep their memory.
 
-    token_ids [slots, length] int32, of which element p is the token at position p; block_table
-    [slots, max_blocks] int32. Backends: reference, cpu.
+    token_ids [slots, length] int32, whose element p is the token at position p; block_table [slots,
+    max_blocks] int32. Backends: reference, cpu.
     """
     return backends.get("inputs", token_ids.device.type).make_gather(
         token_ids, block_table, block_tokens, out
@@ -94,14 +95,14 @@ def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: 
 
 
 def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-    """token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64, and token_ids as in
-    `make_gather`. Raises IndexError for an index outside of it, but not in a replay, for which the
-    `Gather` has checked it. Backends: reference, cpu."""
+    """Sets token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64, and token_ids as in
+    `make_gather`. Raises `IndexError` for an index outside of the table, except in a replay, for
+    which the `Gather` has checked it. Backends: reference, cpu."""
     backends.get("inputs", token_ids.device.type).write_tokens(token_ids, slots, positions, tokens)
 
 
 def check_room(tokens: int, rows: int, samples: int, out: Inputs) -> None:
-    """Raise ValueError if a step does not fit."""
+    """Raises `ValueError` if a step does not fit."""
     for count, what, room in (
         (tokens, "tokens", len(out.input_ids)),
         (rows, "rows", len(out.context_tokens)),
@@ -115,7 +116,7 @@ def check_room(tokens: int, rows: int, samples: int, out: Inputs) -> None:
 
 
 def outside(row: int, slot: int, start: int, token_ids: Tensor) -> IndexError:
-    """The error for a row that lies outside of the tables."""
+    """Returns the error for a row that is outside of the tables."""
     slots, length = token_ids.shape
     return IndexError(
         f"row {row} of the step: slot {slot} from position {start} lies outside of the tables of "

@@ -1,6 +1,6 @@
 """Products with a constant weight, y = x W^T + b, and lookups of its rows.
 
-A backend may store a weight in its own order: `pack` it once, when it is filled.
+A backend may store a weight in its own order: `pack` it once, after it is loaded.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from torch import Tensor
 from swell.kernels import backends
 
 LAYOUT_VERSION = 1
-"""Of the order of packed weights, which files have too: another order gets another number."""
+"""The version of the order of packed weights, which files store, too: another order gets another
+number."""
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A weight [out, in] in panels of neighbouring outputs; the last one is padded with zeros."""
+    """A weight [out, in] in panels of neighbouring outputs; the last panel is padded with zeros."""
 
     data: Tensor
     """[panels, in, outputs of a panel]"""
@@ -25,7 +26,7 @@ class PackedTensor:
     in_features: int
 
     def unpack(self) -> Tensor:
-        """The weight [out, in] itself, from panels of any number of outputs."""
+        """Returns the weight [out, in], from panels of any number of outputs."""
         return self.data.transpose(1, 2).flatten(0, 1)[: self.out_features]
 
 
@@ -33,7 +34,7 @@ Weight = Tensor | PackedTensor
 
 
 def pack(weight: Tensor) -> Weight:
-    """`weight` [out, in] in the form that is fastest for `linear`: itself, or a copy.
+    """Returns `weight` [out, in] in the form that is fastest for `linear`: itself, or a copy.
 
     Backends: reference, cpu.
     """
@@ -41,7 +42,8 @@ def pack(weight: Tensor) -> Weight:
 
 
 def panel(device_type: str) -> int | None:
-    """Outputs of one panel where weights are packed for this type of device; None: they are not.
+    """Returns the number of outputs per panel on this type of device; None: it does not pack
+    weights.
 
     Backends: reference, cpu.
     """
@@ -60,8 +62,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """x [S, in], weight [out, in] -> the largest of the first `outs` > 0 outputs of `linear`, [S]
-    float32, and its index, [S] int64: of equal ones the first. If one of a row's outputs is NaN, so
-    is the largest, and the index is any.
+    float32, and its index, [S] int64. The first of equal outputs is selected. If one of a row's
+    outputs is NaN, so is the largest, and the index is undefined.
 
     Backends: reference, cpu.
     """

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, and which tokens are the most likely."""
+"""Log probabilities of tokens, and the most likely tokens."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LogprobsLists(NamedTuple):
 
 
 class LogprobsTensors(NamedTuple):
-    """Of N positions: the token that was selected there, sampled or given by a prompt, and the
-    `top` most likely ones, best first. All three lie on one device."""
+    """The token that was selected at each of N positions, sampled or given by a prompt, and the
+    `top` most likely ones, best first. All three tensors are on one device."""
 
     # [N, 1 + top] int64
     logprob_token_ids: Tensor
@@ -31,7 +31,7 @@ class LogprobsTensors(NamedTuple):
 
     @staticmethod
     def empty_cpu(num_positions: int, num_tokens_per_position: int) -> LogprobsTensors:
-        """To be filled; `num_tokens_per_position` is 1 + top."""
+        """Allocates uninitialized tensors; `num_tokens_per_position` is 1 + top."""
         shape = num_positions, num_tokens_per_position
         return LogprobsTensors(
             torch.empty(shape, dtype=torch.int64),
@@ -40,16 +40,17 @@ class LogprobsTensors(NamedTuple):
         )
 
     def to_cpu_nonblocking(self) -> LogprobsTensors:
-        """On the host. From a CUDA device they are copied on the current stream: they may be read
-        once it has come so far, and `self` must exist until then."""
+        """Returns a copy on the host. From a CUDA device it is copied on the current stream: it may
+        be read once the stream has done the copy, and `self` must exist until then."""
         return LogprobsTensors(*[tensor.to("cpu", non_blocking=True) for tensor in self])
 
     def filter(self, mask: Tensor) -> LogprobsTensors:
-        """The positions where mask [N] bool is True."""
+        """Returns the positions where mask [N] bool is True."""
         return LogprobsTensors(*[tensor[mask] for tensor in self])
 
     def tolists(self) -> LogprobsLists:
-        """Waits for the device, unless they are on the host."""
+        """Returns the tensors as lists. Waits for the device, unless the tensors are on the
+        host."""
         return LogprobsLists(*[tensor.tolist() for tensor in self])
 
 
@@ -59,8 +60,8 @@ def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> LogprobsTensors:
 
         logprob(t) = logit(t) - log(sum(exp(logits)))        rank(t) = 1 + number of larger logits
 
-    The order of equal logits is up to the backend. If one of a row's logits is NaN or +inf, or all
-    are -inf, all its log probabilities are NaN. Backends: reference, cpu.
+    The order of equal logits depends on the backend. If one of a row's logits is NaN or +inf, or
+    all are -inf, all its log probabilities are NaN. Backends: reference, cpu.
     """
     backend = backends.get("logprobs", logits.device.type)
     ranked: LogprobsTensors = backend.rank_tokens(logits, token_ids, top)

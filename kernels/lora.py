@@ -1,9 +1,10 @@
-"""What adapters (LoRA) add to the outputs of a layer, for rows with different adapters at once.
+"""Adds the outputs of adapters (LoRA) to those of a layer, for rows with different adapters at
+once.
 
     y[t] += B (A x[t])        A [rank, in] and B [out, rank] of the adapter of token t
 
-A layer of P matrices on one input (queries, keys and values) has one A, that of all its matrices
-stacked, and one B for each of them, which reads the part of A x that is its own:
+A layer of P matrices on one input (queries, keys and values) has one A, which stacks those of all
+its matrices, and one B for each matrix, which reads its own part of A x:
 
     A x          | r0  | r1  | r2  |
     y            |  B0 A0 x  |  B1 A1 x  |  B2 A2 x  |
@@ -26,30 +27,30 @@ from swell.kernels.host import to_device
 
 @dataclass(frozen=True)
 class LoraWeights:
-    """Of one adapter and one layer of P matrices."""
+    """The weights of one adapter in one layer of P matrices."""
 
     down: Tensor
     """[sum of the ranks, in]"""
     ups: Sequence[Tensor | None]
-    """P, each [outputs of the matrix, its rank]; None: the adapter does not adapt that one, which
-    has no part of `down`."""
+    """P matrices, each [outputs of the matrix, its rank]; None: the adapter does not adapt that
+    matrix, and `down` does not include it."""
 
 
 class LoraTokens:
-    """The tokens of a step that have adapters, side by side for each adapter; at the same addresses
+    """The tokens of a step that have adapters, grouped by adapter. They are at the same addresses
     in every step, where a captured step reads them."""
 
     def __init__(self, max_tokens: int, max_groups: int, device: torch.device) -> None:
-        """`max_groups`: adapters of one step."""
+        """`max_groups`: the most adapters of one step."""
         self.groups: Sequence[tuple[int, int, int]] = ()
-        """(adapter, begin, end): its tokens are `tokens[begin:end]`."""
+        """(adapter, begin, end): the adapter's tokens are `tokens[begin:end]`."""
         # [max_tokens], indices of tokens of the step
         self.tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        # [1 + 3 * max_groups] on the host: the number of groups, and what `groups` has
+        # [1 + 3 * max_groups] on the host: the number of groups, and the contents of `groups`
         self.groups_tensor = torch.zeros(1 + 3 * max_groups, dtype=torch.int64)
 
     def set(self, tokens_of: Mapping[int, Sequence[int]]) -> None:
-        """Adapter -> its tokens, from now on."""
+        """Sets adapter -> its tokens."""
         tokens: list[int] = []
         groups = []
         for adapter in sorted(tokens_of):
@@ -63,27 +64,27 @@ class LoraTokens:
 
 
 class LoraLayer(ABC):
-    """The adapters of one layer, in the form of a backend."""
+    """The adapters of one layer, in the form that a backend uses."""
 
     @abstractmethod
     def set(self, adapter: int, weights: LoraWeights | None) -> None:
-        """Keep an adapter by its number, in place of the one that had it; None: forget that. `add`
-        may be called meanwhile for tokens of others."""
+        """Stores an adapter under its number, instead of the previous one; None: removes it. `add`
+        may be called meanwhile for tokens of other adapters."""
 
     @abstractmethod
     def add(self, x: Tensor, y: Tensor, tokens: LoraTokens) -> None:
-        """x [T, in], y [T, out]: add IN PLACE to the rows of y that have adapters.
+        """x [T, in], y [T, out]: adds IN PLACE to the rows of y that have adapters.
 
-        Sums are in float32. What a token gets has the same bits whatever the other tokens are,
-        where the backend is compiled.
+        Sums are in float32. In a compiled backend, the result of a token has the same bits
+        regardless of the other tokens.
         """
 
 
 def make_layer(
     size: int, outs: Sequence[int], adapters: int, dtype: torch.dtype, device_type: str
 ) -> LoraLayer:
-    """A layer from `size` inputs to `outs` outputs of each of its P matrices; the numbers of
-    adapters are below `adapters`. Tokens of an adapter that is not there get nothing.
+    """Returns a layer from `size` inputs to `outs` outputs of each of its P matrices; the numbers
+    of adapters are below `adapters`. For tokens of an adapter that is not loaded, nothing is added.
 
     Backends: reference, cpu.
     """

@@ -5,8 +5,8 @@
     expert(x) = down(silu(gate(x)) * up(x))
 
 The sum has two steps, because the experts may be on different ranks: `expert_outputs` computes the
-terms of this rank's experts and leaves the rest zero; after a sum over ranks, `combine_experts`
-adds the terms. A term is computed by exactly one rank, so the sum over ranks does not round.
+terms of this rank's experts and leaves the others zero; after a sum over ranks, `combine_experts`
+adds the terms. Each term is computed by exactly one rank, so the sum over ranks does not round.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
 def expert_outputs(
     x: Tensor, experts: Tensor, weights: Mapping[int, tuple[Weight, Weight]], out: Tensor
 ) -> None:
-    """out[t, j] = expert_{experts[t, j]}(x[t]) where that expert is in `weights`; else unchanged.
+    """Sets out[t, j] = expert_{experts[t, j]}(x[t]) if that expert is in `weights`; otherwise
+    leaves it unchanged.
 
-    x [T, hidden]; experts [T, k] int64; weights: expert -> (gate over up [2 * size, hidden],
-    down [hidden, size]); out [T, k, hidden], contiguous, changes in place. Each expert computes one
+    x [T, hidden]; experts [T, k] int64; weights: expert -> (gate over up [2 * size, hidden], down
+    [hidden, size]); out [T, k, hidden], contiguous, changes in place. Each expert computes one
     product (see `swell.kernels.linear.linear`) over the tokens that chose it, in their order; an
-    expert without tokens costs nothing. With packed weights out[t] has the same bits whatever the
-    other tokens are; else its rounding depends on how many tokens chose the same expert. It never
-    depends on other experts or their placement. The host reads how often each expert was chosen: it
-    waits for the device once a call.
-    Backends: reference.
+    expert without tokens costs nothing. With packed weights, out[t] has the same bits regardless of
+    the other tokens; otherwise its rounding depends on how many tokens chose the same expert. It
+    never depends on other experts or their placement. The host reads how often each expert was
+    chosen, so each call waits once for the device. Backends: reference.
     """
     backends.get("moe", x.device.type).expert_outputs(x, experts, weights, out)
 
 
 def combine_experts(outputs: Tensor, weights: Tensor) -> Tensor:
-    """sum_j weights[:, j] * outputs[:, j], j ascending: [T, k, hidden], [T, k] -> [T, hidden].
+    """Computes sum_j weights[:, j] * outputs[:, j], j ascending: [T, k, hidden], [T, k] -> [T,
+    hidden].
 
     Computed in float32 and rounded once to the type of `outputs`. Backends: reference.
     """

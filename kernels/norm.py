@@ -18,7 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Both of (rms_norm(x + residual), x + residual), new tensors of x's type.
+    """Returns (rms_norm(x + residual), x + residual), new tensors of x's type.
 
     x, residual [..., size]; weight [size]. The sum is rounded to x's type before it is normalized.
     Backends: reference, cpu.
@@ -29,9 +29,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
 ) -> Tensor:
-    """(y - mean(y)) / sqrt(var(y) + eps) * weight (+ bias) of y = x (+ residual).
+    """Computes (y - mean(y)) / sqrt(var(y) + eps) * weight (+ bias) for y = x (+ residual).
 
     x, residual [..., size], weight, bias [size] -> new [..., size] of x's type. The sum is rounded
-    to x's type, all else is computed in float32. Backends: reference, cpu.
+    to x's type; everything else is computed in float32. Backends: reference, cpu.
     """
     return backends.get("norm", x.device.type).layer_norm(x, weight, bias, eps, residual)

@@ -17,7 +17,7 @@ def apply_penalties(
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
-    """Change the logits l of M rows in place, each by the tokens that its slot has seen.
+    """Changes the logits l of M rows in place, each by the tokens that its slot has seen.
 
     logits [S, V] float32; rows [M] int64, distinct, index its rows; slots [M] int64 index the
     tables output_counts [max_rows, V] int32 and seen [max_rows, V] bool, which is true for every
@@ -37,8 +37,8 @@ def apply_penalties(
 
 
 def count_tokens(output_counts: Tensor, seen: Tensor, slots: Tensor, tokens: Tensor) -> None:
-    """Count tokens[i] in the output of slots[i], in the tables of `apply_penalties`.
+    """Counts tokens[i] in the output of slots[i], in the tables of `apply_penalties`.
 
-    slots, tokens [N] int64; a pair that comes twice counts twice. Backends: reference, cpu.
+    slots, tokens [N] int64; a pair that occurs twice counts twice. Backends: reference, cpu.
     """
     backends.get("penalties", seen.device.type).count_tokens(output_counts, seen, slots, tokens)

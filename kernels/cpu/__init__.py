@@ -1,1 +1,1 @@
-"""Compiled C++ for CPU."""
+"""The cpu backend: compiled C++."""

@@ -9,7 +9,7 @@ ALIGNMENT = 64
 
 
 class Lifetime(NamedTuple):
-    """A buffer of `size` bytes that is in use from step `first` to step `last`, both included."""
+    """A buffer of `size` bytes that is in use from step `first` to step `last`, inclusive."""
 
     first: int
     last: int
@@ -17,8 +17,8 @@ class Lifetime(NamedTuple):
 
 
 def assign_offsets(buffers: list[Lifetime]) -> tuple[list[int], int]:
-    """The offset of each buffer, so that buffers in use at the same time do not overlap, and the
-    total bytes.
+    """Returns the offset of each buffer, so that buffers in use at the same time do not overlap,
+    and the total bytes.
 
     First fit, in the order of first use: each buffer gets the lowest free offset.
     """

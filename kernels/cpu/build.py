@@ -2,8 +2,8 @@
 
 The library is stored in `$SWELL_CACHE/kernels/<hash>/` (default `~/.cache/swell/kernels/<hash>/`),
 where the hash covers the sources, the flags, the compiler's version and the processor's features.
-Without a home that can be written it is compiled for each process.
-Of several processes that need it one builds it, under a temporary name that is then changed.
+Without a writable home, each process compiles it. If several processes need it, one builds it under
+a temporary name and then renames it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ FLAGS = (
     "-Wno-psabi",
 )
 TYPES = (torch.float32, torch.bfloat16)
-"""The types that this backend computes; the reference computes tensors of other types."""
+"""The types that this backend computes; the reference backend computes tensors of other types."""
 
 _OTHER_BUILDER_S = 300.0
-"""How long another process may take; then this one builds too."""
+"""How long another process may take to build, in seconds; after that, this process builds, too."""
 _POLL_S = 0.1
 
 _log = logging.getLogger("swell.kernels")
@@ -52,7 +52,7 @@ _lock = threading.Lock()
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library. Raises `BackendUnavailable` after one line in the log."""
+    """Returns the loaded library. Raises `BackendUnavailable` after one line in the log."""
     with _lock:
         loaded = _load_once()
     if isinstance(loaded, Exception):
@@ -76,8 +76,8 @@ def _load_once() -> ctypes.CDLL | Exception:
 
 @contextmanager
 def _cache() -> Iterator[Path]:
-    """The folder for compiled kernels. Where the account has no home that can be written, it is a
-    new one, which is removed once the library is loaded."""
+    """Yields the folder for compiled kernels. If the account does not have a writable home, it is a
+    new folder, which is removed after the library is loaded."""
     home = _kept_cache()
     if home is not None:
         yield home
@@ -91,10 +91,10 @@ def _cache() -> Iterator[Path]:
 
 
 def _kept_cache() -> Path | None:
-    """$SWELL_CACHE, else a folder in the home; None: nothing can be kept there."""
+    """Returns $SWELL_CACHE, otherwise a folder in the home; None: nothing can be stored there."""
     if configured := os.environ.get("SWELL_CACHE"):
         return Path(configured)
-    with suppress(OSError, RuntimeError):  # no home, or one that cannot be written
+    with suppress(OSError, RuntimeError):  # there is no home, or it is not writable
         home = Path.home() / ".cache" / "swell"
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home):
@@ -124,7 +124,8 @@ def _built(home: Path) -> Path:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """While no other process holds the lock, which ends with its process."""
+    """Holds the lock, so that only one process builds. The lock ends with its process; if another
+    process holds it for too long, this one continues without it."""
     deadline = time.monotonic() + _OTHER_BUILDER_S
     with lock.open("w") as file:
         while True:
@@ -139,7 +140,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _compile(compiler: str, openmp: Path | None, build: Path) -> Path:
-    """Compile all sources in parallel, then link one shared library."""
+    """Compiles all sources in parallel, then links one shared library."""
     jobs = []
     for source in sorted(SOURCES.glob("*.cpp")):
         command = [compiler, *FLAGS, "-c", str(source), "-o", str(build / f"{source.stem}.o")]
@@ -149,7 +150,7 @@ def _compile(compiler: str, openmp: Path | None, build: Path) -> Path:
         if job.returncode:
             raise RuntimeError(f"{compiler} failed: {_first_error(message)}")
     objects = sorted(str(path) for path in build.glob("*.o"))
-    # Torch's own OpenMP: a second runtime in the process would have a second pool of threads.
+    # Links torch's own OpenMP: a second runtime in the process would have a second thread pool.
     runtime = [str(openmp)] if openmp else ["-fopenmp"]
     output = build / "kernels.so"
     link = [compiler, "-shared", *objects, *runtime, "-o", str(output)]
@@ -173,7 +174,7 @@ def _compiler() -> str:
 
 
 def _torch_openmp() -> Path | None:
-    """The libgomp that torch loaded into this process."""
+    """Returns the libgomp that torch loaded into this process."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -184,7 +185,7 @@ def _torch_openmp() -> Path | None:
 
 
 def _processor() -> str:
-    """The properties of the processor that `-march=native` depends on."""
+    """Returns the properties of the processor that `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Writing K and V compiled from `cache.cpp`; it copies bytes, so it takes any type."""
+"""Writes K and V with `cache.cpp`, which copies bytes and so supports any type."""
 
 from __future__ import annotations
 

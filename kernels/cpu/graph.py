@@ -1,9 +1,9 @@
-"""Calls of compiled functions: each takes one struct of arguments, so calls can be recorded and
+"""Calls compiled functions. Each one accepts one struct of arguments, so calls can be recorded and
 replayed together, with other numbers of rows.
 
-A recording stores addresses: its inputs must be written to the tensors that were used when it was
-made, and its results are in the tensors that it returned then. All tensors between them use one
-piece of memory, as small as the order of the calls allows.
+A recording stores addresses: its inputs must be written to the tensors that were used during the
+recording, and its results are in the tensors that it returned then. All intermediate tensors share
+one piece of memory, as small as the order of the calls allows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class _Call(ctypes.Structure):
-    """`Call` of graph.cpp."""
+    """The struct `Call` of graph.cpp."""
 
     _fields_ = [("run", POINTER), ("arguments", POINTER), ("rows", POINTER), ("size", INT)]
 
 
 class _Replay(ctypes.Structure):
-    """`ReplayArgs` of graph.cpp."""
+    """The struct `ReplayArgs` of graph.cpp."""
 
     _fields_ = [("calls", POINTER), ("count", INT), ("sizes", POINTER), ("progress", INT)]
 
@@ -43,7 +43,7 @@ class _RecordedCall(NamedTuple):
     arguments: ctypes.Structure
     used: tuple[Tensor, ...]
     size: int
-    """Index of the recording's size that is the number of rows."""
+    """Index, among the recording's sizes, of the number of rows."""
 
 
 class Recording:
@@ -60,7 +60,8 @@ class Recording:
     def record(
         self, function: Function, arguments: ctypes.Structure, used: tuple[Tensor, ...]
     ) -> None:
-        """Add a call. Raises `NotCapturableError` if its number of rows is none of the sizes."""
+        """Adds a call. Raises `NotCapturableError` if its number of rows is not one of the
+        sizes."""
         rows = getattr(arguments, function.rows)
         if rows not in self._sizes:
             sizes = " or ".join(map(str, self._sizes))
@@ -72,7 +73,7 @@ class Recording:
         )
 
     def finish(self, made: list[Tensor], results: list[Tensor]) -> None:
-        """Plan the memory of the tensors `made` during the recording that are no results."""
+        """Plans the memory of the tensors `made` during the recording that are not results."""
         kept = {tensor.untyped_storage().data_ptr() for tensor in results}
         storages = [tensor.untyped_storage() for tensor in made]
         sizes = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in kept}
@@ -91,8 +92,8 @@ class Recording:
         self._recorded_calls = []
 
     def _plan_memory(self, buffers: list[tuple[int, int]]) -> None:
-        """`buffers`: (address, bytes), sorted. All arguments that point into a buffer are changed
-        to point to its offset in the common memory."""
+        """Changes all arguments that point into a buffer to point to the buffer's offset in the
+        common memory. `buffers`: (address, bytes), sorted."""
         begins = [begin for begin, _ in buffers]
         uses: dict[int, list[int]] = {}
         pointers = []
@@ -114,14 +115,14 @@ class Recording:
         self._references.append(memory)
 
     def replay(self, *sizes: int) -> None:
-        """Make the calls for the first rows; `sizes`: their numbers."""
+        """Makes the calls for the first rows; `sizes`: the numbers of rows."""
         assert all(map(le, sizes, self._sizes)), sizes
         self._current_sizes[:] = list(sizes)
         _replay(self._address)
 
     @property
     def progress(self) -> int:
-        """Calls made by all replays."""
+        """The number of calls made by all replays."""
         return int(self._replay.progress)
 
 
@@ -140,8 +141,8 @@ _current = _Current()
 
 @contextmanager
 def recorded(sizes: tuple[int, ...]) -> Iterator[Recording]:
-    """In this context the calls of this thread are recorded and not run; each must have as many
-    rows as one of `sizes`."""
+    """In this context, the calls of this thread are recorded instead of run; the number of rows of
+    each must be one of `sizes`."""
     assert _current.recording is None
     _current.recording = recording = Recording(sizes)
     try:
@@ -155,7 +156,7 @@ class Function:
 
     def __init__(self, name: str, rows: str, /, **fields: type) -> None:
         """`fields`: name -> type of each member of its struct, in order; `rows`: the member with
-        the number of rows, each of which is computed by itself."""
+        the number of rows; the function must compute each row by itself."""
         self.name, self.rows = name, rows
         self.pointers = [field for field, kind in fields.items() if kind is POINTER]
         self._run = getattr(library(), name)
@@ -164,8 +165,8 @@ class Function:
         self._struct = type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
     def __call__(self, *values: float | None, used: tuple[Tensor, ...]) -> Any:
-        """`values`: the members of the struct, which is returned; `used`: the tensors whose
-        addresses are in it."""
+        """Runs or records the call. `values`: the members of the struct, which is returned; `used`:
+        the tensors whose addresses are in it."""
         arguments = self._struct(*values)
         if _current.recording is not None:
             _current.recording.record(self, arguments, used)

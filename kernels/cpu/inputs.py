@@ -16,7 +16,7 @@ _INPUTS = ("input_ids", "positions", "slot_mapping", "query_start", "context_tok
 
 
 class _Arguments(ctypes.Structure):
-    """`GatherArgs` of inputs.cpp."""
+    """The struct `GatherArgs` of inputs.cpp."""
 
     _fields_ = [
         *((name, POINTER) for name in ("columns", "token_ids", "blocks")),
@@ -38,7 +38,7 @@ _write = Function(
 
 
 class _Gather:
-    """Each step is one call into the library: no address changes between steps."""
+    """Gathers each step with one call into the library: addresses do not change between steps."""
 
     def __init__(
         self, token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs

@@ -34,11 +34,11 @@ _panel = library().swell_linear_panel
 _panel.restype = ctypes.c_int64
 
 PANEL = _panel()
-"""Outputs of one panel."""
+"""The number of outputs of one panel."""
 
 
 def pack(weight: Tensor) -> Weight:
-    """See `swell.kernels.linear.pack`: a copy [out / PANEL, in, PANEL]."""
+    """Returns a copy [out / PANEL, in, PANEL]; see `swell.kernels.linear.pack`."""
     if weight.dtype not in TYPES:
         return weight
     outs, size = weight.shape

@@ -16,7 +16,8 @@ _call.restype = None
 
 
 def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> LogprobsTensors:
-    """See `swell.kernels.logprobs.rank_tokens`; the lower of equally likely tokens comes first."""
+    """See `swell.kernels.logprobs.rank_tokens`; of equally likely tokens, the one with the lower id
+    comes first."""
     assert logits.dtype == torch.float32 and logits.stride(1) == 1
     assert token_ids.dtype == torch.int64 and token_ids.is_contiguous()
     rows, vocab = logits.shape

@@ -1,4 +1,4 @@
-"""Adapters compiled from `lora.cpp`, their weights packed as it reads them."""
+"""Adapters compiled from `lora.cpp`, with weights packed in the order in which it reads them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _RANK_STEP, _OUT_STEP = _step("swell_lora_rank_step"), _step("swell_lora_out_ste
 
 
 class _Adapter(ctypes.Structure):
-    """`Adapter` of lora.cpp."""
+    """The struct `Adapter` of lora.cpp."""
 
     _fields_ = [("down", POINTER), ("up", POINTER), ("ranks", INT), ("rank", INT * _MAX_PARTS)]
 
 
 class _Layer(ctypes.Structure):
-    """`Layer` of lora.cpp."""
+    """The struct `Layer` of lora.cpp."""
 
     _fields_ = [
         ("adapters", POINTER),
@@ -56,7 +56,7 @@ class CompiledLora(LoraLayer):
     def __init__(self, size: int, outs: Sequence[int], adapters: int, dtype: torch.dtype) -> None:
         self._adapters = (_Adapter * adapters)()
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        """What they point to."""
+        """Adapter -> the packed tensors that `_adapters` points to."""
         self._dtype, self._size, self._outs = dtype, size, sum(outs)
         self._layer = _Layer(
             ctypes.addressof(self._adapters),
@@ -105,7 +105,7 @@ def _pack_down(down: Tensor) -> Tensor:
 
 
 def _pack_ups(ups: Sequence[Tensor | None]) -> Tensor:
-    """Each [outs, rank] -> [rank, padded outs], flat, one after the other"""
+    """Packs each [outs, rank] as [rank, padded outs], flat, one after the other."""
     packed = []
     for up in ups:
         if up is not None:

@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dim() != 3:
         x = x.contiguous()
         outer, inner, stride = x.numel() // size, 1, size
-    else:  # heads, perhaps of a wider projection, [T, heads, size]
+    else:  # heads, possibly part of a wider projection, [T, heads, size]
         if x.stride(2) != 1 or x.stride(1) != size:
             x = x.contiguous()
         outer, inner, stride = x.shape[0], x.shape[1], x.stride(0)

@@ -1,1 +1,1 @@
-"""The oracle: plain torch, complete, used wherever no faster backend exists."""
+"""The reference backend: plain torch, complete, used wherever no faster backend exists."""

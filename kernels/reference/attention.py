@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: rows are gathered and padded to the longest. It defines the
+"""Paged attention in plain torch: rows are gathered and padded to the longest one. It defines the
 result and is not fast."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from torch import Tensor
 from swell.kernels.attention import AttentionMetadata
 
 MAX_ELEMENTS = 1 << 25
-"""Of the scores, and of the gathered keys and values in float32, that are there at once: so many
-rows, and queries of them, are computed together."""
+"""The most elements of the scores, and of the gathered keys and values in float32, that exist at
+once. It limits how many rows, and queries of a row, are computed together."""
 
 
 def paged_attention(
@@ -40,7 +40,7 @@ def paged_attention(
         answer = _attend_rows(
             q, k_cache, v_cache, meta, first, last, queries, scale, window, softcap, lookahead
         )
-        # Selected by a mask: only the device knows how many tokens the chunk has.
+        # Selected with a mask: only the device knows how many tokens the chunk has.
         inside = (row >= first) & (row < last)
         answer = answer[(row - first).clamp(0, last - first - 1), index]
         out = torch.where(inside[:, None, None], answer.to(q.dtype), out)
@@ -60,8 +60,8 @@ def _attend_rows(
     softcap: float,
     lookahead: int,
 ) -> Tensor:
-    """The rows first .. last - 1, padded to Q query and C context tokens, `at_once` queries after
-    the others."""
+    """Computes the rows first .. last - 1, padded to Q query and C context tokens, `at_once`
+    queries at a time."""
     device, queries, context = q.device, meta.max_query_tokens, meta.max_context_tokens
     kv_heads, block_tokens = k_cache.shape[1:3]
     group = q.shape[1] // kv_heads
@@ -79,14 +79,15 @@ def _attend_rows(
     key_index = torch.arange(context, device=device)  # [C]
     rows_k = k_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :context].float()
     rows_v = v_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :context].float()
-    # Cache entries after a row's context may hold anything, even NaN.
+    # Cache entries after a row's context may contain anything, even NaN.
     rows_v = rows_v.masked_fill((key_index >= total[:, None])[:, None, :, None], 0.0)
 
     parts = []
     for part_q, part_position in zip(
         rows_q.split(at_once, dim=3), position.split(at_once, dim=1), strict=True
     ):
-        # The queries of a group see the same keys: [B, kv_heads, group * Q, C], then apart again
+        # The queries of a group attend to the same keys: [B, kv_heads, group * Q, C], then split
+        # again
         scores = part_q.flatten(2, 3) @ rows_k.transpose(-1, -2) * scale
         scores = scores.unflatten(2, (group, -1))
         if softcap > 0:

@@ -1,4 +1,4 @@
-"""Writing K and V by index assignment."""
+"""Writes K and V by index assignment."""
 
 from __future__ import annotations
 

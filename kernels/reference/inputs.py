@@ -1,4 +1,4 @@
-"""A step's inputs in plain torch; the host's data is copied to the device at once."""
+"""A step's inputs in plain torch; the host's data is copied to the device in one transfer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Gather:
         slots_np, starts_np, counts_np, samples_np = columns
         ends_np, context_np = counts_np.cumsum(), starts_np + counts_np
         sample_rows = np.repeat(np.arange(len(slots)), samples_np)
-        # [S]: positions of the row that follow
+        # [S]: how many sampled positions of the row follow
         back_np = samples_np.cumsum()[sample_rows] - 1 - np.arange(len(sample_rows))
         sampling_np = (
             ends_np[sample_rows] - 1 - back_np,
@@ -73,7 +73,7 @@ class _Gather:
         tables = self._block_table[:, :blocks].index_select(0, slots)
         out.input_ids[: sizes.tokens] = self._token_ids[slots[rows], positions]
         out.positions[: sizes.tokens] = positions
-        out.query_start[:1].zero_()  # to assign a number would wait for the device
+        out.query_start[:1].zero_()  # assigning a number would wait for the device
         out.query_start[1 : sizes.rows + 1] = ends
         out.context_tokens[: sizes.rows] = starts + counts
         out.block_table[: sizes.rows, :blocks] = tables

@@ -27,7 +27,7 @@ def expert_outputs(
     if not weights or not len(x):
         return
     chosen, rows = experts.flatten(), out.view(-1, out.shape[-1])
-    # The (token, choice) pairs, grouped by expert, in the order of tokens.
+    # The (token, choice) pairs, grouped by expert, in token order.
     pairs = chosen.argsort(stable=True)
     counts = torch.bincount(chosen, minlength=max(weights) + 1).tolist()
     ends = list(accumulate(counts))

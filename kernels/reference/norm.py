@@ -1,4 +1,5 @@
-"""RMS norm in plain torch, operation for operation as transformers' LlamaRMSNorm; layer norm."""
+"""RMS norm in plain torch, with the same operations as transformers' LlamaRMSNorm; and layer
+norm."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ EXP_UNDERFLOW = -87.0
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned constant."""
+    """Returns the int64 with the bits of an unsigned constant."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -22,12 +22,12 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """A logical shift of int64 (torch's own copies the sign)."""
+    """Logical right shift of int64 (torch's own shift copies the sign)."""
     return (x >> bits) & (_MASK64 >> bits)
 
 
 def _mix(z: Tensor) -> Tensor:
-    """The finalizer of SplitMix64; int64 products wrap, as the unsigned ones of the source do."""
+    """The finalizer of SplitMix64; int64 products wrap like the unsigned ones of the source."""
     z = (z ^ _shift_right(z, 30)) * _MIX_1
     z = (z ^ _shift_right(z, 27)) * _MIX_2
     return z ^ _shift_right(z, 31)
@@ -58,15 +58,15 @@ def sample_tokens(
     """See `swell.kernels.sample.sample_tokens`."""
     greedy = temperature <= 0
     max_logits, best = logits.max(dim=-1)
-    # The largest is 0 before the division, so that no temperature, however small, overflows.
+    # The largest logit is 0 before the division, so that even a tiny temperature does not overflow.
     scaled = logits - max_logits[:, None]
     scaled /= torch.where(greedy, 1.0, temperature)[:, None]
-    # p >= min_p * p_max in logarithms; log(0) = -inf keeps all that does not underflow.
+    # p >= min_p * p_max in logarithms; log(0) = -inf keeps everything that does not underflow.
     least = min_p.log().clamp(EXP_UNDERFLOW, 0)
     scaled.masked_fill_(scaled < least[:, None], float("-inf"))
     if any_top_k_or_p:
         scaled = scaled.masked_fill(~_top(logits, scaled, top_k, top_p), float("-inf"))
-    # float64: in a large vocabulary the float32 sum would swallow rare tokens.
+    # float64: in a large vocabulary, a float32 sum would lose rare tokens.
     cumulative = torch.softmax(scaled, dim=-1).double().cumsum(dim=-1)
     total = cumulative[:, -1]
     # Strictly below the total, so that the first sum above it ends at a token with probability > 0.
@@ -78,9 +78,9 @@ def sample_tokens(
 
 
 def _top(logits: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[N, V] bool: the tokens that top_k, and after it top_p, keep."""
+    """Returns [N, V] bool: the tokens that top_k, and then top_p, keep."""
     vocab = scaled.shape[-1]
-    # By the logits themselves: scaling may make equal what differs by a rounding.
+    # Sorts by the logits themselves: scaling may make logits equal that differ by a rounding.
     token = logits.argsort(dim=-1, descending=True, stable=True)
     ranked = scaled.gather(1, token)
     limit = torch.where(top_k > 0, top_k, vocab)[:, None]
