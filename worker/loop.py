@@ -74,13 +74,13 @@ class WorkerLoop:
                 self._fail(error)
 
     def abort(self, generation: int) -> None:
-        """Aborts the groups of `generation` and older ones. May be called from one other thread."""
+        """Aborts the groups of `generation` and older ones. Call it from a single other thread."""
         self._aborted = max(self._aborted, generation)
         self.reabort()
 
     def reabort(self) -> None:
-        """Repeats the abort: the call of `abort` misses groups that are being formed meanwhile.
-        Called from the thread that calls `abort`."""
+        """Repeats the abort: a call of `abort` misses groups that are being formed meanwhile. Call
+        it from the thread that calls `abort`."""
         if self._aborted >= self._generation:
             self._worker.abort(self._aborted)
 

@@ -122,8 +122,8 @@ class Adapters(NoAdapters):
             self.reserved_bytes = config.max_adapters * self._largest_bytes()
 
     def load(self, command: LoadAdapter, rank: int, on_loaded: OnLoaded) -> None:
-        """Loads an adapter (see `LoadAdapter`). `on_loaded` is called on any thread once the
-        adapter is loaded or cannot be."""
+        """Loads an adapter (see `LoadAdapter`). `on_loaded` is called, on any thread, when the
+        adapter is loaded or cannot be loaded."""
         place, adapter, load = command.place, command.adapter, command.number
         digest, future = adapter.digest, self._numbers.get(adapter.digest)
         stays = future is not None and digest not in self._at_place.values()

@@ -73,7 +73,7 @@ class CopyingOutput(AsyncModelRunnerOutput):
 
     def get_output(self) -> ModelRunnerOutput:
         host = self._copy.wait()
-        # An aborted collective raises no error on the host by itself.
+        # An aborted collective does not raise an error on the host by itself.
         self._mesh.check()
         return host.fill(self._output)
 

@@ -45,8 +45,8 @@ class Stores:
         self, address: tuple[str, int], mesh: Mesh, absent: Sequence[int] = ()
     ) -> dist.Store:
         """Returns a client of the store at `address`, or the store that this worker hosts. Raises
-        `GroupError` if the mesh is aborted or if the store does not answer, then with these
-        `absent` engines."""
+        `GroupError`, with the `absent` engines, if the store does not answer until a timeout or an
+        abort of the mesh."""
         host, port = address
         if self._store is not None and (self._store.host, self._store.port) == (
             reachable(host),

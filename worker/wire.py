@@ -186,7 +186,7 @@ class AbortGroups(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False)
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False):
     """Tells a worker to replace the adapter in a place that no request uses by this one. The worker
-    loads it in the background of the steps and answers with `AdapterLoaded`."""
+    loads it in the background while it computes steps, and answers with `AdapterLoaded`."""
 
     place: int
     adapter: Adapter

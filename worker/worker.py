@@ -61,11 +61,11 @@ class Worker:
     """One tensor rank of one pipeline stage of an engine.
 
     `rank` is 0 .. world - 1 within the engine, tensor fastest: stage * tensor + tensor_rank.
-    `local_workers` is the number of the engine's workers that share this machine and its cores.
-    `local_rank` is this worker's index among them, which selects the GPU (None: derived from the
-    rank). `progress` is called while the weights are loaded. `host` is the address of this machine
-    at which other workers reach it. Several workers may be threads of one process, so a worker
-    keeps no global state.
+    `local_workers`: the number of the engine's workers on this machine, which share its cores.
+    `local_rank`: this worker's index among them, which selects the GPU (None: derived from the
+    rank). `progress` is called while weights are loaded. `host`: the address of this machine at
+    which other workers reach it. Several workers may be threads of one process: none keeps global
+    state.
     """
 
     def __init__(
@@ -90,8 +90,7 @@ class Worker:
         self.mesh: Mesh | None = None
         self.model: Any = None
         self._is_whole = False
-        """Whether the models have all their weights: an error or an interrupt may leave one
-        half-loaded."""
+        """Whether the models have all weights: an error or interrupt may leave one half-loaded."""
         self.pooler: Pooler | None = None
         self.draft_model: NoDraftModel = NO_DRAFT_MODEL
         self.adapters: NoAdapters = NO_ADAPTERS
@@ -114,19 +113,18 @@ class Worker:
 
     @property
     def progress_counter(self) -> int:
-        """Counts the layers (or operations of replayed steps) computed so far and the parts of
-        experts that this worker has received. May be read from any thread."""
+        """Counts computed layers, or operations of replayed steps, and received parts of experts.
+        May be read from any thread."""
         runner = self.runner
         return self._progress_counter + (runner.progress if runner is not None else 0)
 
     def load(self, store: dist.Store | None = None, epoch: int = 0) -> WorkerLimits:
-        """Joins the engine's groups of `epoch`, builds the model, loads its weights and measures
-        the memory.
+        """Joins the engine's groups of `epoch`, builds and loads the model and measures the memory.
 
-        `store`: the store through which the engine's workers find each other. Without one, several
-        workers form their groups in the first `regroup`. With `parallel.expert`, the worker loads
-        no experts before that. Raises `ValueError` for a model or a parallel layout that is not
-        supported, or that leaves no memory for a cache.
+        `store`: through it the engine's workers find each other; without one, several workers form
+        their groups in the first `regroup`. With `parallel.expert`, experts are loaded only then.
+        Raises `ValueError` for a model or a parallel layout that is not supported, or that leaves
+        no memory for a cache.
         """
         self._prepare_thread()
         model_config, parallel = self.config.model, self.config.parallel
@@ -154,8 +152,7 @@ class Worker:
         )
 
     def _build_model(self) -> tuple[Any, PoolingSpec | None, LoadedWeights]:
-        """Builds the model and loads its weights. Returns the model folder's configuration, its
-        pooling, and what was loaded."""
+        """Builds and loads the model. Returns its config, its pooling, and what was loaded."""
         assert self.mesh is not None
         self._is_whole = False
         model_config = self.config.model
@@ -219,14 +216,12 @@ class Worker:
         return self.runner.execute_model(plan)
 
     def load_adapter(self, command: LoadAdapter, on_loaded: OnLoaded) -> None:
-        """Starts to load an adapter in the background of the following steps. `on_loaded` may be
-        called on any thread."""
+        """Starts to load an adapter in the background. `on_loaded` may be called on any thread."""
         self.adapters.load(command, self.rank, on_loaded)
 
     def regroup(self, plan: GroupPlan, store: dist.Store | None = None) -> Regrouped:
         """Leaves the groups that the plan replaces, forms new ones, and gets this worker's share of
-        the experts. The weights stay, and so does the memory of the KV cache, unless the plan says
-        otherwise.
+        the experts. Weights and KV cache memory stay, unless the plan says otherwise.
 
         `store`: used instead of the plan's `store` by workers that share a process. Without either,
         the engine keeps its own groups. Raises `GroupError` if a peer does not join or `abort` is
@@ -258,8 +253,7 @@ class Worker:
         return Regrouped(self.rank, plan.generation, moved, loaded, refusal, self._freed_bytes)
 
     def abort(self, generation: int | None = None) -> None:
-        """Makes this worker's collectives fail, including the one in flight. May be called from any
-        thread.
+        """Makes this worker's collectives fail, even the one in flight; from any thread.
 
         With `generation`, groups of a later plan are not aborted.
         """
@@ -330,7 +324,7 @@ class Worker:
             self._start_runner()
 
     def _sleep(self, level: int) -> None:
-        """Frees memory as `GroupPlan.sleep_level` says. On CPU the weights are in host memory
+        """Frees memory (see `GroupPlan.sleep_level`). On CPU, weights are in host memory
         already."""
         self._progress_counter, self.runner = self.progress_counter, None
         self._offload = self._block_files = self._routes = None

@@ -119,8 +119,8 @@ class MoE(FeedForward, Packable):
         """Called with the choices [T, k] of each step; None: they are not recorded."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]. Every worker of the stage must call this, even with T =
-        0."""
+        """x [T, hidden] -> [T, hidden]. Every worker of the stage must call this, even without
+        tokens."""
         traits = self.traits
         weights, choices = route(self.router(x), traits.top_k, traits.renormalize)
         if self.on_choices is not None:

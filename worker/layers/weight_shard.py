@@ -53,8 +53,8 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 
 def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Allocates every parameter of `model` that does not have memory yet on `device`. Shared
-    parameters stay shared."""
+    """Allocates memory on `device` for every parameter of `model` without memory. Shared parameters
+    stay shared."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():

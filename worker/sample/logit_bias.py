@@ -89,7 +89,7 @@ class LogitBias(LogitsProcessor):
         # [max_rows]
         self._entries: list[_BiasEntries | None] = [None] * states.max_rows
         self._active_slots = SlotSet(states.max_rows)
-        # [max_rows] the first position at which all entries of the slot have stopped to apply
+        # [max_rows] the first position at which the slot's entries no longer apply
         self._until_np = np.zeros(states.max_rows, dtype=np.int64)
 
     def add_request(self, row: NewRow) -> None:

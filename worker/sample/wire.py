@@ -66,7 +66,7 @@ class SamplerParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens that has this much probability."""
+    """Keep the smallest set of tokens with at least this much total probability."""
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the largest probability."""
     seed: int = 0
