@@ -53,8 +53,8 @@ def paged_attention(
     """Attention over the cache, into which this step's K and V must have been written. It is
     causal, unless tokens attend to `lookahead` later positions.
 
-    q [T, heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim]; returns a new [T,
-    heads, head_dim] of q's type. The softmax is computed in float32. `heads` is a multiple of
+    q [T, heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim]; returns a new
+    [T, heads, head_dim] of q's type. The softmax is computed in float32. `heads` is a multiple of
     `kv_heads`. Rows may have zero query tokens. Backends: reference, cpu (float32, bfloat16; there
     the result of a token does not depend on its batch or chunk).
     """

@@ -86,8 +86,8 @@ class Gather(Protocol):
 def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs) -> Gather:
     """Returns a `Gather` that fills `out` from the tables; all of these must keep their memory.
 
-    token_ids [slots, length] int32, whose element p is the token at position p; block_table [slots,
-    max_blocks] int32. Backends: reference, cpu.
+    token_ids [slots, length] int32, whose element p is the token at position p; block_table
+    [slots, max_blocks] int32. Backends: reference, cpu.
     """
     return backends.get("inputs", token_ids.device.type).make_gather(
         token_ids, block_table, block_tokens, out

@@ -46,8 +46,8 @@ def expert_outputs(
 
 
 def combine_experts(outputs: Tensor, weights: Tensor) -> Tensor:
-    """Computes sum_j weights[:, j] * outputs[:, j], j ascending: [T, k, hidden], [T, k] -> [T,
-    hidden].
+    """Computes sum_j weights[:, j] * outputs[:, j], j ascending: [T, k, hidden], [T, k] ->
+    [T, hidden].
 
     Computed in float32 and rounded once to the type of `outputs`. Backends: reference.
     """

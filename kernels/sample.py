@@ -16,8 +16,8 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
     """seeds [N] int64, positions [N] int64 -> [N] float64 in [0, 1), the same on every device.
 
     53 bits of mix(mix(seed + g) + (position + 1) * g), where mix is the finalizer and g the
-    increment of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195; constants as
-    in https://prng.di.unimi.it/splitmix64.c). Backends: reference, cpu.
+    increment of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195; constants as in
+    https://prng.di.unimi.it/splitmix64.c). Backends: reference, cpu.
     """
     return backends.get("sample", seeds.device.type).uniform_noise(seeds, positions)
 
