@@ -1,4 +1,4 @@
-// Activations, alone and of a gate: act(gate) * up.
+// Activations, with and without a gate: act(x), and act(gate) * up.
 #include "thread_pool.h"
 #include "vec.h"
 
@@ -49,7 +49,7 @@ void act_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
 }  // namespace
 
 struct ActivationArgs {
-  const void* x;  // [rows, size], or [rows, 2 * size] of a gate
+  const void* x;  // [rows, size]; with a gate [rows, 2 * size]
   void* out;
   int64_t rows, size, is_bf16;
 };

@@ -1,15 +1,15 @@
-// Paged attention by online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), straight from
-// the cache.
+// Paged attention with online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), which reads
+// K and V directly from the cache.
 //
-// A work item is some tokens of one row and one KV head. Its query vectors (tokens x group) go over
-// the keys in tiles, so each K and V that is loaded is used for all of them.
+// A work item is some tokens of one row and one KV head. Its query vectors (tokens x group) process
+// the keys in tiles, so each K and V is loaded once for all of them.
 //
 //     keys   0 ....... tile ....... tile ....... position of the last token
 //                 |  blocks of the cache |
 //     per tile:  scores (q . k)  ->  softmax (new maximum, old sums rescaled)  ->  weighted values (p V)
 //
 // Tiles start at fixed positions, each sum runs in a fixed order, and a masked key adds an exact
-// zero. So the result of a token does not depend on the batch or chunk that it is computed in.
+// zero. So the result of a token does not depend on the batch or chunk in which it is computed.
 #include <type_traits>
 #include <vector>
 
@@ -18,11 +18,11 @@
 
 namespace {
 
-constexpr int64_t kQueryVectors = 32;  // of one item, unless one token has more
+constexpr int64_t kQueryVectors = 32;  // the most of one item, unless one token has more
 
-// The loops below take their arguments by value, each in a function of its own: that leaves the
-// compiler enough registers. DIM is head_dim where it is known at compile time, a multiple of kLanes;
-// 0: any. A vector of q, K or V is read in parts of this type:
+// Each loop below is a separate function with arguments by value, which leaves the compiler enough
+// registers. DIM is head_dim if it is known at compile time, a multiple of kLanes; 0: any. A vector
+// of q, K or V is read in parts of this type:
 template <int DIM>
 using Part = std::conditional_t<(DIM > 0), lanes, v8>;
 template <int DIM>
@@ -160,7 +160,7 @@ struct Attention {
   }
 
   // Calls work(start of the keys, block to prefetch, first key, number of keys) for each block that
-  // holds keys of [from, to).
+  // contains keys of [from, to).
   template <typename Work>
   SWELL_INLINE void each_block(const void* cache, int64_t stride, int64_t from, int64_t to,
                                Work work) {
@@ -220,7 +220,7 @@ struct Attention {
               acc + m * padded);
       };
       for (; m + 4 <= m_count; m += 4, i = 0) {
-        if (kPart<DIM> == 16) some(accumulate_values<T, DIM, 4, 4>, 4);  // there are 32 registers
+        if (kPart<DIM> == 16) some(accumulate_values<T, DIM, 4, 4>, 4);  // needs 32 registers
         some(accumulate_values<T, DIM, 4, 2>, 2);
         some(accumulate_values<T, DIM, 4, 1>, 1);
       }
@@ -266,7 +266,7 @@ struct Attention {
     }
   }
 
-  // `next`: the item that this thread computes after it, if known.
+  // `next`: the item that this thread computes after this one, if known.
   void attend(const WorkItem& item, const WorkItem* next) {
     start(item);
     ahead.follow(item, next);
@@ -307,7 +307,7 @@ void run(const AttentionArgs& a) {
       return &items[left];
     };
     for (const WorkItem* item = take(); item;) {
-      // A thread that has claimed the next item prefetches its keys. Near the end threads claim one
+      // A thread claims the next item early to prefetch its keys. Near the end, threads claim only one
       // item at a time, so that all of them have work.
       const WorkItem* next = left > 2 * num_threads() ? take() : nullptr;
       attention.attend(*item, next);

@@ -18,17 +18,17 @@ struct AttentionArgs {
 };
 
 constexpr int64_t kTileTokens = 64;
-constexpr int64_t kPrefetch = 2;  // blocks between the one that is read and the one that is prefetched
+constexpr int64_t kPrefetch = 2;  // how many blocks ahead of the reading a block is prefetched
 
 struct WorkItem {
   int32_t row, first, count;  // the row's tokens first .. first + count - 1
-  int32_t head;  // of K and V
+  int32_t head;  // the KV head
 };
 
 // The keys that an item reads: [low, end), in tiles that start at `base`, base + tile, ...
 struct KeyRange {
   const int32_t* table = nullptr;
-  int64_t position = 0;  // of the item's first token
+  int64_t position = 0;  // position of the item's first token
   int64_t head = 0, tile = 0, base = 0, low = 0, end = 0;
 
   KeyRange() = default;
@@ -43,15 +43,16 @@ struct KeyRange {
     end = std::min<int64_t>(a.context_tokens[item.row], position + item.count + a.lookahead);
   }
 
-  // This head's part of block `index`, in a cache whose blocks are `stride` elements apart.
+  // Returns this head's part of block `index`, in a cache whose blocks are `stride` elements apart.
   template <typename T>
   const T* block(const AttentionArgs& a, const void* cache, int64_t stride, int64_t index) const {
     return static_cast<const T*>(cache) + table[index] * stride + head * a.block_tokens * a.head_dim;
   }
 };
 
-// Prefetches a vector of a later block, once for each vector that is read of this one. The processor
-// does not predict the next block, and prefetching it all at once would fill its queues. null: none.
+// Prefetches one vector of a later block; called for each vector that is read from the current block.
+// The processor does not predict the next block, and prefetching all of it at once would fill its
+// queues. null: does nothing.
 template <typename T>
 SWELL_INLINE void prefetch(const T* from, int64_t elements) {
   const char* p = reinterpret_cast<const char*>(from);
@@ -59,14 +60,14 @@ SWELL_INLINE void prefetch(const T* from, int64_t elements) {
     for (int64_t i = 0; i < elements * int64_t(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-// Gives the blocks of one item after the other in the order in which they are read, of each tile first
-// K and then V, but kPrefetch blocks ahead of the reading.
+// Iterates over the blocks of one item after the other, in the order in which they are read (for each
+// tile first K, then V), but kPrefetch blocks ahead of the reading.
 template <typename T>
 class BlockIterator {
  public:
   explicit BlockIterator(const AttentionArgs& args) : a_(args) {}
 
-  // An item begins to be read; `next`: the one that follows, if that is known.
+  // Called when the reading of an item begins; `next`: the item after it, if known.
   void follow(const WorkItem& item, const WorkItem* next) {
     next_ = next;
     if (entered_ == &item) return;
@@ -74,7 +75,7 @@ class BlockIterator {
     for (int64_t i = 0; i < kPrefetch; i++) prefetch(this->next(), a_.block_tokens * a_.head_dim);
   }
 
-  // The next block; null: no further block is known yet.
+  // Returns the next block; null: no further block is known yet.
   const T* next() {
     while (index_ == stop_)
       if (!turn()) return nullptr;
@@ -96,7 +97,7 @@ class BlockIterator {
     stop_ = (std::min(at_.base + at_.tile, at_.end) + a_.block_tokens - 1) / a_.block_tokens;
   }
 
-  // From K to V, from tile to tile, from item to item.
+  // Continues from K to V, to the next tile, or to the next item.
   bool turn() {
     values_ = !values_;
     if (!values_) at_.base += at_.tile;

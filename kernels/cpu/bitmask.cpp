@@ -1,4 +1,4 @@
-// Masks of allowed tokens, one bit each: 32 tokens at a time.
+// Applies bitmasks of allowed tokens, 32 tokens at a time.
 #include "thread_pool.h"
 #include "vec.h"
 

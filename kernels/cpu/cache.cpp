@@ -1,4 +1,5 @@
-// Copies K and V of a step's tokens into the paged cache. Sizes and strides are in bytes: any type.
+// Copies K and V of a step's tokens into the paged cache. Sizes and strides are in bytes, so any type
+// is supported.
 #include "thread_pool.h"
 #include "vec.h"
 

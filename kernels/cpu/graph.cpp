@@ -4,8 +4,8 @@
 struct Call {
   void (*run)(const void* arguments);
   const void* arguments;
-  int64_t* rows;  // among the arguments
-  int64_t size;   // index of the size that `rows` is set to
+  int64_t* rows;  // the argument with the number of rows
+  int64_t size;   // index of the size to which `rows` is set
 };
 
 struct ReplayArgs {

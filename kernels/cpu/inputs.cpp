@@ -1,4 +1,4 @@
-// A step's inputs, row by row.
+// Fills a step's inputs, row by row.
 #include <algorithm>
 
 #include "vec.h"
@@ -9,7 +9,7 @@ struct GatherArgs {
   int64_t slots, width, max_blocks, block_tokens;
   int64_t *input_ids, *positions, *slot_mapping;
   int32_t *query_start, *context_tokens, *block_table;  // block_table [room_rows][max_blocks]
-  int64_t* samples;  // [3][room_samples]: token before, slot, position
+  int64_t* samples;  // [3][room_samples]: index of the token before, slot, position
   int64_t room_tokens, room_rows, room_samples;
   int64_t tokens, samples_count, max_query, max_context;  // results
 
@@ -19,8 +19,8 @@ struct GatherArgs {
   }
 };
 
-// Returns the number of rows. A smaller result is the index of a row that lies outside of the tables,
-// or that exceeds the room for tokens or samples: then `tokens` or `samples_count` does too.
+// Returns the number of rows. A smaller result is the index of a row that is outside of the tables,
+// or that exceeds the room for tokens or samples: then `tokens` or `samples_count` exceeds it, too.
 SWELL_API int64_t swell_gather_inputs(GatherArgs* a, int64_t rows) {
   const int64_t *slots = a->columns, *starts = slots + a->room_rows;
   const int64_t *counts = starts + a->room_rows, *sampling = counts + a->room_rows;
@@ -59,7 +59,7 @@ struct WriteArgs {
   int32_t* token_ids;  // [slots][width]
   const int64_t *at, *positions, *tokens;
   int64_t slots, width, count;
-  int64_t written;  // less than `count`: the token of that index lies outside of the table
+  int64_t written;  // less than `count`: the token with that index is outside of the table
 };
 
 SWELL_API void swell_write_tokens(WriteArgs* a) {

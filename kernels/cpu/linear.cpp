@@ -1,14 +1,14 @@
 // y = x W^T + b, with W packed once.
 //
-//     W packed [panels][in][kPanel]:  one k of a panel is kPanel neighbouring outputs
-//     tile:  up to kRows rows of x times a block of one panel, its sums in registers
+//     W packed [panels][in][kPanel]:  for each k, a panel has kPanel neighbouring outputs
+//     tile:  up to kRows rows of x times a block of one panel, with its sums in registers
 //            for k of the block:  sum[m][0 .. kPanel) += x[m][k] * W[panel][k][0 .. kPanel)
 //            meanwhile a part of the next block is prefetched into the cache
 //
 // An output is summed over k in blocks of kBlock, one after the other, for any number of rows and
-// threads: a row's result has the same bits in every batch. With few rows the time is that of reading
-// W once: two panels at a time, since memory delivers two streams faster than one. With many rows, a
-// panel's block stays in the cache while all of them use it.
+// threads: a row's result has the same bits in every batch. With few rows, reading W takes most of the
+// time, and two panels are read at a time, since memory delivers two streams faster than one. With
+// many rows, a panel's block stays in the cache while all rows use it.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -22,11 +22,11 @@
 namespace {
 
 constexpr int kRows = kLanes == 16 ? 12 : 6;  // 24 sums of 32 registers, or 12 of 16
-constexpr int kPairRows = kRows / 2;  // with at most so many rows, two panels at a time
+constexpr int kPairRows = kRows / 2;  // with at most this many rows, two panels are read at a time
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int64_t kBlock = 256;
 constexpr int64_t kChunk = 16 * kRows;  // rows that use a panel before the next panel is read
-// Elements between the position that is read and the position that is prefetched, in each of P panels.
+// How many elements ahead of the reading a position is prefetched, in each of P panels.
 template <int P>
 constexpr int64_t kPrefetch = (P == 1 ? 24 : 8) * kPanel;
 
@@ -37,15 +37,15 @@ constexpr lanes_u lane_numbers() {
 }
 const lanes_u kLaneNumbers = lane_numbers();
 
-// Where to prefetch: `step` elements for each k.
+// The start of the prefetched memory, and how far it advances for each k.
 template <typename T>
 struct Prefetch {
   const T* from;
   int64_t step;
 };
 
-// sums [P][kChunk][kPanel] += x [M][count], rows x_stride apart, times w [P][count][kPanel], panels
-// `apart`; `first`: nothing is in sums yet.
+// sums [P][kChunk][kPanel] += x [M][count] times w [P][count][kPanel]. The rows of x are x_stride
+// apart, the panels of w are `apart`. `first`: sums is still uninitialized.
 template <typename T, int P, int M>
 void tile(const float* x, int64_t x_stride, const T* w, int64_t apart, int64_t count,
           Prefetch<T> ahead, bool first, float* sums) {
@@ -86,8 +86,8 @@ constexpr std::array<Tile<T>, sizeof...(M)> tiles(std::integer_sequence<int, M..
 template <typename T, int P>
 constexpr auto kTiles = tiles<T, P>(std::make_integer_sequence<int, kRows / P>());
 
-// Consumer of a panel's sums that stores them: they are the outputs from `n` on, in rows `stride`
-// apart; `width` of the kPanel sums exist.
+// Consumes a panel's sums by storing them as the outputs from `n` on, in rows that are `stride` apart;
+// only the first `width` of the kPanel sums are valid.
 template <typename T>
 struct Out {
   const T* bias;
@@ -100,7 +100,7 @@ struct Out {
   }
 
  private:
-  // Inlined into the product's loops it would make all of them 3 % slower.
+  // If it were inlined into the product's loops, all of them would be 3 % slower.
   [[gnu::noinline]] static void put(const float* sums, int64_t rows, const T* bias, T* y,
                                     int64_t stride, int64_t width) {
     for (int64_t m = 0; m < rows; m++)
@@ -114,8 +114,8 @@ struct Out {
   }
 };
 
-// Consumer of a panel's sums that keeps only the largest, separately for each lane of a row until
-// `best` reduces the lanes, and the first panel that has it. A NaN stays.
+// Consumes a panel's sums by keeping only the largest one and the first panel that has it, separately
+// for each lane of a row; `best` reduces the lanes later. A NaN is never replaced.
 template <typename T>
 struct ArgmaxOutput {
   struct Row {
@@ -130,7 +130,7 @@ struct ArgmaxOutput {
   }
 
  private:
-  // Inlined into the product's loops it would make them slower.
+  // If it were inlined into the product's loops, they would be slower.
   [[gnu::noinline]] static void keep(const float* sums, int64_t rows, Row* of_row, int64_t n,
                                      int64_t width) {
     const lanes_u panel = lanes_u{} + uint32_t(n / kPanel);
@@ -152,7 +152,7 @@ struct ArgmaxOutput {
 
 struct Best {
   float value = -INFINITY;
-  int64_t n = -1;  // -1: no number yet
+  int64_t n = -1;  // the output's index; -1: none yet
 
   void merge(Best other) {
     if (other.n < 0 || std::isnan(value) || other.value < value) return;
@@ -178,8 +178,8 @@ Best best(const Row& row) {
   return top > -INFINITY ? Best{top, first} : Best{};
 }
 
-// x [rows][size] times P panels [size][kPanel], `apart`, each for one of `outs`; `cold`: the beginning
-// of the panels was not prefetched. With two panels there is one tile of rows.
+// Multiplies x [rows][size] by P panels [size][kPanel] that are `apart`, each for one of `outs`.
+// `cold`: the beginning of the panels was not prefetched. With two panels there is one tile of rows.
 template <typename T, typename Output, size_t P>
 void multiply(const float* x, int64_t x_stride, const T* panel, int64_t apart, int64_t rows,
               int64_t size, bool cold, std::array<Output, P> outs) {
@@ -191,8 +191,8 @@ void multiply(const float* x, int64_t x_stride, const T* panel, int64_t apart, i
     const T *w = panel + k * kPanel, *next = w + block * kPanel;
     for (int64_t m = 0; m < rows; m += some) {
       const int64_t count = std::min(some, rows - m);
-      // The tiles prefetch the next block, each a part of it. The first tile of a cold panel, and a
-      // tile that is alone, prefetch the block that they read, a little ahead of the reading.
+      // Each tile prefetches a part of the next block. The first tile of a cold panel, and a single
+      // tile, prefetch the block that they read, a little ahead of the reading.
       const bool itself = tiles == 1 || (cold && k + m == 0);
       const Prefetch<T> ahead = itself ? Prefetch<T>{w + kPrefetch<P>, kPanel}
                                     : Prefetch<T>{next + m / some * step * block, step};
@@ -207,7 +207,7 @@ void multiply(const float* x, int64_t x_stride, const T* panel, int64_t apart, i
 const float* as_float(const float* x, int64_t, int64_t, int64_t&, std::unique_ptr<float[]>&) {
   return x;
 }
-// Rows in float32, dense; `stride` becomes theirs.
+// Converts the rows to float32 without gaps, and sets `stride` to their stride.
 const float* as_float(const bf16* x, int64_t rows, int64_t size, int64_t& stride,
                       std::unique_ptr<float[]>& memory) {
   const int64_t padded = (size + 7) / 8 * 8;
@@ -221,7 +221,7 @@ const float* as_float(const bf16* x, int64_t rows, int64_t size, int64_t& stride
   return memory.get();
 }
 
-// How products are divided into tasks: a task is one chunk of rows and some panels.
+// The split of a product into tasks: a task is one chunk of rows and some panels.
 struct Split {
   int64_t panels, chunks, some, groups;
 
@@ -229,13 +229,13 @@ struct Split {
       : panels((outs + kPanel - 1) / kPanel), chunks((rows + kChunk - 1) / kChunk) {
     const int64_t wanted = std::max<int64_t>(1, kTasks * num_threads() / std::max<int64_t>(1, chunks));
     some = (panels + wanted - 1) / wanted;
-    // An even number, if every thread still gets two pairs of panels.
+    // Makes it even, if every thread still gets two pairs of panels.
     if (rows <= kPairRows && panels >= 4 * num_threads()) some = (some + 1) / 2 * 2;
     groups = (panels + some - 1) / some;
   }
 };
 
-// Calls run(m, count, group, each_panel) for each task, which has the rows m .. m + count:
+// Calls run(m, count, group, each_panel) for each task, which has the rows m .. m + count - 1:
 // each_panel(output) multiplies them by the panels of that group.
 template <typename T, typename Run>
 void products(const T* x, const T* w, int64_t rows, int64_t size, int64_t outs, int64_t x_stride,
@@ -302,7 +302,7 @@ void linear_argmax(const T* x, const T* w, float* values, int64_t* which, int64_
   }
 }
 
-// The elements of a row of W lie `panel` apart; 1: W is not packed.
+// The elements of a row of W are `panel` apart; 1: W is not packed.
 template <typename T>
 void embedding(const int64_t* ids, const T* w, T* y, int64_t tokens, int64_t size, int64_t panel) {
   parallel_for_each(tokens, tokens * size * 8, [=](int64_t t) {
@@ -334,7 +334,7 @@ struct EmbeddingArgs {
   int64_t tokens, size, panel, is_bf16;
 };
 
-// Outputs of one panel.
+// Returns the number of outputs of one panel.
 SWELL_API int64_t swell_linear_panel() { return kPanel; }
 
 SWELL_API void swell_linear(const LinearArgs* a) {

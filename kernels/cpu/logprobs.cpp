@@ -9,7 +9,7 @@ struct Scratch {
   std::vector<int64_t> best;
 };
 
-// The `top` most likely tokens; of equal ones the lower token first. 0 where only NaN is left.
+// Finds the `top` most likely tokens; of equal ones, the lower id comes first. 0 if only NaN is left.
 void find_best(Scratch& scratch, const float* logits, int64_t vocab, int64_t top, int64_t* out) {
   const Threshold cut = scratch.selection.largest(logits, vocab, top);
   std::vector<int64_t>& best = scratch.best;
@@ -26,7 +26,7 @@ void find_best(Scratch& scratch, const float* logits, int64_t vocab, int64_t top
   for (int64_t i = 0; i < top; i++) out[i] = i < found ? best[i] : 0;
 }
 
-// The logarithm of sum(exp(logit - top)); `larger` becomes the number of logits above `own`.
+// Returns the logarithm of sum(exp(logit - top)); sets `larger` to the number of logits above `own`.
 double log_sum(const float* logits, int64_t vocab, float top, float own, int64_t& larger) {
   double total = 0;
   larger = 0;

@@ -1,11 +1,11 @@
-// y[t] += B (A x[t]) for the tokens of several adapters, in one call a layer.
+// y[t] += B (A x[t]) for the tokens of several adapters, in one call per layer.
 //
-//     A packed [in][ranks]:           one k is the ranks of all matrices of the layer, padded to kLanes
+//     A packed [in][ranks]:           for each k, all ranks of the layer's matrices, padded to kLanes
 //     B packed, one after the other:  [rank][outs] for each matrix that is adapted, outs padded to kStep
 //
-// A task is up to kTokens tokens of one adapter: they share what is read of A and B. Each sum runs over
-// k, or over the ranks, in one order for any number of tokens: a token's result has the same bits in
-// every batch.
+// A task is up to kTokens tokens of one adapter, which share the loads of A and B. Each sum runs over
+// k, or over the ranks, in the same order for any number of tokens: a token's result has the same bits
+// in every batch.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -26,11 +26,11 @@ SWELL_INLINE float number(bf16 x) {
   return load_as<float>(&bits);
 }
 
-// One adapter in one layer; `down` is null where it does not adapt the layer.
+// One adapter in one layer; `down` is null if it does not adapt the layer.
 struct Adapter {
   const void *down, *up;
-  int64_t ranks;     // of all matrices, padded
-  int64_t rank[3];   // of each; 0: it is not adapted
+  int64_t ranks;     // sum of all matrices' ranks, padded
+  int64_t rank[3];   // rank of each matrix; 0: it is not adapted
 };
 
 struct Layer {
@@ -42,8 +42,8 @@ struct Layer {
 template <typename T, int M>
 using Rows = std::array<T*, M>;
 
-// h [M][ranks] = x A^T, with M > 1: of a sum that is alone the compiler may round products and sums
-// apart (avoid-fma-max-bits), and then it has other bits than among others.
+// h [M][ranks] = x A^T, with M > 1: in a single sum, the compiler may round products and sums separately
+// (avoid-fma-max-bits); then the sum would have other bits than together with others.
 template <typename T, int M>
 void shrink(const Rows<const T, M>& x, const T* down, int64_t size, int64_t ranks, float* h) {
   for (int64_t r = 0; r < ranks; r += kLanes) {
@@ -155,11 +155,11 @@ struct LoraArgs {
   const void* x;
   void* y;
   const Layer* layer;
-  const int64_t *tokens, *groups;  // groups: how many, then each
+  const int64_t *tokens, *groups;  // groups: their number, then each group
   int64_t rows, x_stride, is_bf16;
 };
 
-// What A's ranks, and the outputs of each B, are padded to.
+// The multiples to which A's ranks, and the outputs of each B, are padded.
 SWELL_API int64_t swell_lora_rank_step() { return kLanes; }
 SWELL_API int64_t swell_lora_out_step() { return kStep; }
 

@@ -1,10 +1,11 @@
-// RMS norm and layer norm, alone and with the residual's addition in front.
+// RMS norm and layer norm, with and without adding the residual first.
 #include "thread_pool.h"
 #include "vec.h"
 
 namespace {
 
-// x: outer groups of `inner` dense vectors, the groups x_stride elements apart; the rest is dense.
+// x has `outer` groups of `inner` adjacent vectors; the groups are x_stride elements apart. All other
+// tensors are contiguous.
 template <typename T, bool ADD>
 void norm(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t outer,
           int64_t inner, int64_t x_stride, int64_t size, float eps) {
@@ -34,7 +35,7 @@ void norm(const T* x, const T* residual, const T* weight, T* out, T* total, int6
   });
 }
 
-// Vectors are dense. The sum is written to `out` first, and normalized there.
+// Vectors are contiguous. The sum is first written to `out`, and normalized there.
 template <typename T>
 void center_norm(const T* x, const T* residual, const T* weight, const T* bias, T* out, int64_t rows,
                  int64_t size, float eps) {
@@ -61,7 +62,7 @@ void center_norm(const T* x, const T* residual, const T* weight, const T* bias, 
       squares[i / 8 % 4] += v * v;
     }
     float variance = hsum((squares[0] + squares[1]) + (squares[2] + squares[3]));
-    for (int64_t i = 0; i < tail; i++) {  // zeros behind the end would count as -mean
+    for (int64_t i = 0; i < tail; i++) {  // zeros after the end would count as -mean
       const float v = load_part(to + full, tail)[i] - mean;
       variance += v * v;
     }

@@ -1,10 +1,11 @@
-// Penalties; only the tokens that a slot has seen are computed.
+// Applies penalties; only the tokens that a slot has seen are computed.
 #include "thread_pool.h"
 #include "vec.h"
 
 namespace {
 
-// Products and sums are rounded one by one: in double they are exact, so nothing is fused.
+// Products and sums are rounded to float separately: products of floats are exact in double, so fusing
+// a product with a sum would not change it.
 float times(float a, float b) { return float(double(a) * double(b)); }
 
 struct Strengths {

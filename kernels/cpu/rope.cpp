@@ -2,7 +2,7 @@
 #include "thread_pool.h"
 #include "vec.h"
 
-// A fused multiply-add rounds once where the sequence of torch operations rounds twice.
+// A fused multiply-add would round once, but the sequence of torch operations rounds twice.
 #pragma GCC optimize("fp-contract=off")
 
 namespace {

@@ -1,4 +1,4 @@
-// Sampling of tokens, one row at a time, without sorting.
+// Samples tokens, one row at a time, without sorting.
 #include "select.h"
 #include "thread_pool.h"
 
@@ -7,7 +7,7 @@ namespace {
 struct Scratch {
   std::vector<float> weights, sums;  // [runs * kRun], [runs]
   Selection selection;
-  // What top_k keeps of a row.
+  // The logits and tokens of a row that top_k keeps.
   std::vector<float> logits;
   std::vector<int64_t> tokens;
 
@@ -36,7 +36,8 @@ class WeightedSampler {
 
   const float* weights() const { return weights_; }
 
-  // Computes the sum of all weights, which is returned, and of each run; the weights are not stored.
+  // Computes the sum of each run's weights and returns the sum of all weights. Does not store the
+  // weights.
   double sum_runs() {
     double total = 0;
     for (int64_t run = 0; run < runs_; run++) {
@@ -47,7 +48,7 @@ class WeightedSampler {
     return total;
   }
 
-  // The same, and stores the weights.
+  // Does the same, and stores the weights.
   double weigh_all() {
     double total = 0;
     for (int64_t run = 0; run < runs_; run++) total += sums_[run] = weigh_run(run);
@@ -63,8 +64,8 @@ class WeightedSampler {
     return hsum((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 
-  // The sums of the weights that a threshold keeps. Ties that it excludes get weight 0 here; the other
-  // excluded tokens get it in `cut_run`.
+  // Computes the sums of the weights that a threshold keeps. Ties that it excludes get weight 0 here;
+  // the other excluded tokens get weight 0 in `cut_run`.
   double sum_left(const Threshold& cut) {
     const v8 least = splat(cut.value);
     double total = 0;
@@ -89,8 +90,8 @@ class WeightedSampler {
       store(weights_ + i, logits_at(i) >= splat(cut.value) ? load(weights_ + i) : v8{});
   }
 
-  // The first token, in token order, at which the sum of weights exceeds the target. `fill(run)` stores
-  // the final weights of a run.
+  // Returns the first token, in token order, at which the sum of weights exceeds the target.
+  // `fill(run)` stores the final weights of a run.
   template <typename Fill>
   int64_t invert(double target, Fill fill) {
     double before = 0, sum = 0;
@@ -128,7 +129,7 @@ class WeightedSampler {
   float *weights_, *sums_;
 };
 
-// Samples a token with all filters but top_k.
+// Samples a token with all filters except top_k.
 int64_t sample_weighted(Scratch& scratch, const float* logits, int64_t vocab, float top,
                         float temperature, float top_p, float min_p, double u) {
   WeightedSampler sampler(scratch, logits, vocab, top, temperature, min_p);

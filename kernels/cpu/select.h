@@ -1,11 +1,11 @@
-// The largest of many floats, found without sorting them.
+// Finds the largest of many floats without sorting them.
 #pragma once
 #include <algorithm>
 #include <vector>
 
 #include "vec.h"
 
-constexpr int64_t kRun = 256;  // floats whose sum is a float; runs are summed in double
+constexpr int64_t kRun = 256;  // length of a run, which is summed in float; runs are summed in double
 
 SWELL_INLINE bool any(i8 mask) {
   typedef long long l4 __attribute__((vector_size(32)));
@@ -17,7 +17,7 @@ SWELL_INLINE bool any(i8 mask) {
 #endif
 }
 
-// Eight floats from p; behind the first n, `rest`.
+// Loads eight floats from p; those after the first n are `rest`.
 SWELL_INLINE v8 load_first(const float* p, int64_t n, float rest) {
   if (n >= 8) return load(p);
   float padded[8];
@@ -26,7 +26,7 @@ SWELL_INLINE v8 load_first(const float* p, int64_t n, float rest) {
 }
 
 // Index and value of the first of the largest floats. If one of the floats is NaN, so is the value,
-// and `at` is the index of any of them.
+// and `at` is the index of any float.
 struct Top {
   int64_t at;
   float value;
@@ -60,25 +60,25 @@ inline Top first_largest(const float* x, int64_t count) {
   return {found == end ? count - 1 : found - x, sound ? top : NAN};
 }
 
-// A set of largest values: all above `value`, and the first `ties` of those that equal it.
+// A set of largest values: all values above `value`, and the first `ties` values equal to it.
 struct Threshold {
   float value = -INFINITY;
   int64_t ties = INT64_MAX;
   bool keeps_all() const { return value == -INFINITY; }
 };
 
-// Finds the threshold of the smallest set of largest values whose measures together reach a target;
-// the measure of a value is 1, or its weight, which is the same for equal values. A quickselect: a
-// sample of the values gives a pivot, the measures on both sides of it are summed, and only the side
-// where the set ends is searched further. The sample affects the time, not the result.
+// Finds the threshold of the smallest set of largest values whose total measure reaches a target; the
+// measure of a value is 1, or its weight, which is the same for equal values. This is a quickselect: a
+// pivot is chosen from a sample of the values, the measures on both sides of it are summed, and only
+// the side in which the set ends is searched further. The sample affects the time, not the result.
 class Selection {
  public:
-  // The `count` largest of n values.
+  // Finds the `count` largest of n values.
   Threshold largest(const float* values, int64_t n, int64_t count) {
     return reach<false>({values, nullptr, n}, double(n), double(count));
   }
 
-  // The largest that hold `share` of `total`, the sum of all weights.
+  // Finds the largest values whose weights sum to `share` of `total`, the sum of all weights.
   Threshold heaviest(const float* values, const float* weights, int64_t n, double total, double share) {
     return reach<true>({values, weights, n}, total, share * total);
   }
@@ -130,10 +130,10 @@ class Selection {
       if (at >= target) return cut(first, target);
       target -= at;
     }
-    return {};  // rounding: all of them together hold less than the target
+    return {};  // due to rounding, the total is below the target
   }
 
-  // Every so many of the list's tokens, the largest first.
+  // Takes `count` of the list's tokens, one out of `every`, and sorts them with the largest first.
   template <bool kWeighted>
   void take(const List& list, int64_t count, int64_t every) {
     tokens_.clear();
@@ -142,8 +142,8 @@ class Selection {
               [](const Token& a, const Token& b) { return a.value > b.value; });
   }
 
-  // A value near the estimated end of the set, moved towards the middle of the list: so far that the
-  // end most probably lies on the smaller side.
+  // Returns a value near the estimated end of the set, moved so far towards the middle of the list that
+  // the end is most probably on the smaller side.
   template <bool kWeighted>
   Token choose_pivot(const List& list, double share) {
     const int64_t count = std::clamp<int64_t>(std::sqrt(double(list.n)), 16, 256);
@@ -177,7 +177,7 @@ class Selection {
     }
   }
 
-  // The values that pass, in the order of the list; the result may use the memory of the list.
+  // Returns the values that pass, in list order; the result may use the memory of the list.
   template <bool kWeighted, typename Passes>
   List gather(const List& list, Passes passes) {
     if (int64_t(values_.size()) < list.n) values_.resize(list.n), weights_.resize(list.n);

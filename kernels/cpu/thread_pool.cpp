@@ -12,9 +12,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a thread spins before it sleeps. A helper spins from one loop of a step to the next, but
-// not from one step to the next, when other processes have work. The caller spins until the last task
-// ends.
+// How long a thread spins before it sleeps. A helper spins between the loops of a step, but not
+// between steps, when other processes have work. The caller spins while it waits for the last task.
 constexpr auto kHelperWait = std::chrono::microseconds(50);
 constexpr auto kCallerWait = std::chrono::microseconds(20);
 
@@ -52,11 +51,11 @@ class ThreadPool {
   const int64_t size;
 
  private:
-  // Shared with the helpers, so it exists until the last of them has ended. The pool does not join
+  // Shared with the helpers, so it exists until the last of them has stopped. The pool does not join
   // them: in a forked process they do not exist.
   struct State {
     alignas(64) std::atomic<uint64_t> word{0};
-    alignas(64) std::atomic<int64_t> done{0};  // tasks of this loop, by helpers
+    alignas(64) std::atomic<int64_t> done{0};  // tasks of this loop that helpers have done
     std::atomic<int> asleep{0};
     std::atomic<bool> ended{false}, caller_asleep{false};
     void (*run)(const void*, Tasks&) = nullptr;

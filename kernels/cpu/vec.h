@@ -1,6 +1,6 @@
-// Vectors of eight floats, or of as many as the widest registers hold, through the compiler's vector
+// Vectors of eight floats, or of as many as the widest registers hold, with the compiler's vector
 // extensions: one source for AVX2, AVX-512 and NEON. Sums run in a fixed order, so that a result does
-// not depend on how work was tiled.
+// not depend on the tiling of the work.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -28,7 +28,7 @@ SWELL_INLINE V load_as(const void* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-// V: floats, Bits and Halves: as many uint32_t and uint16_t.
+// V: floats; Bits and Halves: the same number of uint32_t and uint16_t.
 template <typename V, typename Bits, typename Halves>
 SWELL_INLINE V widen(const bf16* p) {
   const Bits bits = __builtin_convertvector(load_as<Halves>(p), Bits) << 16;
@@ -62,7 +62,7 @@ typedef uint16_t lanes_h __attribute__((vector_size(kLanes * 2)));
 SWELL_INLINE lanes wide(const float* p) { return load_as<lanes>(p); }
 SWELL_INLINE lanes wide(const bf16* p) { return widen<lanes, lanes_u, lanes_h>(p); }
 
-// The first n < 8 elements; the rest is zero (load), or is not written (store).
+// Loads or stores the first n < 8 elements; the others are zero (load), or not written (store).
 template <typename T>
 SWELL_INLINE v8 load_part(const T* p, int64_t n) {
   T padded[8] = {};
@@ -76,7 +76,7 @@ SWELL_INLINE void store_part(T* p, v8 v, int64_t n) {
   std::memcpy(p, padded, n * sizeof(T));
 }
 
-// Round to T and back, as a sequence of tensor operations would.
+// Rounds to T and back, as a sequence of tensor operations would.
 template <typename T>
 SWELL_INLINE v8 round_to(v8 v) {
   T t[8];
@@ -125,7 +125,7 @@ SWELL_INLINE v8 hsum8(const v8* a) {
          __builtin_shufflevector(c0, c1, 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
-// Below it exp(x) counts as 0: the smallest normal float is exp(-87.34).
+// Below this, exp(x) counts as 0: the smallest normal float is exp(-87.34).
 constexpr float kExpUnderflow = -87.0f;
 
 // exp(x) for x in [-87.3, 88.3], clamped there: Cephes' expf (Moshier), error below 2 ulp.
@@ -146,7 +146,7 @@ SWELL_INLINE v8 vexp(v8 x) {
   y = y * (r * r) + (r + splat(1.0f));
   i8 bits, y_bits;
   std::memcpy(&bits, &shifted, sizeof bits);
-  bits <<= 23;  // all but round(x) is shifted out
+  bits <<= 23;  // everything except round(x) is shifted out
   std::memcpy(&y_bits, &y, sizeof y);
   y_bits += bits;
   std::memcpy(&y, &y_bits, sizeof y);
