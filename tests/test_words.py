@@ -12,11 +12,15 @@ import pytest
 
 from tests.test_layers import ROOT
 
-<<<<<<< HEAD
-CHECKED: tuple[str, ...] = ("cluster/api",)
-=======
-CHECKED: tuple[str, ...] = ("configs", "coordinator", "engine")
->>>>>>> 843b2b5 (Configs, coordinator, engine: second reading, and their words are checked)
+@@=======
+CHECKED: tuple[str, ...] = (
+    "cluster/api",
+    "configs",
+    "coordinator",
+    "engine",
+    "kernels",
+    "worker",
+)
 """Folders and files whose words are checked."""
 
 OPENINGS = re.compile(
