@@ -1,1 +1,1 @@
-"""All engines as one: request state, links, routing, output processing."""
+"""Presents all engines as one: request state, connections, routing, output processing."""

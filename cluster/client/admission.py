@@ -1,27 +1,28 @@
-"""Whether one more request may wait: pure, with time as an argument.
+"""Decides whether one more request may wait. Pure: the time is an argument.
 
-All ingresses share all engines, so they share one bound: what engines report, plus what this
-ingress has submitted that is in no report yet. Other ingresses do not know the second part; so that
-all of them together stay within the bound, each may only fill its share of the room that the
-reports leave:
+All ingresses share all engines, so they share one limit on waiting requests. Two numbers count:
+what engines report, and what this ingress has submitted that is not in a report yet. Other
+ingresses do not know the second number. To stay within the limit together, each ingress may fill
+only its share of the room that the reports leave:
 
     refused if   own >= (limit - reported) / ingresses        for requests, and for their tokens
 
-With equal reports, `ingresses` of them admit no more than `limit + ingresses - 1` requests. Reports
-reach an ingress some `2 * cluster.load_report_s` after they were true, and not all ingresses at
-once: what one admits by a newer report than another has seen adds to it, at most a quarter of the
-limit for two ingresses that are one report apart. A request is admitted whole, with all its prompts
-and answers: the last one may pass the bound by that much.
+With equal reports, all ingresses together admit at most `limit + ingresses - 1` requests. Reports
+reach an ingress about `2 * cluster.load_report_s` after they were true, and different ingresses at
+different times. Requests that one ingress admits by a newer report than another has seen come on
+top: at most a quarter of the limit for two ingresses that are one report apart. A request is
+admitted as a whole, with all its prompts and answers: the last one may exceed the limit by that
+much.
 
-While the coordinator is away no report comes, and the last one would refuse every request for as
-long. Then an ingress counts the requests that it has sent and that have no token yet, against its
-share of the bound.
+While the coordinator is down, no reports arrive, and the last one would refuse every request until
+it is back. An ingress then counts the requests that it has sent and that have no token yet, against
+its share of the limit.
 
-A request that was admitted once is never refused later, wherever it has to continue.
+An admitted request is never refused later, no matter where it must continue.
 
-A refused client gets a time to retry: when the queue will have room, at the rate of the last
-seconds, and behind those that were refused before it. Otherwise all would retry at once, and all
-but one would be refused again.
+A refused client gets a `Retry-After` time: when the queue will have room, at the rate of the last
+seconds, and after all clients that were refused before it. Otherwise all clients would retry at the
+same time, and all except one would be refused again.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from swell.coordinator.wire import ClusterView, EngineLoad, EngineReport
 WINDOW_S = 10.0
 """Length of the window over which the rate is measured."""
 MIN_SPAN_S = 1.0
-"""A shorter window gives no useful rate."""
+"""Minimum time over which the rate is computed; a shorter one gives no useful rate."""
 MAX_RETRY_S = 60
-"""The longest time to retry: engines may come."""
+"""The longest retry time: new engines may join at any time."""
 DEFAULT_RETRY_S = 5
-"""The time to retry where no request was started within the window: the burst has only begun, or
-there is no progress."""
+"""The retry time if no request was started within the window: the burst has only begun, or there is
+no progress."""
 
 
 class TooManyWaiting(RuntimeError):
-    """The request may not wait; a 429 at the HTTP edge."""
+    """The request may not wait; the HTTP server answers with status 429."""
 
     def __init__(self, message: str, code: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -53,35 +54,38 @@ class TooManyWaiting(RuntimeError):
 
 
 class Backlog(NamedTuple):
-    """Requests that wait to be computed, and their tokens, as one ingress knows them."""
+    """Waiting requests and their tokens, as one ingress knows them."""
 
     requests: int = 0
-    """As engines report."""
+    """Waiting requests, as engines report them."""
     tokens: int = 0
     own_requests: int = 0
-    """Of this ingress, in no report yet."""
+    """Requests of this ingress that are not in a report yet."""
     own_tokens: int = 0
 
 
 class Rate(NamedTuple):
-    """What the engines start per second."""
+    """Requests and tokens that the engines start per second."""
 
     requests: float
     tokens: float
 
 
 class StartRate:
-    """Requests and tokens that engines have started, over the last seconds."""
+    """Counts requests and tokens that engines started within the last seconds."""
 
     def __init__(self) -> None:
         self._engines: dict[tuple[int, int], tuple[int, int]] = {}
-        """The last report of each, by rank and incarnation."""
+        """Started requests and tokens in the last report of each engine, by rank and
+        incarnation."""
         self._requests = self._tokens = 0
         self._samples: deque[tuple[float, int, int]] = deque()
-        """Times with the sums until then. The first is as old as the window, or the only one."""
+        """Times with the sums up to then. The first one is as old as the window, or the only
+        one."""
 
     def observe(self, view: ClusterView, now: float) -> None:
-        """Add what engines have started since. The first report of an engine adds nothing."""
+        """Adds what engines started since their last report. The first report of an engine adds
+        nothing."""
         engines: dict[tuple[int, int], tuple[int, int]] = {}
         for report in view.reports:
             key = (report.rank, report.incarnation)
@@ -109,7 +113,7 @@ class StartRate:
 
 
 class Admission:
-    """Of one ingress."""
+    """The admission control of one ingress."""
 
     def __init__(self, max_requests: int, max_tokens: int, ingresses: int) -> None:
         self._max_requests = max_requests
@@ -117,7 +121,7 @@ class Admission:
         self._ingresses = ingresses
         self._rate = StartRate()
         self._retries_until = 0.0
-        """The time to retry of the last refused request."""
+        """The retry time of the last refused request."""
 
     def observe(self, view: ClusterView, now: float) -> None:
         self._rate.observe(view, now)
@@ -143,7 +147,7 @@ class Admission:
         )
 
     def _over(self, limit: int, reported: int, own: int) -> int:
-        """How much must start before another request may wait; 0: it may now."""
+        """Returns how many must start before another request may wait; 0 if it may wait now."""
         share = -(-(limit - reported) // self._ingresses)
         return 0 if own < share else max(1, reported + own - limit + 1)
 
@@ -166,8 +170,8 @@ def waiting_here(
     unreported_tokens: int,
     max_rows: int,
 ) -> Backlog:
-    """What waits at one engine: as it reports, and of what was sent since. While no request waits
-    there, new ones take free rows first."""
+    """Returns the backlog of one engine: what it reports, plus what was sent since. If no request
+    waits there, new ones first fill free rows."""
     free_rows = 0 if load.waiting else max(0, max_rows - load.running)
     return Backlog(
         load.waiting,

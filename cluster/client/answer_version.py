@@ -1,43 +1,44 @@
-"""Which version of the weights gives an answer. Pure.
+"""Version of the weights that produces an answer. Pure.
 
-Law: all tokens of one answer, and all choices of one HTTP request, come from engines of one
-version. An attempt that has given no token binds nothing once it has ended.
+Invariant: all tokens of an answer, and all choices of one HTTP request, come from engines with the
+same version. An attempt that ended without a token does not fix the version.
 """
 
 from __future__ import annotations
 
 
 class AnswerVersion:
-    """Of all requests that together answer one HTTP request."""
+    """The version of all requests that together answer one HTTP request."""
 
     def __init__(self, begun: str | None = None) -> None:
-        """`begun`: the version whose tokens the client has already; None: it has none."""
+        """`begun` is the version of tokens that the client already has; None if it has none."""
         self.version = begun
-        """Of the engines that were chosen last; None: none was yet."""
+        """The version of the engines chosen last; None if none was chosen yet."""
         self._running = 0
-        """Requests that have an engine now."""
+        """Number of requests that an engine runs now."""
         self._has_tokens = begun is not None
 
     @property
     def required(self) -> str | None:
-        """The version of which an engine must be chosen; None: any."""
+        """The version that the next engine must have; None for any."""
         return self.version if self._has_tokens or self._running else None
 
     @property
     def required_elsewhere(self) -> str | None:
-        """The same for a request that would leave its engine."""
+        """The version that another engine must have for a request that would leave its engine; None
+        for any."""
         return self.version if self._has_tokens or self._running > 1 else None
 
     def begin(self, version: str) -> None:
-        """An attempt of one of them begins on an engine of this version."""
+        """Begins an attempt of one of the requests on an engine with this version."""
         assert self.required in (None, version), "an answer has one version"
         self.version = version
         self._running += 1
 
     def on_token(self) -> None:
-        """One of them has got a token."""
+        """Records that one of the requests got a token."""
         self._has_tokens = True
 
     def end(self) -> None:
-        """An attempt has ended."""
+        """Ends an attempt."""
         self._running -= 1

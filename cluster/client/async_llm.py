@@ -1,5 +1,5 @@
-"""Answers for one ingress: places requests on engines, collects their outputs, and moves requests
-whose engine cannot continue."""
+"""The engines as one, for one ingress: places requests on engines, collects their outputs, and
+moves requests whose engine cannot continue."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from swell.coordinator.wire import ClusterView, EngineLoad
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 _FIRST_VIEW_HEARTBEATS = 5
-"""Heartbeats for which an ingress that starts waits for the first view."""
+"""Number of heartbeats that a starting ingress waits for the first view."""
 
 _STALE_VIEW_HEARTBEATS = 5
-"""Heartbeats without a view, after which its reports are too old for admission."""
+"""Number of heartbeats without a view after which its reports are too old for admission."""
 
 
 class AsyncLLM:
-    """The engines as one: the caller does not see which of them answers, nor that one left (see
-    `RequestPlacer`).
+    """Serves requests on all engines: the caller sees neither which engine answers nor that an
+    engine left (see `RequestPlacer`).
 
-    `on_limits` gets max_model_len (tokens) and the vocabulary's size with every view.
+    `on_limits` gets max_model_len (in tokens) and the vocabulary size with every new roster.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AsyncLLM:
     ) -> None:
         self._view = ClusterView(Roster())
         self._loads: dict[int, EngineLoad] = {}
-        """What has changed since that view, by rank."""
+        """Loads that changed since that view, by rank."""
         self.client_index = ground.random_bits(31)
         self._readiness = ReadinessTracker(config.cluster.stall_timeout_s)
         self._config = config
@@ -67,13 +67,13 @@ class AsyncLLM:
         self._metrics = metrics
         self._on_limits = on_limits
         self._ends: str | None = None
-        """Why no request begins any more; None: they do."""
+        """Why new requests are refused; None if they are accepted."""
         self._first_view = asyncio.Event()
         self._first_engine = asyncio.Event()
         self._num_early = 0
-        """Requests that came before the first engine, and wait for it."""
+        """Number of requests that arrived before the first engine and wait for it."""
         self._view_at_s = clock()
-        """When the newest view came."""
+        """When the newest view arrived."""
         self._log = StructuredLogger("cluster.ingress", client=self.client_index)
         self._processor = OutputProcessor(
             detokenizer,
@@ -102,7 +102,7 @@ class AsyncLLM:
 
     @property
     def view(self) -> ClusterView:
-        """The cluster as the newest messages of the coordinator describe it."""
+        """The cluster as the coordinator's newest messages describe it."""
         if self._loads:
             self._view = self._view.with_loads(self._loads)
             self._loads = {}
@@ -110,12 +110,12 @@ class AsyncLLM:
 
     @property
     def has_seen_view(self) -> bool:
-        """The coordinator has described the cluster at some time."""
+        """Whether the coordinator has ever described the cluster."""
         return self._first_view.is_set()
 
     @property
     def has_seen_engine(self) -> bool:
-        """There was an engine at some time, so its limits are known."""
+        """Whether there ever was an engine: its limits are known then."""
         return self._first_engine.is_set()
 
     @property
@@ -123,7 +123,7 @@ class AsyncLLM:
         return self._placer.active_ranks
 
     async def wait_for_view(self) -> None:
-        """Until the first view has come, but not long: the coordinator may be away."""
+        """Waits for the first view, but not long: the coordinator may be down."""
         try:
             async with asyncio.timeout(_FIRST_VIEW_HEARTBEATS * self._config.cluster.heartbeat_s):
                 await self._first_view.wait()
@@ -131,9 +131,9 @@ class AsyncLLM:
             self._log.warning("the coordinator is silent")
 
     async def wait_for_engine(self) -> None:
-        """Until the limits of an engine are known: an ingress that has just started may be there
-        before any engine is. Raises NoEngine after `serve.no_engine_timeout_s`, and at once if
-        `serve.max_waiting_requests` wait already."""
+        """Waits until the limits of an engine are known: an ingress may start before any engine is
+        ready. Raises NoEngine after `serve.no_engine_timeout_s`, and at once if
+        `serve.max_waiting_requests` requests wait already."""
         if self.has_seen_engine:
             return
         serve = self._config.serve
@@ -155,17 +155,17 @@ class AsyncLLM:
             raise NoEngine(self._ends)
 
     def check_ready(self) -> ReadyState:
-        """The engines that can make progress now."""
+        """Returns which engines can make progress now."""
         return self._readiness.check(self._clock())
 
     def check_admission(self) -> None:
         """Raises TooManyWaiting if another request may not wait (see `admission.py`), and NoEngine
-        while the engines sleep and an operator wants no requests. Those that have an engine
-        already, or had one, may wait.
+        while the engines sleep and an operator refuses requests. Requests that have, or had, an
+        engine may always wait.
 
-        The backlog is the reported one. While the coordinator is away it is what this ingress has
-        sent itself: engines continue meanwhile, and the last report would refuse every request
-        until the coordinator is back.
+        The backlog is the reported one. While the coordinator is down, it is what this ingress
+        itself has sent: the engines continue meanwhile, and the last report would refuse every
+        request until the coordinator is back.
         """
         self._check_open()
         if self._view.sleep.refuses:
@@ -192,11 +192,11 @@ class AsyncLLM:
         collector: type[RequestOutputCollector] = RequestOutputCollector,
         make_content_parser: Callable[[], Parser] | None = None,
     ) -> RequestState:
-        """Send a request, which gives answer number `index` to its prompt, to an engine, or keep
-        it until there is one. Its outputs come into the state's queue. Raises NoEngine if there
-        never was an engine; if it raises, nothing of the request is kept. `answer_version` is
-        shared by all requests that answer together. `collector` is what its queue is.
-        `make_content_parser` as in `OutputText`."""
+        """Sends a request, which produces answer number `index` to its prompt, to an engine, or
+        queues it until one is available. Its outputs arrive in the state's queue, which is a
+        `collector`. Raises NoEngine if there never was an engine; if this raises, nothing of the
+        request is kept. All requests that together answer one HTTP request share `answer_version`.
+        `make_content_parser` is as in `OutputText`."""
         if not self.has_seen_engine:
             raise NoEngine("no engine is ready yet")
         state = self._processor.add_request(
@@ -218,30 +218,30 @@ class AsyncLLM:
         return state
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that their client has given up; unknown and finished ones are ignored."""
+        """Aborts requests that their client has given up; ignores unknown and finished ones."""
         self._placer.abort_in_engines(self._processor.abort_requests(request_ids))
 
     def expire(self, request_ids: Sequence[str], timeout_s: float) -> None:
-        """End those of these requests that have not ended, with RequestTimedOut."""
+        """Fails those of these requests that have not finished with RequestTimedOut."""
         self._fail(request_ids, RequestTimedOut(timeout_s), FinishReason.ABORT)
 
     def end_requests(self, reason: str) -> None:
-        """End all requests: those that run with EngineGone, and those that wait for the first
-        engine with NoEngine."""
+        """Fails all requests: running ones with EngineGone, and those that wait for the first
+        engine with NoEngine. Later requests are refused with the same reason."""
         self._ends = reason
         self._first_engine.set()
         self._fail(None, EngineGone(reason))
 
     async def call_engine(self, rank: int, method: str, *args: str | int, timeout_s: float) -> Any:
-        """Call a service of an engine. Raises EngineCallFailed with the engine's message, and
-        TimeoutError without an answer in time."""
+        """Calls a service of an engine. Raises EngineCallFailed with the engine's message, and
+        TimeoutError if no answer arrives in time."""
         member = self.view.roster.find(rank)
         if member is None:
             raise EngineCallFailed(f"engine {rank} has left")
         return await self._calls.call(EngineId.of(member), method, list(args), timeout_s)
 
     def close(self) -> None:
-        """End all requests with EngineGone, and the connections."""
+        """Fails all requests with EngineGone, and closes the connections."""
         self._fail(None, EngineGone("the ingress is shutting down"))
         self._client.close()
 
@@ -275,7 +275,8 @@ class AsyncLLM:
         return sorted(version for version in versions if version)
 
     def _log_error(self, state: RequestState) -> None:
-        """`/admin/requests/ID` takes the id, as long as the ingress remembers the request."""
+        """Logs the external id, by which `/admin/requests/ID` finds the request while the ingress
+        remembers it."""
         reason = " ".join(str(state.stop_reason).split())
         self._log.warning("request failed", id=state.external_id, reason=reason, ranks=state.ranks)
 

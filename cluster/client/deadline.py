@@ -1,4 +1,4 @@
-"""How long a client waits for its answer, from a header of its request."""
+"""Request timeouts that a client sets with a header."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ MAX_TIMEOUT_S = 86_400.0
 
 
 class Deadline(NamedTuple):
-    """Of one request."""
+    """The deadline of one request."""
 
     timeout_s: float
-    """As its client sent it."""
+    """The timeout as the client sent it."""
     at_s: float
-    """On the clock of the event loop: `timeout_s` after the request came."""
+    """The time on the clock of the event loop: `timeout_s` after the request arrived."""
 
 
 class RequestTimedOut(RuntimeError):
-    """The answer was not complete in the time that its client waits."""
+    """The answer was not complete within the client's timeout."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(
@@ -31,8 +31,8 @@ class RequestTimedOut(RuntimeError):
 
 
 def deadline_of(text: str | None, now_s: float) -> Deadline | None:
-    """The deadline of a request that comes now, from its header; None: it has none. Raises
-    BadRequest."""
+    """Returns the deadline of a request that arrives now, from its header, or None without one.
+    Raises BadRequest."""
     if text is None:
         return None
     try:

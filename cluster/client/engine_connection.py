@@ -1,4 +1,4 @@
-"""One ingress's connection to one engine. Nothing is lost in it without being noticed."""
+"""Connection of one ingress to one engine, which detects every lost message."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from swell.engine.wire import (
 )
 
 _MAX_REPLACED = 64
-"""Lost connections that are named to the engine; it forgets silent ones by itself."""
+"""Limit on lost connections that are named to the engine; it forgets silent ones by itself."""
 
 
 class EngineId(NamedTuple):
-    """One incarnation of the engine of a rank: its successor at the same rank is another engine."""
+    """One incarnation of the engine with a rank: its successor with the same rank is another
+    engine."""
 
     rank: int
     incarnation: int
@@ -37,14 +38,14 @@ OnMessagesLost = Callable[[EngineId], None]
 
 
 class EngineConnection:
-    """Counts the messages in both directions, and opens a new connection where some were lost.
+    """Counts the messages in both directions, and opens a new connection if some were lost.
 
-    An engine numbers its messages with outputs, so that the next one shows the loss of those before
-    it; and it answers each keep-alive with its counts, so that the loss of the last one is seen,
-    and that of messages to the engine. Frames of one connection keep their order: whatever was sent
-    before a keep-alive, or before its reply, has come before it, or is lost.
+    An engine numbers its messages with outputs, so a gap shows that earlier ones were lost. It
+    answers each keep-alive with its counts, which shows the loss of the last output and of messages
+    to the engine. A connection delivers frames in order: everything sent before a keep-alive, or
+    before its reply, has arrived before it or is lost.
 
-    The new connection has another identity. The engine forgets the lost one and its requests; the
+    The new connection has another identity. The engine forgets the old one and its requests; the
     caller sends its requests again.
     """
 
@@ -63,16 +64,18 @@ class EngineConnection:
         self._on_outputs = on_outputs
         self._on_messages_lost = on_messages_lost
         self._replaced: list[bytes] = []
-        """Identities of lost connections, until the engine surely knows."""
+        """Identities of lost connections, until the engine is known to have read them."""
         self._reached_at = ground.now()
-        """When the newest keep-alive that is known to have come was sent, or a later one."""
+        """A lower bound of the engine's last contact: when the last keep-alive before its newest
+        reply was sent."""
         self._asked_at = -float("inf")
         """When the last keep-alive was sent."""
         self.num_unanswered = 0
-        """Keep-alives in a row without an answer: the engine is out of reach, or inside a step or
-        the forming of a group."""
+        """Number of keep-alives in a row without an answer: the engine is unreachable, runs a step,
+        or forms a process group."""
         self.waits_for_coordinator = False
-        """By its newest answer the engine computes nothing, and its coordinator is silent."""
+        """Whether the engine's newest answer says that it is idle and that its coordinator is
+        silent."""
         self._log = StructuredLogger("cluster.link", rank=member.rank)
         self._open()
 
@@ -81,11 +84,11 @@ class EngineConnection:
         self._outlet.send(message)
 
     def check(self, now: float, interval_s: float = 0.0) -> float:
-        """Send a keep-alive, if there is a connection: it ends when the engine's host was silent
-        for some time. Else returns for how long the engine was not reached, in seconds; that time
-        counts, too. It was reached if it has answered: what it sends by itself may come although
-        nothing comes to it. `interval_s`: to the next keep-alive, if all that was sent and
-        received is known to have come."""
+        """Sends a keep-alive if the connection is open, and returns 0. Otherwise returns for how
+        many seconds the engine was not reached, counted from its last answer. Only answers count:
+        outputs that the engine sends by itself may arrive although no message reaches it. The
+        connection closes when the engine's host was silent for some time. `interval_s` is the time
+        to the next keep-alive if all that was sent and received is confirmed."""
         if not self._outlet.is_connected():
             return now - self._reached_at
         is_all_known = self._confirmed == (self._sent, self._last_seq) and not self.num_unanswered
@@ -101,7 +104,8 @@ class EngineConnection:
     def _open(self) -> None:
         self._sent = self._last_seq = 0
         self._confirmed = (-1, -1)
-        """Of the newest reply: what was sent, and the number of the last output."""
+        """The counts in the newest reply: messages sent to the engine, and the number of its last
+        output."""
         self._outlet: AsyncOutlet[EngineAnswer] = self._ground.async_outlet(
             self._address, EngineAnswer, self._keys, self._on_message
         )

@@ -1,4 +1,4 @@
-"""An ingress's channels: one to the coordinator, one to each engine; and calls through them."""
+"""Connections of an ingress: one to the coordinator, one to each engine; and calls through them."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from swell.coordinator.wire import (
 from swell.engine.wire import UtilityCall, UtilityOutput
 
 _MAX_FAILED_VIEWS = 3
-"""Views in a row that could not be applied before the ingress ends itself."""
+"""The ingress exits if more than this many views in a row could not be applied."""
 _IDLE_KEEP_ALIVES = 4
-"""Keep-alives to an engine that has nothing of this ingress, in the time after which it forgets an
-ingress that sends nothing."""
+"""Keep-alives per `silence_s` to an engine that runs no request of this ingress. The engine forgets
+an ingress that is silent for that long."""
 
 
 _UNANSWERED_SHARE = 0.5
-"""Keep-alives in a row without an answer, in units of those in `silence_s`: more are not excused
-while the coordinator is silent."""
+"""Limit on keep-alives in a row without an answer while the coordinator is silent, as a share of
+the number sent within `silence_s`."""
 _NOT_REACHED = "is not reached by this ingress"
 _WAITS = "waits for the coordinator, which is silent"
 _NO_ANSWER = "does not answer this ingress, and the coordinator is silent"
@@ -61,16 +61,16 @@ VersionsInUse = Callable[[], list[str]]
 
 
 class EngineCoreClient(Protocol):
-    """An ingress's connections to the engines."""
+    """The connections of an ingress to the engines."""
 
     def send(self, engine: EngineId, message: Any) -> None:
-        """Hand a message to an engine; dropped if the engine has left."""
+        """Sends a message to an engine; drops it if the engine has left."""
 
     def close(self) -> None: ...
 
 
 class MetricsExchange(Protocol):
-    """The counters of an ingress, and the sum of those of all others."""
+    """The counters of an ingress, and the sum over all other ingresses."""
 
     def counts(self) -> Counts: ...
 
@@ -78,7 +78,7 @@ class MetricsExchange(Protocol):
 
 
 class ConnectEngines(Protocol):
-    """Opens the connections; the callbacks are described at `AsyncEngineCoreClient`."""
+    """Opens the connections; `AsyncEngineCoreClient` describes the callbacks."""
 
     def __call__(
         self,
@@ -98,25 +98,31 @@ class ConnectEngines(Protocol):
 
 
 class AsyncEngineCoreClient:
-    """Follows the roster: connects to engines that came, and disconnects from those that left.
+    """Follows the roster: connects to engines that join and disconnects from those that leave.
 
-    The callbacks run in the event loop, one at a time: `on_view` with each view of the coordinator
-    and the engines that have left, from which no message comes afterwards; `on_loads` with loads
-    that have changed since, of engines of the newest view; `on_outputs` with each
-    message of an engine; `on_messages_lost` where messages to or from an engine were lost, which
-    has dropped its requests then, or will do so as soon as it can be reached; `on_unreachable` with
-    all engines that this ingress cannot use, and why, when they change. It has not reached them for
-    `silence_s`, or they say that they wait for a silent coordinator. While the coordinator reports,
-    it finds engines that compute nothing; while it is silent, they are those that do not answer.
+    The callbacks run in the event loop, one at a time:
 
-    Every `heartbeat_s` the coordinator gets the newest epoch that was seen, the counters of this
-    ingress and the versions by which its answers have begun (`versions_in_use`), and each engine
-    that has something of it (`engines_in_use`) a keep-alive; other engines get one before they
-    forget it. The coordinator answers with the counters of all other
-    ingresses (`metrics`). From the same message a coordinator that was started again at its address
-    learns its subscribers, and the epoch from which to continue. What it sends about an older
-    epoch is dropped; at the first message about a newer one whose view is missing, that view is
-    requested. After `silence_s` without a message it is looked for elsewhere, with `find`.
+    - `on_view`: each view of the coordinator, with the engines that have left. No message of
+      these arrives afterwards.
+    - `on_loads`: loads that changed after the newest view, of engines of that view.
+    - `on_outputs`: each message of an engine.
+    - `on_messages_lost`: messages to or from an engine were lost. The engine has dropped the
+      requests of this ingress, or does so as soon as it can be reached.
+    - `on_unreachable`: all engines that this ingress cannot use, with the reasons, whenever they
+      change.
+
+    An engine is unreachable if this ingress has not reached it for `silence_s`, or if it reports
+    that it waits for a silent coordinator. While the coordinator reports, it detects engines that
+    make no progress; while it is silent, engines that do not answer count as unreachable.
+
+    Every `heartbeat_s` this client sends the coordinator the newest epoch that it has seen, the
+    counters of this ingress and the versions that its running answers require (`versions_in_use`).
+    Each engine that runs requests of this ingress (`engines_in_use`) gets a keep-alive; other
+    engines get one before they would forget the ingress. The coordinator answers with the counters
+    of all other ingresses (`metrics`). A coordinator that restarted at its address learns from the
+    same message who subscribes, and from which epoch to continue. Messages about an older epoch are
+    dropped. At the first message about a newer epoch whose view is missing, the view is requested.
+    After `silence_s` without a message, `find` looks for the coordinator at another address.
     """
 
     def __init__(
@@ -155,14 +161,14 @@ class AsyncEngineCoreClient:
         self._idle_s = silence_s / _IDLE_KEEP_ALIVES
         self._connections: dict[EngineId, EngineConnection] = {}
         self._unreachable: dict[EngineId, str] = {}
-        """Why they cannot be used."""
+        """Unreachable engines, with the reason for each."""
         self._max_unanswered = _UNANSWERED_SHARE * silence_s / heartbeat_s
         self._roster = Roster()
         self._epoch_requested = 0
-        """The newest of which the view was requested."""
+        """The newest epoch for which the view was requested."""
         self._outlet = self._connect()
         self._lost: list[EngineId] = []
-        """Engines that have left, until `on_view` has returned."""
+        """Engines that have left and were not yet passed to `on_view`."""
         self._failed_views = 0
         self._log = StructuredLogger("cluster.link")
         self._heartbeat_task = asyncio.create_task(
@@ -216,8 +222,8 @@ class AsyncEngineCoreClient:
             self._on_unreachable(unreachable)
 
     def _fault(self, engine: EngineId) -> str | None:
-        """Why an engine that is connected cannot be used. One that did not answer while the
-        coordinator was silent has to answer first."""
+        """Returns why a connected engine cannot be used, or None. An engine that did not answer
+        while the coordinator was silent must answer once before it is used again."""
         connection = self._connections[engine]
         if connection.waits_for_coordinator:
             return _WAITS
@@ -227,9 +233,9 @@ class AsyncEngineCoreClient:
         return None
 
     def _on_message(self, message: IngressMessage) -> None:
-        """A message that cannot be handled affects no other. Views are repeated with each
-        heartbeat; an ingress that fails to apply several in a row does not know where its requests
-        are, and ends."""
+        """Handles a message; an error affects only this message. The coordinator repeats the view
+        at each heartbeat. If several views in a row cannot be applied, the ingress does not know
+        where its requests run, and exits."""
         self._finder.on_message()
         try:
             if isinstance(message, OtherIngressCounts):
@@ -257,7 +263,7 @@ class AsyncEngineCoreClient:
             self._on_loads(message.loads)
 
     def _request_view(self, epoch: int) -> None:
-        """Its message was lost. It is requested once, and again with each heartbeat."""
+        """Requests a view whose message was lost: once at once, then with each heartbeat."""
         if epoch > self._epoch_requested:
             self._epoch_requested = epoch
             self._outlet.send(Subscribe(self._client_index, self._roster.epoch))
@@ -268,7 +274,8 @@ class AsyncEngineCoreClient:
         self._failed_views = 0
 
     def _apply_roster(self, roster: Roster) -> None:
-        """Follow it: `on_view` is called with it next. If it fails, the view comes again."""
+        """Connects and disconnects engines; the caller calls `on_view` next. If this fails, the
+        coordinator sends the view again."""
         members = {EngineId.of(member): member for member in roster.members}
         for engine in [engine for engine in self._connections if engine not in members]:
             self._lost.append(engine)
@@ -282,24 +289,25 @@ class AsyncEngineCoreClient:
 
 
 class EngineCallFailed(RuntimeError):
-    """An engine's service raised; the message is the engine's."""
+    """An engine's service raised an error; the message is the engine's."""
 
 
 class EngineCalls:
-    """Calls of engines' services that wait for their answers, each with a deadline."""
+    """Calls of engine services that wait for an answer, each with a deadline."""
 
     def __init__(self, client: EngineCoreClient, clock: Callable[[], float]) -> None:
         self._client = client
         self._table: CallTable[UtilityOutput] = CallTable(clock)
 
     async def call(self, engine: EngineId, method: str, args: list[Any], timeout_s: float) -> Any:
-        """Raises EngineCallFailed with the engine's message, and TimeoutError without an answer in
-        time."""
+        """Calls a service. Raises EngineCallFailed with the engine's message, and TimeoutError if
+        no answer arrives in time."""
         future: asyncio.Future[UtilityOutput] = asyncio.get_running_loop().create_future()
         call_id = self._table.open(future, timeout_s)
         self._client.send(engine, UtilityCall(call_id, method, args))
         try:
-            # An answer that is there counts, also if the loop was late and its time is over.
+            # An answer that has arrived counts, even if the event loop was late and the time is
+            # over.
             if not (await asyncio.wait({future}, timeout=timeout_s))[0]:
                 late = f"engine {engine.rank} did not answer {method!r} within {timeout_s:g} s"
                 self._table.fail(call_id, ChannelTimeout(late))

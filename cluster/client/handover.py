@@ -1,13 +1,15 @@
-"""A request whose prompt one engine computes, and which another one continues: pure.
+"""Prefill/decode disaggregation of one request: one engine computes its prompt, another continues.
+Pure.
 
-    begin ─► an attempt on an engine that computes prompts ─► end ─► an attempt on any other one,
-                        │                                           which reads the KV
-                        └── fail: the next attempt computes everything, or begins anew
+    begin ─► an attempt on a prefill engine ─► end ─► an attempt on any decode engine,
+                        │                             which reads the KV
+                        └── fail: the next attempt computes everything, or begins again
 
-The engine that computes gets the tokens of the prompt's full blocks, without the last token, whose
-logits the other one needs; it writes their KV under a name that no other attempt has. It samples a
-token that is dropped, so that a prompt whose logits are no numbers fails there. An engine of
-another version does not read it. Where it is not there, the prompt is computed again.
+The prefill engine gets the tokens of the prompt's full blocks without the last token, since the
+other engine needs the logits of that token. It writes the KV under a name that is unique to this
+attempt. It samples one token, which is dropped, so that a prompt whose logits are NaN fails there.
+An engine of another version does not read the KV. If the KV is missing, the prompt is computed
+again.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import SamplerParams
 
 HANDED_OVER = "its prompt was computed, and another engine continues"
-"""Why an attempt ended, as the journey of a request says it."""
+"""Why an attempt ended, as it appears in the journey of a request."""
 MAX_PREFILLS = 2
-"""How often the prompt of a request is computed for another engine."""
+"""Limit on how often the prompt of a request is computed for another engine."""
 _DIGEST_BYTES = 16
 
 
 class Handover:
-    """Of one request."""
+    """The handover state of one request."""
 
     def __init__(self, request: EngineCoreRequest) -> None:
         sampler = request.sampler
@@ -38,14 +40,16 @@ class Handover:
             or sampler.routed_experts
             or request.prompt_embeds is not None
         )
-        """Its answer needs no values that only the computation of its prompt gives."""
+        """Whether the request may be split: its answer needs no values that only the computation of
+        its prompt produces."""
         self._request_id = request.request_id
         self._name = ""
         self._block_tokens = 1
         self.version: str | None = None
-        """Of both engines, until it ends or fails."""
+        """The version that both engines must have; None before the handover begins and after it
+        failed."""
         self._present_version = ""
-        """Of the engine of the present attempt."""
+        """The version of the engine of the current attempt."""
         self._attempts = 0
         self.is_prefilling = False
         self.is_ready = False
@@ -57,12 +61,11 @@ class Handover:
 
     @property
     def role(self) -> Role:
-        """Of the engine that the next attempt needs."""
+        """The role of the engine that the next attempt needs."""
         return Role.PREFILL if self.is_prefilling else Role.DECODE
 
     def begin(self, block_tokens: int, version: str) -> None:
-        """The next attempt computes the prompt of the request for another engine of this
-        version."""
+        """Makes the next attempt a prefill for another engine of this version."""
         self.version = version
         self._attempts += 1
         name = f"{self._request_id} {self._attempts}".encode()
@@ -71,20 +74,20 @@ class Handover:
         self.is_prefilling = True
 
     def assign(self, version: str) -> None:
-        """An attempt begins on an engine of this version."""
+        """Records that an attempt begins on an engine of this version."""
         self._present_version = version
 
     def end(self) -> None:
-        """The attempt has written what it computed."""
+        """Records that the prefill attempt has written its KV."""
         self.is_prefilling, self.is_ready = False, True
 
     def fail(self) -> None:
-        """The attempt has ended otherwise; what was written is read at most once."""
+        """Records that the attempt ended in another way; the written KV is read at most once."""
         self.is_prefilling = self.is_ready = False
         self.version = None
 
     def engine_request(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """What the engine of the present attempt gets."""
+        """Returns the request that the engine of the current attempt gets."""
         if self.is_prefilling:
             size = self._block_tokens
             return EngineCoreRequest(

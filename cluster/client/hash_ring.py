@@ -1,6 +1,7 @@
-"""Engines on a ring, so that all ingresses consider the same few of many for a conversation. Pure.
+"""Consistent hashing: all ingresses choose the same few engines for a conversation. Pure.
 
-An engine that comes or goes changes one of the few, and only near its place on the ring.
+An engine that joins or leaves changes one of the chosen engines, and only for keys near its place
+on the ring.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _DIGEST_BYTES = 8
 
 
 class HashRing:
-    """Ranks at the places of their hashes."""
+    """Ranks of engines on a ring, each at the place of its hash."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         points = sorted((_place(rank.to_bytes(4, "little")), rank) for rank in ranks)
@@ -21,7 +22,7 @@ class HashRing:
         self._ranks = [rank for _, rank in points]
 
     def neighbours(self, key: bytes, count: int) -> list[int]:
-        """So many ranks from the place of a key on; fewer if there are fewer."""
+        """Returns up to `count` ranks that follow the place of a key on the ring."""
         start = bisect_left(self._places, _place(key))
         chosen = self._ranks[start : start + count]
         return chosen + self._ranks[: min(start, count - len(chosen))]

@@ -1,13 +1,14 @@
-"""What happens to a request, event by event, on the clock of its ingress: pure.
+"""The events of one request, on the clock of its ingress. Pure.
 
-An engine reports durations since the attempt arrived there, because its clock is another one. Its
-report is sent when the request is scheduled, so the moment at which it comes is taken for that of
-its last event; what is between is only the way back. The way there includes the time in which the
-engine computed a step and read no messages, and is what remains:
+An engine reports durations since the attempt arrived, because it has another clock. It sends the
+report when it schedules the request. So the ingress takes the arrival of the report as the time of
+its last event; the error is the transfer time of the report. The remaining time, from routing to
+the first reported event, is the transfer to the engine, including the time in which the engine
+computed a step and read no messages:
 
-    ingress   routed                                      report comes
+    ingress   routed                                      report arrives
                  |                                              |
-    engine       |-- way, reading --> queued ---> scheduled ---(way back, not known)
+    engine       |-- transfer -------> queued ---> scheduled ---(transfer, not known)
                                         |<- reported ->|
 """
 
@@ -20,27 +21,28 @@ import msgspec
 from swell.engine.wire import JourneyEvent, JourneyEventType
 
 MAX_EVENTS = 64
-"""Of one request; an undisturbed one has 5. Later ones are counted, but for the end."""
+"""Limit on the events of one request; a normal request has 5. Later ones are only counted, except
+the finish."""
 
 
 class PlacedEvent(msgspec.Struct, frozen=True, gc=False):
-    """An event at its time."""
+    """An event with its time."""
 
     kind: JourneyEventType
     at_s: float
-    """On the clock of the ingress."""
+    """The time on the clock of the ingress."""
     rank: int | None = None
-    """The engine of the attempt; None, here and below: there is none."""
+    """The engine of the attempt. None, here and below, means that there is none."""
     attempt: int | None = None
     reason: str | None = None
     """Why the request was resubmitted, or how it finished."""
 
 
 class Journey:
-    """One request from its first placement to its end.
+    """One request from its first placement to its finish.
 
-    Times never fall: an event that is reported late, or whose duration is wrong, is placed between
-    the event before it and now. Nothing follows the end.
+    Times never decrease: an event that is reported late, or with a wrong duration, is placed
+    between the previous event and now. Nothing follows the finish.
     """
 
     __slots__ = ("_arrived_s", "_attempt", "events", "finished", "num_left_out", "num_tokens")
@@ -48,14 +50,14 @@ class Journey:
     def __init__(self) -> None:
         self.events: list[PlacedEvent] = []
         self.num_left_out = 0
-        """Events above `MAX_EVENTS`."""
+        """Number of events above `MAX_EVENTS`."""
         self.finished = False
         self.num_tokens = 0
-        """Output tokens at the end."""
+        """Number of output tokens, set at the finish."""
         self._attempt = 0
-        """The last one of which an engine has reported."""
+        """The newest attempt for which an engine has reported events."""
         self._arrived_s = 0.0
-        """When that arrived there."""
+        """When that attempt arrived at its engine."""
 
     def add(
         self,
@@ -77,7 +79,7 @@ class Journey:
     def add_reported(
         self, reported: Sequence[JourneyEvent], rank: int, attempt: int, now_s: float
     ) -> None:
-        """Events of an attempt, in order; the report has just come."""
+        """Adds the events of an attempt, in order; the report has just arrived."""
         if reported and attempt != self._attempt:
             self._attempt, self._arrived_s = attempt, now_s - reported[-1].since_arrival_s
         for event in reported:

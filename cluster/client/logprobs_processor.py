@@ -1,4 +1,4 @@
-"""Log probabilities of one request on their way from engines to its client."""
+"""Log probabilities of one request, from engine outputs to the client's table."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
 
 
 class LogprobsProcessor:
-    """Log probabilities that came from engines and that the client has not got yet.
+    """Log probabilities that engines sent and that the client has not got yet.
 
-    Values that came once are kept when the engine is lost: a later attempt computes only those of
-    new outputs, and where a prompt position comes again, the first value is kept. Every prompt
-    position is known when the first output comes.
+    Values that arrived are kept if the engine is lost. A later attempt computes only those of new
+    outputs; if it sends a prompt position again, the first value is kept. Every prompt position is
+    known when the first output arrives.
     """
 
     def __init__(
@@ -24,14 +24,14 @@ class LogprobsProcessor:
         skip_special_tokens: bool = True,
         prompt: str | None = None,
     ) -> None:
-        """`prompt`: its text as it was sent, if that is known."""
+        """`prompt` is the prompt's text as it was sent, if known."""
         self.cumulative: float | None = None
-        """Sum over all outputs; None if they were not requested."""
+        """The sum over all outputs; None if output log probabilities were not requested."""
         self._texts = texts
         self._outputs: LogprobTable | None = None
         self._prompt: LogprobTable | None = None
         self._num_prompt_missing = 0
-        """Prompt positions without a value yet."""
+        """Number of prompt positions without a value."""
         if request.sampler.logprobs is not None:
             self._outputs, self.cumulative = LogprobTable(texts), 0.0
         if request.sampler.prompt_logprobs is not None:
@@ -47,8 +47,9 @@ class LogprobsProcessor:
         return self._num_prompt_missing == 0
 
     def split_extras(self, extras: list[Extra], num_tokens: int) -> list[TokenLogprobs]:
-        """Keep those of the prompt. Returns those of `num_tokens` outputs, one by one; none if they
-        were not requested. Raises ValueError if their numbers differ."""
+        """Stores the log probabilities of the prompt. Returns those of the `num_tokens` outputs,
+        one per token, or an empty list if they were not requested. Raises ValueError if the counts
+        differ."""
         outputs = []
         for extra in extras:
             if isinstance(extra, PromptLogprobs):
@@ -62,13 +63,13 @@ class LogprobsProcessor:
         return outputs
 
     def add(self, token_logprobs: TokenLogprobs, offset: int, *, at_beginning: bool) -> None:
-        """The next output token is visible, with `offset` characters of text before it."""
+        """Adds the next visible output token, which has `offset` characters of text before it."""
         assert self._outputs is not None and self.cumulative is not None
         self._outputs.append(token_logprobs, offset, at_beginning=at_beginning)
         self.cumulative += token_logprobs.logprobs[0]
 
     def pop_logprobs(self, *, delta_only: bool) -> LogprobTable | None:
-        """Of all outputs; with `delta_only`, of those since the last time."""
+        """Returns those of all outputs; with `delta_only`, those since the last call."""
         outputs = self._outputs
         if outputs is None:
             return None
@@ -78,7 +79,7 @@ class LogprobsProcessor:
         return outputs
 
     def pop_prompt_logprobs(self, *, delta_only: bool) -> LogprobTable | None:
-        """Of the prompt; with `delta_only`, the first time only."""
+        """Returns those of the prompt; with `delta_only`, only at the first call."""
         prompt = self._prompt
         if delta_only:
             self._prompt = None

@@ -1,4 +1,4 @@
-"""The outputs of all requests that answer one HTTP request, as one stream."""
+"""Merges the outputs of all requests that answer one HTTP request into one stream."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ OutputBatch = list[tuple[int, RequestOutput]]
 
 
 class MergedOutputs:
-    """An async iterator over batches, each of them all outputs that are there. One task reads it.
+    """An async iterator over batches; each batch has all outputs that are available. Only one task
+    may read it.
 
-    `states`: the children of each prompt, with the sampling parameters `params`, in a row.
+    `states` has the child requests of each prompt in a row; `params` are their sampling
+    parameters.
     """
 
     def __init__(
@@ -25,10 +27,10 @@ class MergedOutputs:
     ) -> None:
         self._states = states
         self._children = params.num_children
-        """Of each prompt."""
+        """Number of child requests per prompt."""
         self._parents = [ParentRequest(params, kind) for _ in range(len(states) // self._children)]
         self._ready = Event()
-        self._ready.set()  # there may be outputs already
+        self._ready.set()  # outputs may be there already
         self._first: OutputBatch | None = None
         self._released = False
         self._error: Exception | None = None
@@ -40,8 +42,8 @@ class MergedOutputs:
 
     @property
     def served_ranks(self) -> str:
-        """The ranks that served so far, in order, comma-separated; of several requests each rank
-        once."""
+        """The ranks that served so far, in order, comma-separated. With several requests, each rank
+        occurs once."""
         ranks = [rank for state in self._states for rank in state.ranks]
         if len(self._states) > 1:
             ranks = list(dict.fromkeys(ranks))
@@ -49,16 +51,18 @@ class MergedOutputs:
 
     @property
     def version(self) -> str:
-        """That of the engines that served so far; empty: none has, or it is unknown."""
+        """The version of the engines that served so far; empty if none has served, or if it is
+        unknown."""
         return self._states[0].answer_version.version or ""
 
     @property
     def num_output_tokens(self) -> int:
-        """Sampled so far by all requests."""
+        """Number of tokens sampled so far by all requests."""
         return sum(parent.num_output_tokens for parent in self._parents)
 
     async def whole(self) -> list[RequestOutput]:
-        """All answers to each prompt (of kind FINAL_ONLY). Raises what a request failed with."""
+        """Returns all answers to each prompt (for kind FINAL_ONLY). Raises the error of a request
+        that failed."""
         outputs: dict[int, RequestOutput] = {}
         async for batch in self:
             for number, output in batch:
@@ -66,15 +70,15 @@ class MergedOutputs:
         return [outputs[prompt] for prompt in range(len(self._parents))]
 
     async def first(self) -> OutputBatch:
-        """The first batch, which the iterator then returns again; empty if `release_first` came
-        before it. Raises what a request failed with."""
+        """Returns the first batch, which the iterator then returns again, or an empty one if
+        `release_first` was called before. Raises the error of a request that failed."""
         batch = await self._next(or_released=True)
         if batch:
             self._first = batch
         return batch
 
     def release_first(self) -> None:
-        """Nobody waits for the first batch any more."""
+        """Ends the wait of `first`: the caller no longer needs the first batch."""
         self._released = True
         self._ready.set()
 
@@ -82,7 +86,8 @@ class MergedOutputs:
         return self
 
     async def __anext__(self) -> OutputBatch:
-        """Raises what a request failed with, after everything that was there before."""
+        """Returns the next batch. Raises the error of a request that failed, after all outputs
+        before it."""
         first, self._first = self._first, None
         return await self._next() if first is None else first
 
@@ -122,15 +127,16 @@ class MergedOutputs:
 
 
 class OutputsInTurn(MergedOutputs):
-    """The same in an order that depends on the answers alone: one output of each unfinished request
-    after the other (of `TokenQueue`s). One that waits for its next token holds up the others."""
+    """Merges outputs in an order that depends only on the answers: round-robin, one output of each
+    unfinished request (with `TokenQueue`s). A request that waits for its next token holds up the
+    others."""
 
     def __init__(
         self, states: Sequence[RequestState], params: SamplingParams, kind: RequestOutputKind
     ) -> None:
         super().__init__(states, params, kind)
         self._turns = deque(self._unfinished)
-        """Requests, by number: the next one first."""
+        """Numbers of the unfinished requests, the next one first."""
 
     def _take(self) -> OutputBatch:
         batch: OutputBatch = []

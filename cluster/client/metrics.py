@@ -53,16 +53,17 @@ _OF_REQUEST = {
 
 
 class Histogram:
-    """As prometheus_client's, for one thread: that one locks and searches one bucket after the
-    other, which costs too much for each token."""
+    """A histogram like prometheus_client's, for use by one thread: theirs locks, and searches the
+    buckets one after the other, which is too slow for each token."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
-        """`bounds`: the largest value of each bucket, ascending; one more has what is above."""
+        """`bounds` are the upper bounds of the buckets, ascending; one more bucket has larger
+        values."""
         self.name = f"swell_{name}"
         self._text = text
         self._bounds = bounds
         self.numbers = [0.0] * (len(bounds) + 2)
-        """Values in each bucket, and their sum."""
+        """The number of values in each bucket, then the sum of all values."""
 
     def observe(self, *values: float) -> None:
         numbers, bounds = self.numbers, self._bounds
@@ -71,14 +72,14 @@ class Histogram:
             numbers[-1] += value
 
     def to_family(self, numbers: Sequence[float]) -> Metric:
-        """Each bucket includes those below it, as a registry requires."""
+        """Exports the histogram. Each bucket includes those below it, as a registry requires."""
         bounds = map(floatToGoString, (*self._bounds, float("inf")))
         buckets = list(zip(bounds, accumulate(numbers[:-1]), strict=True))
         return HistogramMetricFamily(self.name, self._text, buckets=buckets, sum_value=numbers[-1])
 
 
 class Counter:
-    """One number, or one for each value of a label; the values are fixed."""
+    """A counter with one number, or with one for each value of a label; the values are fixed."""
 
     def __init__(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> None:
         self.name = f"swell_{name}"
@@ -99,11 +100,11 @@ class Counter:
 
 
 class PrometheusStats(StatsSink, Collector):
-    """A `StatsSink` with a registry of its own, so that several may be in one process.
+    """A `StatsSink` with its own registry, so that several can exist in one process.
 
-    It exports the sum of its own counters and those of all other ingresses, as last received, and
-    nothing before it knows these: a counter that shrinks would look like a restart, and its whole
-    value like an increase.
+    It exports the sum of its own counters and those of all other ingresses, as last received. Until
+    it has received these it exports nothing: a counter that shrinks would look like a restart, and
+    its whole value like an increase.
     """
 
     def __init__(self) -> None:
@@ -172,33 +173,33 @@ class PrometheusStats(StatsSink, Collector):
                     histogram.observe(value)
 
     def resubmitted(self) -> None:
-        """A request moved to another engine."""
+        """Counts a request that moved to another engine."""
         self._resubmitted.inc()
 
     def refused(self, reason: str) -> None:
-        """A request was not admitted."""
+        """Counts a request that was not admitted."""
         self._refused.inc(value=reason)
 
     def ignored(self, fields: Mapping[str, int]) -> None:
-        """Unknown fields of a history, by their label."""
+        """Counts ignored unknown fields in messages, calls and tools, by label."""
         for field, count in fields.items():
             self._ignored.inc(count, field)
 
     def traced(self, result: str, requests: int) -> None:
-        """Requests were exported as spans, or could not be."""
+        """Counts requests whose spans were exported or dropped."""
         self._traces.inc(requests, result)
 
     def resumable(self, result: str) -> None:
-        """One of RESUMABLE_RESULTS happened."""
+        """Counts one of RESUMABLE_RESULTS."""
         self._resumable.inc(value=result)
 
     def counts(self) -> Counts:
-        """The counters of this ingress."""
+        """Returns the counters of this ingress."""
         return {metric.name: metric.numbers for metric in self._metrics}
 
     def set_other_counts(self, counts: Counts) -> None:
-        """The sum of those of all other ingresses. A coordinator that was restarted has forgotten
-        those that are gone: the sums stay until the others have counted as much."""
+        """Sets the sum over all other ingresses. A restarted coordinator has forgotten ingresses
+        that are gone: each sum stays at its highest value until the others have counted as much."""
         self._other_counts = highest(self._other_counts or {}, counts)
 
     def collect(self) -> Iterator[Metric]:
@@ -209,5 +210,5 @@ class PrometheusStats(StatsSink, Collector):
             yield metric.to_family(total[metric.name])
 
     def render(self) -> bytes:
-        """The text of `/metrics`."""
+        """Returns the text of `/metrics`."""
         return generate_latest(self.registry)

@@ -1,7 +1,8 @@
-"""Engine outputs to request outputs: the one loop over everything that engines answer.
+"""Turns engine outputs into request outputs, in the one loop over all that engines send.
 
-For each output: statistics, text and stop strings, an output of the kind that was requested, and
-on to its queue (or, without one, into the returned list, as a synchronous caller needs it).
+Each output updates the statistics, the text and the stop strings, and produces an output of the
+requested kind. That goes to the request's queue or, without a queue, into the returned list, as a
+synchronous caller needs it.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from swell.engine.wire import (
 
 class OutputProcessorOutput(msgspec.Struct):
     request_outputs: list[RequestOutput] = []
-    """Of requests without a queue."""
+    """Outputs of requests without a queue."""
     reqs_to_abort: list[RequestState] = []
-    """Requests that ended by a stop string: their engines do not know it yet."""
+    """Requests that a stop string finished: their engines do not know it yet."""
     dropped: list[RequestState] = []
-    """Requests that their engine has dropped, though they were not aborted here."""
+    """Requests that their engine dropped although this client did not abort them."""
     prefilled: list[RequestState] = []
     """Requests whose prompt was computed for another engine."""
 
 
 class OutputProcessor:
-    """All requests of one client (an ingress, or the in-process `LLM`): the table of their states,
-    and what engines answer to them."""
+    """All requests of one client (an ingress, or the in-process `LLM`): the table of their states
+    and the handling of their outputs."""
 
     def __init__(
         self,
@@ -55,11 +56,11 @@ class OutputProcessor:
         clock: Callable[[], float] = THREADS.now,
         on_error: Callable[[RequestState], None] = lambda _state: None,
     ) -> None:
-        """`stream_interval`: tokens between two outputs of a request, at least; the parameters of a
-        request may set a larger one. `on_error` gets each request that ends with an error, whose
-        `stop_reason` says which."""
+        """`stream_interval` is the minimum number of tokens between two outputs of a request; a
+        request's parameters may set a larger one. `on_error` gets each request that finishes with
+        an error; its `stop_reason` names the error."""
         self.request_states: dict[str, RequestState] = {}
-        """Of all unfinished requests, by id."""
+        """All unfinished requests, by id."""
         self._detokenizer = detokenizer
         self._texts = TokenTexts(detokenizer)
         self._stream_interval = stream_interval
@@ -81,9 +82,9 @@ class OutputProcessor:
         answer_version: AnswerVersion | None = None,
         make_content_parser: Callable[[], Parser] | None = None,
     ) -> RequestState:
-        """Expect outputs of `request`. `prompt` is the text that was sent, if it was one;
-        `arrival_s` is a reading of this processor's clock, where the request came earlier than
-        this call. `make_content_parser` as in `OutputText`."""
+        """Registers `request` and returns its state. `prompt` is the text that was sent, if it was
+        text. `arrival_s` is a reading of this processor's clock if the request arrived before this
+        call. `make_content_parser` is as in `OutputText`."""
         assert request.request_id not in self.request_states, request.request_id
         assert not request.output_token_ids, "a later attempt keeps its first state"
         texts, prompt_token_ids = self._texts, request.prompt_token_ids
@@ -112,13 +113,13 @@ class OutputProcessor:
         return state
 
     def find(self, request_id: str, attempt: int) -> RequestState | None:
-        """The request whose attempt runs under this number. None: the request has ended, or the
-        attempt has, so that messages about it are late."""
+        """Returns the request if this attempt is the running one. Returns None if the request or
+        the attempt has ended: messages about it are late."""
         state = self.request_states.get(request_id)
         return state if state is not None and state.attempt == attempt else None
 
     def process_started(self, message: EngineCoreOutputs) -> None:
-        """Requests that enter a step of their engine."""
+        """Marks requests that enter a step of their engine as started."""
         started, now_s = zip(message.started, message.started_attempts, strict=True), self._clock()
         for (request_id, attempt), events in zip_longest(started, message.journey_events):
             state = self.find(request_id, attempt)
@@ -127,7 +128,7 @@ class OutputProcessor:
                 state.journey.add_reported(events or (), state.engine.rank, attempt, now_s)
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> OutputProcessorOutput:
-        """Outputs of requests and attempts that have ended are ignored."""
+        """Processes outputs; ignores those of requests and attempts that have ended."""
         result = OutputProcessorOutput()
         stats, now_s = IterationStats(), self._clock()
         for output in outputs:
@@ -141,7 +142,7 @@ class OutputProcessor:
                 state.num_cached_tokens = output.num_cached_tokens
                 result.prefilled.append(state)
                 continue
-            # 1) statistics, 2) text and stops, 3) the client's output, 4) the end.
+            # 1) statistics, 2) text and stop strings, 3) the client's output, 4) the finish.
             state.times.record_tokens(output, now_s, stats)
             pieces: Sequence[EngineCoreOutput] = (output,)
             if state.queue is not None and state.queue.takes_each_token:
@@ -150,7 +151,7 @@ class OutputProcessor:
                 try:
                     state.update(piece)
                     request_output = state.make_output()
-                except Exception as error:  # a tokenizer's decoder may raise: its request ends
+                except Exception as error:  # a decoder may raise: its request fails
                     request_output = state.fail(error)
                 if request_output is not None:
                     if state.queue is not None:
@@ -167,14 +168,15 @@ class OutputProcessor:
         return result
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[RequestState]:
-        """End requests for their client, which gets what there is with finish reason `abort`.
-        Returns those that ended, to be aborted in their engines; unknown ids are ignored."""
+        """Finishes requests with finish reason `abort`; their clients get the output so far.
+        Returns the requests that finished, which the caller aborts in their engines. Ignores
+        unknown ids."""
 
         def abort(state: RequestState) -> RequestOutput | None:
             try:
                 state.finish(FinishReason.ABORT)
                 return state.make_output()
-            except Exception as error:  # a tokenizer's decoder may raise: its request alone fails
+            except Exception as error:  # a decoder may raise: only its request fails
                 return state.fail(error)
 
         return self._end(request_ids, abort)
@@ -185,8 +187,8 @@ class OutputProcessor:
         request_ids: Iterable[str] | None = None,
         reason: FinishReason = FinishReason.ERROR,
     ) -> list[RequestState]:
-        """End the given requests (None: all) with an exception, so that their clients do not wait
-        without end. Returns those that ended; `reason` is for statistics."""
+        """Finishes the given requests (None: all) with an exception, so that their clients do not
+        wait forever. Returns those that finished; `reason` is for the statistics."""
 
         def fail(state: RequestState) -> Exception:
             state.finish_reason = reason
@@ -200,7 +202,7 @@ class OutputProcessor:
         request_ids: Iterable[str],
         end: Callable[[RequestState], RequestOutput | Exception | None],
     ) -> list[RequestState]:
-        """`end` returns what the client gets."""
+        """Finishes requests; `end` returns what the client gets."""
         stats, now_s, ended = IterationStats(), self._clock(), []
         for request_id in request_ids:
             state = self.request_states.get(request_id)

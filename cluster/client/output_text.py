@@ -1,4 +1,4 @@
-"""The text of one answer, from its tokens and its stop strings."""
+"""The text of one answer, from its tokens and stop strings."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from swell.cluster.text.token_texts import TextWriter, TokenTexts
 class OutputText:
     """Detokenizes output tokens one by one. A stop string ends the text.
 
-    Stop strings apply to what a client sees as content. If that is all text, then text that may
-    begin a stop string is held back, and the text is cut before the stop string. Otherwise a parser
-    of the answer's format finds the content while the text comes, since only the content decides
-    when the engine can stop. The text is then given whole, and `content_limit` says how much of its
-    content may be shown: its reader has a parser of its own. No stop string reaches across
-    reasoning or a call.
+    Stop strings apply to what a client sees as content. If all text is content, text that may begin
+    a stop string is held back, and the text is cut before the stop string. Otherwise a parser of
+    the answer's format finds the content while the text arrives, since only the content decides
+    when the engine can stop. The text is then returned whole, and `content_limit` says how much of
+    its content may be shown: the reader of the text has its own parser. A stop string never matches
+    across reasoning or a tool call.
     """
 
     def __init__(
@@ -33,28 +33,28 @@ class OutputText:
         prompt_token_ids: list[int],
         make_content_parser: Callable[[], Parser] | None = None,
     ) -> None:
-        """`make_content_parser` makes the parser that finds the content; None: all text is
+        """`make_content_parser` creates the parser that finds the content; None if all text is
         content."""
         skip = params.skip_special_tokens
         self._machine = detokenizer.start(skip, text_start, prompt_token_ids)
         self._writer = TextWriter(texts, self._machine, skip)
-        """Writes to the machine where offsets of tokens are needed too."""
+        """Writes to the machine, and returns token offsets where these are needed too."""
         self._stops = StopChecker(
             params.stop_strings,
             include_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
         self._parser: Parser | None = None
-        """Finds the content, where stop strings are to be found in it."""
+        """Finds the content, if stop strings apply only to a part of the text."""
         if make_content_parser is not None and params.stop_strings:
             self._parser = make_content_parser()
         self._content_chars = 0
-        """Characters of content that may be shown; counted only where there is a parser."""
+        """Number of content characters that may be shown; counted only if there is a parser."""
         self._pieces: list[str] = []
-        """Text that is given; of a stream of deltas only what has not been taken."""
+        """Text that may be shown; in a stream of deltas, only what `take` has not returned yet."""
         self._num_chars = 0
-        """Of all text that was pushed with offsets, also of what is held back or comes after a stop
-        string."""
+        """Number of characters of all text pushed with offsets, including text that is held back or
+        follows a stop string."""
 
     @property
     def stop_string(self) -> str | None:
@@ -63,7 +63,7 @@ class OutputText:
 
     @property
     def content_limit(self) -> ContentLimit | None:
-        """None: the text is cut where its content is."""
+        """How much content may be shown; None if the text itself is cut."""
         if self._parser is None:
             return None
         stops = self._stops
@@ -71,15 +71,16 @@ class OutputText:
         return ContentLimit(self._content_chars, is_end)
 
     def push(self, token_id: int, num_tokens: int) -> bool:
-        """Append a token, output token number `num_tokens`. True: a stop string has ended the
+        """Appends output token number `num_tokens`. Returns True if a stop string has ended the
         text."""
         return self._append(self._machine.push(token_id), num_tokens)
 
     def push_with_offset(
         self, token_id: int, num_tokens: int, *, is_text: bool
     ) -> tuple[bool, int, bool]:
-        """The same; also the number of characters before the token, and whether the token has the
-        text of a beginning. An end token is no text."""
+        """Appends a token like `push`. Also returns the number of characters before the token, and
+        whether the token has the text that it has at the beginning of a text. `is_text` is False
+        for an end token, whose text is dropped."""
         if is_text:
             text, offset, at_beginning = self._writer.write(token_id)
         else:
@@ -89,7 +90,8 @@ class OutputText:
         return self._append(text, num_tokens), offset, at_beginning
 
     def finish(self, num_tokens: int) -> bool:
-        """Append what was held back: the answer has ended. True: it holds a stop string."""
+        """Appends text that was held back: the answer has finished. Returns True if it contains a
+        stop string."""
         if self._append(self._machine.flush(), num_tokens):
             return True
         if self._parser is None:
@@ -101,7 +103,7 @@ class OutputText:
         return False
 
     def take(self, *, delta_only: bool) -> str:
-        """All text so far; with `delta_only`, what is new since the last time."""
+        """Returns all text so far; with `delta_only`, the text since the last call."""
         text = "".join(self._pieces)
         self._pieces = [] if delta_only else [text]
         return text
@@ -120,7 +122,7 @@ class OutputText:
         return stops.matched is not None
 
     def _read_content(self, parsed: Iterable[AnswerDelta], num_tokens: int) -> bool:
-        """True: a stop string has ended the content."""
+        """Returns True if a stop string has ended the content."""
         stops = self._stops
         for part in parsed:
             if isinstance(part, Content):

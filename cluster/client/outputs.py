@@ -1,4 +1,4 @@
-"""The outputs of a request, and the queue of one place in which they wait for their reader."""
+"""The outputs of a request, and the one-element queue in which they wait for their reader."""
 
 from __future__ import annotations
 
@@ -17,47 +17,50 @@ from swell.worker.sample.wire import TokenLogprobs
 
 
 class RequestOutputKind(enum.IntEnum):
-    """How much each `RequestOutput` holds."""
+    """How much of the answer each `RequestOutput` holds."""
 
     CUMULATIVE = 0
     """Everything so far."""
     DELTA = 1
-    """What is new since the last one."""
+    """Only what is new since the last output."""
     FINAL_ONLY = 2
-    """Everything, once, at the end."""
+    """Everything, once, when the request has finished."""
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
     """The log probability of one token at one position."""
 
     logprob: float
-    """Natural logarithm of its probability under the model's own logits; may be -inf."""
+    """Natural logarithm of the token's probability under the unmodified logits of the model; may be
+    -inf."""
     rank: int
-    """1 is the most probable."""
+    """1 is the most probable token."""
     decoded_token: str
 
 
 @dataclass(slots=True)
 class LogprobTable(Sequence[dict[int, Logprob] | None]):
-    """Log probabilities at consecutive positions, a list of equal length for each column.
+    """Log probabilities at consecutive positions, as columns of equal length.
 
-    As a sequence: each position's `Logprob` by token id, the token at the position first, then the
-    most probable ones, best first; None where nothing is known. A dict is built when it is read, so
-    a table that is only passed on costs no more than its columns.
+    As a sequence, it maps at each position a token id to its `Logprob`: first the token at the
+    position, then the most probable ones, best first. An element is None where nothing is known.
+    The dict is built when it is read, so a table that is only passed on costs no more than its
+    columns.
     """
 
     texts: TokenTexts = field(repr=False, compare=False)
     token_ids: list[list[int]] = field(default_factory=list)
-    """The token at the position, then the most probable ones."""
+    """The ids per position: the token at the position, then the most probable ones."""
     logprobs: list[list[float]] = field(default_factory=list)
-    """Of the same tokens; empty where nothing is known."""
+    """Log probabilities of the same tokens; empty where nothing is known."""
     ranks: list[int] = field(default_factory=list)
-    """Of the token at the position."""
+    """Rank of the token at the position."""
     offsets: list[int] = field(default_factory=list)
-    """Characters of the text before the token at the position; tokens that share a character have
-    the same offset."""
+    """Number of characters of text before the token at the position; tokens that share a character
+    have the same offset."""
     at_beginning: int = 0
-    """Number of leading positions at which tokens have the texts of a beginning."""
+    """Number of leading positions whose tokens have the text that they have at the beginning of a
+    text."""
 
     def append(self, token: TokenLogprobs, offset: int, *, at_beginning: bool = False) -> None:
         self.token_ids.append(token.token_ids)
@@ -74,7 +77,7 @@ class LogprobTable(Sequence[dict[int, Logprob] | None]):
         self.at_beginning += newer.at_beginning
 
     def texts_at(self, index: int) -> Texts:
-        """Of the tokens that are possible at the position."""
+        """Returns the texts of the tokens that are possible at the position."""
         return self.texts.at_beginning if index < self.at_beginning else self.texts
 
     def __len__(self) -> int:
@@ -108,12 +111,13 @@ class LogprobTable(Sequence[dict[int, Logprob] | None]):
 
 
 class ContentLimit(msgspec.Struct, frozen=True):
-    """How much of an answer's content may be shown, where a stop string may cut it."""
+    """How much of an answer's content may be shown, if a stop string may cut it."""
 
     chars: int
-    """Characters of content, from the beginning of the answer."""
+    """Number of characters of content, from the beginning of the answer."""
     is_end: bool = False
-    """A stop string that is shown ends here: nothing of the answer follows, of whatever kind."""
+    """Whether a stop string that is shown ends here: nothing else of the answer follows, of any
+    kind."""
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -123,25 +127,25 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     text: str
     token_ids: list[int]
     num_output_tokens: int
-    """Tokens of the answer so far, in every kind."""
+    """Number of tokens of the answer so far, for every `RequestOutputKind`."""
     logprobs: LogprobTable | None = None
-    """Of `token_ids`, if requested."""
+    """Log probabilities of `token_ids`, if requested."""
     cumulative_logprob: float | None = None
-    """Sum over the tokens of the answer so far, in every kind."""
+    """Sum over the tokens of the answer so far, for every `RequestOutputKind`."""
     finish_reason: str | None = None
-    """stop, length, abort or error."""
+    """`stop`, `length`, `abort`, `error` or `invalid`."""
     stop_reason: int | str | None = None
-    """The stop string or stop token that ended it, or the message of an error."""
+    """The stop string or stop token that ended the answer, or an error message."""
     content_limit: ContentLimit | None = None
-    """Of all that was given so far; None: `text` is cut already, or nothing can cut it."""
+    """Limit on all content returned so far; None if `text` is cut already, or cannot be cut."""
     pooled: bytes = b""
-    """The vector of a request that pools: float32, little-endian."""
+    """The vector of a pooling request: float32, little-endian."""
     routed_experts: RoutedExpertsTable | None = None
-    """Of all tokens of prompt and answer but the last, which no expert has computed; at the end of
-    the answer, if requested."""
+    """Experts of all tokens of prompt and answer except the last token, which no expert has
+    computed. Set when the answer has finished, if requested."""
 
     def add(self, newer: CompletionOutput) -> None:
-        """Append the next delta."""
+        """Appends the next delta."""
         self.text += newer.text
         self.token_ids.extend(newer.token_ids)
         self.num_output_tokens = newer.num_output_tokens
@@ -162,16 +166,16 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool
     prompt: str | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     version: str = ""
-    """Of the engines that gave it; empty: unknown."""
+    """Version of the engines that produced the output; empty if unknown."""
     prompt_logprobs: LogprobTable | None = None
-    """Of `prompt_token_ids`, if requested; the first has none. Of deltas, the first alone holds
-    them."""
+    """Log probabilities of `prompt_token_ids`, if requested; the first token has none. Of deltas,
+    only the first one holds them."""
 
     def add(self, newer: RequestOutput, *, aggregate: bool) -> None:
-        """Merge a later output of the same answer into this one: deltas are joined, other kinds
-        replaced."""
+        """Merges a later output of the same answer into this one: appends a delta (`aggregate`), or
+        replaces the answers."""
         self.finished = self.finished or newer.finished
         self.num_cached_tokens, self.version = newer.num_cached_tokens, newer.version
         if newer.prompt_logprobs is not None:
@@ -183,8 +187,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
 
 class Event:
-    """Wakes the one task that waits for it. Each `wait` clears it. Cheaper than asyncio's, which
-    keeps a list of those that wait."""
+    """Wakes the one task that waits for it. Each `wait` clears it. Cheaper than `asyncio.Event`,
+    which keeps a list of waiting tasks."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -197,7 +201,7 @@ class Event:
             waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Until a `set` after the last `wait`, which may have been before."""
+        """Waits for a `set` after the last `wait`; returns at once if there was one already."""
         if not self._is_set:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -205,20 +209,20 @@ class Event:
 
 
 class RequestOutputCollector:
-    """A queue of one place between the loop over engine outputs and one reading task.
+    """A one-element queue between the loop over engine outputs and one reading task.
 
     The producer never waits: an output that the reader has not taken is merged with the next one.
-    An exception is delivered after the output that came before it, and again by every later read.
-    Both sides run in one event loop.
+    An exception is delivered after the output before it, and again by every later read. Both sides
+    run in one event loop.
     """
 
     takes_each_token = False
-    """An output of its own is put for each token, whatever an engine gives at once."""
+    """Whether each token gets its own output, no matter how many tokens an engine sends at once."""
 
     def __init__(self, kind: RequestOutputKind, request_id: str = "") -> None:
         self.request_id = request_id
         self.ready = Event()
-        """Set when there is something new; collectors that one task reads may share it."""
+        """Set when there is a new output; collectors that one task reads may share it."""
         self._aggregate = kind == RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
@@ -233,19 +237,19 @@ class RequestOutputCollector:
         self.ready.set()
 
     def get_nowait(self) -> RequestOutput | None:
-        """The next output if there is one. Raises a delivered exception."""
+        """Returns the next output, or None if there is none. Raises a delivered exception."""
         output, self._output = self._output, None
         if self._error is None:
             return output
         if output is None:
             raise self._error
-        self.ready.set()  # the exception is next, and nothing comes after it
+        self.ready.set()  # the exception is next, and nothing follows it
         return output
 
 
 class TokenQueue(RequestOutputCollector):
-    """The same without merging: which outputs there are depends on the answer alone, and on no
-    reader. It holds no more than the tokens of one answer."""
+    """A collector that does not merge: the outputs depend only on the answer, not on how fast the
+    reader is. It holds at most one output for each token of the answer."""
 
     takes_each_token = True
 

@@ -1,8 +1,8 @@
-"""Several answers to one prompt: how the outputs of the children become one `RequestOutput`.
+"""Parallel sampling: merges the outputs of child requests for one prompt into one `RequestOutput`.
 
-A child is an ordinary request of its own (`cluster/text/child_params.py`). Usage counts the prompt
-once, and the tokens of every answer that was sampled, also of those that `select_best_of` leaves
-out. HTTP and `LLM` both use `ParentRequest`.
+A child is an ordinary request (see `child_sampling_params`). Usage counts the prompt once, and the
+tokens of every sampled answer, including those that `select_best_of` leaves out. The HTTP server
+and `LLM` both use `ParentRequest`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from swell.cluster.text.sampling_params import SamplingParams
 
 
 def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """The outputs of children of one prompt, in any order, as one output: their answers by index.
-    The prompt's cached tokens are those that no child had to compute."""
+    """Merges the outputs of the children of one prompt, in any order, into one output with the
+    answers sorted by index. The number of cached prompt tokens is the minimum over the children."""
     completions = [completion for output in outputs for completion in output.outputs]
     return msgspec.structs.replace(
         outputs[0],
@@ -28,9 +28,9 @@ def merge_outputs(outputs: Sequence[RequestOutput]) -> RequestOutput:
 
 
 def select_best_of(output: RequestOutput, params: SamplingParams) -> RequestOutput:
-    """The `n` answers with the largest mean log probability per token (as OpenAI defines
-    `best_of`), best first, and numbered so; of equal ones the first child's. Log probabilities that
-    only the ranking needed are left out."""
+    """Returns the `n` answers with the largest mean log probability per token (OpenAI's definition
+    of `best_of`), best first, with new indices. If two are equal, the earlier child comes first.
+    Log probabilities that only the ranking needed are removed."""
     ranked = sorted(output.outputs, key=_mean_logprob, reverse=True)
     best = [
         msgspec.structs.replace(completion, index=index)
@@ -46,8 +46,8 @@ class ParentRequest:
     """All answers to one prompt while its children run.
 
     `add` returns outputs according to `kind`: with DELTA the new part of one child, with CUMULATIVE
-    the answers so far of every child that has begun, with FINAL_ONLY all answers, once. Where
-    answers are ranked nothing is returned before the last one is complete, whatever the kind.
+    the answers so far of every child that has begun, with FINAL_ONLY all answers, once. If answers
+    are ranked, it returns nothing before the last one is complete, for every kind.
 
     If one child fails, the request has failed: the child's error is the last output, and later
     outputs of other children are dropped. The caller aborts those children.
@@ -60,16 +60,16 @@ class ParentRequest:
         self._is_best_of = params.num_children > params.n
         self._unfinished = params.num_children
         self._outputs: dict[int, RequestOutput] = {}
-        """All that each child gave; of deltas that were passed on, the last."""
+        """All output of each child; with deltas that are passed on, only the last one."""
 
     @property
     def num_output_tokens(self) -> int:
-        """Sampled so far by all children."""
+        """Number of tokens sampled so far by all children."""
         return sum(output.outputs[0].num_output_tokens for output in self._outputs.values())
 
     def add(self, output: RequestOutput) -> RequestOutput | None:
-        """Take a child's output, which has one answer with the child's index; what the client gets
-        for it."""
+        """Adds a child's output, which has one answer with the child's index, and returns the
+        output for the client, or None."""
         if not self._unfinished:
             return None
         (completion,) = output.outputs
@@ -96,7 +96,7 @@ class ParentRequest:
 
 
 def _mean_logprob(completion: CompletionOutput) -> float:
-    """An answer that was ended before its first token comes last."""
+    """Returns the mean log probability per token; an answer without tokens ranks last."""
     assert completion.cumulative_logprob is not None, "ranked answers have log probabilities"
     if not completion.token_ids:
         return -float("inf")

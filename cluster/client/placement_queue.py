@@ -1,4 +1,4 @@
-"""Requests for which there is no engine now, each with the time after which it fails."""
+"""Queue of requests that no engine can run now, each with a timeout."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ class QueuedRequest:
         self._timer: asyncio.TimerHandle | None = None
 
     def release(self) -> None:
-        """The request leaves the queue: it has an engine, or has ended. Once."""
+        """Removes the request from the queue: it has an engine, or has finished. Call this once."""
         if self._timer is not None:
             self._timer.cancel()
         self._queue.remove(self._request_id)
 
     def fail_after(self, limit_s: float, on_timeout: Callable[[], None], grace_s: float) -> None:
-        """Call `on_timeout` after `limit_s`. An event loop that is late by more than `grace_s` was
-        stopped: it handles first, for `grace_s`, what arrived meanwhile."""
+        """Calls `on_timeout` after `limit_s`. If the timer is late by more than `grace_s`, the
+        event loop was blocked: the timeout is then extended by `grace_s`, so that the loop first
+        handles what arrived meanwhile."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + limit_s
 
@@ -37,11 +38,11 @@ class QueuedRequest:
 
 
 class PlacementQueue:
-    """In the order of arrival."""
+    """The queued requests, in order of arrival."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        """Of the prompts of all queued requests."""
+        """Prompt tokens of all queued requests."""
         self._queued: dict[str, QueuedRequest] = {}
 
     def __len__(self) -> int:

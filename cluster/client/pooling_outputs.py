@@ -1,4 +1,4 @@
-"""The outputs of `LLM` for requests that pool, in the form of vLLM's."""
+"""The outputs of `LLM` for pooling requests, in the form of vLLM's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EmbeddingOutput(msgspec.Struct):
 
 class ClassificationOutput(msgspec.Struct):
     probs: list[float]
-    """Of every class, in the order of their numbers."""
+    """Probabilities of all classes, in the order of their numbers."""
 
     @property
     def num_classes(self) -> int:
@@ -35,7 +35,7 @@ class ScoringOutput(msgspec.Struct):
 class _PoolingRequestOutput(msgspec.Struct, kw_only=True):
     request_id: str
     prompt_token_ids: list[int]
-    """Of a score the tokens of both texts."""
+    """The token ids of the prompt; for a score, of both texts."""
     num_cached_tokens: int = 0
     finished: bool = True
 
@@ -53,7 +53,7 @@ class ScoringRequestOutput(_PoolingRequestOutput, kw_only=True):
 
 
 def vector_of(output: RequestOutput) -> list[float]:
-    """The vector of an answer. Raises RuntimeError with the reason where there is none."""
+    """Returns the vector of an answer. Raises RuntimeError with the reason if there is none."""
     (answer,) = output.outputs
     if not answer.pooled:
         raise RuntimeError(f"request {output.request_id}: {answer.stop_reason}")
@@ -61,7 +61,7 @@ def vector_of(output: RequestOutput) -> list[float]:
 
 
 def float_values(pooled: bytes) -> list[float]:
-    """The values of a vector."""
+    """Decodes the float32 values of a vector."""
     values = array("f", pooled)
     if sys.byteorder == "big":
         values.byteswap()
@@ -69,8 +69,9 @@ def float_values(pooled: bytes) -> list[float]:
 
 
 def cosines(vectors: list[list[float]], num_firsts: int) -> list[float]:
-    """Of normalized vectors, the first ones with those behind them: each, or the only one with
-    all. What rounding adds is taken off: none is above 1."""
+    """Returns the cosine similarity of pairs of normalized vectors: the `num_firsts` first ones
+    with the rest, pair by pair, or the only first one with each of the rest. Clamps each to [-1,
+    1], because of rounding errors."""
     firsts, seconds = vectors[:num_firsts], vectors[num_firsts:]
     pairs = zip(firsts * (len(seconds) // num_firsts), seconds, strict=True)
     return [max(-1.0, min(sum(map(mul, first, second)), 1.0)) for first, second in pairs]

@@ -1,7 +1,7 @@
-"""Which engines probably hold which KV blocks. Pure.
+"""Index of the engines that probably hold each KV block. Pure.
 
-Law: an engine that holds a block of a chain holds all blocks before it. So the longest prefix that
-any of some engines holds is found by bisection.
+Invariant: an engine that holds a block of a chain holds all blocks before it. So a binary search
+finds the longest prefix that any engine of a set holds.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Collection, Sequence, Set
 
 
 class PrefixIndex:
-    """The ranks that hold each block, by its name. Most blocks are held by one engine: that one's
-    rank stands in place of a set."""
+    """The ranks that hold each block, by the block's hash. Most blocks are held by one engine: its
+    rank is then stored instead of a set."""
 
     def __init__(self) -> None:
         self._holders: dict[int, int | set[int]] = {}
 
     def __len__(self) -> int:
-        """How many different blocks are held."""
+        """Number of different blocks that any engine holds."""
         return len(self._holders)
 
     def add(self, name: int, rank: int) -> None:
@@ -43,7 +43,8 @@ class PrefixIndex:
         return known if isinstance(known, set) else (known,)
 
     def longest(self, names: Sequence[int], ranks: Set[int]) -> int:
-        """How many blocks of this chain one of these engines holds, at most."""
+        """Returns the length, in blocks, of the longest prefix of this chain that one of these
+        engines holds."""
         least, most = 0, len(names)
         if not names or ranks.isdisjoint(self.holders(names[0])):
             return 0

@@ -1,9 +1,9 @@
-"""Names of the blocks of a prompt, by which one ingress compares it with those that it sent before.
-Pure.
+"""Hashes of the blocks of a prompt, with which an ingress finds prefixes shared with earlier
+prompts. Pure.
 
-Like the names that engines give (`engine/block_hash.py`), each covers every token before it and the
-salt. Names are compared within one process alone, and only routing depends on them. So they are
-Python's own hashes, which take less than half the time of chained digests.
+Like the block hashes of engines (`engine/block_hash.py`), each covers the salt and every token up
+to the end of its block. They are compared only within one process, and only routing depends on
+them. So they are Python's own hashes, which take less than half the time of chained digests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DIGEST_BYTES = 16
 
 
 class PromptBlocks:
-    """Those of one prompt."""
+    """The blocks of one prompt."""
 
     def __init__(self, token_ids: Sequence[int], block_tokens: int, salt: str | None) -> None:
         """`salt` separates tenants."""
@@ -26,13 +26,13 @@ class PromptBlocks:
         self._size = block_tokens * packed.itemsize
         self._salt, self._tokens = salt, packed.tobytes()
         self.names: list[int] = []
-        """One of each full block: a number that this process alone gives it."""
+        """The hash of each full block, valid only in this process."""
         name, tokens, size = hash(salt), self._tokens, self._size
         for start in range(0, len(tokens) - size + 1, size):
             name = hash((name, tokens[start : start + size]))
             self.names.append(name)
 
     def digest(self, num_blocks: int) -> bytes:
-        """Of the first `num_blocks` blocks: 16 bytes, the same in all ingresses."""
+        """Returns a digest of the first `num_blocks` blocks: 16 bytes, equal in all ingresses."""
         text = root_of(self._salt) + self._tokens[: num_blocks * self._size]
         return hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest()

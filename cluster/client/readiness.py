@@ -1,10 +1,11 @@
-"""Whether an engine can make progress, from what views say. Pure, with time as an argument.
+"""Readiness of engines, as views show it. Pure: the time is an argument.
 
-The coordinator takes silent and stuck engines out of the roster, so a fresh view says most of it.
-What is left to find here is an engine that has work and whose steps and layers do not grow: it is
-reported before it is replaced. An old view says nothing about engines, and harms none: requests
-and answers do not pass through the coordinator. Time without views does not count: an ingress
-that was stopped, or whose coordinator was, wakes to views of which the first is old.
+The coordinator removes silent and stuck engines from the roster, so a fresh view answers most of
+the question. This module additionally detects an engine that has work and whose step and layer
+counters do not grow: it is reported before it is replaced. An old view says nothing about engines
+and does no harm: requests and answers do not pass through the coordinator. Time without views does
+not count: an ingress that was suspended, or whose coordinator was, first receives an old view when
+it wakes up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FORMING = "forming"
 
 
 class ReadyState(msgspec.Struct, frozen=True):
-    """`ranks` can make progress; `reason` says what keeps the others from it."""
+    """Ranks of the engines that can make progress, and the reason why the others cannot."""
 
     ranks: list[int]
     reason: str
@@ -32,7 +33,7 @@ class ReadyState(msgspec.Struct, frozen=True):
 
 
 class ReadinessTracker:
-    """The engines of the newest view."""
+    """Tracks the progress of the engines of the newest view."""
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._limit_s = stall_timeout_s
@@ -42,11 +43,11 @@ class ReadinessTracker:
         self._repairing: list[int] = []
         self._state, self._sleep_level = _SERVING, 0
         self._forming_s: float | None = None
-        """Since when the group forms, by the clock of the views."""
+        """Since when the group forms, on the clock of the views; None if it does not form."""
         self._last_view_at: float | None = None
 
     def on_view(self, view: ClusterView, now: float) -> None:
-        """A view has come. An engine may be without progress while it must not compute."""
+        """Applies a view. An engine may make no progress while it must not compute."""
         members = {EngineId.of(member): member for member in view.roster.members}
         reports = {report.rank: report for report in view.reports}
         self._monitor.advance(now)
@@ -67,12 +68,13 @@ class ReadinessTracker:
             self._forming_s = self._monitor.read(now)
 
     def set_unreachable(self, engines: Mapping[EngineId, str]) -> None:
-        """This ingress cannot use these engines, whatever the coordinator reports, and why."""
+        """Sets the engines that this ingress cannot use, with the reasons; the coordinator may
+        report otherwise."""
         self._unreachable = engines
 
     def check(self, now: float) -> ReadyState:
-        """The engines that can make progress now. Time without progress counts up to the newest
-        view: nothing is known of later."""
+        """Returns the engines that can make progress now. Time without progress counts only up to
+        the newest view: nothing later is known."""
         view_at = now if self._last_view_at is None else self._last_view_at
         without_s = self._monitor.without_progress_s(self._limit_s)
         stuck = {key.rank: without_s[key] for key in self._active if key in without_s}

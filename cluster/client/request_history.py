@@ -1,4 +1,4 @@
-"""HTTP requests that run, and those that ended lately, with what happened to them: pure."""
+"""HTTP requests that run or finished recently, with the events of each. Pure."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ import msgspec
 from swell.cluster.client.journey import Journey
 
 MAX_FOUND = 20
-"""A client may send the same id again and again."""
+"""Records that `find` returns at most: a client may reuse an id any number of times."""
 
 
 class RequestRecord(msgspec.Struct, eq=False):
-    """One HTTP request. It holds nothing of what was asked or answered."""
+    """One HTTP request. The record contains no part of the prompt or of the answer."""
 
     id: str
-    """Of the answer, as the client gets it."""
+    """The id of the response, as the client gets it."""
     request_id: str
-    """`x-request-id`."""
+    """The id in the `x-request-id` header."""
     operation: str
-    """chat or text_completion, as OpenTelemetry names them."""
+    """`chat` or `text_completion`, as OpenTelemetry names them."""
     model: str
     received_s: float
-    """On the clock of the ingress, and below in seconds since 1970."""
+    """The time on the clock of the ingress; `received_at` is the same moment in seconds since
+    1970."""
     received_at: float
     journeys: list[Journey] = []
-    """Of its requests to the engines: one for each answer that is sampled."""
+    """The journeys of its engine requests: one for each answer that is sampled."""
     ended_s: float | None = None
-    """On the clock of the ingress; None: it runs."""
+    """The time on the clock of the ingress; None while the request runs."""
 
 
 class RequestHistory:
-    """Records by the ids that their clients know. Those that have ended are kept for `limit_s`, and
-    of them the newest, with `limit` answers in all."""
+    """Finds records by the ids that clients know. Finished records are kept for `limit_s`; if they
+    have more than `limit` answers in total, the oldest are dropped first."""
 
     def __init__(self, limit: int, limit_s: float) -> None:
         self._limit = limit
@@ -43,7 +44,7 @@ class RequestHistory:
         self._num_ended = 0
 
     def __len__(self) -> int:
-        """Ids that can be found."""
+        """Number of ids that can be found."""
         return len(self._by_id)
 
     def begin(self, record: RequestRecord) -> None:
@@ -57,7 +58,7 @@ class RequestHistory:
         self._expire(now_s)
 
     def find(self, id: str, now_s: float) -> list[RequestRecord]:
-        """The newest requests under this id, oldest first."""
+        """Returns the newest requests with this id, oldest first."""
         self._expire(now_s)
         return self._by_id.get(id, [])[-MAX_FOUND:]
 
@@ -77,5 +78,5 @@ class RequestHistory:
 
 
 def _num_answers(record: RequestRecord) -> int:
-    """One that failed before it had any counts too."""
+    """Counts a request that failed before it had any engine request as one answer."""
     return max(1, len(record.journeys))

@@ -1,4 +1,4 @@
-"""Which engine has which request."""
+"""Placement of requests on engines."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from swell.engine.wire import AbortRequests, JourneyEventType
 class RequestPlacer:
     """Places requests on engines, and moves those whose engine cannot continue.
 
-    Resumption: what an engine held that has left the roster, that replaces a worker while another
-    one could compute, that dropped it, or whose messages were lost, is sent to another engine, or
-    to the same again, as the next attempt, with the outputs that were already seen; that engine
-    recomputes them and continues. An answer that has begun continues on an engine of its version
-    alone. Without an engine a request waits: for `cluster.start_timeout_s` if it had one, else for
-    `serve.no_engine_timeout_s`.
+    A request moves if its engine left the roster, replaces a worker while another engine could
+    compute, dropped the request, or if messages to or from the engine were lost. It is sent to
+    another engine, or to the same one again, as the next attempt, together with the output tokens
+    so far; that engine recomputes them and continues. An answer that has begun continues only on an
+    engine with its version. If no engine is available, a request waits: for
+    `cluster.start_timeout_s` if it had an engine before, otherwise for `serve.no_engine_timeout_s`.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class RequestPlacer:
         return self._router.active_ranks
 
     def backlog(self, *, own_only: bool) -> Backlog:
-        """What waits to be computed; with `own_only`, of this ingress alone."""
+        """Returns the waiting requests of all ingresses; with `own_only`, only those of this
+        ingress."""
         router, queue = self._router, self._queue
         get_backlog = router.own_backlog if own_only else router.backlog
         backlog = get_backlog(self._config.scheduler.max_rows)
@@ -70,8 +71,8 @@ class RequestPlacer:
         )
 
     def on_view(self, view: ClusterView, lost: Sequence[EngineId]) -> None:
-        """Route by the new view; then move the requests of lost engines, then those of engines that
-        compute nothing, then place those that have no engine."""
+        """Updates the router with the new view. Then moves the requests of lost engines and of
+        engines that are being repaired or are unreachable, and places the queued requests."""
         self._roster = view.roster
         self._router.update(view)
         for engine in lost:
@@ -80,12 +81,12 @@ class RequestPlacer:
         self._use_active_engines()
 
     def on_loads(self, loads: Iterable[EngineLoad]) -> None:
-        """Route by what has changed since the view."""
+        """Updates the router with loads that changed after the view."""
         self._router.update_loads(loads)
 
     def set_unreachable(self, engines: frozenset[EngineId]) -> None:
-        """This ingress cannot use these engines. They get no requests, and if it can use another
-        one, their requests continue there."""
+        """Sets the engines that this ingress cannot use. They get no requests, and their requests
+        continue on another engine if there is one."""
         self._unreachable = engines
         self._router.set_unreachable(engines)
         self._use_active_engines()
@@ -100,8 +101,8 @@ class RequestPlacer:
             self.place(self._processor.request_states[request_id])
 
     def place(self, state: RequestState) -> None:
-        """Begin the request's next attempt, or keep the request until there is an engine. Attempts
-        after the first may run on any engine of the answer's version."""
+        """Begins the request's next attempt, or queues the request until an engine is available.
+        Attempts after the first may run on any engine with the answer's version."""
         request, version = state.request, state.answer_version.required
         if request.prefix_hint is not None and state.attempt == 1:
             self._router.learn(request.prompt_token_ids, request.cache_salt, request.prefix_hint)
@@ -135,7 +136,7 @@ class RequestPlacer:
             self._metrics.resubmitted()
 
     def _split(self, state: RequestState, version: str | None, max_tokens: int) -> None:
-        """Decide whether one engine computes the prompt and another one continues."""
+        """Decides whether one engine computes the prompt and another one continues."""
         request, handover = state.request, state.handover
         if handover.version is not None and not self._router.can_place(handover.version):
             handover.fail()
@@ -150,7 +151,7 @@ class RequestPlacer:
                 handover.begin(self._config.cache.block_tokens, found)
 
     def continue_elsewhere(self, states: Iterable[RequestState]) -> None:
-        """The prompts of these requests were computed; another engine continues."""
+        """Places requests whose prompt was computed on another engine, which continues."""
         now_s = self._clock()
         for state in states:
             placement = state.placement
@@ -159,12 +160,12 @@ class RequestPlacer:
             self.place(state)
 
     def migrate_all(self, engine: EngineId, reason: MigrationReason) -> None:
-        """Continue the requests of an engine elsewhere."""
+        """Moves all requests of an engine."""
         states = self._processor.request_states.values()
         self.migrate([state for state in states if state.engine == engine], reason)
 
     def _migrate_where_possible(self, engine: EngineId, reason: MigrationReason) -> None:
-        """Continue those requests of an engine elsewhere for which there is another one."""
+        """Moves those requests of an engine that another engine can continue."""
         states = self._processor.request_states.values()
         here = [state for state in states if state.engine == engine]
         versions = {state.answer_version.required_elsewhere for state in here}
@@ -172,8 +173,8 @@ class RequestPlacer:
         self.migrate([s for s in here if s.answer_version.required_elsewhere in placeable], reason)
 
     def migrate(self, states: Sequence[RequestState], reason: MigrationReason) -> None:
-        """End the attempts of these requests, also in their engine if it is there, and place the
-        requests again."""
+        """Ends the attempts of these requests, also in their engine if it is still there, and
+        places the requests again."""
         if not states:
             return
         self._log.warning(
@@ -196,7 +197,7 @@ class RequestPlacer:
                 self.place(state)
 
     def abort_in_engines(self, states: Iterable[RequestState]) -> None:
-        """Drop the running attempts of requests in their engines; engines that have left get no
+        """Aborts the running attempts of requests in their engines; engines that have left get no
         message."""
         by_engine: dict[EngineId, list[RequestState]] = {}
         for state in states:
@@ -207,7 +208,7 @@ class RequestPlacer:
             self._client.send(engine, AbortRequests(ids, attempts))
 
     def _enqueue(self, state: RequestState, reason: str) -> None:
-        """Keep a request until an engine comes, for a limited time."""
+        """Queues a request until an engine is available, for a limited time."""
         if state.is_queued:
             return
         config = self._config

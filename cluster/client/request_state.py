@@ -1,4 +1,4 @@
-"""One request of a client: where it runs, what it has answered, and what another engine needs to
+"""One request of a client: where it runs, its output so far, and what another engine needs to
 continue it."""
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from swell.engine.wire import (
 from swell.worker.sample.wire import PooledValues
 
 MAX_UNREAD_ATTEMPTS = 5
-"""How many attempts in a row may have outputs that this ingress cannot handle, without a token."""
+"""Limit on attempts in a row whose outputs this ingress could not process and which added no
+token."""
 
 
 class EngineGone(RuntimeError):
-    """A request could not be finished by any engine."""
+    """No engine could finish the request."""
 
 
 class RequestFailed(RuntimeError):
-    """A request cannot go on, by its own fault; its engine serves all others as before."""
+    """The request failed for a reason of its own; its engine still serves all others."""
 
 
 class RequestInvalid(RuntimeError):
-    """A request cannot go on, because of what its client asked for."""
+    """The request cannot continue because of its parameters."""
 
 
 class MigrationReason(enum.StrEnum):
@@ -65,16 +66,16 @@ class RequestState:
     """One request from its submission to its last output.
 
     An attempt is one placement of the request on an engine, numbered from 1. It begins with
-    `assign` and ends with `unassign`, or with the request. `attempt` is the number of the one that
-    runs, or while no engine has the request that of the next: outputs under an earlier number are
-    late and are dropped.
+    `assign` and ends with `unassign`, `end_prefill`, or with the request. `attempt` is the number
+    of the running attempt, or of the next one while no engine has the request. Outputs with a lower
+    number are late and are dropped.
 
-    `output_token_ids` are all ids that the client may ever see: ids behind a stop string are
+    `output_token_ids` holds all ids that the client may ever see: ids after a stop string are
     dropped.
     """
 
     is_moved = False
-    """Its last attempt was lost, and the next one has not begun."""
+    """Whether the last attempt was lost and the next one has not begun."""
 
     def __init__(
         self,
@@ -91,30 +92,30 @@ class RequestState:
         arrival_s: float,
         answer_version: AnswerVersion | None = None,
     ) -> None:
-        """`answer_version`: shared with other requests for the same answer."""
+        """Requests that together answer one HTTP request share an `answer_version`."""
         self.request = request
         self.answer_version = answer_version or AnswerVersion()
         self.request_id = request.request_id
         self.external_id = request.external_req_id or request.request_id
-        """Of the HTTP request, in an ingress; several requests may be for one."""
+        """The id of the HTTP request, in an ingress; several requests may share it."""
         self.queue = queue
-        """Where the outputs go; None: the caller of `OutputProcessor.process_outputs` gets them."""
+        """Gets the outputs. If None, the caller of `OutputProcessor.process_outputs` gets them."""
         self.times = RequestTimes(len(request.prompt_token_ids), arrival_s)
         self.journey = Journey()
         self.attempt = 1
         self.engine: EngineId | None = None
-        """Where it runs; None while no engine has it."""
+        """The engine that runs it; None while no engine has it."""
         self.ranks: list[int] = []
-        """Of the engines of all attempts, in order."""
+        """Ranks of the engines of all attempts, in order."""
         self.started = False
-        """The engine has reported that the request is in a step, or is about to be."""
+        """Whether the engine has reported that the request is in a step, or is about to be."""
         self.failed_attempts = 0
-        """Attempts in a row that ended without a token when the engine was lost during a step of
+        """Number of attempts in a row that gave no token and whose engine was lost during a step of
         the request."""
         self.unread = False
-        """Outputs of this attempt came, and could not be handled."""
+        """Whether outputs of this attempt arrived that could not be processed."""
         self.unread_attempts = 0
-        """Such attempts in a row that ended without a token."""
+        """Number of such attempts in a row that ended without a token."""
         self.output_token_ids: list[int] = []
         self.handover = Handover(request)
         self.num_cached_tokens = 0
@@ -134,8 +135,8 @@ class RequestState:
         self._routes = RoutedExpertsCollector() if request.sampler.routed_experts else None
         self._sent_tokens = 0
         self._due_tokens = sys.maxsize if kind == RequestOutputKind.FINAL_ONLY else 1
-        """With so many output tokens the next output is due: the first token at once, then every
-        `stream_interval` tokens."""
+        """The number of output tokens at which the next output is due: the first token at once,
+        then every `stream_interval` tokens."""
 
     # ---------------------------------------------------------------- attempts
 
@@ -145,15 +146,16 @@ class RequestState:
 
     @property
     def placement(self) -> tuple[int | None, int | None]:
-        """Rank of the engine that has it, and the attempt there; None: no engine has it."""
+        """The engine's rank and the number of the attempt; `(None, None)` if no engine has the
+        request."""
         return (None, None) if self.engine is None else (self.engine.rank, self.attempt)
 
     def enqueue(self, queued: QueuedRequest) -> None:
-        """There is no engine for the request now."""
+        """Records that the request waits in the queue: no engine can run it now."""
         self._placement = queued
 
     def assign(self, engine: EngineId, version: str, route: Route, now_s: float) -> None:
-        """The attempt begins: the engine, of this version, gets `engine_request()`."""
+        """Begins an attempt. The engine, which serves this version, gets `engine_request()`."""
         self.release()
         self.answer_version.begin(version)
         self.handover.assign(version)
@@ -164,10 +166,13 @@ class RequestState:
         self.times.record_sent(now_s)
 
     def unassign(self, reason: MigrationReason) -> None:
-        """The attempt has ended. Raises EngineGone after too many in a row that gave no token and
-        that the request itself may have ended: an engine was lost while the request was in a step
-        there, or its outputs could not be handled. A link that loses messages, however often, ends
-        no request."""
+        """Ends the attempt so that the request can move.
+
+        Raises EngineGone after too many attempts in a row without a token for which the request
+        itself may be the cause: an engine was lost while it computed the request, or the ingress
+        could not process its outputs. Lost messages never end a request, however often they
+        are lost.
+        """
         self._end_attempt()
         self.is_moved = True
         self.handover.fail()
@@ -189,8 +194,8 @@ class RequestState:
             )
 
     def end_prefill(self) -> None:
-        """The attempt has computed the prompt, and the next one continues. This absolves nothing:
-        the request may still be what ends the engines that continue it."""
+        """Ends the attempt that computed the prompt; the next attempt continues. The counts of
+        failed attempts are not reset: the request may still crash the engines that continue it."""
         self._end_attempt()
         self.handover.end()
 
@@ -200,7 +205,7 @@ class RequestState:
         self.attempt += 1
 
     def release(self) -> None:
-        """Leave the engine's load count, or the queue."""
+        """Removes the request from its engine's load count, or from the queue."""
         if self._placement is not None:
             self._placement.release()
             if isinstance(self._placement, Route):
@@ -208,8 +213,9 @@ class RequestState:
             self._placement = None
 
     def engine_request(self) -> EngineCoreRequest:
-        """The first attempt gets the request itself. A later one, on any engine, continues after
-        the outputs that arrived, and does not compute prompt log probabilities that are known."""
+        """Returns what the engine gets. The first attempt gets the request itself. A later attempt,
+        on any engine, continues after the outputs that arrived, and does not compute the prompt log
+        probabilities again if all are known."""
         request = self.handover.engine_request(self.request)
         if self.attempt == 1:
             return request
@@ -230,7 +236,8 @@ class RequestState:
     # ---------------------------------------------------------------- outputs
 
     def update(self, output: EngineCoreOutput) -> None:
-        """Apply tokens and the end; a stop string may end the request earlier."""
+        """Applies an output's tokens and finish reason; a stop string may finish the request
+        earlier."""
         token_ids, known = output.new_token_ids, self.output_token_ids
         if not token_ids and self.request.sampler.pooling is not None:
             self._take_pooled(output)
@@ -262,13 +269,13 @@ class RequestState:
                 self._end(FinishReason.STOP, self._text.stop_string)
                 return
         if output.finish_reason in (FinishReason.ERROR, FinishReason.INVALID):
-            # Text that was held back is no end of the answer, even if it holds a stop string.
+            # The request failed: text that was held back is not checked for a stop string.
             self._end(output.finish_reason, output.stop_reason)
         elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
 
     def _take_pooled(self, output: EngineCoreOutput) -> None:
-        """The one output of a request that pools: its vector, or an error."""
+        """Applies the only output of a pooling request: its vector, or an error."""
         for extra in output.extras:
             if isinstance(extra, PooledValues):
                 self._on_first_token(output.num_cached_tokens)
@@ -277,21 +284,21 @@ class RequestState:
             self._end(output.finish_reason, output.stop_reason)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End the request: text that was held back is visible, or holds the stop string that ends
-        it."""
+        """Finishes the request. Text that was held back becomes visible, unless it contains a stop
+        string, which is then the finish reason."""
         if self._text.finish(len(self.output_token_ids)):
             self._end(FinishReason.STOP, self._text.stop_string)
         else:
             self._end(reason, stop_reason)
 
     def fail(self, error: Exception) -> RequestOutput | None:
-        """End with an error, which the last output names."""
+        """Finishes the request with an error, which its last output names."""
         self._text.clear()
         self._end(FinishReason.ERROR, f"{type(error).__name__}: {error}")
         return self.make_output()
 
     def make_output(self) -> RequestOutput | None:
-        """The output that is due now, if any."""
+        """Returns the output that is due now, if any."""
         finished, count = self.finish_reason is not None, len(self.output_token_ids)
         if not finished and count < self._due_tokens:
             return None
@@ -328,7 +335,8 @@ class RequestState:
         return self._routes.table(self.times.num_prompt_tokens + len(self.output_token_ids) - 1)
 
     def _on_first_token(self, num_cached_tokens: int) -> None:
-        """Of an attempt. Cached tokens are those of the first one that gave a token."""
+        """Records the first token (or vector) of an attempt. `num_cached_tokens` is that of the
+        first attempt that gave a token."""
         self.answer_version.on_token()
         if not self.output_token_ids and not self.handover.is_ready:
             self.num_cached_tokens = num_cached_tokens

@@ -12,16 +12,16 @@ from swell.coordinator.roster import Member, MemberState, Roster
 
 
 class Role(enum.Enum):
-    """What an engine does for a request, where engines compute prompts for others."""
+    """The role of an engine for a request, if some engines compute prompts for others."""
 
     PREFILL = enum.auto()
-    """It computes the prompt, and hands its KV over."""
+    """Computes the prompt, and hands its KV over."""
     DECODE = enum.auto()
-    """It continues, or does both."""
+    """Continues the request, or computes all of it."""
 
 
 class Candidates:
-    """Ranks among which one is chosen."""
+    """Ranks among which a choice is made."""
 
     def __init__(self, ranks: Iterable[int] = ()) -> None:
         self.ranks = list(ranks)
@@ -29,8 +29,8 @@ class Candidates:
         self._of_role: dict[Role, Candidates] = {}
 
     def of_role(self, role: Role, prefill_engines: int) -> Candidates:
-        """Those that may have this role, where the first so many engines compute prompts; perhaps
-        none."""
+        """Returns the ranks that may have this role, possibly none. The first `prefill_engines`
+        ranks compute prompts."""
         if role not in self._of_role:
             prefills = role is Role.PREFILL
             ranks = (rank for rank in self.ranks if (rank < prefill_engines) is prefills)
@@ -39,7 +39,7 @@ class Candidates:
 
     @cached_property
     def ring(self) -> HashRing:
-        """Made when it is needed: where they are few, it is not."""
+        """The hash ring of the ranks, built on first use: a choice among few engines needs none."""
         return HashRing(self.ranks)
 
 
@@ -47,15 +47,15 @@ _NONE = Candidates()
 
 
 class RoutableEngines:
-    """The active engines that are reached. Answers that have begun continue on their own version:
-    where all its engines leave, on those."""
+    """The active engines that this ingress reaches. An answer that has begun continues on its own
+    version. If all engines of that version are leaving, it continues on those."""
 
     def __init__(self, roster: Roster, unreachable: frozenset[EngineId]) -> None:
         reached = [m for m in roster.members if EngineId.of(m) not in unreachable]
         self.active = Candidates(m.rank for m in reached if m.state is MemberState.ACTIVE)
         self._by_version: dict[str, Candidates] = {}
         self._max_model_len: dict[str, int] = {}
-        """Of versions that have an active engine."""
+        """The maximum length of each version that has an active engine."""
         for version in dict.fromkeys(member.version for member in reached):
             ranks, limit = _ranks([m for m in reached if m.version == version])
             is_all = ranks == self.active.ranks
@@ -64,12 +64,12 @@ class RoutableEngines:
                 self._max_model_len[version] = limit
 
     def of_version(self, version: str) -> Candidates:
-        """Of engines that may continue an answer of this version; perhaps none."""
+        """Returns the engines that may continue an answer with this version, possibly none."""
         return self._by_version.get(version, _NONE)
 
     def long_enough(self, num_tokens: int) -> Candidates:
-        """Of active engines: those of the version with the greatest length, if another one does not
-        take a request of so many tokens."""
+        """Returns the active engines; only those of the version with the greatest maximum length,
+        if another version does not accept a request of `num_tokens` tokens."""
         limits = self._max_model_len
         if len(limits) < 2 or min(limits.values()) >= num_tokens:
             return self.active
@@ -77,7 +77,8 @@ class RoutableEngines:
 
 
 def _ranks(members: list[Member]) -> tuple[list[int], int | None]:
-    """Of those that may continue answers, and the length that active ones take; None: none is."""
+    """Returns the ranks that may continue answers, and the maximum length of the active ones; None
+    if none is active."""
     active = [member for member in members if member.state is MemberState.ACTIVE]
     leaving = [member.rank for member in members if member.state is MemberState.LEAVING]
     if not active:

@@ -1,5 +1,5 @@
-"""What an ingress knows of one engine, to route by: pure, from load reports and from what was sent
-since."""
+"""The state of one engine as an ingress knows it for routing, from load reports and from what it
+has sent since. Pure."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from swell.coordinator.roster import Member
 from swell.coordinator.wire import EngineLoad
 
 TOKENS_PER_ROW = 32
-"""What a running request costs a newcomer, in tokens: its rows share every step."""
+"""The cost of a running request for a new one, in tokens: both share every step."""
 
 DEFAULT_TRACKED_BLOCKS = 65_536
-"""Names of blocks kept for an engine that does not report the size of its cache."""
+"""Number of block hashes kept for an engine that does not report the size of its cache."""
 
 MAX_TRACKED_BLOCKS = 1 << 20
-"""Names of blocks kept for all engines together: some 200 MiB."""
+"""Number of block hashes kept for all engines together: about 200 MiB."""
 
 _REPORT_LAG = 2
-"""A report may have been written before a request that was sent ahead of it arrived; the next one
-was not."""
+"""Number of reports after which a request is counted by the engine. The first report after the send
+may have been written before the request arrived; the second was not."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """The load of requests."""
+    """The load of a set of requests."""
 
     uncomputed_tokens: int = 0
-    """Of prompts without an output token yet."""
+    """Tokens of prompts without an output token yet."""
     requests: int = 0
     blocks: int = 0
-    """Filled by their prompts."""
+    """KV blocks filled by their prompts."""
     unanswered: int = 0
     """Requests without a token yet."""
 
@@ -47,58 +47,62 @@ class _Load:
 
 @dataclass(slots=True)
 class Route:
-    """One request's load on the engine that was chosen for it: the engine itself beside its rank,
-    since another one may take the rank of one that died."""
+    """The load of one request on the engine chosen for it. It holds the engine and not only the
+    rank, since another engine may take the rank of one that died."""
 
     rank: int
     uncomputed_tokens: int
     _engine: RoutedEngine
     _blocks: int
     _after_report: int
-    """How many reports of the engine had arrived when the request was sent."""
+    """Number of reports that had arrived from the engine when the request was sent."""
 
     def on_first_token(self) -> None:
-        """The prompt was computed; may be called again."""
+        """Removes the prompt's tokens from the load: the prompt was computed. May be called
+        again."""
         if self.uncomputed_tokens:
             self._engine.add_load(self._after_report, -self.uncomputed_tokens, 0, 0, -1)
             self.uncomputed_tokens = 0
 
     def release(self) -> None:
-        """The request has left the engine, however it ended. Once."""
+        """Removes the request from the load: it has left the engine for any reason. Call this
+        once."""
         self.on_first_token()
         self._engine.add_load(self._after_report, 0, -1, -self._blocks, 0)
 
 
 class RoutedEngine:
-    """What this ingress knows of one incarnation of an engine."""
+    """The state of one incarnation of an engine as this ingress knows it."""
 
     def __init__(self, member: Member, index: PrefixIndex) -> None:
-        """`index` learns what this engine holds."""
+        """`index` learns which blocks this engine holds."""
         self.rank = member.rank
         self._index = index
         self.incarnation = member.incarnation
         self.num_blocks = member.num_blocks
         self.max_blocks = MAX_TRACKED_BLOCKS
-        """Blocks that are remembered, at most."""
+        """Limit on the number of block hashes that are kept."""
         self.load = EngineLoad(member.rank)
-        """As it was reported last."""
+        """The newest load report."""
         self.changed_sums: tuple[set[RoutedEngine], ...] = ()
-        """Where it is noted that what waits here has changed."""
+        """Sets to which this engine is added when its backlog changes."""
         self._busy: tuple[int, int] | None = None
-        """See `_busy_now`; None: something has changed since."""
+        """The cached result of `_busy_now`; None if something has changed since."""
         self.num_reports = 0
         self.blocks: OrderedDict[int, bool] = OrderedDict()
-        """Whether another block was sent behind it. The least recently used first, and a block
-        never before those that continue it: the prefix of a block that is here is here too."""
+        """The block hashes that are kept, each with whether another block was sent after it. Least
+        recently used first, and never a block before its successors: if a block is in the dict, so
+        is its whole prefix."""
         self.sent = _Load()
-        """Of all requests that this ingress sent and that have not finished."""
+        """The load of all requests that this ingress sent and that have not finished."""
         self.unreported: dict[int, _Load] = {0: _Load()}
-        """The part of it that the report does not count, by the number of reports at its sending.
-        """
+        """The part of this load that the newest report does not count, by the number of reports at
+        the time of sending."""
 
     def update_load(self, load: EngineLoad) -> None:
-        """Apply a load report. A report that is repeated does not count what was sent since, nor
-        does one that an engine inside a long step repeats with new progress."""
+        """Applies a load report. A repeated report does not count what was sent since. The same
+        holds for a report that an engine repeats during a long step, with only its progress
+        changed."""
         if load == self.load:
             return
         self.load = load
@@ -114,7 +118,7 @@ class RoutedEngine:
             changed.add(self)
 
     def cached_blocks(self, names: Sequence[int]) -> int:
-        """How many blocks of this chain the engine probably has."""
+        """Returns how many blocks of this chain the engine probably has, by binary search."""
         if not names or names[0] not in self.blocks:
             return 0
         known, unknown = 1, len(names) + 1
@@ -127,7 +131,7 @@ class RoutedEngine:
         return known
 
     def record_prefix(self, names: Sequence[int], known: int) -> None:
-        """Remember a chain of which `known` blocks are remembered already."""
+        """Remembers a chain whose first `known` blocks are remembered already."""
         fresh = names[known:]
         if fresh:
             for name in fresh:
@@ -141,11 +145,13 @@ class RoutedEngine:
         self._forget()
 
     def diverges(self, names: Sequence[int], known: int) -> bool:
-        """Whether a chain of which `known` blocks are remembered leaves a longer one there."""
+        """Returns whether a chain with `known` remembered blocks branches off from a longer
+        remembered chain."""
         return 0 < known < len(names) and self.blocks.get(names[known - 1], False)
 
     def _forget(self) -> None:
-        """Keep what fits into the cache beside the blocks that requests of others hold."""
+        """Keeps only the hashes of blocks that fit into the cache, next to the blocks held by
+        requests of other ingresses."""
         limit = DEFAULT_TRACKED_BLOCKS
         if self.num_blocks:
             held = int(self.load.kv_usage * self.num_blocks)
@@ -157,14 +163,14 @@ class RoutedEngine:
             self._index.discard(self.blocks.popitem(last=False)[0], self.rank)
 
     def forget_all(self) -> None:
-        """It has lost its cache, or has left."""
+        """Forgets all blocks: the engine has lost its cache, or has left."""
         self._keep(0)
 
     def add_load(
         self, after_report: int, tokens: int, requests: int, blocks: int, unanswered: int
     ) -> None:
-        """Add to the load of requests that were sent after so many reports; negative numbers take
-        away."""
+        """Adds to the load of requests that were sent after `after_report` reports; negative
+        numbers subtract."""
         self.sent.add(tokens, requests, blocks, unanswered)
         unreported = self.unreported.get(after_report)
         if unreported is not None:
@@ -172,7 +178,8 @@ class RoutedEngine:
         self._note_change()
 
     def waiting(self, max_rows: int) -> Backlog:
-        """What waits here: reported, and sent by this ingress and not reported yet."""
+        """Returns the engine's backlog: what it reported, plus what this ingress sent and it has
+        not reported yet."""
         requests = tokens = 0
         for load in self.unreported.values():
             requests += load.unanswered
@@ -180,18 +187,20 @@ class RoutedEngine:
         return waiting_here(self.load, requests, tokens, max_rows)
 
     def own_waiting(self, max_rows: int) -> Backlog:
-        """What waits here of what this ingress has sent, by the outputs that came back alone."""
+        """Returns the backlog of this ingress's own requests at the engine, known only from the
+        outputs that came back."""
         sent = self.sent
         waiting = min(sent.unanswered, max(0, sent.requests - max_rows))
         return Backlog(own_requests=waiting, own_tokens=sent.uncomputed_tokens)
 
     def cost(self, tokens: int, block_tokens: int) -> int:
-        """The score of a request with so many uncached prompt tokens here, in tokens."""
+        """Returns the score of a request with this many uncached prompt tokens, in tokens."""
         busy, free = self._busy = self._busy or self._busy_now()
         return tokens + busy + (max(0, tokens - free * block_tokens) if self.num_blocks else 0)
 
     def _busy_now(self) -> tuple[int, int]:
-        """The part of the score that is the same for each request, and the free blocks."""
+        """Returns the part of the score that is the same for each request, and the number of free
+        blocks."""
         report, sent = self.load, self.sent
         waiting, requests = report.waiting_tokens, report.running + report.waiting
         held = int(report.kv_usage * self.num_blocks)

@@ -1,4 +1,4 @@
-"""The experts that computed the tokens of one answer, on their way from engines to its client."""
+"""The experts that computed the tokens of one answer, from engine outputs to the client."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from swell.worker.sample.wire import Extra, RoutedExperts
 
 
 class RoutedExpertsTable(msgspec.Struct, frozen=True):
-    """Of the first tokens of prompt and answer, in order."""
+    """The experts of the first tokens of prompt and answer, in order."""
 
     num_tokens: int
     layers: list[int]
-    """The model's layers that have experts."""
+    """Indices of the model's layers that have experts."""
     top_k: int
-    """Experts of a token in a layer, best first."""
+    """Number of experts of a token in a layer; `data` has the best first."""
     wide: bool
-    """An expert's number has two bytes, little-endian; else one."""
+    """Whether an expert's number has two bytes, little-endian; otherwise it has one."""
     data: bytes
-    """[num_tokens, layers, top_k]"""
+    """Shape [num_tokens, layers, top_k]."""
 
 
 class RoutedExpertsCollector:
-    """Engines report positions as they compute them. A later attempt reports all again, and where
-    a position comes again, its last choices count: with them the KV of what follows is computed."""
+    """Collects the experts that engines report as they compute positions. A later attempt reports
+    all positions again. If a position is reported twice, the last report counts: the KV of the
+    following positions was computed with it."""
 
     def __init__(self) -> None:
         self._last: RoutedExperts | None = None
         self._data = bytearray()
 
     def add(self, extras: Sequence[Extra]) -> None:
-        """Raises ValueError if positions are missing before a report."""
+        """Adds reports. Raises ValueError if positions before a report are missing."""
         for extra in extras:
             if isinstance(extra, RoutedExperts):
                 begin = extra.start * extra.token_bytes
@@ -45,7 +46,8 @@ class RoutedExpertsCollector:
                 self._last = extra
 
     def table(self, num_tokens: int) -> RoutedExpertsTable | None:
-        """Of so many tokens, or as many as are known; None: of none."""
+        """Returns the table of the first `num_tokens` tokens, or of as many as are known; None if
+        none are."""
         if self._last is None:
             return None
         last = self._last

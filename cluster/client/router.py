@@ -1,22 +1,24 @@
-"""Which engine gets a request: pure, from the engines' load reports and from what was sent since.
+"""Choice of the engine for a request, from the engines' load reports and from what was sent since.
+Pure.
 
     score(engine) = prompt tokens that it would have to compute
                   + tokens that wait there to be computed
                   + TOKENS_PER_ROW for each request that is there
                   + tokens of the blocks that it lacks, which running rows would lose
 
-The prompt tokens to compute are estimated from the hashes of the blocks that this ingress sent
-there before. Scores that differ by at most SLACK_TOKENS are equal. Among equals the longest
-cached prefix wins, so a conversation keeps its engine; then a hash of the conversation and the
-rank (rendezvous hashing), so that ingresses agree without talking, and an engine that comes or
-goes moves only its share.
+The lowest score wins. The prompt tokens to compute are estimated from the hashes of the blocks that
+this ingress sent to the engine before. Scores that differ by at most SLACK_TOKENS count as equal.
+Among equal engines the longest cached prefix wins, so a conversation keeps its engine. If this
+decides nothing, a hash of the conversation and the rank does (rendezvous hashing). So ingresses
+agree without communication, and an engine that joins or leaves moves only its own share.
 
-The hash is of the first block that no engine is known to have: the blocks before it are a
-system prompt, which does not identify the conversation. A prompt that leaves a remembered chain
-before its end begins a conversation, and its shared prefix counts for little: an engine that lacks
-it computes it once for all that follow, and otherwise a new engine would get nothing.
+The hashed block is the first one that no engine is known to have: the blocks before it are a system
+prompt, which does not identify the conversation. A prompt that branches off from a remembered chain
+begins a new conversation, and the shared prefix gets a low weight: an engine that lacks it computes
+it once for all that follow. Otherwise a new engine would never get a request.
 
-Of many engines only some are scored, so that a choice costs the same however many there are.
+If there are many engines, only some are scored, so that the cost of a choice does not depend on
+their number.
 """
 
 from __future__ import annotations
@@ -36,35 +38,35 @@ from swell.coordinator.wire import ClusterView, EngineLoad
 from swell.engine.wire import PrefixHint
 
 SLACK_TOKENS = 256
-"""A smaller difference is no reason to leave a cached prefix, or the engine that other ingresses
-would choose."""
+"""A smaller difference of scores is not a reason to leave a cached prefix, or the engine that other
+ingresses would choose."""
 
 SHARED_PREFIX_DIVISOR = 4
 """A prefix that other conversations continue counts for this fraction of its tokens."""
 
 MAX_SCORED = 64
-"""Of so many engines each is considered for each request."""
+"""Up to this many engines, each engine is scored for each request."""
 
 CONSIDERED = 16
-"""Of more engines: those that hold the longest prefix, and neighbours on the ring of hashes, which
-depend on the conversation alone; at most so many of each. The least loaded would not do: all
-ingresses would choose these until the next report."""
+"""With more engines, those that hold the longest prefix and neighbours on the hash ring are scored,
+at most this many of each. Both depend only on the conversation. The least loaded engines would be a
+bad choice: all ingresses would choose the same ones until the next report."""
 
 _KEY_BYTES = 4
-"""Of a conversation's key, for a choice among engines."""
+"""Number of bytes of a conversation's key that choose among engines."""
 
 
 class NoEngine(RuntimeError):
-    """No engine takes requests now."""
+    """No engine accepts requests now."""
 
 
 class Router:
-    """Chooses an engine for each request and counts the load that it adds there."""
+    """Chooses an engine for each request, and counts the load that the request adds there."""
 
     def __init__(
         self, block_tokens: int, prefill_engines: int = 0, prefill_min_tokens: int = 1
     ) -> None:
-        """The last two are those of `ParallelConfig`."""
+        """`prefill_engines` and `prefill_min_tokens` are as in `ParallelConfig`."""
         self._block_tokens = block_tokens
         self._prefill_engines = prefill_engines
         self._prefill_min_tokens = prefill_min_tokens
@@ -81,17 +83,17 @@ class Router:
         return self._routable.active.ranks
 
     def can_place(self, version: str | None) -> bool:
-        """Whether an engine of this version, or of any, takes a request now."""
+        """Returns whether an engine with this version (None: any version) accepts a request now."""
         return bool(self._candidates(version, 0).ranks)
 
     def set_unreachable(self, engines: frozenset[EngineId]) -> None:
-        """These engines get no requests; a successor at the rank of one does."""
+        """Sets the engines that get no requests; a successor with the same rank does get them."""
         self._unreachable = engines
         self._routable = RoutableEngines(self._roster, engines)
 
     def update(self, view: ClusterView) -> None:
-        """Apply the roster and the load reports. An engine that was started again, or whose workers
-        are being replaced, has lost its cache."""
+        """Applies the roster and the load reports. An engine that restarted, or whose workers are
+        being replaced, has lost its cache."""
         if view.roster != self._roster:
             self._update_roster(view.roster)
         for report in view.reports:
@@ -100,7 +102,7 @@ class Router:
                 engine.update_load(EngineLoad.of(report))
 
     def update_loads(self, loads: Iterable[EngineLoad]) -> None:
-        """Apply loads of engines of the roster."""
+        """Applies loads of engines of the roster."""
         for load in loads:
             engine = self._engines.get(load.rank)
             if engine is not None:
@@ -138,10 +140,10 @@ class Router:
         role: Role = Role.DECODE,
         is_handed_over: bool = False,
     ) -> Route:
-        """Choose an engine, and count the request's load there until the route is released. With
-        `rank`, that engine; with `version`, one that may continue an answer of it. `max_tokens`:
-        how many the answer may still get. `is_handed_over`: any engine can read the KV of the
-        prompt. Raises NoEngine."""
+        """Chooses an engine, and counts the request's load there until the route is released. With
+        `rank`, chooses that engine; with `version`, one that may continue an answer with it.
+        `max_tokens` is the number of tokens that the answer may still get. `is_handed_over` means
+        that any engine can read the KV of the prompt. Raises NoEngine."""
         active = self.active_ranks
         if rank is not None and rank not in active:
             raise NoEngine(f"engine {rank} takes no requests; active: {active}")
@@ -163,7 +165,7 @@ class Router:
         return Route(rank, tokens, engine, blocks, engine.num_reports)
 
     def learn(self, token_ids: Sequence[int], salt: str | None, hint: PrefixHint) -> None:
-        """An engine has computed the beginning of a prompt, for another ingress."""
+        """Records that an engine has computed the beginning of a prompt for another ingress."""
         holder = self._engines.get(hint.rank)
         if holder is not None:
             known = token_ids[: hint.num_tokens]
@@ -173,9 +175,9 @@ class Router:
     def version_to_split(
         self, token_ids: Sequence[int], *, salt: str | None, version: str | None, max_tokens: int
     ) -> str | None:
-        """The version of two engines of which one should compute this prompt, and another one
-        continue: both are there, and the one that continues lacks much of it. None: one engine
-        should do both."""
+        """Returns the version of two engines, one that should compute this prompt and one that
+        should continue. Both must be available, and the one that continues must lack much of the
+        prompt. Returns None if one engine should do both."""
         least = max(self._prefill_min_tokens, self._block_tokens + 1)
         if not self._prefill_engines or len(token_ids) < least:
             return None
@@ -189,7 +191,7 @@ class Router:
         return found if len(token_ids) - known >= self._prefill_min_tokens else None
 
     def _common_version(self, prefill: Candidates, decode: Candidates) -> str | None:
-        """Of an engine of each kind."""
+        """Returns a version that engines of both roles have, or None."""
         members = self._roster.members
         of_prefill = {m.version for m in members if m.rank in prefill.as_set}
         of_decode = {m.version for m in members if m.rank in decode.as_set}
@@ -201,11 +203,12 @@ class Router:
         return candidates.of_role(role, self._prefill_engines)
 
     def backlog(self, max_rows: int) -> Backlog:
-        """What waits at all engines, each of which runs `max_rows` requests at once."""
+        """Returns the backlog of all engines; each runs up to `max_rows` requests at once."""
         return self._reported.total(max_rows)
 
     def own_backlog(self, max_rows: int) -> Backlog:
-        """The same where reports are too old: what other ingresses have sent is not known."""
+        """Returns the backlog of this ingress's own requests, for use while reports are too old:
+        what other ingresses have sent is unknown then."""
         return self._own.total(max_rows)
 
     def _candidates(self, version: str | None, num_tokens: int) -> Candidates:
@@ -214,7 +217,7 @@ class Router:
         return self._routable.long_enough(num_tokens)
 
     def _pick(self, request_id: str, prompt: PromptBlocks, candidates: Candidates) -> int:
-        """The best engine for a prompt."""
+        """Returns the rank of the best engine for a prompt."""
         names = prompt.names
         longest = self._index.longest(names, candidates.as_set)
         is_known = longest == len(names)
@@ -244,14 +247,15 @@ class Router:
     def _considered(
         self, candidates: Candidates, conversation: bytes, prefix: Sequence[int]
     ) -> list[int]:
-        """The engines that are scored; `prefix` is the longest that one of them holds."""
+        """Returns the engines that are scored; `prefix` is the longest prefix that one of them
+        holds."""
         if len(candidates.ranks) <= MAX_SCORED:
             return candidates.ranks
         neighbours = candidates.ring.neighbours(conversation, CONSIDERED)
         if not prefix:
             return neighbours
         holders = self._index.holders(prefix[-1])
-        if len(holders) > CONSIDERED:  # a prefix that many share: any of them will do
+        if len(holders) > CONSIDERED:  # many engines share the prefix: any of them will do
             start = int.from_bytes(conversation[:_KEY_BYTES]) % len(holders)
             known = [*islice(cycle(holders), start, start + CONSIDERED)]
         else:
@@ -260,7 +264,8 @@ class Router:
 
 
 class _BacklogSum:
-    """The backlog of all engines: only those that have changed are looked at again."""
+    """The sum of the backlogs of all engines; recomputes only those of engines that have
+    changed."""
 
     def __init__(self, backlog_of: Callable[[RoutedEngine, int], Backlog]) -> None:
         self._backlog_of = backlog_of
@@ -280,7 +285,7 @@ class _BacklogSum:
         self._sum = _exchanged(self._sum, self._parts.pop(engine), Backlog())
 
     def total(self, max_rows: int) -> Backlog:
-        """`max_rows`: see `RoutedEngine.waiting`."""
+        """Returns the sum. `max_rows` is as in `RoutedEngine.waiting`."""
         if max_rows != self._max_rows:
             self._max_rows = max_rows
             self._changed.update(self._parts)
@@ -294,7 +299,7 @@ class _BacklogSum:
 
 
 def _exchanged(whole: Backlog, before: Backlog, after: Backlog) -> Backlog:
-    """The sum with one part in place of another."""
+    """Returns the sum with one part replaced by another."""
     parts = zip(whole, before, after, strict=True)
     return Backlog(*[number - old + new for number, old, new in parts])
 

@@ -1,14 +1,15 @@
-"""Times and counts of requests, gathered in the loop over outputs and handed to a sink.
+"""Times and counts of requests, gathered in the loop over outputs and passed to a sink.
 
     arrival -- queue -- scheduled -- prefill -- first token -- decode -- last token
     |<------------- time to first token ------------->|<- inter-token ->|
     |<------------------------------- end to end -------------------------------->|
 
-`queue` ends with the first schedule on the engine that gave the first token. The time before that
-engine got the request (no engine was there, or another one was lost) is measured by the ingress,
-the rest of the queue by the engine on its own clock; everything else by the ingress. A request that
-ended before its first token has no prefill and no decode, and its queue is known only if it never
-was on an engine. A request that pools has a vector in place of a first token, and no time to it.
+`queue` ends when the engine that produced the first token first schedules the request. The ingress
+measures the time until that engine got the request (no engine was available, or another one was
+lost). The engine measures the rest of the queue time on its own clock. The ingress measures
+everything else. A request that ended before its first token has neither a prefill nor a decode
+time, and its queue time is known only if no engine ever had it. A pooling request has a vector
+instead of a first token, and no time to first token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class FinishedRequestStats(msgspec.Struct, frozen=True, kw_only=True):
     num_output_tokens: int
     e2e_s: float
     queue_s: float | None
-    """From arrival to first schedule. None, here and below: not known, or there was none."""
+    """From arrival to first schedule. None, here and below, means unknown or not applicable."""
     prefill_s: float | None
     """From first schedule to first token."""
     decode_s: float | None
@@ -32,26 +33,26 @@ class FinishedRequestStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IterationStats(msgspec.Struct, kw_only=True):
-    """The statistics of one call of the loop."""
+    """The statistics of one iteration of the loop over outputs."""
 
     num_prompt_tokens: int = 0
-    """Prompts whose first token, or vector, came."""
+    """Prompt tokens of requests whose first token, or vector, arrived."""
     num_output_tokens: int = 0
     time_to_first_token_s: list[float] = []
     inter_token_latency_s: list[float] = []
-    """One entry per token; tokens that came together share their gap evenly."""
+    """One entry per token; tokens that arrive together share their gap evenly."""
     finished: list[FinishedRequestStats] = []
 
 
 class StatsSink:
-    """Takes the statistics of each iteration. This one drops them: statistics are off."""
+    """Receives the statistics of each iteration. This base class drops them."""
 
     def record(self, stats: IterationStats) -> None:
-        """Take the statistics of one iteration."""
+        """Receives the statistics of one iteration."""
 
 
 class RequestTimes:
-    """The clock readings of one request."""
+    """The timestamps of one request."""
 
     def __init__(self, num_prompt_tokens: int, arrival_s: float) -> None:
         self.num_prompt_tokens = num_prompt_tokens
@@ -59,19 +60,20 @@ class RequestTimes:
         self.first_token_s: float | None = None
         self.last_token_s = arrival_s
         self.waited_s = 0.0
-        """From its arrival until an engine got it, the last time."""
+        """Time from the arrival of the request until it was last sent to an engine."""
         self._sent_s: float | None = None
-        """When the engine got it that gave its first token, or else the last one."""
+        """When the request was sent to the engine that gave the first token, or else to the last
+        one."""
         self._engine_queue_s = 0.0
 
     def record_sent(self, now_s: float) -> None:
-        """An engine gets the request, for the first time or again."""
+        """Records that the request is sent to an engine, for the first time or again."""
         self.waited_s = max(now_s - self.arrival_s, 0.0)
         if self.first_token_s is None:
             self._sent_s = now_s
 
     def record_tokens(self, output: EngineCoreOutput, now_s: float, stats: IterationStats) -> None:
-        """Account for the tokens of one output."""
+        """Accounts for the tokens of one output."""
         count = len(output.new_token_ids)
         if not count:
             if output.finish_reason is FinishReason.STOP:
@@ -90,7 +92,7 @@ class RequestTimes:
         self.last_token_s = now_s
 
     def _record_pooled(self, output: EngineCoreOutput, now_s: float, stats: IterationStats) -> None:
-        """Account for a vector, which is all that its request gives: it has no first token."""
+        """Accounts for the vector of a pooling request, which never gets a first token."""
         self.first_token_s = self.last_token_s = now_s
         self._engine_queue_s = output.queue_s
         stats.num_prompt_tokens += self.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""What an engine gives at once, as if it came token by token. Pure."""
+"""Splits an output of several tokens into outputs of one token each. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from swell.worker.sample.wire import TokenLogprobs
 
 
 def one_by_one(output: EngineCoreOutput) -> Sequence[EngineCoreOutput]:
-    """Outputs of one token each: the first has what belongs to no token, the last the end."""
+    """Returns outputs of one token each. The first one has the extras that belong to no token, the
+    last one has the finish reason."""
     *before, last = output.new_token_ids or [0]
     if not before:
         return (output,)
