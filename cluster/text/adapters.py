@@ -1,4 +1,4 @@
-"""Adapters (LoRA) that requests name in place of the model."""
+"""Adapters (LoRA) that requests name instead of the model."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from swell.configs.shown import shown
 
 
 def salt_of_adapter(adapter: Adapter, cache_salt: str | None) -> str:
-    """The cache salt of a request with an adapter, under the salt that it has: equal tokens have
-    other KV with it. No request can name it: it begins as none may."""
+    """Returns the cache salt of a request with an adapter, derived from its own salt: the same
+    tokens have different KV with the adapter. No request can set this salt, since a client's salt
+    must not begin with `DERIVED_SALT`."""
     text = f"{adapter.digest} {'' if cache_salt is None else 'salt ' + cache_salt}"
     return DERIVED_SALT + hashlib.blake2b(text.encode(), person=b"swell-adapter").hexdigest()
 
 
 class AdapterRefused(ValueError):
-    """An adapter is not loaded, or not unloaded; the message says why, and what to do."""
+    """An adapter could not be loaded or unloaded; the message says why, and what to do."""
 
 
 class LoadedAdapters:
-    """The adapters that came while the server, or an `LLM`, ran."""
+    """The adapters that were loaded while the server, or an `LLM`, runs."""
 
     def __init__(
         self, config: LoraConfig, model: str, on_change: Callable[[], None] = lambda: None
     ) -> None:
-        """`model`: what requests call the model itself."""
+        """`model` is the name of the model itself in requests."""
         self._config, self._model, self._on_change = config, model, on_change
         self.all: tuple[Adapter, ...] = ()
 
     def load(self, adapter: Adapter, in_place: bool) -> None:
-        """Let requests name it. `in_place`: it may replace one of its name. Raises
-        AdapterRefused."""
+        """Lets requests name the adapter. With `in_place`, it may replace an adapter with the same
+        name. Raises AdapterRefused."""
         name = shown(adapter.name)
         if not self._config.enabled:
             raise AdapterRefused(
@@ -60,7 +61,8 @@ class LoadedAdapters:
         self._on_change()
 
     def unload(self, name: str) -> None:
-        """Requests that have begun with it end with it. Raises AdapterRefused."""
+        """Removes an adapter. Requests that have begun with it finish with it. Raises
+        AdapterRefused."""
         others = tuple(one for one in self.all if one.name != name)
         if others == self.all:
             stays = name in self._config.adapters

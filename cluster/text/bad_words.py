@@ -1,4 +1,4 @@
-"""Bad words as the token sequences that an engine must never complete."""
+"""Bad words as token sequences that an engine must never complete."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from swell.engine.request_validation import MAX_BAD_WORD_TOKENS
 
 
 def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) -> list[list[int]]:
-    """The sequences that write the words, each once; `tokenizer` is transformers'.
+    """Returns the token sequences that write the words, each once; `tokenizer` is transformers'.
 
-    A sequence with a token that is none of the model's `vocab_size` is never completed: it is left
+    A sequence with a token outside the model's `vocab_size` can never be completed, and is left
     out.
 
-    As vLLM does it (`SamplingParams.update_from_tokenizer`): a word is tokenized as at the
-    beginning of a text and as after a space, whatever spaces it brings in front. The second form
-    counts if it begins with another token and is as long; a longer one is mostly a space and the
-    first form. A word that a space makes shorter ("ban", "ana" but " banana") is thus not found
-    after spaces. Beyond vLLM's rule, a tokenizer that puts a space before every text also gives
-    the form without it, as after a line end.
+    This follows vLLM (`SamplingParams.update_from_tokenizer`): a word is tokenized as at the
+    beginning of a text and as after a space, regardless of its own leading spaces. The second form
+    counts if it begins with another token and has the same length; a longer one is mostly a space
+    and the first form. So a word that a space makes shorter ("ban", "ana" but " banana") is not
+    found after spaces. Beyond vLLM's rule: if a tokenizer puts a space before every text, the form
+    without it, as after a line end, is added.
 
-    Raises `BadRequest` for a word that is no text or has no token, and for too many tokens.
+    Raises `BadRequest` for a word that is not valid text or yields no token, and for too many
+    tokens.
     """
     found: dict[tuple[int, ...], None] = {}
     for index, word in enumerate(words):
@@ -39,7 +40,7 @@ def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) ->
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
             forms.append(spaced)
         bare = _after_line_end(tokenizer, word.lstrip(), index)
-        if bare:  # what ends with it is banned with it
+        if bare:  # a form that ends with it is banned with it
             forms = [form for form in forms if form[-len(bare) :] != bare]
             forms.append(bare)
         found |= dict.fromkeys(map(tuple, forms))
@@ -55,7 +56,7 @@ def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) ->
 
 
 def _after_line_end(tokenizer: Any, word: str, index: int) -> list[int]:
-    """The tokens of a word after a line end; empty where the two share a token."""
+    """Returns the tokens of a word after a line end; empty if the two share a token."""
     before = _encode(tokenizer, "\n", index)
     whole = _encode(tokenizer, "\n" + word, index)
     return whole[len(before) :] if whole[: len(before)] == before else []

@@ -1,4 +1,4 @@
-"""Text of tokens that are bytes of UTF-8, under a byte-level decoder."""
+"""Detokenization for byte-level decoders, whose tokens are bytes of UTF-8."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swell.cluster.text.incremental_detokenizer import MAX_CHARACTER_BYTES, Incr
 
 
 class ByteTable(dict[int, bytes]):
-    """id -> the bytes it stands for under a byte-level decoder, filled on use."""
+    """Maps a token id to the bytes that it stands for under a byte-level decoder; filled on use."""
 
     def __init__(self, backend: Tokenizer, special: frozenset[str]) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class ByteTable(dict[int, bytes]):
 
 
 class _WholeTexts(dict[int, str]):
-    """id -> the text of a token of finished characters alone; empty for other tokens."""
+    """Maps the id of a token that consists of complete characters to its text, other ids to ""."""
 
     def __init__(self, table: ByteTable) -> None:
         super().__init__()
@@ -43,7 +43,8 @@ class _WholeTexts(dict[int, str]):
 
 
 def to_bytes(token: str) -> bytes:
-    """A token outside the byte alphabet, such as an added one with a space, is its own text."""
+    """Returns the bytes of a token. A token outside the byte alphabet, such as an added one with a
+    space, is its own text."""
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in token])
     except KeyError:
@@ -51,7 +52,8 @@ def to_bytes(token: str) -> bytes:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are themselves, the others follow from U+0100 on."""
+    """Returns GPT-2's alphabet: printable bytes map to themselves, the others to U+0100 and
+    following."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = count(256)
     return {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
@@ -62,8 +64,9 @@ Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteLevelDetokenizer(IncrementalDetokenizer):
-    """UTF-8 is self-synchronizing: the last few tokens show which character is unfinished. While
-    none is, a token of finished characters needs no decoder: that would remember nothing."""
+    """Detokenizes bytes of UTF-8, which is self-synchronizing: the last few tokens show which
+    character is incomplete. While none is, a token of complete characters does not need the
+    decoder, whose state would not change."""
 
     TAIL_TOKENS = 16
 
@@ -92,7 +95,7 @@ class ByteLevelDetokenizer(IncrementalDetokenizer):
         return self._whole_texts[token_id]
 
     def _context_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """As many as hold one character."""
+        """Returns as few of the last tokens as can hold one whole character."""
         tail, size = super()._context_tokens(token_ids), 0
         for place in reversed(range(len(tail))):
             size += len(self.table[tail[place]])

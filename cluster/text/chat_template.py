@@ -1,4 +1,4 @@
-"""A conversation to the text that the model reads, as a chat template writes it."""
+"""Renders a conversation to the text that the model reads, with a chat template."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ _RESERVED_VARIABLES = {
     "tools",
     "truncation",
 }
-"""Names that `chat_template_kwargs` may not set."""
+"""Names that `chat_template_kwargs` must not set."""
 
 
 _MAX_REASON_CHARS = 500
-"""Longest error message of a template: it may repeat the conversation."""
+"""Limit on the length of a template's error message: it may repeat the conversation."""
 
 
 def read_template(path: str | None) -> str | None:
-    """The chat template of `serve.chat_template`; None if there is none. Raises ConfigError."""
+    """Reads the chat template file of `serve.chat_template`; returns None if it is not set. Raises
+    ConfigError."""
     if path is None:
         return None
     try:
@@ -56,23 +57,22 @@ def read_template(path: str | None) -> str | None:
 
 
 class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a conversation is written."""
+    """Options for the rendering of a conversation."""
 
     tools: Sequence[ToolDefinition] = ()
     add_generation_prompt: bool = True
-    """End with what begins an answer of the assistant."""
+    """Whether the text ends with the beginning of an assistant's answer."""
     continue_final_message: bool = False
-    """End within the last message, which the answer continues."""
+    """Whether the text ends within the last message, which the answer continues."""
     template: str | None = None
-    """Instead of the model's."""
+    """A template to use instead of the model's."""
     documents: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = {}
-    """For the template's own use, as `enable_thinking`."""
+    """Variables for the template's own use, such as `enable_thinking`."""
 
 
 class ChatTemplate:
-    """The template of one model; `override` is used instead of the tokenizer's where it is
-    given."""
+    """The chat template of one model; `override`, if given, replaces the tokenizer's."""
 
     def __init__(self, tokenizer: Any, model_name: str, override: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -82,14 +82,15 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The template's text; empty without a template. Of several named ones, that for tools."""
+        """The template's source; empty without a template. If there are several named ones, the one
+        for tools."""
         template = self._override or self._tokenizer.chat_template or ""
         if isinstance(template, dict):
             template = template.get("tool_use") or template.get("default") or ""
         return str(template)
 
     def render(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
-        """Raises `BadRequest` with the template's error message."""
+        """Renders a conversation. Raises `BadRequest` with the template's error message."""
         if not self.text and options.template is None:
             raise BadRequest(
                 f"the model {self._model_name!r} has no chat template: use /v1/completions, or set "
@@ -120,8 +121,9 @@ class ChatTemplate:
     def own_segments(
         self, text: str, messages: Sequence[ChatMessage], options: TemplateOptions
     ) -> tuple[ControlTokens, list[Segment]] | None:
-        """`text`, as `render` has written it, with the control tokens that are the template's own.
-        None: all are. Raises `BadRequest`."""
+        """Splits `text`, which `render` returned, into segments in which only control tokens that
+        the template itself wrote are control. Returns None if that holds for all control tokens.
+        Raises `BadRequest`."""
         control = self._control_tokens(options.template or self.text)
         inputs = (
             [*map(_texts_of_message, self._message_dicts(messages, options))],
@@ -140,8 +142,8 @@ class ChatTemplate:
     def _check_role(
         self, role: str, messages: Sequence[ChatMessage], options: TemplateOptions, text: str
     ) -> None:
-        """A template may silently leave out messages of a role that it does not know: then the text
-        is the same whatever these messages contain."""
+        """Raises `BadRequest` if the template silently leaves out messages of a role that it does
+        not know: the text is then the same for any content of these messages."""
         others = [
             msgspec.structs.replace(message, content=message.text + "?")
             if message.role == role
@@ -150,7 +152,7 @@ class ChatTemplate:
         ]
         try:
             leaves_out = self._render_or_refuse(others, options) == text
-        except BadRequest:  # it reads their content
+        except BadRequest:  # the template reads their content
             return
         if leaves_out:
             index = next(i for i, message in enumerate(messages) if message.role == role)
@@ -171,11 +173,12 @@ class ChatTemplate:
         options: TemplateOptions,
         change: Change | None = None,
     ) -> str:
-        """`change`: as which the template is shown each text of the client."""
+        """Renders the conversation; `change` is applied to each text of the client before the
+        template sees it."""
         for form, tools in _forms(messages, options.tools):
             try:
                 return self._apply(form, options, tools, change)
-            except Exception as failure:  # a template may raise anything: it is a program
+            except Exception as failure:  # a template is a program and may raise anything
                 if form is messages:
                     error = failure
         reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
@@ -218,7 +221,8 @@ class ChatTemplate:
     def _message_dicts(
         self, messages: Sequence[ChatMessage], options: TemplateOptions
     ) -> list[dict[str, Any]]:
-        """Most templates know `system` and not its newer name `developer`."""
+        """Converts the messages for the template. Most templates know `system` and not its newer
+        name `developer`."""
         knows_developer = "developer" in (options.template or self.text)
         plain = []
         for message in messages:
@@ -237,19 +241,20 @@ class ChatTemplate:
 
 
 def _texts_of_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """All but the role, which is a name and holds no control token."""
+    """Returns all fields except the role, which is a name and holds no control token."""
     return {name: value for name, value in message.items() if name != "role"}
 
 
 def _text_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """All but those that give a control token, such as `bos_token`."""
+    """Returns all variables except those that name a control token, such as `bos_token`."""
     return {name: value for name, value in variables.items() if not name.endswith("_token")}
 
 
 def _forms(
     messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition]
 ) -> Iterator[tuple[Sequence[ChatMessage], list[dict[str, Any]]]]:
-    """A conversation and its tools as they were sent, then in forms that more templates take."""
+    """Yields a conversation and its tools as they were sent, then in forms that more templates
+    accept."""
     sent = [tool.as_sent for tool in tools]
     yield messages, sent
     filled = [_filled(tool) for tool in sent]
@@ -263,8 +268,8 @@ def _forms(
 
 
 def _one_call_per_message(messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:
-    """Calls that were made at once as messages of one call each, every one followed by its result:
-    some templates take no more. None: no message has two."""
+    """Splits parallel tool calls into messages of one call each, every one followed by its result:
+    some templates accept only one call per message. Returns None if no message has two calls."""
     if all(len(message.tool_calls or ()) < 2 for message in messages):
         return None
     alone: list[ChatMessage] = []
@@ -289,8 +294,9 @@ def _one_call_per_message(messages: Sequence[ChatMessage]) -> list[ChatMessage] 
 
 
 def _call_dict(call: MessageToolCall) -> dict[str, Any]:
-    """Templates write the arguments as an object, and a model may have written something else, or
-    not finished: then it is the longest beginning that is one."""
+    """Returns a tool call for the template. Templates expect the arguments as an object, but a
+    model may have written something else, or an incomplete object: then its longest valid prefix is
+    used."""
     try:
         arguments = msgspec.json.decode(call.function.arguments)
     except msgspec.DecodeError:
@@ -302,7 +308,7 @@ def _call_dict(call: MessageToolCall) -> dict[str, Any]:
 
 
 def _filled(tool: dict[str, Any]) -> dict[str, Any]:
-    """With what a tool may leave out, for templates that cannot do without."""
+    """Fills in fields that a tool may omit, for templates that require them."""
     given = {name: value for name, value in tool["function"].items() if value is not None}
     empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
     return {**tool, "function": {**empty, **given}}

@@ -1,16 +1,16 @@
-"""Which control tokens of a rendered conversation the template has written, and which came with a
-text of the client.
+"""Separates the control tokens of a rendered conversation that the template wrote from those in
+texts of the client.
 
 A template is a program: it trims texts, cuts them, writes them as JSON. So the conversation is
-rendered again with other texts, and what follows them is not the template's own. The answer is
-taken from a rendering that says the same as the first one:
+rendered again with changed texts, to see which control tokens depend on them. The result is used of
+a rendering that gives the same text as the first one:
 
-1. In each text the characters with which a control token begins or ends are replaced by characters
-   that occur nowhere. The template's control tokens are those that this rendering has.
-2. Where a template looks for control tokens in texts (`</think>` in an earlier answer), the first
-   says something else. Then each control token in a text gets a mark before and one behind it.
+1. In each text the first and last characters of control tokens are replaced by characters that
+   occur nowhere. The template's own control tokens are those in this rendering.
+2. If a template looks for control tokens in texts (`</think>` in an earlier answer), rendering 1
+   gives another text. Then each control token in a text is enclosed in two marks.
 
-If neither says the same, the second counts: control tokens of texts are text in it in any case.
+If neither gives the same text, rendering 2 counts: in it, control tokens in texts are always text.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from swell.cluster.text.control_tokens import ControlTokens, Segment
 from swell.cluster.text.sampling_params import BadRequest
 
 Change = Callable[[str], str]
-"""Of one text of the client."""
+"""A change of one text of the client."""
 _PRIVATE = range(0xE000, 0xF900)
-"""Characters without a meaning."""
+"""Private-use characters, which no standard gives a meaning."""
 _ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})", re.IGNORECASE)
 
 
 def changed(value: Any, change: Change) -> Any:
-    """A value of JSON with other texts, keys included."""
+    """Applies `change` to all strings of a JSON value, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -42,7 +42,7 @@ def changed(value: Any, change: Change) -> Any:
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """The texts of a value of JSON, keys included."""
+    """Yields all strings of a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -60,9 +60,9 @@ def own_segments(
     control: ControlTokens,
     render: Callable[[Change], str],
 ) -> list[Segment] | None:
-    """The rendered `text` in segments, of which the template's own control tokens are control;
-    None: all control tokens are its own. `texts` are those of the client; `render` renders them
-    changed, and raises BadRequest where the template refuses that."""
+    """Splits the rendered `text` into segments; only the template's own control tokens are control
+    segments. Returns None if all control tokens are its own. `texts` are those of the client;
+    `render` renders them changed, and raises BadRequest if the template refuses that."""
     edges = sorted(edge for edge in control.edges if any(edge in one for one in texts))
     if not edges:
         return None
@@ -89,8 +89,8 @@ def own_segments(
 
 
 def _rendered(render: Callable[[Change], str], change: Change, added: Sequence[str]) -> str | None:
-    """With `added` characters as they are, where the template writes texts as JSON in ASCII. None:
-    the template refuses such texts."""
+    """Renders with `change`. Restores `added` characters that the template escaped as ASCII JSON.
+    Returns None if the template refuses such texts."""
     try:
         text = render(change)
     except BadRequest:
@@ -107,8 +107,8 @@ def _marked(text: str, control: ControlTokens, begin: str, end: str) -> str:
 
 
 def _without_marks(segments: Sequence[Segment], begin: str, end: str) -> list[Segment]:
-    """A control token between two marks is a text's; a mark that a template has separated from its
-    token says nothing."""
+    """Removes the marks. A control token between two marks belongs to a text; a mark that the
+    template has separated from its token is ignored."""
     own: list[Segment] = []
     text = ""
     for index, one in enumerate(segments):
@@ -127,7 +127,7 @@ def _without_marks(segments: Sequence[Segment], begin: str, end: str) -> list[Se
 
 
 def _unused(count: int, texts: Sequence[str]) -> list[str]:
-    """Characters that no text has, not even escaped."""
+    """Returns characters that occur in no text, not even escaped."""
     used: set[str] = set()
     for text in texts:
         used.update(text)

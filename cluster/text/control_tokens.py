@@ -1,4 +1,4 @@
-"""Control tokens of a tokenizer, and the ids of a text in which only some occurrences of their
+"""Control tokens of a tokenizer, and tokenization of texts in which only some occurrences of their
 texts are control tokens."""
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from swell.cluster.text.tokenizer import encode_text
 
 _BRACKETS = frozenset("<>[]{}|｜")
 _MARK = re.compile(r"<[|｜]|[<\[]/?(think|tool|arg_)", re.IGNORECASE)
-"""How marks of turns, reasoning and tool calls begin, and no word of a language."""
+"""The beginnings of marks of turns, reasoning and tool calls, which begin no word of a language."""
 
 
 class Segment(NamedTuple):
-    """A part of a text: one control token, or a text without any."""
+    """A part of a text: one control token, or text without any."""
 
     text: str
     is_control: bool = False
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer under one chat template: its special tokens, marks such
-    as `<|user|>`, `<think>` and `<tool_call>`, and added tokens in brackets that the template
-    writes. Other added tokens are words: runs of spaces, `<table>` of Gemma, `/nothink` of GLM,
-    which users write. Safe to call from several threads."""
+    """The control tokens of one tokenizer with one chat template.
+
+    These are its special tokens, marks such as `<|user|>`, `<think>` and `<tool_call>`, and added
+    tokens in brackets that the template writes. Other added tokens are words that users may write:
+    runs of spaces, `<table>` of Gemma, `/nothink` of GLM. Safe to call from several threads.
+    """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         self._tokenizer = tokenizer
@@ -45,11 +47,11 @@ class ControlTokens:
 
     @cached_property
     def edges(self) -> frozenset[str]:
-        """The first and last character of each."""
+        """The first and last character of each control token."""
         return frozenset(edge for text in self._ids for edge in (text[0], text[-1]))
 
     def split(self, text: str) -> list[Segment]:
-        """The text as a tokenizer cuts it: of several control tokens that begin at one place, the
+        """Splits a text as a tokenizer does: if several control tokens begin at one place, the
         longest counts."""
         if not self._ids:
             return [Segment(text)]
@@ -60,8 +62,8 @@ class ControlTokens:
         ]
 
     def encode(self, segments: Sequence[Segment], *, add_special_tokens: bool) -> list[int]:
-        """The ids of the joined text, in which each control segment is its token, and all else is
-        text."""
+        """Returns the ids of the joined text, in which each control segment is its token, and
+        everything else is text."""
         ids = None
         if self._renamed is not None:
             ids = self._renamed.encode(segments, add_special_tokens=add_special_tokens)
@@ -75,7 +77,8 @@ class ControlTokens:
         return None if backend is None else _Renamed(backend, self._added, self._ids)
 
     def _encode_cut(self, segments: Iterable[Segment], *, add_special_tokens: bool) -> list[int]:
-        """Cut each control token that is text into its characters, and encode the parts apart."""
+        """Splits each control token that is text into its characters, and encodes the parts
+        separately."""
         parts = [""]
         for segment in segments:
             for one in [segment] if segment.is_control else self.split(segment.text):
@@ -91,8 +94,9 @@ class ControlTokens:
 
 
 class _Renamed:
-    """A tokenizer with the same model and rules, which knows control tokens by names that no client
-    can guess: their texts are texts like others to it, and merge with what stands beside them."""
+    """A tokenizer with the same model and rules, in which control tokens have random names that a
+    client cannot guess. It treats their original texts as ordinary text, which merges with its
+    neighbours."""
 
     def __init__(
         self, backend: Tokenizer, added: Sequence[tuple[int, AddedToken]], control: Iterable[str]
@@ -104,7 +108,8 @@ class _Renamed:
         self._copy.normalizer = backend.normalizer
         self._copy.pre_tokenizer = backend.pre_tokenizer
         self._copy.post_processor = backend.post_processor
-        # A tokenizer gives new tokens the ids behind its model's: here none that the other has.
+        # A tokenizer numbers new tokens after its model's: here, with ids that the original does
+        # not have.
         first = max(backend.get_vocab(with_added_tokens=True).values(), default=0) + 1
         spare = range(first - backend.get_vocab_size(with_added_tokens=False))
         named = [self._named(token) for _, token in added]
@@ -120,7 +125,7 @@ class _Renamed:
         self._forbidden = controls - {self._unknown_id()}
 
     def encode(self, segments: Sequence[Segment], *, add_special_tokens: bool) -> list[int] | None:
-        """None: the tokenizer does not find each control token where it stands."""
+        """Returns the ids; None if the tokenizer does not find each control token in its place."""
         text = "".join(self._names[one.text] if one.is_control else one.text for one in segments)
         (found,) = self._copy.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if sum(map(self._control.__contains__, found.ids)) != sum(
@@ -129,7 +134,7 @@ class _Renamed:
             return None
         ids: list[int] = []
         for id, is_outer in zip(found.ids, found.special_tokens_mask, strict=True):
-            if id in self._forbidden and not is_outer:  # the model has its text as one token
+            if id in self._forbidden and not is_outer:  # the model has this text as one token
                 parts = self._parts(id)
                 if parts is None:
                     return None
@@ -149,7 +154,8 @@ class _Renamed:
         )
 
     def _parts(self, id: int) -> list[int] | None:
-        """The tokens of a control token's text, cut in two; None: each cut has a control token."""
+        """Returns the tokens of a control token's text, split in two; None if each split has a
+        control token."""
         text = self._backend.id_to_token(id) or ""
         for at in range(1, len(text)):
             model = self._backend.model
@@ -159,7 +165,7 @@ class _Renamed:
         return None
 
     def _unknown_id(self) -> int | None:
-        """The token of what the model does not know: texts have it too."""
+        """Returns the id of the unknown token, which ordinary texts have too."""
         unknown: str | None = getattr(self._backend.model, "unk_token", None)
         return None if unknown is None else self._backend.token_to_id(unknown)
 

@@ -1,27 +1,29 @@
-"""Token ids to text, one token at a time.
+"""Detokenization, one token at a time.
 
-The law: all pieces together, the last from `flush`, are
-`tokenizer.decode(ids, skip_special_tokens=..., clean_up_tokenization_spaces=False)`, however the
-ids were grouped, at a cost per token that does not grow with the answer. Of an answer that goes on
-with its prompt (`TextStart.CONTINUATION`), `prompt_text` and all pieces are the decoding of prompt
-and answer together, at a cost that does not grow with the prompt either.
+Invariant: all pieces together, including the last one from `flush`, equal `tokenizer.decode(ids,
+skip_special_tokens=..., clean_up_tokenization_spaces=False)`. This holds for any grouping of the
+ids, and the cost per token does not grow with the answer. If an answer continues its prompt
+(`TextStart.CONTINUATION`), `prompt_text` and all pieces together equal the decoding of prompt and
+answer together; the cost does not grow with the prompt either.
 
-Decoding the last few ids again, as is common, cannot keep that law: a decoder may treat the first
-token specially, drop a leading space, or decide about bytes by what follows them. So the
-tokenizer's decoder is read, and one of three classes is used:
+Decoding the last few ids again, as is common, cannot keep that invariant: a decoder may treat the
+first token specially, drop a leading space, or interpret bytes by what follows them. So one of
+three classes is chosen by the tokenizer's decoder:
 
     ByteLevelDetokenizer  every token is bytes, the text is UTF-8 with errors replaced
                           (gpt2, llama 3)
     PieceDetokenizer      every token is a piece of text; the first may differ; a run of byte
                           tokens is decoded as a whole (llama 2, t5, bert)
-    WindowDetokenizer     nothing is known: a window is decoded again, and uncertain text is held
+    WindowDetokenizer     any other decoder: decodes a window again, and holds back uncertain text
 
-A class is used only if it agrees with the tokenizer on a few hundred random answers. Limits of the
-law: a run of byte tokens that later turns out not to be UTF-8 has its valid characters shown
-already where it has more than `MAX_RUN_TOKENS`, or begins in the prompt (`PieceDetokenizer`);
-`WindowDetokenizer` shows text after at most `MAX_PENDING_TOKENS`, which a decoder without any
-locality can contradict.
-Cleaning of spaces (" ." to ".") is never applied: it would rewrite text that the model meant.
+A class is used only if it agrees with the tokenizer on a few hundred random answers.
+
+Limits of the invariant: if a run of byte tokens turns out not to be UTF-8, its valid characters
+have been returned already if it has more than `MAX_RUN_TOKENS` or begins in the prompt
+(`PieceDetokenizer`). `WindowDetokenizer` returns text after at most `MAX_PENDING_TOKENS`, which a
+decoder without any locality can contradict.
+
+Cleanup of spaces (" ." to ".") is never applied: it would change text that the model intended.
 """
 
 from __future__ import annotations
@@ -52,22 +54,22 @@ class TextStart(enum.Enum):
     """How the text of an answer begins."""
 
     NEW_TEXT = enum.auto()
-    """As a text of its own: a space that the tokenizer puts in front of every text is dropped."""
+    """A separate text: a space that the tokenizer puts in front of every text is dropped."""
     CONTINUATION = enum.auto()
-    """As what follows the prompt's text."""
+    """The continuation of the prompt's text."""
     VERBATIM = enum.auto()
-    """As what its tokens spell: so a grammar reads them."""
+    """Exactly the text that its tokens spell, which is how a grammar reads them."""
 
 
 def _flat(stage: dict[str, Any]) -> list[dict[str, Any]]:
-    """The stages of a decoder, without sequences."""
+    """Returns the stages of a decoder, with sequences flattened."""
     if stage["type"] != "Sequence":
         return [stage]
     return [inner for part in stage["decoders"] for inner in _flat(part)]
 
 
 class Detokenizer:
-    """What a tokenizer's answers share: the chosen class of detokenizer and its tables.
+    """Creates the detokenizers of a tokenizer's answers, which share its tables.
 
     `tokenizer` is one of transformers', or a `tokenizers.Tokenizer`, or None for no text.
     """
@@ -86,8 +88,8 @@ class Detokenizer:
         text_start: TextStart = TextStart.NEW_TEXT,
         prompt_token_ids: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
-        """The detokenizer of a new answer to a prompt. After special tokens alone every answer is a
-        beginning."""
+        """Returns the detokenizer of a new answer to a prompt. After a prompt of only special
+        tokens, every answer begins a new text."""
         incremental = self._start[skip_special_tokens]()
         has_text = not self._special.issuperset(prompt_token_ids)
         if text_start is TextStart.VERBATIM:
@@ -97,8 +99,8 @@ class Detokenizer:
         return incremental
 
     def prompt_text(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a prompt that an answer goes on with: all but an unfinished character at its
-        end, which is the answer's. Takes as long as the decoding of so many ids."""
+        """Returns the text of a prompt that an answer continues, without an incomplete character at
+        its end, which belongs to the answer. Takes as long as decoding all ids."""
         incremental = self._start[skip_special_tokens]()
         return "".join(map(incremental.push, token_ids)) + incremental.finish_prompt()
 
@@ -106,7 +108,7 @@ class Detokenizer:
         return token_id in self._special
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The whole text at once: the right side of the law."""
+        """Decodes the whole text at once: the right side of the invariant."""
         if self._tokenizer is None:
             return ""
         if self._tokenizer is self._backend:
@@ -131,7 +133,7 @@ class Detokenizer:
             if incremental is not None and self._agrees(incremental, decode):
                 return incremental
         except ValueError:
-            pass  # a decoder that only looked like one of ours
+            pass  # a decoder that only looked like a known one
         return lambda: WindowDetokenizer(decode)
 
     def _exact_detokenizer(
@@ -153,7 +155,7 @@ class Detokenizer:
         return lambda: PieceDetokenizer(pieces)
 
     def _agrees(self, incremental: Callable[[], IncrementalDetokenizer], decode: Decode) -> bool:
-        """Random answers, half of them rich in added tokens, single bytes and blanks."""
+        """Compares random answers, half of them with many added tokens, single bytes and blanks."""
         assert self._backend is not None
         vocab = self._backend.get_vocab()
         rare = sorted(self._backend.get_added_tokens_decoder())

@@ -6,17 +6,18 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 Key = str | int
-"""The name of a field, or the place in a list."""
+"""The name of a field, or an index in a list."""
 PathNames = Callable[[str], str]
-"""Our path of a field -> its path in the names of one API."""
+"""Maps our path of a field to its path in the names of one API."""
 
 MAX_PATH_CHARS = 1000
-"""Of a path in an error: names of unknown fields may be long."""
+"""Limit on the length of a path in an error: names of unknown fields may be long."""
 _KEY = re.compile(r"\[(\d+)\]|(\[[^\[\]]*\]|[^.\[\]]+)")
 
 
 def split_path(path: str) -> list[Key]:
-    """A name in brackets that is no number is one key, with its brackets."""
+    """Splits a path into keys. A name in brackets that is not a number is one key, including its
+    brackets."""
     return [int(index) if index else name for index, name in _KEY.findall(path)]
 
 
@@ -29,7 +30,7 @@ def join_path(keys: Iterable[Key]) -> str:
 
 
 def rename_roots(names: Mapping[str, str]) -> PathNames:
-    """Renames fields at the top of a request, and with them all that is in these."""
+    """Returns a function that renames top-level fields of a request in paths."""
 
     def name_of(path: str) -> str:
         root = next(iter(split_path(path)), "")

@@ -1,8 +1,8 @@
 """The defaults in a model's `generation_config.json`, for fields that a request omits.
 
-As in vLLM: temperature, top_p, top_k, min_p and repetition_penalty, and `max_new_tokens` for
-answers that have no limit, neither of the request nor of the endpoint. `do_sample` is not read:
-a model that needs greedy answers has `temperature: 0`.
+As in vLLM, these are temperature, top_p, top_k, min_p and repetition_penalty, and `max_new_tokens`
+if neither the request nor the endpoint limits the answer. `do_sample` is not read: a model that
+needs greedy answers has `temperature: 0`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Defaults of one model; empty if its file has none, or is not used."""
 
     sampling: dict[str, Any] = {}
-    """Fields of `SamplingParams`."""
+    """Defaults of fields of `SamplingParams`."""
     max_new_tokens: int | None = None
-    """Longest answer of a request that sets no limit."""
+    """Maximum number of tokens of an answer if the request sets no limit."""
 
     def sampling_params(self) -> SamplingParams:
-        """The parameters of an offline call without any."""
+        """Returns the parameters of an offline call that sets none."""
         if self.max_new_tokens is None:
             return SamplingParams(**self.sampling)
         return SamplingParams(**self.sampling, max_tokens=self.max_new_tokens)
 
 
 def read_generation_config(model: ModelConfig) -> GenerationDefaults:
-    """Raises ConfigError for a value that a request could not have either: an answer
-    sampled otherwise than its model wants would be silently wrong."""
+    """Reads the defaults. Raises ConfigError for a value that a request could not have either:
+    sampling with other values than the model needs would be silently wrong."""
     if model.generation_config == "none":
         return GenerationDefaults()
     given = read_json(model.path, FILE)

@@ -1,5 +1,5 @@
-"""A request for answers, whatever the API: what the bodies of all endpoints are converted to, and
-what `InputProcessor` reads."""
+"""The request for answers that the bodies of all endpoints are converted to, and that
+`InputProcessor` reads."""
 
 from __future__ import annotations
 
@@ -21,66 +21,68 @@ from swell.configs.lora import Adapter
 Prompt = str | list[int]
 """A text, or token ids."""
 MAX_PROMPTS = 1024
-"""Most prompts of one request."""
+"""Maximum number of prompts of one request."""
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that the chat template writes, and the rules for its answer's reasoning and tool
-    calls."""
+    """A prompt that the chat template renders, and the rules for reasoning and tool calls in its
+    answer."""
 
     messages: Sequence[ChatMessage]
     template: TemplateOptions = TemplateOptions()
     tool_choice: ToolChoice | None = None
-    """Among `template.tools`, which are checked; not `none` where there are tools."""
+    """A choice among `template.tools`, which are checked; not `none` if there are tools."""
     parallel_tool_calls: bool = True
-    """False: one call at most."""
+    """False allows at most one call."""
     thinking_token_budget: int | None = None
-    """The most tokens of reasoning; then its end is forced. -1: no limit; None: no limit, but no
-    reasoning at all where the template's variable `reasoning_effort` is `none`."""
+    """Maximum number of reasoning tokens; then the end of the reasoning is forced. -1 means no
+    limit. None means no limit, but no reasoning at all if the template variable `reasoning_effort`
+    is `none`."""
 
 
 class SessionPrefix(msgspec.Struct, frozen=True):
-    """What a session has before its next chunk."""
+    """The tokens of a session before its next chunk."""
 
     token_ids: list[int]
     rank: int | None = None
-    """The engine that probably has their KV."""
+    """Rank of the engine that probably has their KV."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers to prompts, or to one conversation."""
+    """A request for answers to prompts, or to one conversation."""
 
     prompt: list[Prompt] | Conversation
     embeds: Sequence[EmbedsPrompt] = ()
-    """The prompts, if they are embeddings: then `prompt` is empty."""
+    """The prompts, if they are embeddings; `prompt` is empty then."""
     prefix: SessionPrefix | None = None
-    """The one prompt is a chunk of a session, and stands behind this."""
+    """The tokens before the prompt, if the only prompt is a chunk of a session."""
     params: SamplingParams
-    """Not checked yet."""
+    """Sampling parameters, not validated yet."""
     prompt_field: str = "prompt"
-    """The field of the API that gives the prompt, as error messages name it."""
+    """The API field that holds the prompt, for error messages."""
     param_names: Mapping[str, str] = {}
-    """The request's names of fields of `params` that it calls otherwise; errors print these."""
+    """Names that the request uses for fields of `params`, if they differ; errors print these."""
     structured_outputs_field: str | None = None
-    """The path of the field that gives the structured output, if it is not `structured_outputs`."""
+    """The path of the field that holds the structured output, if it is not `structured_outputs`."""
     tokenize_options: TokenizeOptions = PLAIN_TEXT
     max_tokens_in_context: int | None = None
-    """The answer has at most so many tokens, or as many as the context has room for, without an
-    error where that is less. Unlike `params.max_tokens`, which must fit."""
+    """Maximum number of tokens of the answer; a smaller rest of the context is not an error.
+    `params.max_tokens`, in contrast, must fit."""
     echo: bool = False
-    """The text of each prompt is needed: its answers begin with it."""
+    """Whether each answer begins with the text of its prompt, which is then needed."""
     stream: bool = False
     priority: int = 0
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
     adapter: Adapter | None = None
-    """What answers; None: the model alone."""
+    """The adapter that answers; None for the model without an adapter."""
     random: Random = SYSTEM_RANDOM
-    """The ids of tool calls are drawn from it."""
+    """Source of the random ids of tool calls."""
 
 
 def split_prompts(prompt: str | Sequence[Any], field: str = "prompt") -> list[Prompt]:
-    """The prompts of one request, each a text or a list of ids; `field` gives them."""
+    """Splits the prompt field into the prompts of a request, each a text or a list of ids; `field`
+    names it in errors."""
     if isinstance(prompt, str):
         return [prompt]
     parts = list(prompt)

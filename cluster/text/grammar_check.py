@@ -1,13 +1,13 @@
-"""Whether a grammar compiles, checked in a process of its own.
+"""Checks in a separate process whether a grammar compiles.
 
-A grammar is a program that a client sends. Some hundred bytes can make the compiler work for
-minutes, take all memory, or overflow its stack, which no exception reports. The check can end its
-process but not the server, and a grammar that passes costs the workers no more than it cost there:
-they compile it again, with the same limits and a larger stack.
+A grammar is a program that a client sends. A few hundred bytes can make the compiler work for
+minutes, use all memory, or overflow its stack, which no exception reports. The check can crash its
+process but not the server. A grammar that passes costs the workers no more than it did there: they
+compile it again, with the same limits and a larger stack.
 
-The process runs this file as a script and reads one JSON line for each grammar; it runs as long as
-its standard input is open and starts again after a check that ended it. Linux only, as the limits
-are.
+The process runs this file as a script and reads one JSON line for each grammar. It runs until its
+standard input is closed, and is restarted after a check that crashed it. Linux only, because the
+limits are.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ import threading
 from collections.abc import Mapping
 
 CPU_S = 0.5
-"""Processor time of one check."""
+"""Limit on the processor time of one check."""
 WALL_S = 30.0
-"""Longest wait for one check, on a busy machine."""
+"""Limit on the wait for one check, on a busy machine."""
 MEMORY_BYTES = 1 << 30
-"""Address space of the process."""
+"""Limit on the address space of the process."""
 MAX_REASON_CHARS = 4096
-"""Longest error message of the compiler: it may repeat the grammar."""
+"""Limit on the length of the compiler's error message: it may repeat the grammar."""
 MAX_STEPS = 64
-"""Tokens of one way through a grammar: its parser may need more than its limits behind the first.
-So many reach the second member of an object."""
+"""Number of tokens of one path through a grammar: its parser may exceed its limits after the first
+token. This many reach the second member of an object."""
 _BYTES = sorted(range(256), key=lambda byte: (byte != 0x22, byte <= 0x20, byte))
-"""Those that are taken first: quotes, which end strings, and spaces last."""
+"""All bytes in the order in which a path tries them: quotes, which close strings, first; spaces
+last."""
 STACK_BYTES = 1 << 20
-"""A worker's threads have at least twice this."""
+"""Stack size of the check's thread; a worker's threads have at least twice this."""
 
 _TOKEN_IDS = re.compile(r"<\[[0-9,*^-]+\]>")
 
@@ -44,16 +45,16 @@ class GrammarChecker:
     """Checks one grammar at a time; safe to call from several threads."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
-        """`limits`: arguments of `llguidance.LLParserLimits`."""
+        """`limits` are arguments of `llguidance.LLParserLimits`."""
         self._limits = json.dumps(limits)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def check(self, lark: str) -> str:
-        """Why the grammar cannot be used; empty: it can."""
+        """Returns why the grammar cannot be used, or an empty string if it can."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self._end(self._process)  # something else ended it: no verdict on this grammar
+                self._end(self._process)  # it died for another reason: no verdict on this grammar
             process = self._process or self._start()
             reason = self._request(process, json.dumps(lark).encode() + b"\n")
             if reason is not None:
@@ -66,14 +67,14 @@ class GrammarChecker:
         return f"it needs more than {MEMORY_BYTES >> 20} MiB, or nests too deeply"
 
     def close(self) -> None:
-        """End the process, also one that is stopped; the next check starts another."""
+        """Kills the process, even one that is suspended; the next check starts another."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
                 self._end(self._process)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # -P: this file's folder holds modules of ours whose names are the standard library's.
+        # -P: this file's folder holds modules of ours with names of the standard library.
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, self._limits],
             stdin=subprocess.PIPE,
@@ -83,7 +84,7 @@ class GrammarChecker:
         return self._process
 
     def _request(self, process: subprocess.Popen[bytes], line: bytes) -> str | None:
-        """The process's answer to a line; None if it gives none."""
+        """Returns the process's answer to a line; None if it does not answer."""
         assert process.stdin is not None and process.stdout is not None
         patience = threading.Timer(WALL_S, process.kill)
         try:
@@ -93,7 +94,7 @@ class GrammarChecker:
             received = process.stdout.readline()
         except BrokenPipeError:
             return None
-        except BaseException:  # an interrupt: the answer would be taken for that of the next line
+        except BaseException:  # an interrupt: the next line would get this answer
             process.kill()
             self._end(process)
             raise
@@ -102,18 +103,18 @@ class GrammarChecker:
         return str(json.loads(received)) if received.endswith(b"\n") else None
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
-        """Its exit status."""
+        """Waits for the process to exit; returns its exit status."""
         self._process = None
-        process.communicate()  # closes its pipes and waits for its end
+        process.communicate()  # closes its pipes and waits for its exit
         return process.returncode
 
 
 def _serve(limits: Mapping[str, int]) -> None:
-    """Answer every line of standard input with the reason for which its grammar is refused."""
+    """Answers every line of standard input with the reason why its grammar is refused."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
-        # Its signal is not caught, so it ends the process.
+        # The signal is not caught, so it kills the process.
         signal.setitimer(signal.ITIMER_PROF, CPU_S)
         reason = _reason(json.loads(line), limits)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -121,7 +122,7 @@ def _serve(limits: Mapping[str, int]) -> None:
 
 
 def _reason(lark: str, limits: Mapping[str, int]) -> str:
-    """Compile a grammar and take its first steps, with tokens of one byte."""
+    """Compiles a grammar and takes its first steps, with tokens of one byte."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     parser_limits = LLParserLimits(**limits, verbose_errors=False)  # type: ignore[arg-type]
@@ -129,7 +130,7 @@ def _reason(lark: str, limits: Mapping[str, int]) -> str:
     if reason and not reason.startswith("WARNING"):
         return reason
     tokenizer = LLTokenizer("byte")
-    # Ids of special tokens are the model's own; here one id replaces all.
+    # Ids of special tokens are the model's own; here one id replaces all of them.
     lark = _TOKEN_IDS.sub(f"<[{tokenizer.vocab_size - 1}]>", lark)
     matcher = LLMatcher(tokenizer, lark, log_level=0, limits=parser_limits)
     for _ in range(MAX_STEPS):

@@ -1,12 +1,12 @@
 """The text of one answer as it grows, one token at a time (see `detokenizer.py`).
 
-`push` adds a token. `prime_with_prompt` begins after the text of other tokens: those of a prompt
-that the answer continues. What these leave unfinished (the first bytes of a character) is the
-beginning of the answer's text, since only the answer makes it text.
+`push` adds a token. `prime_with_prompt` begins after the text of the prompt that the answer
+continues. If the prompt ends with an incomplete character, its bytes begin the answer's text, since
+only the answer completes it.
 
     ids:   prompt ............ | answer ...........
     text:  prompt ...... | answer .................
-                         ^ `finish_prompt`: after the last character that the prompt finishes
+                         ^ `finish_prompt`: after the last character that the prompt completes
 """
 
 from __future__ import annotations
@@ -21,46 +21,49 @@ Decode = Callable[[list[int]], str]
 
 
 class IncrementalDetokenizer:
-    """The base class, and the one of a model without a tokenizer: there is no text."""
+    """The base class, used for a model without a tokenizer: there is no text."""
 
     TAIL_TOKENS = 0
-    """Tokens at the end of a prompt that may matter for the text after it."""
+    """Number of tokens at the end of a prompt that may affect the text after it."""
 
     @property
     def at_beginning(self) -> bool:
-        """The next token may have another text than it has after others."""
+        """Whether the next token may have another text than it has after other tokens."""
         return False
 
     @property
     def pending_chars(self) -> int:
-        """Characters that are complete and not given yet."""
+        """Number of characters that are complete and not returned yet."""
         return 0
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain."""
+        """Adds a token; returns the text that is certain now."""
         return ""
 
     def flush(self) -> str:
-        """The rest, once the answer has ended."""
+        """Returns the remaining text; call it when the answer has finished."""
         return ""
 
     def finish_prompt(self) -> str:
-        """What was pushed is a prompt, and an answer comes: the rest of the prompt's text."""
+        """Marks the pushed tokens as a prompt that an answer follows; returns the rest of the
+        prompt's text."""
         return ""
 
     def token_bytes(self, token_id: int, *, at_beginning: bool = False) -> bytes:
-        """What a token alone adds after others, or at the beginning of a text."""
+        """Returns the bytes that a single token adds after others, or at the beginning of a
+        text."""
         return b""
 
     def whole_text(self, token_id: int) -> str:
-        """The text of a token wherever no character is open; empty: that depends on others."""
+        """Returns the text of a token if no character is incomplete before it; empty if it depends
+        on other tokens."""
         return ""
 
     def skip_beginning(self) -> None:
-        """There is text before: the next token is not the first."""
+        """Marks the next token as not the first: there is text before it."""
 
     def prime_with_prompt(self, token_ids: Sequence[int]) -> None:
-        """Begin after the text of these, at a cost that does not grow with their number."""
+        """Begins after the text of these tokens, at a cost that does not grow with their number."""
         tail = self._context_tokens(token_ids)
         if len(tail) < len(token_ids):
             self.skip_beginning()
@@ -69,16 +72,16 @@ class IncrementalDetokenizer:
         self.finish_prompt()
 
     def _context_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Those at the end on which the text after them depends."""
+        """Returns the tokens at the end on which the text after them depends."""
         return token_ids[max(0, len(token_ids) - self.TAIL_TOKENS) :]
 
 
 class WindowDetokenizer(IncrementalDetokenizer):
-    """Text of tokens under a decoder of which nothing is known: decodes again from one emission
-    before the last, and shows what has been added.
+    """Detokenizes with any decoder: decodes the tokens since the last but one returned text again,
+    and returns what was added.
 
-    ids: .......... | context | pending |
-                    ^start    ^read
+        ids: .......... | context | pending |
+                        ^start    ^read
     """
 
     TAIL_TOKENS = MAX_PENDING_TOKENS

@@ -1,4 +1,4 @@
-"""The one way from a request to what engines get: template, tokens, limits, grammar."""
+"""Converts a request to what engines get: template, tokens, limits, grammar."""
 
 from __future__ import annotations
 
@@ -50,40 +50,40 @@ from swell.engine.wire import EngineCoreRequest, PrefixHint
 from swell.worker.sample.wire import Grammar, PoolingParams
 
 TAIL_TOKENS = 16
-"""At the end of a prompt, where a template may have opened the answer's reasoning."""
+"""Number of last prompt tokens that are searched for reasoning opened by the template."""
 
 MAX_ROUTED_TOKENS = 256 * 1024
-"""Tokens whose experts one request returns: some 400 bytes each, of a large model."""
+"""Limit on tokens whose experts one request returns: with a large model about 400 bytes each."""
 
 CompileGrammar = Callable[[], Grammar]
-"""Raises `BadRequest`."""
+"""Compiles a grammar; raises `BadRequest`."""
 
 
 class ProcessedPrompt(NamedTuple):
     token_ids: list[int]
     text: str | None
-    """Where it was a text, or `echo` needs its text."""
+    """The prompt's text, if it was sent as text or `echo` needs it."""
     max_tokens: int
-    """The most tokens that an answer may have."""
+    """Maximum number of tokens of an answer."""
     segment_start: int = 0
-    """As in `PoolingParams`."""
+    """See `PoolingParams`."""
     embeds: EmbedsPrompt | None = None
-    """The prompt, if it has no tokens: `token_ids` are only as many."""
+    """The prompt, if it is embeddings; `token_ids` are then placeholders of the same length."""
 
 
 class ChildRequest(msgspec.Struct, frozen=True):
-    """What one answer to one prompt needs."""
+    """The request for one answer to one prompt."""
 
     core: EngineCoreRequest
     params: SamplingParams
-    """This answer's own."""
+    """The parameters of this answer."""
     child_index: int
-    """Among the answers to its prompt."""
+    """Index among the answers to its prompt."""
     prompt_text: str | None
 
 
 class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
-    """A `GenerationRequest` in tokens and numbers, checked."""
+    """A `GenerationRequest` in tokens and numbers, validated."""
 
     prompts: list[ProcessedPrompt]
     text_start: TextStart
@@ -91,24 +91,24 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     bad_words: list[list[int]]
     make_parser: Callable[[], Parser]
-    """Makes the parser of one answer."""
+    """Creates the parser of one answer."""
     make_content_parser: Callable[[], Parser] | None = None
-    """As in `AnswerFormat`."""
+    """See `AnswerFormat`."""
     stream: bool
     priority: int
     cache_salt: str | None
     data_parallel_rank: int | None
     grammar: Grammar | None = None
     pooling: PoolingParams | None = None
-    """The prompts are pooled, and nothing is sampled."""
+    """Set if the prompts are pooled, and nothing is sampled."""
     skip_prefix_cache: bool = False
-    """Every token of a prompt is computed."""
+    """Whether every token of a prompt is computed."""
     adapter: Adapter | None = None
-    """As in `GenerationRequest`; `cache_salt` is of it too then."""
+    """See `GenerationRequest`; `cache_salt` then includes the adapter."""
     prefix: SessionPrefix | None = None
-    """As in `GenerationRequest`; the prompt has it."""
+    """See `GenerationRequest`; the prompt includes the prefix."""
     ignored_keywords: dict[str, None] = {}
-    """Paths of keywords in its schemas that are not held; complete once the grammar is there."""
+    """Paths of schema keywords that are not enforced; complete after the grammar is compiled."""
 
     def with_grammar(self, grammar: Grammar) -> RequestParams:
         return msgspec.structs.replace(self, grammar=grammar)
@@ -120,7 +120,7 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
         *,
         trace_headers: dict[str, str] | None = None,
     ) -> list[ChildRequest]:
-        """The request of each answer to `prompt`, which is one of `prompts`."""
+        """Returns the request of each answer to `prompt`, which is one of `prompts`."""
         return [
             ChildRequest(
                 self._of_session(
@@ -155,7 +155,7 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
         return salt_of(prompt.embeds.digest, self.cache_salt)
 
     def _of_session(self, core: EngineCoreRequest) -> EngineCoreRequest:
-        """Its KV is kept, and is found where the session was answered last."""
+        """Keeps the KV of a session's request, and names the engine that answered it last."""
         if (prefix := self.prefix) is None:
             return core
         hint = None if prefix.rank is None else PrefixHint(prefix.rank, len(prefix.token_ids))
@@ -168,36 +168,36 @@ class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputProcessor(msgspec.Struct, frozen=True):
-    """One model's way from a `GenerationRequest` to `RequestParams`, for HTTP and for `LLM`.
-    Safe to call from several threads."""
+    """Converts a `GenerationRequest` to `RequestParams` for one model, for HTTP and for `LLM`. Safe
+    to call from several threads."""
 
     prompts: PromptProcessor
     detokenizer: Detokenizer
     eos_token_ids: list[int]
     formats: ModelFormats | None = None
-    """Without them an answer is all content: no reasoning and no tool calls are read from it."""
+    """Formats of reasoning and tool calls; without them all of an answer is content."""
     default_max_tokens: int | None = None
-    """The longest answer of a request that sets no limit."""
+    """Maximum number of tokens of an answer if the request sets no limit."""
     max_children: int | None = None
     policy: str = "priority"
-    """The scheduler's."""
+    """The scheduler's policy."""
     allow_chat_template: bool = False
-    """A request may bring its own."""
+    """Whether a request may contain its own chat template."""
     embeds_width: EmbedsWidth | None = None
-    """Of prompts that are embeddings; None: they are refused."""
+    """Width of prompts that are embeddings; None if they are refused."""
     routed_experts: bool = False
-    """Engines record which experts computed a token."""
+    """Whether engines record which experts computed a token."""
     schema_keywords: str = "refuse"
-    """`serve.schema_keywords`, where there are no `formats`."""
+    """`serve.schema_keywords`, for use without `formats`."""
 
     def process(self, request: GenerationRequest) -> RequestParams:
-        """May take long: the grammar is compiled too. Raises `BadRequest`."""
+        """Converts a request, and compiles its grammar, which may be slow. Raises `BadRequest`."""
         processed, compiles = self.prepare(request)
         return processed if compiles is None else processed.with_grammar(compiles())
 
     def prepare(self, request: GenerationRequest) -> tuple[RequestParams, CompileGrammar | None]:
-        """All but the grammar, and what compiles it. Raises `BadRequest`, with the names that the
-        request has for its fields."""
+        """Converts a request; also returns a function that compiles its grammar, or None. Raises
+        `BadRequest`, with the names that the request uses for its fields."""
         try:
             return self._prepare(request)
         except BadRequest as error:
@@ -281,7 +281,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
         return prompts
 
     def _placeholders(self, request: GenerationRequest) -> list[list[int]]:
-        """Token ids in the places of embeddings, of each prompt."""
+        """Returns placeholder ids for the embeddings of each prompt."""
         check_embeds(request.embeds, self.embeds_width, request.prompt_field)
         if (cut := request.tokenize_options.truncation) is not None:
             raise needs_tokens("truncate_prompt_tokens", cut.tokens, request.prompt_field)
@@ -293,8 +293,8 @@ class InputProcessor(msgspec.Struct, frozen=True):
     def tokenize(
         self, prompt: list[Prompt] | Conversation, options: TokenizeOptions, field: str = "prompt"
     ) -> list[list[int]]:
-        """The token ids of each prompt; of a conversation, which is one. `field`: as error messages
-        name it."""
+        """Returns the token ids of each prompt; a conversation is one prompt. Errors name it
+        `field`."""
         if not isinstance(prompt, Conversation):
             return self.prompts.completion_prompts(prompt, options, field)
         if prompt.template.template is not None and not self.allow_chat_template:
@@ -309,7 +309,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
     def _processed_prompts(
         self, request: GenerationRequest, params: SamplingParams, prompts: list[list[int]]
     ) -> list[ProcessedPrompt]:
-        """Texts as they were sent; with `echo` else the texts of the tokens that are read."""
+        """Processes the prompts. With `echo`, a prompt that was not sent as text gets one too."""
         sent_prompts: Sequence[Prompt | EmbedsPrompt | None] = [None]
         if not isinstance(request.prompt, Conversation):
             sent_prompts = request.embeds or request.prompt
@@ -335,7 +335,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
 
 
 def check_priority(priority: int, policy: str) -> None:
-    """Refuse a priority that the scheduler's policy does not read."""
+    """Raises `BadRequest` for a priority that the scheduler's policy does not read."""
     if priority and policy != "priority":
         rule = (
             f"has no effect here: scheduler.policy={policy!r} takes requests as they "
@@ -356,9 +356,9 @@ def _text_start(request: GenerationRequest) -> TextStart:
 class AsyncInputProcessor:
     """`InputProcessor` for an event loop.
 
-    Work that takes long runs in a thread, so that it does not delay the tokens of other requests.
-    `size_bytes` is the size of the body as JSON, and of what the body refers to: the work grows
-    with it.
+    Slow work runs in a thread, so that it does not delay the tokens of other requests. `size_bytes`
+    is the size of the body as JSON plus the size of the data that it refers to: the work grows with
+    it.
     """
 
     def __init__(self, processor: InputProcessor, offloads: OffloadPools) -> None:
@@ -368,8 +368,8 @@ class AsyncInputProcessor:
     async def process(
         self, convert: Callable[[], GenerationRequest], size_bytes: int = 0
     ) -> RequestParams:
-        """The parameters of the request that `convert` makes, which may take long too. Raises
-        `BadRequest`."""
+        """Returns the parameters of the request that `convert` creates, which may be slow too.
+        Raises `BadRequest`."""
         processed, compiles = await self._offloads.bodies.run_sized(
             size_bytes, lambda: self._processor.prepare(convert())
         )
@@ -382,7 +382,7 @@ class AsyncInputProcessor:
         convert: Callable[[], tuple[list[Prompt] | Conversation, TokenizeOptions]],
         size_bytes: int = 0,
     ) -> list[int]:
-        """The token ids of one prompt, or of a conversation."""
+        """Returns the token ids of one prompt, or of a conversation."""
         (token_ids,) = await self._offloads.bodies.run_sized(
             size_bytes, lambda: self._processor.tokenize(*convert())
         )
@@ -390,7 +390,7 @@ class AsyncInputProcessor:
 
 
 def _salt(request: GenerationRequest) -> str | None:
-    """The request's, with its adapter."""
+    """Returns the request's cache salt, including its adapter."""
     if request.adapter is None:
         return request.cache_salt
     return salt_of_adapter(request.adapter, request.cache_salt)

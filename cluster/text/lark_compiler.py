@@ -1,4 +1,4 @@
-"""Grammars in Lark's notation, compiled once before a worker gets them."""
+"""Compiles grammars in Lark's notation once, before a worker gets them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from swell.cluster.text.sampling_params import BadRequest
 from swell.worker.sample.wire import GRAMMAR_LIMITS, Grammar
 
 MAX_BYTES = 256 * 1024
-"""Longest schema or other text that a grammar is made from, as UTF-8."""
+"""Limit on the length of a schema or other text that a grammar is made from, as UTF-8."""
 MAX_LARK_BYTES = 4 * MAX_BYTES
-"""Longest grammar that is made of such a text: each property of a schema is a rule."""
+"""Limit on the length of a grammar that is made from such a text: each property of a schema is a
+rule."""
 MAX_REASON_CHARS = 300
 _NOTHING_FITS = "NoExtensionBias"
-"""How the library begins its error where no token may follow."""
+"""The beginning of the library's error if no token may follow."""
 
 _EXCERPT = re.compile(r"\n[ \t]*\d+ \| ")
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")
@@ -26,7 +27,7 @@ atexit.register(_checker.close)
 
 
 def compile_lark(text: str, param: str) -> Grammar:
-    """The grammar that a text in Lark's notation describes, as `llguidance` reads it.
+    """Compiles a grammar in Lark's notation, as `llguidance` reads it.
 
     `param` is the path of the field that it was made from. Raises `BadRequest`.
     """
@@ -39,7 +40,8 @@ def compile_lark(text: str, param: str) -> Grammar:
 
 
 def is_empty_terminal(expression: str) -> bool:
-    """Whether no text fits the expression of a terminal. ValueError: it does not compile."""
+    """Returns whether no text matches the expression of a terminal. Raises ValueError if it does
+    not compile."""
     reason = _reason(f"start: FORM\nFORM: {expression}".encode())
     if reason and not reason.startswith(_NOTHING_FITS):
         raise ValueError(reason)
@@ -47,7 +49,7 @@ def is_empty_terminal(expression: str) -> bool:
 
 
 def check_bytes(text: str, param: str, limit: int = MAX_BYTES) -> bytes:
-    """A text that a grammar is made from. Raises `BadRequest` for one that is too long."""
+    """Encodes a text that a grammar is made from. Raises `BadRequest` if it is too long."""
     try:
         data = text.encode()
     except UnicodeEncodeError:
@@ -59,7 +61,7 @@ def check_bytes(text: str, param: str, limit: int = MAX_BYTES) -> bytes:
 
 @lru_cache(maxsize=128)
 def _reason(lark: bytes) -> str:
-    """Why the text does not compile, as people read it; empty: it does."""
+    """Returns why the text does not compile, readable for users; empty if it does."""
     reason = _EXCERPT.split(_checker.check(lark.decode()))[0].strip()
     if "failed to compile JSON schema: " in reason:
         reason = _PLACE.sub("", reason).removeprefix("failed to compile JSON schema: ")

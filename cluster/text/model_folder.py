@@ -1,6 +1,6 @@
-"""Checks before anything is started: files and numbers, no process.
+"""Checks of the model folder before anything is started: files and numbers, no process.
 
-Every check raises ConfigError with one line: what, its value, the limit, the way out.
+Every check raises ConfigError with one line: the problem, the value, the limit, the solution.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from swell.configs.sharded_index import INDEX_NAME, check_sharded, is_sharded
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, as the format has it."""
+"""Limit on the header of a safetensors file, from the format's specification."""
 
 
 def check(config: Config) -> None:
-    """All checks of `swell serve`. A hub id is left to the loader."""
+    """Runs all checks of `swell serve`. The loader checks a hub id."""
     check_adapters(config.lora)
     _check_draft_model(config)
     folder = Path(config.model.path)
@@ -52,7 +52,8 @@ def check(config: Config) -> None:
 
 
 def _check_draft_model(config: Config) -> None:
-    """Its folder; whether it fits to the model is for the loader, which reads both configs."""
+    """Checks the folder of the draft model. The loader, which reads both configs, checks whether it
+    fits the model."""
     small = config.drafts.model
     if small is None:
         return
@@ -106,7 +107,8 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_whole(path: Path) -> None:
-    """A safetensors file states its own length: 8 bytes, a header of so many, and the tensors."""
+    """Checks the length that a safetensors file states: 8 bytes, which hold the length of the
+    header, then the header and the tensors."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -131,7 +133,7 @@ def _check_whole(path: Path) -> None:
 
 
 def _check_split(config: Config, model: dict[str, Any]) -> None:
-    """Numbers of the model against the numbers of workers."""
+    """Checks numbers of the model against the numbers of workers."""
     parallel = config.parallel
     heads, layers = model.get("num_attention_heads"), model.get("num_hidden_layers")
     if isinstance(heads, int) and heads % parallel.tensor:

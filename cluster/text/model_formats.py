@@ -1,4 +1,4 @@
-"""The formats of reasoning and tool calls of one model, and what they mean for one request."""
+"""The formats of reasoning and tool calls of one model, applied to single requests."""
 
 from __future__ import annotations
 
@@ -44,36 +44,35 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The format of one answer."""
 
     keeps_special_tokens: bool
-    """A marker is a special token, so these must stay in the text."""
+    """Whether a marker is a special token, so that these must stay in the text."""
     make_parser: Callable[[], Parser]
     make_content_parser: Callable[[], Parser] | None = None
-    """The same for a parser of whose deltas only the content is read: it draws no ids of calls.
-    None: all text is content."""
+    """Creates the same parser without random ids of calls, for use if only the content of its
+    deltas is read. None if all text is content."""
     grammar: Callable[[], Grammar] | None
-    """Compiles the form that the answer has; raises BadRequest."""
+    """Compiles the grammar of the answer; raises BadRequest. None if the answer is free."""
     keywords: SchemaKeywords
-    """Reads the schemas of the form and of tools, when that is compiled."""
+    """Converts the schemas of the structured output and of tools, when the grammar is compiled."""
 
 
 class ModelFormats:
-    """The formats of one model: those that `serve.tool_parser` and `serve.reasoning_parser` name,
-    or those that are detected from its chat template. Raises ConfigError for a name that is
-    unknown."""
+    """The formats of one model: those named by `serve.tool_parser` and `serve.reasoning_parser`, or
+    those detected from its chat template. Raises ConfigError for an unknown name."""
 
     def __init__(self, tokenizer: Any, chat_template: str, config: ServeConfig) -> None:
         self._tools = _configured_or_detected(config.tool_parser, detect_tools(chat_template))
         guessed = detect_reasoning(chat_template)
         self._reasoning = _configured_or_detected(config.reasoning_parser, guessed)
         if self._reasoning == guessed == "think-open":
-            # With this template each prompt decides whether the answer begins inside.
+            # With this template each prompt decides whether the answer begins inside the reasoning.
             self._reasoning = "think"
         self._ignores_keywords = config.schema_keywords == "ignore"
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added = {str(token): id for id, token in added.items()}
-        """Text -> id of tokens that the tokenizer finds in a text before it cuts it into words:
-        special ones, and others that models write as markers."""
+        """Maps text to id for tokens that the tokenizer finds before it splits a text into words:
+        special tokens, and others that models write as markers."""
         self._special = {str(token) for token in added.values() if token.special}
-        """Texts of the tokens that are skipped where text is made."""
+        """Texts of the tokens that detokenization may skip."""
         try:
             make_parser(self._tools, self._reasoning)
             self._message_format = message_format(self._tools, self._reasoning)
@@ -81,7 +80,7 @@ class ModelFormats:
             raise ConfigError(f"serve.tool_parser or serve.reasoning_parser: {error}") from None
 
     def check_tools(self, tools: Sequence[ToolDefinition]) -> None:
-        """Raises BadRequest where the model could not call them."""
+        """Raises BadRequest if the model cannot call tools."""
         if tools and self._tools is None:
             raise BadRequest(
                 "tools: the model's chat template has no known format of tool calls; "
@@ -93,8 +92,9 @@ class ModelFormats:
     def of(
         self, request: GenerationRequest, conversation: Conversation, prompt: str
     ) -> AnswerFormat:
-        """`conversation`: the prompt of `request`, whose tools were checked. `prompt`: the end of
-        its text, which may have begun the answer's reasoning."""
+        """Returns the format of the answer. `conversation` is the prompt of `request`, whose tools
+        were checked. `prompt` is the end of its text, which may have begun the answer's
+        reasoning."""
         tools = conversation.template.tools
         structured_outputs = request.params.structured_outputs
         calls = _call_rules(conversation, structured=structured_outputs is not None)
@@ -153,7 +153,7 @@ class ModelFormats:
     def _reasoning_grammar(
         self, conversation: Conversation, form: StructuredOutputs | None, prompt: str
     ) -> ReasoningGrammar | None:
-        """The reasoning that may precede the answer; None: none is read as such."""
+        """Returns the reasoning that may precede the answer; None if none is parsed."""
         if self._reasoning is None:
             return None
         kind = reasoning_format(self._reasoning)
@@ -183,9 +183,10 @@ class ModelFormats:
         reasoning: ReasoningGrammar | None,
         messages: MessageGrammar | None,
     ) -> Grammar:
-        """`param`: the field that gives `form`. `tools`: those that the model is shown."""
+        """Compiles the grammar of an answer. `param` names the field of `form`; `tools` are those
+        that the model sees."""
         if form is not None:
-            alone = compile_grammar(form, param, keywords)  # so that an error is about the form
+            alone = compile_grammar(form, param, keywords)  # so that an error names it
             if rules is None and reasoning is None and messages is None:
                 return alone
             if reasoning is not None:
@@ -232,7 +233,7 @@ def _no_id() -> str:
 def _check_after_reasoning(
     reasoning: ReasoningGrammar, form: StructuredOutputs, param: str | None
 ) -> None:
-    """Raises BadRequest for a form of which nothing can follow reasoning."""
+    """Raises BadRequest for a form that cannot follow reasoning."""
     behind = unpadded(grammar_fragment(form, param), reasoning.padding)
     if not behind.terminal:
         return
@@ -248,9 +249,8 @@ def _check_after_reasoning(
 
 
 def _call_rules(conversation: Conversation, *, structured: bool) -> CallRules | None:
-    """The rules of the calls that the answer may have; None: there are no tools, or the model is
-    free to call as it likes, and its text too. `structured`: the request has a structured
-    output."""
+    """Returns the rules of the calls in the answer; None if there are no tools, or if calls and
+    text are not constrained. `structured` means that the request has a structured output."""
     tools = conversation.template.tools
     if not tools:
         return None
@@ -262,7 +262,7 @@ def _call_rules(conversation: Conversation, *, structured: bool) -> CallRules | 
 
 
 def _budget(conversation: Conversation) -> int | None:
-    """The most tokens of reasoning; None: there is no limit."""
+    """Returns the maximum number of reasoning tokens; None without a limit."""
     budget = conversation.thinking_token_budget
     if budget is None and conversation.template.variables.get("reasoning_effort") == "none":
         return 0

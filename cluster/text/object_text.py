@@ -1,17 +1,17 @@
 r"""The arguments of a tool call as Anthropic's API has them: an object, or the beginning of one.
 
-A model may write anything. The law: *the input of a call is the longest beginning of what was
-written that is the beginning of a JSON object* (RFC 8259, at most `MAX_DEPTH` deep, with numbers of
-at most `MAX_NUMBER_CHARS` characters); what is not even that is `{}`. A stream gives this text; a
-whole answer has the object in it, without what is unfinished at its end:
+A model may write anything. Invariant: *the input of a call is the longest prefix of the written
+text that is the beginning of a JSON object* (RFC 8259, at most `MAX_DEPTH` deep, with numbers of at
+most `MAX_NUMBER_CHARS` characters); if no prefix is, it is `{}`. A stream returns this text; a
+whole answer has the object in it, without the incomplete part at its end:
 
-    {"a": [1, {"b": "x"}, 23        a stream gives    {"a": [1, {"b": "x"},␣
+    {"a": [1, {"b": "x"}, 23        a stream returns  {"a": [1, {"b": "x"},␣
                                     and the input is  {"a": [1, {"b": "x"}]}
 
-So both are the same to a client that reads unfinished JSON, as Anthropic's does. Strings are
-written anew: a line break that a model forgot to escape ends nothing. Numbers that no double holds,
-as `1e999`, stay as they were written; a template, which needs the number itself, gets the largest
-double.
+So both are equal for a client that reads incomplete JSON, as Anthropic's does. Strings are encoded
+again, so that a line break that a model forgot to escape does not end the object. Numbers that no
+double holds, such as `1e999`, stay as they were written; a template, which needs the number itself,
+gets the largest double.
 """
 
 from __future__ import annotations
@@ -28,29 +28,32 @@ from swell.cluster.text.parsers.reading import NotRead, Reading
 from swell.cluster.text.parsers.structure import StructureReader
 
 MAX_DEPTH = 100
-"""Readers of JSON have limits of their own, at 200 and more."""
+"""Limit on nesting; readers of JSON have limits of their own, at 200 or more."""
 MAX_NUMBER_CHARS = 1000
-"""Python reads integers of at most 4300 digits, and others fewer."""
+"""Limit on the length of a number; Python reads integers of at most 4300 digits, other readers
+fewer."""
 
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 
 
 class PartialObject(StructureReader):
-    """Reads what a model wrote, piece by piece. What `push` gave, joined, is the text of the law;
-    a number, a word and an escape are held until they are whole."""
+    """Reads the text of a model, piece by piece. The results of `push` together are the text of the
+    invariant; a number, a word and an escape are held back until they are complete."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_chars = 0
         self._whole_chars = 0
-        """Characters of the output, up to where closing the open brackets would make it JSON."""
+        """Number of characters of the output, up to where closing the open brackets would make it
+        valid JSON."""
 
     def push(self, text: str) -> str:
         self.read(text)
         return self.take()
 
     def close(self, given: str) -> str:
-        """All that `push` gave, as JSON: without what is unfinished, and with its brackets."""
+        """Returns everything that `push` returned as valid JSON: without the incomplete part, and
+        with its brackets closed."""
         closers = "".join(closer for closer, _ in reversed(self._open))
         return given[: self._whole_chars] + closers if self._whole_chars else "{}"
 
@@ -97,13 +100,13 @@ class PartialObject(StructureReader):
 
 
 def partial_object_json(text: str) -> str:
-    """The input of a call whose arguments were written as `text`, as JSON."""
+    """Returns the input, as JSON, of a call whose arguments were written as `text`."""
     reader = PartialObject()
     return reader.close(reader.push(text))
 
 
 def read_partial_object(text: str) -> dict[str, Any]:
-    """The same as a value, in which a number that no double holds is the largest one."""
+    """Returns the same as a dict, in which a number that no double holds is the largest double."""
     written = partial_object_json(text)
     try:
         value: dict[str, Any] = msgspec.json.decode(written)

@@ -1,4 +1,4 @@
-"""What a call of `LLM` gives, as one value for each prompt."""
+"""Converts the arguments of `LLM` calls to one value for each prompt."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from swell.cluster.text.truncation import TokenizeOptions, Truncation
 def inputs_of(
     prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
 ) -> list[Prompt]:
-    """Each a text or a list of token ids."""
+    """Returns the prompts, each a text or a list of token ids."""
     if not isinstance(prompts, str):
         prompts = [p if isinstance(p, str | int) else list(p) for p in prompts]  # type: ignore[assignment]
     return split_prompts(prompts)
 
 
 def fields_of(count: int) -> list[str]:
-    """What error messages call the inputs."""
+    """Returns the names of the prompts in error messages."""
     return [f"prompt[{index}]" for index in range(count)] if count > 1 else ["prompt"]
 
 
 def each_of(what: str, given: Any, kind: type, count: int) -> list[Any]:
-    """One of `kind` for all prompts, or one for each."""
+    """Returns a list of `count` values, from one value of `kind` for all prompts, or from one for
+    each."""
     if isinstance(given, kind):
         return [given] * count
     if len(given) != count:

@@ -1,4 +1,5 @@
-"""Text of tokens that are pieces of text, the first of which may differ, and byte tokens."""
+"""Detokenization for decoders whose tokens are pieces of text or bytes. The first piece may
+differ."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ from swell.cluster.text.incremental_detokenizer import (
 
 MAX_RUN_TOKENS = 64
 _INNER_BYTES = range(0x80, 0xC0)
-"""Bytes of a character after its first."""
+"""Bytes of a character after the first."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
 _STAGES = re.compile(r"(Replace ?|Strip ?)*(?P<bytes>ByteFallback ?)?(Fuse ?(?P<strip>Strip)?)?")
-"""Stages that read one token at a time, then at most ByteFallback, then at most Fuse, then at most
-a Strip of the beginning."""
+"""Decoder stages that are supported: stages that read one token at a time, then at most
+ByteFallback, then at most Fuse, then at most a Strip of the beginning."""
 
 
 class DecoderShape(NamedTuple):
-    """What `PieceDetokenizer` must know of a decoder's stages; `parse` gives None for other
-    decoders."""
+    """The properties of a decoder's stages that `PieceDetokenizer` needs; `parse` returns None for
+    other decoders."""
 
     first_differs: bool = False
     byte_fallback: bool = False
@@ -57,19 +58,19 @@ def byte_of_token(token: str) -> int | None:
 
 
 class Piece(NamedTuple):
-    """What a token adds to a text: text, a byte, or None."""
+    """The text or byte that a token adds to a text; None if it adds nothing."""
 
     first: str | int | None
-    """At the beginning."""
+    """At the beginning of a text."""
     rest: str | int | None
     """After other tokens."""
 
 
 class PieceTable(dict[int, Piece]):
-    """id -> its piece, filled on use.
+    """Maps a token id to its piece; filled on use.
 
-    The tokenizer itself gives the pieces: what it decodes for an id alone, and what an id adds
-    after `anchor`, an ordinary word.
+    The pieces come from the tokenizer itself: the decoding of the single id, and the text that the
+    id adds after `anchor`, an ordinary word.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class PieceTable(dict[int, Piece]):
 
 
 class _InvalidUtf8Run:
-    """A run of byte tokens that is no UTF-8: no byte of it will be."""
+    """Decoder of a run of byte tokens that is not UTF-8: each of its bytes is replaced."""
 
     def decode(self, data: bytes, final: bool = False) -> str:
         return REPLACEMENT * len(data)
@@ -121,10 +122,10 @@ class PieceDetokenizer(IncrementalDetokenizer):
         self.table = table
         self._started = False
         self._strip_chars = table.shape.strip_chars
-        """Leading characters that may still be dropped."""
+        """Number of leading characters that may still be dropped."""
         self._run = bytearray()
         self._long_run: codecs.IncrementalDecoder | _InvalidUtf8Run | None = None
-        """The decoder of a run that is shown as it comes."""
+        """The decoder of a run that is output as it arrives."""
 
     @property
     def at_beginning(self) -> bool:
@@ -175,8 +176,9 @@ class PieceDetokenizer(IncrementalDetokenizer):
         return piece if isinstance(piece, str) else ""
 
     def _context_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """From the last piece of text on, which ends whatever was open before it. Where there is
-        none, without the end of a character that was cut off."""
+        """Returns the tokens from the last piece of text on, which ends everything that was
+        incomplete before it. If there is none, leaves out the end of a character that was cut
+        off."""
         tail = super()._context_tokens(token_ids)
         if self.table.shape.strip_chars <= 1:
             for place in reversed(range(len(tail))):
@@ -190,7 +192,8 @@ class PieceDetokenizer(IncrementalDetokenizer):
         return tail[first:]
 
     def _push_byte(self, byte: int) -> str:
-        """One byte that is not UTF-8 invalidates its whole run, so the run waits for its end."""
+        """Adds a byte. One byte that is not UTF-8 invalidates its whole run, so the run waits for
+        its end."""
         if self._long_run is not None:
             return self._long_run.decode(bytes([byte]))
         self._run.append(byte)
@@ -224,8 +227,8 @@ class PieceDetokenizer(IncrementalDetokenizer):
 
 
 def _characters(run: bytearray) -> tuple[str, bytes] | None:
-    """The characters of a run, and the bytes after them that begin another one; None: the run is
-    no UTF-8."""
+    """Returns the characters of a run, and the bytes after them that begin another one; None if the
+    run is not UTF-8."""
     try:
         text, size = codecs.utf_8_decode(run, "strict", False)
     except UnicodeDecodeError:

@@ -1,9 +1,9 @@
-"""From texts that shall be pooled to what engines get: prompts, tokens, limits, activations.
+"""Converts texts for pooling to what engines get: prompts, tokens, limits, activations.
 
-A text may have a prompt of the model in front of it. A pair of texts becomes one sequence, as the
-tokenizer's template says. A text or pair that is cut keeps the special tokens at its end: the
-tokens between them are cut, of a pair those of the longer text. An empty text has its special
-tokens alone, as in sentence-transformers.
+A text may have a prompt of the model in front of it. The tokenizer's template joins a pair of texts
+into one sequence. A text or pair that is truncated keeps the special tokens at its end; the tokens
+between them are cut, in a pair first those of the longer text. An empty text has only its special
+tokens, as in sentence-transformers.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ INPUT_TYPES: dict[str, tuple[str, ...]] = {
     "classification": ("classification",),
     "clustering": ("clustering",),
 }
-"""`input_type`, as NIM, Cohere and Voyage have it -> names of the prompt that a model may have for
-it; for queries and documents those that sentence-transformers looks for, in its order."""
+"""Maps an `input_type` of NIM, Cohere or Voyage to the names of the prompt that a model may have
+for it. For queries and documents these are the names that sentence-transformers looks for, in its
+order."""
 _ACTIVATIONS = {"Identity": Activation.NONE, "Sigmoid": Activation.SIGMOID}
 _OF_PROBLEMS = {
     "regression": Activation.NONE,
@@ -51,23 +52,24 @@ _OF_PROBLEMS = {
 
 
 class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One vector for each input."""
+    """A request for one vector for each input."""
 
     task: Task
     inputs: Sequence[Input]
     fields: Sequence[str]
-    """What error messages call each of them; of a pair its second text."""
+    """Names of the inputs in error messages; in a pair, of the second text."""
     first_fields: Sequence[str] = ()
-    """The same of the first text of each pair."""
+    """Names of the first text of each pair."""
     activates: bool | None = None
-    """Normalize embeddings, or turn scores into probabilities; None: as the model's files say."""
+    """Whether to normalize embeddings, or to turn scores into probabilities; None follows the
+    model's files."""
     dimensions: int | None = None
     prompt_name: str | None = None
     input_type: str | None = None
-    """What the texts are, in place of `prompt_name`: one of `INPUT_TYPES`."""
+    """The type of the texts, instead of `prompt_name`: one of `INPUT_TYPES`."""
     truncate: TruncatePrompts | None = None
-    """What happens to a longer text; None: as the server's configuration says. The options'
-    truncation goes first."""
+    """The handling of longer texts; None follows the server's configuration. The truncation in
+    `tokenize_options` takes precedence."""
     tokenize_options: TokenizeOptions = PLAIN_TEXT
     priority: int = 0
     cache_salt: str | None = None
@@ -75,7 +77,7 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_pooling(model: ModelConfig) -> PoolingSpec | None:
-    """How the model pools; None: it samples tokens. Raises ConfigError."""
+    """Returns how the model pools; None if it samples tokens. Raises ConfigError."""
     return read_pooling(
         model.runner,
         model.pooling,
@@ -86,19 +88,19 @@ def load_pooling(model: ModelConfig) -> PoolingSpec | None:
 
 
 class PoolingProcessor(msgspec.Struct, frozen=True):
-    """One model's way from a `PoolingRequest` to `RequestParams`, for HTTP and for `LLM`. Safe to
+    """Converts a `PoolingRequest` to `RequestParams` for one model, for HTTP and for `LLM`. Safe to
     call from several threads."""
 
     prompts: PromptProcessor
     spec: PoolingSpec
     max_children: int | None = None
     policy: str = "priority"
-    """The scheduler's."""
+    """The scheduler's policy."""
     truncate: TruncatePrompts = "none"
-    """`serve.truncate_prompts`."""
+    """The value of `serve.truncate_prompts`."""
 
     def check_task(self, task: Task) -> None:
-        """Raise `BadRequest` unless the model does this."""
+        """Raises `BadRequest` if the model does not support the task."""
         spec = self.spec
         if task == "embed" and not spec.embeds:
             raise _wrong_task("gives classes, and no embeddings: POST /classify")
@@ -111,7 +113,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
             )
 
     def process(self, request: PoolingRequest) -> RequestParams:
-        """Raises `BadRequest`."""
+        """Converts a request. Raises `BadRequest`."""
         self.check_task(request.task)
         check_priority(request.priority, self.policy)
         limit = min(MAX_PROMPTS, self.max_children or MAX_PROMPTS)
@@ -138,12 +140,12 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
             cache_salt=request.cache_salt,
             data_parallel_rank=request.data_parallel_rank,
             pooling=PoolingParams(self._activation(request), self._dimensions(request)),
-            # Of tokens in the prefix cache there are no hidden states.
+            # The prefix cache does not contain the hidden states of its tokens.
             skip_prefix_cache=self.spec.method != "last",
         )
 
     def _prefix(self, request: PoolingRequest) -> str:
-        """The prompt that is put in front of each text."""
+        """Returns the prompt that is put in front of each text."""
         known, name = self.spec.prompts, request.prompt_name
         if request.input_type is not None:
             name = self._prompt_for(request.input_type)
@@ -156,7 +158,8 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         return known[name]
 
     def _prompt_for(self, input_type: str) -> str | None:
-        """The name of the model's prompt for texts of this type; None: it has none."""
+        """Returns the name of the model's prompt for texts of this type; None if the model lacks
+        one."""
         names = INPUT_TYPES.get(input_type.lower())
         if names is None:
             rule = f"is no type of a text; send one of {', '.join(INPUT_TYPES)}"
@@ -165,7 +168,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         return next((known[name] for name in names if name in known), None)
 
     def _tokenize_options(self, request: PoolingRequest) -> TokenizeOptions:
-        """With the truncation of the request or, without one, of the server."""
+        """Returns the options with the truncation of the request or, without one, of the server."""
         options, truncate = request.tokenize_options, request.truncate
         if options.truncation is not None:
             return options
@@ -177,7 +180,8 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         return options._replace(truncation=Truncation(FIT_CONTEXT, side, reserved_tokens=0))
 
     def _may_cut(self, inputs: Sequence[Input]) -> bool:
-        """Whether no text is refused because it would be cut: the server's default refuses none."""
+        """Returns whether truncation would not be refused for these inputs: the server's default
+        must not cause a refusal."""
         if all(isinstance(one, list) for one in inputs):
             return True
         if getattr(self.prompts.tokenizer, "backend_tokenizer", None) is None:
@@ -196,7 +200,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         if request.activates is False:
             return Activation.NONE
         if spec.embeds:
-            # A score of embeddings is their cosine.
+            # The score of two embeddings is their cosine.
             normalizes = spec.normalize or request.activates or request.task == "score"
             return Activation.NORMALIZE if normalizes else Activation.NONE
         one = Activation.SIGMOID if spec.size == 1 else Activation.SOFTMAX
@@ -223,7 +227,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         return ProcessedPrompt(ids, None, 0, segment_start)
 
     def _written(self, query: str, document: str) -> str:
-        """A pair as the model's template has it."""
+        """Returns a pair in the form of the model's template."""
         assert self.spec.pair_template is not None
         begin, between, end = self.spec.pair_template
         pair = (document, query) if self.spec.pair_is_reversed else (query, document)
@@ -232,7 +236,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
     def _tokenize(
         self, first: str, second: str | None, options: TokenizeOptions, fields: tuple[str, str]
     ) -> tuple[list[int], int]:
-        """The ids of a text or a pair, and the position of a second segment."""
+        """Returns the ids of a text or a pair, and the position of a second segment."""
         field = fields[-1]
         if second is None and options.truncation is None:
             return self.prompts.encode(first, options, field), 0
@@ -262,8 +266,8 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
 
 
 def kept_of_each(lengths: Sequence[int], room: int) -> list[int]:
-    """How many tokens of a text, or of each of two, are kept where `room` fit: the longer text is
-    cut first (`longest_first` of the tokenizers library)."""
+    """Returns how many tokens of a text, or of each of two, are kept if `room` tokens fit: the
+    longer text is cut first (`longest_first` of the tokenizers library)."""
     if len(lengths) == 1 or sum(lengths) <= room:
         return [min(length, room) for length in lengths]
     short, long = sorted(lengths)
@@ -275,7 +279,7 @@ def kept_of_each(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def _direction(options: TokenizeOptions) -> str:
-    """The tokenizers library names the side that is cut off as we do."""
+    """Returns the side that is cut off, which the tokenizers library names as we do."""
     assert options.truncation is not None
     return options.truncation.side
 
@@ -285,7 +289,7 @@ def _wrong_task(problem: str) -> BadRequest:
 
 
 def generation_refusal(spec: PoolingSpec) -> BadRequest:
-    """The answer to a request for generated text."""
+    """Returns the error for a request for generated text."""
     return _wrong_task(
         "pools, and generates no text: POST "
         + ("/v1/embeddings" if spec.embeds else "/classify")
@@ -294,12 +298,12 @@ def generation_refusal(spec: PoolingSpec) -> BadRequest:
 
 
 def _can_generate(spec: PoolingSpec) -> bool:
-    """Whether the model has a head that samples tokens: encoders and classifiers have none."""
+    """Returns whether the model has a head that samples tokens: encoders and classifiers do not."""
     return spec.family in DECODERS and (spec.embeds or spec.token_ids is not None)
 
 
 def pooling_refusal() -> BadRequest:
-    """The answer of a model that samples tokens to a request that pools."""
+    """Returns the error of a model that samples tokens for a pooling request."""
     return _wrong_task(
         "generates text, and pools nothing; serve an embedding model, or, if its architecture is "
         f"one of {', '.join(DECODERS)}, this one with model.runner=pooling"

@@ -1,7 +1,7 @@
 """Prompts that are sent as embeddings: base64 of a safetensors file with one tensor [tokens, hidden
-size]. Nothing of it is a program, unlike in a pickled tensor.
+size]. Unlike a pickled tensor, it contains no code.
 
-Raises `BadRequest` and nothing else.
+These functions raise only `BadRequest`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from swell.worker.sample.wire import PromptEmbeds
 FORM = "base64 of a safetensors file with one tensor [tokens, hidden size] in F32, F16 or BF16"
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_CHILDREN_BYTES = 256 << 20
-"""Most bytes of the embeddings of all answers together: each answer is a request of its own to the
-engines, and brings them."""
+"""Limit on the bytes of the embeddings of all answers together: each answer is a separate request
+to the engines, and contains them."""
 _MAX_HEADER_BYTES = 4096
-"""Of one tensor, with room for a note."""
+"""Limit on the header for one tensor, with room for a note."""
 _PIECE_BYTES = 64 * 1024
 _F16_NUMBERS = bytes(byte for byte in range(256) if byte & 0x7C != 0x7C)
-"""Upper bytes of F16 values: infinity and NaN have all bits of the exponent."""
+"""Upper bytes of finite F16 values: in infinity and NaN all bits of the exponent are set."""
 
 
 class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
-    """As a safetensors header describes one."""
+    """The description of a tensor in a safetensors header."""
 
     dtype: str
     shape: list[int]
@@ -50,21 +50,22 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 class EmbedsWidth(NamedTuple):
     numbers: int | None
-    """Of an embedding of the model; None: its files do not say, and a worker checks it."""
+    """Number of values of an embedding of the model; None if its files do not say, and a worker
+    checks it."""
 
 
 class EmbedsPrompt(NamedTuple):
     embeds: PromptEmbeds
     digest: str
-    """Names the numbers: equal digests, equal KV."""
+    """Digest of the values: equal digests mean equal KV."""
 
 
 class EmbedsPrompts(list[EmbedsPrompt]):
-    """What `LLM.generate` takes in the place of texts."""
+    """Prompts that `LLM.generate` accepts instead of texts."""
 
 
 def load_embeds_width(config: ModelConfig) -> EmbedsWidth | None:
-    """That of a model which takes prompts as embeddings."""
+    """Returns the width for a model that accepts prompts as embeddings, otherwise None."""
     if not config.prompt_embeds:
         return None
     model = read_json(config.path, "config.json")
@@ -75,7 +76,7 @@ def load_embeds_width(config: ModelConfig) -> EmbedsWidth | None:
 
 
 def read_prompt_embeds(text: str, field: str) -> EmbedsPrompt:
-    """The prompt in a field of a request."""
+    """Decodes the prompt in a field of a request."""
     try:
         file = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -97,14 +98,15 @@ def read_prompt_embeds(text: str, field: str) -> EmbedsPrompt:
 
 
 def salt_of(digest: str, cache_salt: str | None) -> str:
-    """The cache salt of a prompt of embeddings, under the salt of its request. No request can name
-    it: it begins as none may."""
+    """Returns the cache salt of a prompt of embeddings, derived from the salt of its request. No
+    request can set this salt, since a client's salt must not begin with `DERIVED_SALT`."""
     text = f"{digest} {'' if cache_salt is None else 'salt ' + cache_salt}"
     return DERIVED_SALT + hashlib.blake2b(text.encode(), person=b"swell-embeds").hexdigest()
 
 
 def check_embeds(prompts: Sequence[EmbedsPrompt], width: EmbedsWidth | None, field: str) -> None:
-    """Refuse embeddings that the model does not take. `width`: None if it takes none."""
+    """Raises BadRequest for embeddings that the model does not accept. `width` is None if it
+    accepts none."""
     if width is None:
         raise BadRequest(
             f"{field} is not taken here; set model.prompt_embeds=true, or send the prompt as text "
@@ -121,8 +123,8 @@ def check_embeds(prompts: Sequence[EmbedsPrompt], width: EmbedsWidth | None, fie
 def check_params(
     params: SamplingParams, prompts: Sequence[EmbedsPrompt], field: str, *, echo: bool
 ) -> None:
-    """Refuse what needs the tokens of the prompt: embeddings have none; and more answers than
-    there is room for."""
+    """Raises BadRequest for parameters that need the tokens of the prompt, which embeddings lack,
+    and for more answers than there is room for."""
     sent_bytes = params.num_children * sum(len(prompt.embeds.data) for prompt in prompts)
     if sent_bytes > MAX_CHILDREN_BYTES:
         raise BadRequest(
@@ -146,7 +148,7 @@ def needs_tokens(name: str, value: Any, field: str) -> BadRequest:
 
 
 def _read_file(file: bytes, field: str) -> tuple[_Tensor, bytes]:
-    """The description of the one tensor, and what is behind the header."""
+    """Returns the description of the one tensor, and the bytes after the header."""
     header_bytes = int.from_bytes(file[:8], "little")
     if len(file) < 8 or not 0 < header_bytes <= len(file) - 8:
         raise _refused(field, f"is no safetensors file ({len(file)} bytes)")
@@ -170,8 +172,8 @@ def _shape(tensor: _Tensor, field: str) -> tuple[int, int]:
 
 
 def _all_finite(dtype: str, data: bytes) -> bool:
-    """Whether every value is a number: in C, since there may be millions, and in pieces, since no
-    other thread runs meanwhile."""
+    """Returns whether every value is finite. It runs in C, since there may be millions of values,
+    and in pieces, since no other thread runs meanwhile."""
     pieces = (data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES))
     return all(_is_finite(dtype, piece) for piece in pieces)
 

@@ -1,8 +1,8 @@
-"""Prompts to token ids, once: router, prefix hash, engine and any retry reuse them.
+"""Converts prompts to token ids, once: router, prefix hash, engine and any retry reuse them.
 
-All reasons to refuse a prompt are checked here, before an engine receives it. Text
-that cannot fit is refused by its length in bytes alone: a token covers at most as many bytes as
-the longest one of the vocabulary.
+All reasons to refuse a prompt are checked here, before an engine receives it. A text that cannot
+fit is refused by its length in bytes, without tokenizing it: a token covers at most as many bytes
+as the longest token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from swell.cluster.text.truncation import (
 from swell.cluster.text.validate_params import check_token_ids, num_utf8_bytes
 
 CHUNK_CHARS = 64 * 1024
-"""A text that is very probably too long is tokenized in chunks of this size until it is known."""
+"""Size of the chunks in which a text that is probably too long is tokenized, until that is
+certain."""
 
 PLAIN_CHAT = TemplateOptions()
 _NO_TOKEN = "is empty; a prompt needs at least one token"
@@ -48,7 +49,7 @@ class _Messages(RequestBody, kw_only=True):
 
 
 class PromptProcessor:
-    """One model's way from text to ids. Safe to call from several threads.
+    """Converts text to ids for one model. Safe to call from several threads.
 
     `vocab_size` is the model's, which may exceed the tokenizer's.
     """
@@ -64,8 +65,8 @@ class PromptProcessor:
         min_answer_tokens: int = 1,
         special_tokens_in_text: Literal["text", "control"] = "text",
     ) -> None:
-        """`min_answer_tokens`: for which a prompt must leave room; 0 where prompts are pooled.
-        `special_tokens_in_text`: as in `ModelConfig`."""
+        """`min_answer_tokens` is the number of answer tokens for which a prompt must leave room; 0
+        if prompts are pooled. `special_tokens_in_text` is as in `ModelConfig`."""
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, model_name, chat_template)
         self.max_model_len = max_model_len
@@ -74,13 +75,13 @@ class PromptProcessor:
         self._texts_are_text = special_tokens_in_text == "text"
         self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
-            # A tokenizer.json may bring both; transformers would reset them at every call, which
-            # is also what makes its own calls unsafe among threads.
+            # A tokenizer.json may set both. transformers would reset them at every call, which is
+            # also why its own calls are not thread-safe.
             self._backend.no_truncation()
             self._backend.no_padding()
         decode = getattr(type(tokenizer), "_decode", None)
         self._backend_decodes = getattr(decode, "__module__", "").startswith("transformers.")
-        """Its texts are the backend's own: no code of a model is between."""
+        """Whether decoding is only the backend's, without decoding code of the model."""
         self._max_token_bytes = self._find_max_token_bytes()
 
     @property
@@ -88,7 +89,7 @@ class PromptProcessor:
         return self.max_model_len * self._max_token_bytes
 
     def set_limits(self, max_model_len: int, vocab_size: int) -> None:
-        """The engines' limits, once they are known."""
+        """Sets the engines' limits, once they are known."""
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
 
@@ -98,7 +99,7 @@ class PromptProcessor:
         options: TokenizeOptions = PLAIN_TEXT,
         field: str = "prompt",
     ) -> list[list[int]]:
-        """The token ids of each prompt; `field` is what error messages call all of them."""
+        """Returns the token ids of each prompt; errors name all of them `field`."""
         if len(prompts) == 1:
             return [self.encode(prompts[0], options, field)]
         return [
@@ -109,7 +110,7 @@ class PromptProcessor:
     def encode(
         self, prompt: Prompt, options: TokenizeOptions = PLAIN_TEXT, field: str = "prompt"
     ) -> list[int]:
-        """The ids of one prompt that are kept. May take long: call from a thread."""
+        """Returns the ids of one prompt, truncated. This may take long: call it from a thread."""
         ids = prompt if isinstance(prompt, list) else self._tokenize(prompt, options, field)
         return self._kept(ids, options, field)
 
@@ -119,7 +120,8 @@ class PromptProcessor:
         return ids
 
     def check_ids(self, ids: list[int], field: str) -> None:
-        """Refuse a prompt without tokens, one that does not fit, and ids that are no tokens."""
+        """Raises `BadRequest` for a prompt without tokens, a prompt that does not fit, and invalid
+        token ids."""
         if not ids:
             raise bad_value(field, ids, _NO_TOKEN)
         if len(ids) > self.max_model_len - self._min_answer_tokens:
@@ -131,23 +133,25 @@ class PromptProcessor:
         return encode_text(self.tokenizer, text, add_special_tokens=options.add_special_tokens)
 
     def check_text(self, text: str, options: TokenizeOptions, field: str) -> None:
-        """Refuse a text that is empty, unless it is pooled, or certainly too long, before all of it
-        is tokenized."""
-        if not text and self._min_answer_tokens:  # one that is pooled may have special tokens alone
+        """Raises `BadRequest` for a text that is empty, unless it is pooled, or certainly too long,
+        before all of it is tokenized."""
+        if not text and self._min_answer_tokens:  # a pooled text may be empty
             raise bad_value(field, text, _NO_TOKEN)
         if options.truncation is None:
             self._check_bytes(text, field, self.max_prompt_bytes)
             self._check_chunks(text, field)
-        else:  # all of it is tokenized: where tokens begin depends on what is before them
+        else:  # all of it is tokenized: token boundaries depend on the text before them
             self._check_bytes(text, field, max(self.max_prompt_bytes, MAX_TRUNCATED_BYTES))
 
     def kept_tokens(self, truncation: Truncation) -> int:
-        """The most tokens of a prompt that a truncation keeps. Raises `BadRequest`."""
+        """Returns the maximum number of prompt tokens that a truncation keeps. Raises
+        `BadRequest`."""
         return kept_tokens(truncation, self.max_model_len, self._min_answer_tokens)
 
     def _check_chunks(self, text: str, field: str) -> None:
-        """Refuse a text that is far too long before all of it is tokenized. A text has fewer tokens
-        than its chunks, if not by much: so twice as many as fit are too many."""
+        """Raises `BadRequest` for a text that is far too long before all of it is tokenized. A text
+        has fewer tokens than its chunks, but only slightly: so twice the limit is certainly too
+        many."""
         if self._backend is None or len(text) <= max(CHUNK_CHARS, 4 * self.max_model_len):
             return
         count = 0
@@ -160,7 +164,7 @@ class PromptProcessor:
     def chat_messages(
         self, messages: Sequence[Mapping[str, Any] | ChatMessage]
     ) -> list[ChatMessage]:
-        """Messages of Python callers, read as those of HTTP are."""
+        """Converts messages of Python callers, in the same way as those of HTTP requests."""
         try:
             body = msgspec.json.encode({"messages": messages})
         except (TypeError, ValueError, RecursionError) as error:
@@ -173,8 +177,8 @@ class PromptProcessor:
         options: TemplateOptions = PLAIN_CHAT,
         tokenize_options: TokenizeOptions = TEMPLATE_TEXT,
     ) -> list[int]:
-        """The ids of a conversation, as the chat template writes it. A control token in a text of
-        the client is text, unless `special_tokens_in_text` says otherwise."""
+        """Returns the ids of a conversation that the chat template renders. A control token in a
+        text of the client is text, unless `special_tokens_in_text` says otherwise."""
         if tokenize_options.truncation is None:
             for index, message in enumerate(messages):
                 self._check_bytes(message.text, f"messages[{index}].content", self.max_prompt_bytes)
@@ -191,8 +195,8 @@ class PromptProcessor:
         return self._kept(ids, tokenize_options, "messages")
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of ids, special tokens included; of as many as a prompt may have. May take long:
-        call from a thread."""
+        """Returns the text of ids, including special tokens; accepts as many ids as a prompt may
+        have. This may take long: call it from a thread."""
         if len(token_ids) > self.max_model_len:
             raise BadRequest(
                 f"tokens holds {len(token_ids)} ids; at most max_model_len={self.max_model_len} "
@@ -203,7 +207,7 @@ class PromptProcessor:
         return self.text(token_ids)
 
     def text(self, token_ids: list[int]) -> str:
-        """The text of ids that were checked."""
+        """Returns the text of validated ids."""
         if self._backend is not None and self._backend_decodes:
             (text,) = self._backend.decode_batch([token_ids], skip_special_tokens=False)
             return str(text)
@@ -218,8 +222,8 @@ class PromptProcessor:
         min_tokens: int = 0,
         field: str = "prompt",
     ) -> int:
-        """The answer's budget: `max_tokens`, or what the prompt leaves (None), but then no more
-        than `default` and no less than `min_tokens`."""
+        """Returns the maximum number of answer tokens: `max_tokens` or, if that is None, the room
+        that the prompt leaves, but at most `default` and at least `min_tokens`."""
         left = budget = self.max_model_len - num_prompt_tokens
         if left <= 0 or (max_tokens is not None and max_tokens > left):
             raise self._too_long(num_prompt_tokens, field, max_tokens)
@@ -236,7 +240,8 @@ class PromptProcessor:
         return budget
 
     def _check_bytes(self, text: str, field: str, limit: int) -> None:
-        """Refuse what cannot fit (or is no text) without tokenizing it."""
+        """Raises `BadRequest` for a text that cannot fit, or is not valid Unicode, without
+        tokenizing it."""
         num_bytes = num_utf8_bytes(field, text)
         if num_bytes > limit:
             rule = f" has {num_bytes} bytes, and no more than {limit} bytes can fit."
@@ -266,7 +271,8 @@ class PromptProcessor:
         return BadRequest([head, *what], field, "context_length_exceeded")
 
     def _find_max_token_bytes(self) -> int:
-        """In a byte-level alphabet each character of a token is one byte."""
+        """Returns the bytes of the longest token. In a byte-level alphabet each character of a
+        token is one byte."""
         vocab = self.tokenizer.get_vocab()
         byte_level = self._backend is not None and "ByteLevel" in repr(self._backend.decoder)
         return max((len(t) if byte_level else len(t.encode()) for t in vocab), default=1)

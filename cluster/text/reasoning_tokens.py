@@ -1,4 +1,4 @@
-"""How many tokens of an answer are reasoning."""
+"""Counts the tokens of an answer that are reasoning."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from swell.cluster.text.truncation import TEMPLATE_TEXT
 
 
 class ReasoningTokens:
-    """Counts tokens of reasoning by its text."""
+    """Counts reasoning tokens from the reasoning's text."""
 
     def __init__(self, processor: InputProcessor, offloads: OffloadPools) -> None:
         self._processor = processor
         self._offloads = offloads
 
     def reasoning_tokens(self, texts: Sequence[str], most: int) -> int:
-        """The tokens of the reasoning of answers that have `most` tokens: the texts are counted
-        anew, which may take long. Written otherwise than the model did, they may have more."""
+        """Returns the number of reasoning tokens in answers with `most` tokens. Tokenizes the texts
+        again, which may take long, and may yield more tokens than the model wrote: the result is at
+        most `most`."""
         count = 0
         for text in texts:
             try:
                 if text:
                     count += len(self._processor.tokenize([text], TEMPLATE_TEXT)[0])
-            except BadRequest:  # it would not fit
+            except BadRequest:  # too long for a prompt
                 return most
         return min(count, most)
 
     async def reasoning_tokens_offloaded(self, texts: Sequence[str], most: int) -> int:
-        """The same without delay for other requests."""
+        """Counts in the same way without delaying other requests."""
         size = sum(map(len, texts))
         return await self._offloads.bodies.run_sized(size, self.reasoning_tokens, texts, most)

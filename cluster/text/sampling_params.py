@@ -1,7 +1,7 @@
-"""`SamplingParams`, which a user gives in text and numbers, and what an engine gets of them.
+"""`SamplingParams`, which users set in text and numbers, and their conversion for engines.
 
-An `EngineCoreRequest` holds the same in tokens and numbers. What only this process can do (stop
-strings, special tokens in the text) is never sent.
+An `EngineCoreRequest` holds the same in tokens and numbers. Parameters that only this process
+handles (stop strings, special tokens in the text) are never sent.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.sample.wire import Grammar, PoolingParams, PromptEmbeds, SamplerParams
 
 SAMPLING_EPS = 1e-5
-"""Dividing logits by less overflows float32, and the answer would be the greedy one anyway."""
+"""Lower temperatures become 0: dividing logits by them overflows float32, and the answer would be
+greedy anyway."""
 SEED_BITS = 63
 DERIVED_SALT = "\0"
-"""How cache salts begin that are derived from more than a request's own `cache_salt`, which may not
-begin so: else it could name what belongs to others."""
+"""Prefix of cache salts that are derived from more than a request's own `cache_salt`. A client's
+`cache_salt` must not begin with it: otherwise it could name the salts of others."""
 
 
 class Field(str):
@@ -32,11 +33,12 @@ class Field(str):
 
 
 class BadRequest(ValueError):
-    """A request that cannot be served: which field, its value, the limit. HTTP status 400.
+    """A request that cannot be served: names the field, its value and the limit. HTTP status 400.
 
-    `param` is the path of the field, `code` a name for programs; both are OpenAI's. A message is a
-    text, or its parts: those that are a `Field` name fields of the request, and an API that has
-    other names for them prints these (`renamed`). A message that begins with `param` names it.
+    `param` is the path of the field, `code` a name for programs; both are as in OpenAI's API. A
+    message is a text, or a list of parts: parts of type `Field` name fields of the request, and an
+    API with other names for them prints those (`renamed`). If a message begins with `param`, that
+    is such a part.
     """
 
     def __init__(
@@ -53,90 +55,92 @@ class BadRequest(ValueError):
         self.code = code
 
     def renamed(self, names: PathNames) -> BadRequest:
-        """The same error, whose fields have other names."""
+        """Returns the same error with other names of fields."""
         parts = [Field(names(part)) if isinstance(part, Field) else part for part in self._parts]
         return BadRequest(parts, None if self.param is None else names(self.param), self.code)
 
     def with_note(self, note: str) -> BadRequest:
-        """The same error with a sentence more."""
+        """Returns the same error with one more sentence."""
         return BadRequest([*self._parts, note], self.param, self.code)
 
     def within(self, path: str) -> BadRequest:
-        """The same error, of a part of the request that is at `path`."""
+        """Returns the same error for the part of the request at `path`."""
         param = path if self.param is None else f"{path}.{self.param}"
         return BadRequest([Field(path), f": {self.message}"], param, self.code)
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A form for the answer: exactly one of these."""
+    """The form of the answer: exactly one of these fields."""
 
     json: dict[str, Any] | bool | str | None = None
     """A JSON schema, or its text."""
     json_object: bool | None = None
     """Any JSON object."""
     regex: str | None = None
-    """The whole answer matches it."""
+    """A regular expression that matches the whole answer."""
     choice: list[str] | None = None
-    """One of these texts."""
+    """The allowed texts of the answer."""
     grammar: str | None = None
-    """A context-free grammar, in EBNF as Lark or llama.cpp (GBNF) write it."""
+    """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one answer is sampled and when it ends."""
+    """Parameters for the sampling of one answer, and for its end."""
 
     temperature: float = 1.0
-    """0 takes the argmax."""
+    """Temperature; 0 selects the argmax."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens that holds this much probability; 0: the argmax alone."""
+    """Keeps the smallest set of tokens with at least this probability; 0 keeps only the argmax."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    """Keeps the k most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens with at least this share of the largest probability."""
+    """Keeps tokens with at least this share of the largest probability."""
     seed: int | None = None
-    """The same seed gives the same answer; None: a random one."""
+    """The same seed results in the same answer; None uses a random seed."""
     max_tokens: int | None = 16
-    """Longest answer, in tokens; None: up to the model's limit."""
+    """Maximum number of tokens of the answer; None allows up to the model's limit."""
     min_tokens: int = 0
-    """No stop token and no stop string ends the answer before this many tokens."""
+    """Minimum number of tokens before a stop token or stop string can end the answer."""
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    """The text keeps the stop string, or the stop token's text, that ended it."""
+    """Whether the text includes the stop string, or the stop token's text, that ended it."""
     skip_special_tokens: bool = True
-    """Special tokens leave no text."""
+    """Whether special tokens are left out of the text."""
     n: int = 1
-    """Answers to the prompt; answer i samples with `seed + i`."""
+    """Number of answers to the prompt; answer i samples with `seed + i`."""
     best_of: int | None = None
-    """Sample this many answers and keep the n with the largest mean log probability."""
+    """Samples this many answers and keeps the n with the largest mean log probability."""
     presence_penalty: float = 0.0
-    """Taken once from the logit of each token that the answer has."""
+    """Subtracted once from the logit of each token that occurs in the answer."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time that the answer has it."""
+    """Subtracted from a token's logit for each occurrence in the answer."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or answer."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or the answer."""
     logit_bias: dict[int, float] = {}
-    """Token id -> what is added to its logit, -100 .. 100."""
+    """Maps a token id to a number that is added to its logit, -100 .. 100."""
     bad_words: list[str] = []
-    """Texts whose last token is never sampled after the others."""
+    """Texts that must not occur: the last token of each is never sampled after its other tokens."""
     allowed_token_ids: list[int] | None = None
-    """No other token is sampled."""
+    """Only these tokens are sampled; None allows all."""
     logprobs: int | None = None
-    """Return each token's log probability, and those of this many top tokens."""
+    """Number of top tokens whose log probabilities are returned, besides each sampled token's own;
+    None returns none."""
     prompt_logprobs: int | None = None
-    """The same of every prompt token after the first."""
+    """The same for every prompt token after the first."""
     return_routed_experts: bool = False
-    """Return the experts that computed each token. Needs `model.routed_experts`."""
+    """Whether the experts that computed each token are returned. Needs `model.routed_experts`."""
     structured_outputs: StructuredOutputs | None = None
     """The form that the answer must have."""
     stream_interval: int | None = None
-    """Tokens between two outputs of a stream, at least; None: as the server is configured. The
-    first token and the end come at once."""
+    """Minimum number of tokens between two outputs of a stream; None uses the server's
+    configuration. The first token and the finish are sent at once."""
 
     @property
     def num_children(self) -> int:
-        """Answers that are sampled, each by a child: a request of its own to the engines."""
+        """Number of answers that are sampled, each by a child: a separate request to the
+        engines."""
         return self.best_of or self.n
 
     @property
@@ -145,14 +149,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def bad_value(path: str, value: object, problem: str, code: str | None = None) -> BadRequest:
-    """A field whose value is wrong. `problem` follows the value, as "must be at least 1"."""
+    """Returns the error for a field with a wrong value. `problem` follows the value, such as "must
+    be at least 1"."""
     return BadRequest(f"{path}={shown(value)} {problem}", path, code)
 
 
 def child_sampling_params(params: SamplingParams) -> list[SamplingParams]:
-    """The parameters of each child: child i samples with `seed + i`, within 63 bits, or, without a
-    seed, with a random one of its own that is chosen later. Children that will be ranked return log
-    probabilities."""
+    """Returns the parameters of each child. Child i samples with `seed + i`, modulo 2**63 or,
+    without a seed, with a random one that is chosen later. Children whose answers will be ranked
+    return log probabilities."""
     if params.n == 1 and params.best_of is None:
         return [params]
     is_ranked = params.num_children > params.n and params.logprobs is None
@@ -169,7 +174,7 @@ def child_sampling_params(params: SamplingParams) -> list[SamplingParams]:
 
 
 def internal_request_id(external_req_id: str) -> str:
-    """A unique id for the engines: users may send the same id twice."""
+    """Returns a unique id for the engines: users may send the same id twice."""
     return f"{external_req_id}-{secrets.token_hex(8)}"
 
 
@@ -191,10 +196,10 @@ def to_core_request(
     prompt_embeds: PromptEmbeds | None = None,
     adapter: Adapter | None = None,
 ) -> EngineCoreRequest:
-    """The engine's form of validated parameters.
+    """Returns the engine's form of validated parameters.
 
-    `max_tokens` is the resolved budget (`PromptProcessor.resolve_max_tokens`); `bad_words` and
-    `grammar` are what `params` have as text. Without a seed the request gets a random one here,
+    `max_tokens` is the resolved limit (`PromptProcessor.resolve_max_tokens`); `bad_words` and
+    `grammar` are the converted texts of `params`. A request without a seed gets a random one here,
     once: a resubmission to another engine must continue the same random stream.
     """
     seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed

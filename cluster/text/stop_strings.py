@@ -1,9 +1,10 @@
-"""Stop strings: where an answer ends, and which of its last characters may not be shown yet.
+"""Stop strings: find where an answer ends, and which of its last characters may not be shown yet.
 
-The law: of all stops, the one that completes first ends the text; of two that complete at the
-same character, the one that started first. Only characters that may still become a stop are
-held back, so the state is that of an Aho-Corasick automaton: its node is the longest end of the
-text that begins some stop, and the depth of that node is what is held.
+Invariant: of all stop strings, the one that completes first ends the text; if two complete at the
+same character, the one that started first does. Only characters that may still become a stop string
+are held back. So the state is that of an Aho-Corasick automaton: its node is the longest suffix of
+the text that is a prefix of a stop string, and the node's depth is the number of characters to hold
+back.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from weakref import WeakValueDictionary
 
 
 class StopAutomaton:
-    """The trie of all stops with failure links. Immutable, shared by equal requests."""
+    """The trie of all stop strings with failure links. Immutable, shared by equal requests."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.children: list[dict[str, int]] = [{}]
         self.depths = [0]
         self.found: list[str | None] = [None]
-        """node -> the longest stop that ends here."""
+        """Maps a node to the longest stop string that ends there."""
         for stop in stops:
             self._insert(stop)
         self.failure = [0] * len(self.children)
-        """node -> node of its longest proper suffix."""
+        """Maps a node to the node of its longest proper suffix."""
         self._link()
         self.held = [self._held_at(node) for node in range(len(self.children))]
-        """node -> characters that may still become a stop."""
+        """Maps a node to the number of characters that may still become a stop string."""
         self.first_chars = frozenset(self.children[0])
 
     def step(self, node: int, char: str) -> int:
@@ -58,7 +59,8 @@ class StopAutomaton:
                 self.found[node] = self.found[self.failure[node]]
 
     def _held_at(self, node: int) -> int:
-        """A complete stop that no longer one continues is not held: its suffixes may be."""
+        """Returns the number of characters to hold back. A complete stop string that no longer one
+        continues is not held back, but its suffixes may be."""
         while node and not self.children[node]:
             node = self.failure[node]
         return self.depths[node]
@@ -68,8 +70,8 @@ _automata: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictio
 
 
 def _automaton(stops: tuple[str, ...]) -> StopAutomaton:
-    """Equal requests share one while any of them runs. It may be large: a node is some 280 bytes,
-    and one request may have 4096 of them."""
+    """Returns the automaton, which equal requests share while any of them runs. It may be large: a
+    node takes about 280 bytes, and one request may have 4096 of them."""
     automaton = _automata.get(stops)
     if automaton is None:
         automaton = _automata[stops] = StopAutomaton(stops)
@@ -77,10 +79,11 @@ def _automaton(stops: tuple[str, ...]) -> StopAutomaton:
 
 
 class StopChecker:
-    """One answer's text against its stop strings.
+    """Checks one answer's text for stop strings.
 
-    `push` takes the text of one token and gives what may be shown. After a match `matched` names
-    the stop, and everything after it is dropped. Nothing is held where the stop itself is shown.
+    `push` accepts the text of one token and returns the text that may be shown. After a match
+    `matched` is the stop string, and all text after it is dropped. If the stop string itself is
+    shown, nothing is held back.
     """
 
     def __init__(
@@ -94,8 +97,8 @@ class StopChecker:
         self._held = ""
 
     def push(self, text: str, num_tokens: int) -> str:
-        """`num_tokens` counts the answer's tokens including the one that brought `text`: a stop
-        that completes within the first `min_tokens` does not count."""
+        """Adds text. `num_tokens` is the number of the answer's tokens, including the token of
+        `text`: a stop string that completes within the first `min_tokens` does not count."""
         automaton, node = self._automaton, self._node
         if automaton is None or (not node and automaton.first_chars.isdisjoint(text)):
             return text
@@ -113,7 +116,8 @@ class StopChecker:
         return shown[:keep]
 
     def flush(self) -> str:
-        """The text has ended: what was held is text, and no stop reaches across this place."""
+        """Ends a text: what was held back is returned, and no stop string matches across this
+        position."""
         held, self._held, self._node = self._held, "", 0
         return held
 

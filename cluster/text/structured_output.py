@@ -1,8 +1,8 @@
-"""The form of an answer as a grammar that workers follow (`docs/guide/structured-output.md`).
+"""Converts structured output to a grammar that workers follow (docs/guide/structured-output.md).
 
-Every kind of `structured_outputs` becomes one text in Lark's notation. It is compiled once here, so
-that the sender of a refused request gets the reason; what reaches a worker compiles there too. A
-check may take long: call from a thread.
+Every kind of `structured_outputs` becomes a text in Lark's notation. It is compiled once here, so
+that the sender of a refused request gets the reason, and so that a worker can certainly compile it.
+A check may take long: call it from a thread.
 """
 
 from __future__ import annotations
@@ -34,38 +34,40 @@ from swell.cluster.text.user_grammar import lark_of
 from swell.worker.sample.wire import Grammar
 
 MAX_SCHEMA_DEPTH = 100
-"""Levels of arrays and objects in a schema's text; the compiler's own parser stops at 128."""
+"""Limit on levels of arrays and objects in a schema's text; the compiler's own parser stops at
+128."""
 MAX_CHOICES = 10_000
 MAX_CHECKED_PATTERNS = 64
-"""Patterns of a refused schema that are checked one by one, to name the one at fault."""
+"""Limit on the patterns of a refused schema that are checked one by one, to name the invalid
+one."""
 MAX_SEARCH_S = 5.0
-"""Longest search for the part at fault of what is refused in any case."""
+"""Limit on the time of the search for the invalid part of a form that is refused in any case."""
 _NO_CHARACTER = "is empty; an answer has at least one character"
 
 _KINDS = StructuredOutputs.__struct_fields__
 _DATA = frozenset(("const", "enum", "default", "examples"))
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 class GrammarFragment(msgspec.Struct, frozen=True):
     """The form of an answer, or of some text in one: exactly one of these, in Lark's notation."""
 
     rule: str = ""
-    """What a rule may refer to."""
+    """A rule's expression, for use in other rules."""
     terminal: str = ""
-    """What a terminal may be made of: with others by `&`, `|` and `~`."""
+    """A terminal's expression, which can be combined with others by `&`, `|` and `~`."""
     grammar: str | None = None
-    """A whole grammar with names of its own."""
+    """A whole grammar with its own names."""
 
     def to_grammar(self) -> str:
-        """The grammar of an answer that has this form."""
+        """Returns the grammar of an answer with this form."""
         if self.terminal:
             return f"start: FORM\nFORM: {self.terminal}"
         return outermost(self.rule) if self.grammar is None else self.grammar
 
 
 class SchemaTooLong(ValueError):
-    """A schema that no grammar has room for."""
+    """A schema that exceeds the size limit of grammars."""
 
 
 def compile_grammar(
@@ -73,11 +75,11 @@ def compile_grammar(
     param: str | None = None,
     keywords: SchemaKeywords | None = None,
 ) -> Grammar:
-    """The grammar of the form of a request's answer. Raises `BadRequest` for one that no grammar
-    can hold.
+    """Returns the grammar of a request's structured output. Raises `BadRequest` for one that no
+    grammar can enforce.
 
-    `param`: the path of the field that gave it, if it is not `structured_outputs.<kind>`.
-    `keywords`: reads its schema; None: refuses all that no grammar can hold.
+    `param` is the path of its field, if that is not `structured_outputs.<kind>`. `keywords`
+    converts its schema; None refuses every keyword that no grammar can enforce.
     """
     kind, value = _given(structured_outputs, param)
     fragment = grammar_fragment(structured_outputs, param, keywords)
@@ -91,8 +93,7 @@ def compile_grammar(
 
 
 def compile_schema(schema: dict[str, Any], subject: str, param: str) -> Grammar:
-    """The grammar of a schema. `subject` and `param` are what its errors name. Raises
-    `BadRequest`."""
+    """Returns the grammar of a schema. Errors name `subject` and `param`. Raises `BadRequest`."""
     try:
         lark = f"start: {inline_json(schema)}"
     except ValueError as error:
@@ -105,7 +106,7 @@ def compile_schema(schema: dict[str, Any], subject: str, param: str) -> Grammar:
 
 
 def _check_patterns(schema: Any, subject: str, param: str | None = None) -> None:
-    """Raise BadRequest for the first pattern that is no expression."""
+    """Raises BadRequest for the first pattern that is not a valid regular expression."""
     level, checked = [("", schema)], 0
     end_s = time.monotonic() + MAX_SEARCH_S
     while level and checked < MAX_CHECKED_PATTERNS and time.monotonic() < end_s:
@@ -135,7 +136,8 @@ def grammar_fragment(
     param: str | None = None,
     keywords: SchemaKeywords | None = None,
 ) -> GrammarFragment:
-    """The form as a part of a grammar, not compiled yet; as `compile_grammar` otherwise."""
+    """Returns the form as a part of a grammar, not compiled yet; otherwise like
+    `compile_grammar`."""
     kind, value = _given(structured_outputs, param)
     param = param or f"structured_outputs.{kind}"
     if isinstance(value, str):
@@ -144,7 +146,7 @@ def grammar_fragment(
 
 
 def _given(structured_outputs: StructuredOutputs, param: str | None) -> tuple[str, Any]:
-    """The one kind that is given, and its value."""
+    """Returns the only kind that is set, and its value."""
     values = msgspec.structs.asdict(structured_outputs)
     given = {kind: value for kind, value in values.items() if value is not None}
     if given.get("json_object") is False:
@@ -159,8 +161,9 @@ def _given(structured_outputs: StructuredOutputs, param: str | None) -> tuple[st
 
 
 def inline_json(schema: dict[str, Any]) -> str:
-    """`%lark {...}`: a schema as a part of a rule, with bounded whitespace and numbers. ValueError
-    for one that no grammar can hold, or that is too long: a quick writer measures it."""
+    """Returns `%lark {...}`, a schema as a part of a rule, with bounded whitespace and numbers.
+    Raises ValueError for one that no grammar can enforce, or that is too long, which a fast encoder
+    measures."""
     try:
         size = len(msgspec.json.encode(schema))
     except RecursionError:
@@ -210,7 +213,7 @@ def _json(
 
 
 def _parsed(text: str, param: str) -> Any:
-    """A schema that came as text; only JSON's own constants are numbers."""
+    """Parses a schema that was sent as text; NaN and infinity are not accepted."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -218,7 +221,7 @@ def _parsed(text: str, param: str) -> Any:
 
 
 def _references(schema: dict[str, Any], param: str) -> Iterator[str]:
-    """Every `$ref` of a schema that is not too deep."""
+    """Yields every `$ref` of a schema. Raises `BadRequest` if it is nested too deeply."""
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         below: list[Any] = []
@@ -261,7 +264,7 @@ def _choice(value: list[str], param: str, _keywords: SchemaKeywords) -> GrammarF
         if not text:
             raise bad_value(f"{param}[{index}]", text, _NO_CHARACTER)
     check_bytes("".join(value), param)
-    # One terminal: a lexer's automaton holds thousands of texts, a parser's rule does not.
+    # One terminal: a lexer's automaton can hold thousands of texts, a parser's rule cannot.
     return GrammarFragment(terminal=" | ".join(map(literal, dict.fromkeys(value))))
 
 

@@ -1,5 +1,5 @@
-"""The files of a model by which prompts are read and answers are written: all versions of a cluster
-have the same, because its ingresses load them once."""
+"""The files of a model with which prompts are read and answers are written. All versions in a
+cluster must have the same ones, because its ingresses load them once."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ _DIGITS = 16
 
 
 def text_files(model: ModelConfig) -> dict[str, str]:
-    """Digests by name of what is there, `config.json` by the keys that text depends on. Of a hub's
-    model the name alone is known. Raises OSError, and ValueError for a broken config.json."""
+    """Returns the digest of each file by name, and the values of those keys of `config.json` that
+    affect text. For a hub model, returns only its name. Raises OSError, and ValueError for a broken
+    config.json."""
     folder = Path(model.path)
     if not folder.is_dir():
         return {"model.path": model.path}
@@ -62,7 +63,7 @@ def text_files(model: ModelConfig) -> dict[str, str]:
 
 
 def text_digest(model: ModelConfig) -> str:
-    """Of all of them. The same errors."""
+    """Returns one digest of all files. Raises the same errors."""
     return _digest(json.dumps(text_files(model), sort_keys=True).encode())
 
 

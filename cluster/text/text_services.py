@@ -1,4 +1,5 @@
-"""What an ingress needs of its model's files: made once, shared by all requests."""
+"""The objects that an ingress creates from its model's files: created once, shared by all
+requests."""
 
 from __future__ import annotations
 
@@ -20,23 +21,23 @@ from swell.configs.schema import Config
 
 
 class TextServices(NamedTuple):
-    """What one model needs to read prompts and to write answers."""
+    """The objects of one model that read prompts and write answers."""
 
     prompts: PromptProcessor
     detokenizer: Detokenizer
     processor: InputProcessor
     sampling_defaults: Mapping[str, Any]
-    """The model's, for fields of `SamplingParams` that a request leaves out."""
+    """The model's defaults for fields of `SamplingParams` that a request leaves out."""
     pooling: PoolingProcessor | None = None
-    """Of a model that pools."""
+    """The processor of pooling requests, for a pooling model."""
     adapters: Mapping[str, Adapter] = {}
-    """Those of the configuration, by name."""
+    """The adapters of the configuration, by name."""
     created_s: int = 0
     """When the model's files were written, in seconds since 1970."""
 
     @classmethod
     def load(cls, config: Config) -> TextServices:
-        """Blocks for seconds. Raises ConfigError."""
+        """Loads the files. Blocks for seconds. Raises ConfigError."""
         path, serve = config.model.path, config.serve
         tokenizer, pooling = load_tokenizer(path), load_pooling(config.model)
         prompts = PromptProcessor(

@@ -1,4 +1,4 @@
-"""The bytes of each token alone, and their text."""
+"""The bytes and the text of single tokens, and their offsets in a text."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from swell.cluster.text.incremental_detokenizer import IncrementalDetokenizer
 
 
 class TokenText(NamedTuple):
-    """What one token adds to a text."""
+    """The contribution of one token to a text."""
 
     text: str
-    """What it makes certain, perhaps also of tokens before it."""
+    """The text that is certain after it, possibly including text of earlier tokens."""
     offset: int
-    """Characters of what is certain then, before its own text."""
+    """Number of characters of `text` before the token's own text."""
     at_beginning: bool
-    """The tokens that could have stood there have the texts of a beginning."""
+    """Whether the tokens that are possible there have the texts that they have at the beginning of
+    a text."""
 
 
 class TextOffsets(NamedTuple):
-    """Where tokens begin in their text."""
+    """Positions of tokens in their text."""
 
     offsets: list[int]
-    """For each token the characters before it; tokens that share a character share its offset."""
+    """The number of characters before each token; tokens that share a character share its
+    offset."""
     at_beginning: int
-    """So many of the first tokens have the texts of a beginning."""
+    """Number of leading tokens that have the texts that they have at the beginning of a text."""
 
 
 class Texts(dict[int, bytes]):
-    """id -> the bytes that the token adds to a text, filled on use; special tokens too."""
+    """Maps a token id to the bytes that it adds to a text; filled on use, and includes special
+    tokens."""
 
     def __init__(self, incremental: IncrementalDetokenizer, *, at_beginning: bool = False) -> None:
         super().__init__()
@@ -48,15 +51,15 @@ class Texts(dict[int, bytes]):
         return data
 
     def text(self, token_id: int) -> str:
-        """A part of a character shows as a replacement character."""
+        """Returns a token's text; a part of a character appears as a replacement character."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self[token_id].decode(errors="replace")
         return text
 
     def name(self, token_id: int) -> str:
-        r"""The text; of a token that is not whole characters its bytes, as OpenAI writes them:
-        `bytes:\xf0\x9f`."""
+        r"""Returns the text of a token, or its bytes in OpenAI's form if these are not whole
+        characters: `bytes:\xf0\x9f`."""
         name = self._names.get(token_id)
         if name is None:
             data = self[token_id]
@@ -69,21 +72,21 @@ class Texts(dict[int, bytes]):
 
 
 class TokenTexts(Texts):
-    """id -> the bytes that the token adds after others.
+    """Maps a token id to the bytes that the token adds after others.
 
-    Exact for the tokenizers that `detokenizer` reads; for others it is the decoding of the id
-    alone, which may hold replacement characters instead of a part of a character. An id that the
-    tokenizer does not know has none.
+    Exact for the decoders that `detokenizer` supports. For others it is the decoding of the single
+    id, which may have replacement characters instead of a part of a character. An id that the
+    tokenizer does not know adds no bytes.
     """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         machines = {skip: detokenizer.start(skip) for skip in (False, True)}
         super().__init__(machines[False])
         self.at_beginning = Texts(machines[False], at_beginning=True)
-        """The same of a token without text before it."""
+        """The same for a token without text before it."""
         self.whole = {skip: cache(partial(_whole, machine)) for skip, machine in machines.items()}
-        """By `skip_special_tokens`: id -> what the token writes after a finished character; None:
-        that depends on others."""
+        """Maps `skip_special_tokens` to a function from a token id to the text that it adds after a
+        complete character; None if the text depends on other tokens."""
         self._detokenizer = detokenizer
 
     def offsets(
@@ -92,9 +95,9 @@ class TokenTexts(Texts):
         skip_special_tokens: bool = True,
         sent: str | None = None,
     ) -> TextOffsets:
-        """The offsets of the tokens of a text. `sent`: the text that they were made from, which may
-        spell special tokens that are skipped, and lack a space that the tokenizer puts after
-        those."""
+        """Returns the offsets of the tokens of a text. `sent` is the original text of the tokens,
+        which may spell special tokens that are skipped, and lack a space that the tokenizer puts
+        after those."""
         incremental = self._detokenizer.start(skip_special_tokens)
         written = list(map(TextWriter(self, incremental, skip_special_tokens).write, token_ids))
         if sent is not None and "".join([one.text for one in written]) != sent:
@@ -106,12 +109,12 @@ class TokenTexts(Texts):
     def _as_sent(
         self, token_ids: Sequence[int], written: list[TokenText], sent: str
     ) -> list[TokenText]:
-        """The same with the texts of `sent`, where that differs from what was written."""
+        """Returns the tokens with the texts in `sent`, where these differ from the written ones."""
         found, chars = [], 0
         for token_id, (text, offset, at_beginning) in zip(token_ids, written, strict=True):
             if not sent.startswith(text or self.text(token_id), chars):
                 if self._detokenizer.is_special(token_id):
-                    text = ""  # the tokenizer has put it there
+                    text = ""  # the tokenizer has added it
                 elif text.startswith(" ") and sent.startswith(text[1:], chars):
                     text, offset = text[1:], max(0, offset - 1)
             elif not text and self._detokenizer.is_special(token_id):
@@ -127,10 +130,10 @@ def _whole(incremental: IncrementalDetokenizer, token_id: int) -> TokenText | No
 
 
 class TextWriter:
-    """One text, written token by token: the one that `incremental` makes.
+    """Writes one text token by token, with the detokenizer `incremental`.
 
-    After a token with a whole text nothing is open: the next such token is not pushed, for the
-    detokenizer would give its text and remember nothing.
+    After a token of complete characters nothing is held back. The next such token is then not
+    pushed, since the detokenizer would return its text and keep no state.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class TextWriter:
         self._is_closed = False
 
     def write(self, token_id: int) -> TokenText:
-        """Push a token, and find where its own text begins."""
+        """Pushes a token, and finds where its own text begins."""
         whole = self._whole(token_id)
         if whole is not None and self._is_closed:
             return whole

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder or hub id, and the files beside it."""
+"""The tokenizer and other files of a model folder or hub id."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TOKENIZER_FILES = (
 
 
 def import_without_torch() -> None:
-    """Import transformers as if there were no torch, which its tokenizers do not need: that saves
-    4 s of CPU time and 260 MB. Only for a process that needs nothing else of transformers, before
-    it imports either; torch itself can be imported afterwards."""
+    """Imports transformers as if torch were not installed. Its tokenizers do not need torch; this
+    saves 4 s of CPU time and 260 MB. Only for a process that uses nothing else of transformers,
+    before it imports either; torch itself can be imported afterwards."""
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
-    # Else it says that there is no torch.
+    # Otherwise it logs that torch is missing.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     sys.modules["torch"] = None  # type: ignore[assignment]  # importlib: it cannot be found
     try:
@@ -43,7 +43,7 @@ def import_without_torch() -> None:
 
 @lru_cache(maxsize=8)
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model folder or hub id, as transformers reads it; loaded once."""
+    """Returns the tokenizer of a model folder or hub id, as transformers reads it; loaded once."""
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
@@ -63,8 +63,8 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_eos_token_ids(path: str, tokenizer: Any) -> list[int]:
-    """Ids that end an answer: the model's (generation_config.json, else config.json) and the
-    tokenizer's own. Raises ConfigError for what is no id."""
+    """Returns the ids that end an answer: the model's (generation_config.json, otherwise
+    config.json) and the tokenizer's own. Raises ConfigError for an invalid id."""
     found = load_model_eos_token_ids(path)
     if tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
@@ -72,7 +72,7 @@ def load_eos_token_ids(path: str, tokenizer: Any) -> list[int]:
 
 
 def load_model_eos_token_ids(path: str) -> list[int]:
-    """The ids in the model's own files. Raises ConfigError for a value that is no id."""
+    """Returns the ids in the model's own files. Raises ConfigError for an invalid id."""
     for name in ("generation_config.json", "config.json"):
         value = read_json(path, name).get("eos_token_id")
         if value is None:
@@ -88,13 +88,14 @@ def load_model_eos_token_ids(path: str) -> list[int]:
 
 
 def read_json(path: str, name: str) -> dict[str, Any]:
-    """The object in a JSON file of a model, or nothing where there is none."""
+    """Returns the object in a JSON file of a model; an empty one if there is none."""
     data = read_json_value(path, name)
     return data if isinstance(data, dict) else {}
 
 
 def written_at(path: str, name: str) -> int:
-    """When a file of a model was written, in seconds since 1970; 0 where there is no such file."""
+    """Returns when a file of a model was written, in seconds since 1970; 0 if the file does not
+    exist."""
     try:
         file = _model_file(path, name)
         return 0 if file is None else int(file.stat().st_mtime)
@@ -103,7 +104,7 @@ def written_at(path: str, name: str) -> int:
 
 
 def read_json_value(path: str, name: str) -> Any:
-    """What a JSON file of a model holds; None where there is no such file."""
+    """Returns the contents of a JSON file of a model; None if the file does not exist."""
     file = _model_file(path, name)
     if file is None:
         return None
@@ -116,8 +117,8 @@ def read_json_value(path: str, name: str) -> Any:
 
 
 def _model_file(path: str, name: str) -> Path | None:
-    """Where a file of a model would be. `path` is a folder or a hub id; None where the hub has no
-    such file."""
+    """Returns the path of a file of a model, which may not exist in a folder. `path` is a folder or
+    a hub id; returns None if the hub lacks the file."""
     if Path(path).is_dir():
         return Path(path) / name
     from transformers.utils import cached_file
@@ -127,12 +128,12 @@ def _model_file(path: str, name: str) -> Path | None:
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The ids of one text; `tokenizer` is transformers'. Its own method must not be called from
-    several threads, its backend may be."""
+    """Returns the ids of one text; `tokenizer` is transformers'. Its own method is not thread-safe,
+    but its backend is."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-    # Of the ways to get ids only those of batches let other threads go on meanwhile: `encode` holds
-    # the interpreter for seconds a megabyte.
+    # Only the backend's batch methods let other threads run meanwhile: `encode` holds the
+    # interpreter's lock for seconds per megabyte.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return list(encoding.ids)

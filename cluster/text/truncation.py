@@ -1,5 +1,5 @@
-"""How a text is tokenized, and which part of a longer prompt is kept: the fields
-`add_special_tokens`, `truncate_prompt_tokens` and `truncation_side` of a request. Pure."""
+"""Options of tokenization, and truncation of longer prompts: the fields `add_special_tokens`,
+`truncate_prompt_tokens` and `truncation_side` of a request. Pure."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from swell.cluster.text.sampling_params import BadRequest
 FIT_CONTEXT = -1
 """A value of `truncate_prompt_tokens`: as many tokens as the model can read."""
 MAX_TRUNCATED_BYTES = 1024 * 1024
-"""Longest text of which `truncate_prompt_tokens` keeps a part: all of it is tokenized, which takes
-a second."""
+"""Limit on the length of a text that is truncated: all of it is tokenized, which takes a second."""
 
 
 class Truncation(NamedTuple):
-    """Which part of a longer prompt is kept."""
+    """The part of a longer prompt that is kept."""
 
     tokens: int
-    """`FIT_CONTEXT`: as many as fit."""
+    """Number of tokens to keep; `FIT_CONTEXT` for as many as fit."""
     side: Literal["left", "right"]
     """The side that is cut off."""
     reserved_tokens: int
-    """Tokens of the answer, which must fit too."""
+    """Number of tokens of the answer, which must fit too."""
 
 
 class TokenizeOptions(NamedTuple):
-    """How a text becomes tokens."""
+    """Options for the tokenization of a text."""
 
     add_special_tokens: bool
     truncation: Truncation | None = None
@@ -34,7 +33,7 @@ class TokenizeOptions(NamedTuple):
 
 PLAIN_TEXT = TokenizeOptions(add_special_tokens=True)
 TEMPLATE_TEXT = TokenizeOptions(add_special_tokens=False)
-"""A chat template writes special tokens itself."""
+"""Options for rendered conversations: a chat template writes special tokens itself."""
 
 
 def truncate(
@@ -43,7 +42,7 @@ def truncate(
     max_model_len: int,
     min_answer_tokens: int = 1,
 ) -> list[int]:
-    """The tokens of a prompt that are kept. Raises `BadRequest` if none could be."""
+    """Returns the tokens of a prompt that are kept. Raises `BadRequest` if none could be."""
     if truncation is None:
         return token_ids
     count = kept_tokens(truncation, max_model_len, min_answer_tokens)
@@ -51,7 +50,8 @@ def truncate(
 
 
 def kept_tokens(truncation: Truncation, max_model_len: int, min_answer_tokens: int) -> int:
-    """The most tokens of a prompt that are kept. Raises `BadRequest` if none could be."""
+    """Returns the maximum number of tokens of a prompt that are kept. Raises `BadRequest` if none
+    could be."""
     count = (
         max_model_len - truncation.reserved_tokens
         if truncation.tokens == FIT_CONTEXT

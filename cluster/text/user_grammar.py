@@ -1,4 +1,4 @@
-"""Grammars that users write: Lark, and llama.cpp's GBNF."""
+"""Grammars that users write, in Lark's notation or llama.cpp's GBNF."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
 
 MAX_GBNF_BYTES = 32 * 1024
-"""Converting is quadratic in the number of rules: a second for the worst of this length."""
+"""Limit on the length of a GBNF grammar: conversion is quadratic in the number of rules, and takes
+a second for the worst case of this length."""
 
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _GBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.S)
@@ -21,14 +22,14 @@ _LARK_PART = re.compile(
     """,
     re.VERBOSE,
 )
-"""What may hold other parts of Lark; the library refuses a grammar in which one has no end. Each
-character is read once."""
+"""Comments, strings and expressions, which may contain other parts of Lark, and token names. The
+library refuses a grammar in which one is not closed. Each character is read once."""
 
 
 def lark_of(grammar: str, param: str) -> str:
-    """Lark as it is, and llama.cpp's GBNF, whose rules have `::=`, converted. A user's grammar is
-    about text, since token ids are the model's own. `param` is the path of the field. Raises
-    `BadRequest`."""
+    """Returns a grammar in Lark's notation; converts GBNF, whose rules have `::=`. A user's grammar
+    may only contain text, since token ids are specific to the model. `param` is the path of the
+    field. Raises `BadRequest`."""
     lark = _from_gbnf(grammar, param) if _GBNF_RULE.search(grammar) else grammar
     if lark.lstrip().startswith("{"):
         raise bad_value(param, lark, "is neither Lark nor GBNF", "invalid_grammar")
@@ -53,12 +54,12 @@ def _from_gbnf(grammar: str, param: str) -> str:
         return lark
     except RecursionError:
         raise BadRequest(f"{param} nests its parentheses too deeply", param) from None
-    except Exception as error:  # the converter raises plain ones
+    except Exception as error:  # the converter raises plain exceptions
         raise BadRequest(f"{param} is no GBNF: {error}", param, "invalid_grammar") from None
 
 
 def _plain_escape(match: re.Match[str]) -> str:
-    """The character itself where an escape names one that needs none."""
+    """Replaces an escape by the character itself if that does not need one."""
     digits = next((group for group in match.groups() if group), None)
     if digits is None:
         return match[0]

@@ -1,4 +1,4 @@
-"""Checks `SamplingParams`: each refusal names field, value and limit."""
+"""Validates `SamplingParams`: each error names field, value and limit."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from swell.cluster.text.sampling_params import (
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_CHARS_TOTAL = 4096
-"""All stop strings of a request: each character is a node of the automaton that finds them."""
+"""Limit for all stop strings of a request: each character is a node of the automaton that finds
+them."""
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS_TOTAL = 16_384
-"""All bad words of a request: the engine looks for their tokens at every step."""
+"""Limit for all bad words of a request: the engine searches for their tokens at every step."""
 MAX_TEMPERATURE = 100.0
 MAX_N = 128
-"""Answers to one prompt."""
+"""Limit on the answers to one prompt."""
 MAX_LOGPROBS = 20
-"""Top tokens that are returned with each token."""
+"""Limit on the top tokens that are returned with each token."""
 WHOLE_VOCABULARY = -1
 """A value of `prompt_logprobs`: the log probability of every token at each prompt token."""
 MAX_VOCABULARY_LOGPROBS = 512 * 1024
-"""Most values under `WHOLE_VOCABULARY`, over all prompt tokens and answers: 40 MB of JSON."""
+"""Limit on the values with `WHOLE_VOCABULARY`, over all prompt tokens and answers: 40 MB of
+JSON."""
 MAX_BIASED_TOKENS = 1024
 
 
 class Numbers(NamedTuple):
-    """The numbers that a field may have, both limits included."""
+    """The range of numbers of a field, including both limits."""
 
     low: float
     high: float
@@ -49,12 +51,12 @@ class Numbers(NamedTuple):
 
 
 class Integers(NamedTuple):
-    """The integers that a field may have, both limits included."""
+    """The range of integers of a field, including both limits."""
 
     low: int
     high: int | None
     optional: bool = False
-    """It may be None too."""
+    """Whether None is allowed too."""
 
     def check(self, name: str, value: object) -> None:
         if value is None and self.optional:
@@ -75,7 +77,7 @@ RANGES: Mapping[str, Numbers | Integers] = {
     "top_k": Integers(-1, 2**31 - 1),
     "presence_penalty": Numbers(-2.0, 2.0),
     "frequency_penalty": Numbers(-2.0, 2.0),
-    # It divides: logits over something near zero are infinite.
+    # It is a divisor: logits divided by a number near zero are infinite.
     "repetition_penalty": Numbers(0.01, 100.0),
     "seed": Integers(-(2**63), 2**63 - 1, optional=True),
     "max_tokens": Integers(1, None, optional=True),
@@ -96,7 +98,7 @@ _BIAS = Numbers(-100.0, 100.0)
 
 
 def validate(params: SamplingParams, *, vocab_size: int) -> None:
-    """Check every field; raises `BadRequest` naming field, value and limit."""
+    """Checks every field; raises `BadRequest` naming field, value and limit."""
     check_ranges(params)
     _check_strings("stop", params.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS_TOTAL)
     _check_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS_TOTAL)
@@ -115,7 +117,7 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
 
 
 def check_ranges(params: SamplingParams) -> None:
-    """Check the fields that are numbers. Raises `BadRequest`."""
+    """Checks the fields that are numbers. Raises `BadRequest`."""
     for name, allowed in RANGES.items():
         allowed.check(name, getattr(params, name))
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
@@ -130,8 +132,8 @@ def check_ranges(params: SamplingParams) -> None:
 
 
 def check_num_children(prompts: int, params: SamplingParams, limit: int) -> None:
-    """Refuse a request for too many answers: each is a request of its own to the engines, and all
-    begin at once. Raises `BadRequest`."""
+    """Raises `BadRequest` for too many answers: each is a separate request to the engines, and all
+    begin at once."""
     each, field = (params.n, "n") if params.best_of is None else (params.best_of, "best_of")
     if isinstance(each, int) and prompts * each > limit:
         raise BadRequest(
@@ -144,8 +146,8 @@ def check_num_children(prompts: int, params: SamplingParams, limit: int) -> None
 def resolve_prompt_logprobs(
     params: SamplingParams, num_prompt_tokens: int, vocab_size: int
 ) -> SamplingParams:
-    """`prompt_logprobs=-1` as a number of tokens. `num_prompt_tokens`: of all prompts together.
-    Raises `BadRequest` where that is too much."""
+    """Replaces `prompt_logprobs=-1` by the number of tokens in the vocabulary. `num_prompt_tokens`
+    counts all prompts together. Raises `BadRequest` if the result is too large."""
     if params.prompt_logprobs != WHOLE_VOCABULARY:
         return params
     count = num_prompt_tokens * params.num_children * vocab_size
@@ -161,7 +163,7 @@ def resolve_prompt_logprobs(
 
 
 def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
-    """Refuse ids outside 0 .. vocab_size - 1, naming the first of them."""
+    """Raises `BadRequest` for the first id outside 0 .. vocab_size - 1."""
     if not token_ids or (
         set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size
     ):
@@ -174,7 +176,7 @@ def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
 
 
 def num_utf8_bytes(name: str, text: str) -> int:
-    """The length of a text. Raises `BadRequest` where it is none."""
+    """Returns the length of a text in bytes. Raises `BadRequest` if it is not valid Unicode."""
     try:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError:
@@ -182,13 +184,13 @@ def num_utf8_bytes(name: str, text: str) -> int:
 
 
 def check_length(path: str, items: Sized, what: str, limit: int) -> None:
-    """Refuse a list, or what else has a length, that is too long."""
+    """Raises `BadRequest` for a list, or another sized value, that is too long."""
     if len(items) > limit:
         raise BadRequest(f"{path} holds {len(items)} {what}; at most {limit} are allowed", path)
 
 
 def check_total_chars(name: str, texts: list[str], limit: int) -> None:
-    """Refuse strings that have more characters together than `limit`."""
+    """Raises `BadRequest` for strings that together have more characters than `limit`."""
     chars = sum(map(len, texts))
     if chars > limit:
         raise BadRequest(
@@ -197,7 +199,7 @@ def check_total_chars(name: str, texts: list[str], limit: int) -> None:
 
 
 def _check_strings(name: str, value: object, limit: int, limit_chars: int) -> None:
-    """A string or a list of strings."""
+    """Checks a string or a list of strings."""
     if value == []:
         return
     strings = [value] if isinstance(value, str) else value

@@ -1,2 +1,2 @@
-"""JSON schemas as grammars: their keywords are checked, the schemas of one place are merged, and
-Lark's notation is written."""
+"""JSON schemas as grammars: checks the keywords, merges the schemas of each place, and writes
+Lark's notation."""

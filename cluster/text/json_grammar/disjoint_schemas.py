@@ -1,4 +1,5 @@
-"""Whether the schemas of a `oneOf` evidently exclude each other, so that it means `anyOf`."""
+"""Checks whether the schemas of a `oneOf` evidently exclude each other, so that it means
+`anyOf`."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ from swell.cluster.text.json_grammar.schema_merging import (
 from swell.cluster.text.json_grammar.schema_nodes import SchemaError
 
 MAX_ONE_OF = 200
-"""Schemas of a `oneOf` that are compared in pairs; lists of texts may be longer."""
+"""Limit on the schemas of a `oneOf` that are compared in pairs; lists of constants may be
+longer."""
 _MAX_DEPTH = 4
-"""Properties in each other that are looked at."""
+"""Limit on the depth of nested properties that are compared."""
 
 
 def check_one_ofs(merger: SchemaMerger) -> None:
-    """Raise SchemaError for a `oneOf`, among those that were merged, whose schemas may overlap."""
+    """Raises SchemaError for a merged `oneOf` whose schemas may overlap."""
     while merger.one_ofs:
         path, options = merger.one_ofs.pop()
         if not _all_disjoint(merger, options):

@@ -1,4 +1,4 @@
-r"""A JSON schema as a grammar inside of a grammar, in Lark's notation.
+r"""Writes a JSON schema as a nested grammar in Lark's notation.
 
     %lark {
     start: r0
@@ -9,9 +9,9 @@ r"""A JSON schema as a grammar inside of a grammar, in Lark's notation.
     %ignore /\x20|\n\x20{0,32}/
     }
 
-Each place of the schema is a rule. A place that no value can ever be written at, as an array whose
-items are such arrays, is left out: a rule that needs it could be entered, and no token would
-end it.
+Each place of the schema is a rule. A place for which no finite value exists, such as an array whose
+items must be such arrays, is left out: otherwise a model could enter its rule and could never
+complete it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _BEGIN, _END = "%lark {", "}"
 
 
 def json_grammar(schema: dict[str, Any], is_empty: Callable[[str], bool]) -> str:
-    """`%lark {...}`: the schema, which was cleaned, as a part of a rule. Raises SchemaError."""
+    """Returns `%lark {...}`, the cleaned schema as a part of a rule. Raises SchemaError."""
     return _Writer(SchemaMerger(schema, is_empty)).write(schema)
 
 
@@ -60,13 +60,13 @@ class _Writer:
     def __init__(self, merger: SchemaMerger) -> None:
         self._merger = merger
         self._indexes: dict[Any, int] = {}
-        """Place -> number of its rule."""
+        """Maps a place to the number of its rule."""
         self._places: list[Place] = []
         self._shapes: list[list[Shape]] = []
         self._writable: set[int] = set()
         self._lines: list[str] = []
         self._names: dict[str, str] = {}
-        """Expression -> the name of its rule or terminal."""
+        """Maps an expression to the name of its rule or terminal."""
 
     def write(self, schema: dict[str, Any]) -> str:
         root = self._index(self._merger.place(schema))
@@ -96,8 +96,8 @@ class _Writer:
         return self._indexes[key]
 
     def _find_writable(self) -> None:
-        """Places at which a value can be written: the least set that holds those without parts, and
-        those whose needed parts it holds."""
+        """Finds the places for which a finite value exists: the least set that holds those without
+        parts, and those whose required parts it holds."""
         users: dict[int, set[int]] = {}
         for index, shapes in enumerate(self._shapes):
             for shape in shapes:
@@ -161,7 +161,7 @@ class _Writer:
         return f"r{self._index(place)}"
 
     def _named(self, expression: str, prefix: str) -> str:
-        """The name of a rule, or of a terminal, that is written once."""
+        """Returns the name of a rule or terminal for an expression, which is written only once."""
         if expression not in self._names:
             self._names[expression] = f"{prefix}{len(self._names)}"
             self._lines.append(f"{self._names[expression]}: {expression}")
@@ -218,8 +218,8 @@ class _Writer:
 
 
 def outermost(rule: str) -> str:
-    """A grammar whose texts are those of a rule. Around a grammar that `json_grammar` has written
-    it puts no other: in that one a blank could come before a string."""
+    """Returns a grammar whose texts are those of a rule. A grammar from `json_grammar` is not
+    nested in another one: there, whitespace could precede a string."""
     if rule.startswith(_BEGIN) and rule.endswith(_END):
         return rule.removeprefix(_BEGIN).removesuffix(_END)
     return f"start: {rule}"

@@ -1,16 +1,16 @@
-r"""Numbers that a JSON schema allows, held digit by digit: as an expression of a terminal in Lark.
+r"""Number ranges of a JSON schema, enforced digit by digit by a terminal expression in Lark.
 
 Bounds are decimal numbers of any length, so nothing is rounded. A comparison with a bound is a
-regular expression over the digits, as for "more than 12.5":
+regular expression over the digits. For example "more than 12.5" is:
 
     [1-9][0-9]{2,} ...       more digits before the point
     [2-9][0-9] ...           the first digit that differs is larger
     1[3-9] ...
-    12\.[6-9] ...            the same before the point, more behind it
+    12\.[6-9] ...            the same before the point, more after it
     12\.50*[1-9] ...
 
-The expression of a range is that of all numbers of bounded length, and of its lower bound, and of
-its upper one: `/.../ & /.../ & /.../`.
+The expression of a range is the intersection of all numbers of bounded length, its lower bound and
+its upper bound: `/.../ & /.../ & /.../`.
 """
 
 from __future__ import annotations
@@ -23,31 +23,33 @@ from fractions import Fraction
 import msgspec
 
 MAX_INT_DIGITS = 40
-"""Before the point: float32's largest number and 128-bit integers have 39. A bound with more digits
-is held too."""
+"""Digits before the point: the largest numbers of float32 and 128-bit integers have 39. A bound
+with more digits is enforced too."""
 MAX_FRACTION_DIGITS = 40
-"""Behind the point: a model that repeats a digit ends, and 128-bit decimals fit."""
+"""Digits after the point: enough for 128-bit decimals, and a model that repeats a digit must
+stop."""
 MAX_EXPONENT_DIGITS = 2
-"""So every number can be held by a double, whose largest is 1.8e308."""
+"""Digits of an exponent: a double can hold every such number, since its maximum is 1.8e308."""
 MAX_BOUND_DIGITS = 400
-"""Digits of a bound, without an exponent: any double has at most 309 before the point."""
+"""Limit on the digits of a bound without an exponent: any double has at most 309 before the
+point."""
 MAX_LAST_DIGITS = 256
-"""Different endings that multiples of a number may have, as "00", "25", "50" and "75"."""
+"""Limit on the different endings of multiples of a number, such as "00", "25", "50" and "75"."""
 _NEVER_ABOVE = Decimal(10) ** (MAX_INT_DIGITS + 10**MAX_EXPONENT_DIGITS)
 
 ZERO = Decimal(0)
 
 
 class UnsupportedNumber(ValueError):
-    """A bound or a divisor that no expression here can hold."""
+    """A bound or a divisor that no expression here can represent."""
 
 
 class NumberRange(msgspec.Struct, frozen=True):
-    """Numbers between bounds, perhaps integers alone, perhaps multiples of a number."""
+    """Numbers between bounds, optionally only integers, optionally only multiples of a number."""
 
     low: Decimal | None = None
     low_open: bool = False
-    """The bound itself is not allowed."""
+    """Whether the bound itself is excluded."""
     high: Decimal | None = None
     high_open: bool = False
     integer: bool = False
@@ -85,7 +87,7 @@ class NumberRange(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> Fraction | None:
-        """All its numbers are multiples of this one; None: of none."""
+        """All numbers in the range are multiples of this number; None if there is none."""
         if self.multiple_of is None:
             return Fraction(1) if self.integer else None
         return _common_multiple(self.multiple_of, Fraction(1)) if self.integer else self.multiple_of
@@ -103,7 +105,7 @@ class NumberRange(msgspec.Struct, frozen=True):
 
     @property
     def multiples(self) -> tuple[int | None, int | None]:
-        """The least and the largest number of `step`s that are in the range; None: no bound."""
+        """The least and the greatest number of `step`s in the range; None without a bound."""
         step = self.step
         assert step is not None
         least = most = None
@@ -131,7 +133,7 @@ def _tighter(
 
 
 def _common_multiple(one: Fraction, two: Fraction) -> Fraction:
-    """The least number that is a multiple of both."""
+    """Returns the least number that is a multiple of both."""
     return Fraction(
         math.lcm(one.numerator * two.denominator, two.numerator * one.denominator),
         one.denominator * two.denominator,
@@ -139,14 +141,14 @@ def _common_multiple(one: Fraction, two: Fraction) -> Fraction:
 
 
 def number_text(value: Decimal) -> str:
-    """A number in digits alone, as short as it can be."""
+    """Returns a number in digits without an exponent, as short as possible."""
     text = f"{value:f}"
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text in ("-0", "") else text
 
 
 def number_terminal(numbers: NumberRange) -> str:
-    """The expression of a terminal for a range that is not empty. Raises `UnsupportedNumber`."""
+    """Returns the terminal expression of a range that is not empty. Raises `UnsupportedNumber`."""
     low, high = _needed(numbers.low, -1), _needed(numbers.high, 1)
     if low is not None and low == high:
         return f'"{number_text(low)}"'
@@ -165,7 +167,7 @@ def number_terminal(numbers: NumberRange) -> str:
         parts.append(_between(plain, "", least, numbers.low_open, high, numbers.high_open))
     if low is None or low < 0:
         most = None if low is None else -low
-        # No "-0": it would be the number 0, which the range need not have.
+        # Not "-0": it would be the number 0, which the range may exclude.
         least, is_open = (ZERO, True) if high is None or high >= 0 else (-high, numbers.high_open)
         parts.append(_between(plain, "-", least, is_open, most, numbers.low_open))
     choice = " | ".join(f"({part})" for part in parts)
@@ -173,7 +175,7 @@ def number_terminal(numbers: NumberRange) -> str:
 
 
 def _needed(bound: Decimal | None, side: int) -> Decimal | None:
-    """The bound, unless it is beyond all numbers that may be written."""
+    """Returns the bound; None if it lies beyond all numbers that may be written."""
     if bound is None or bound * side > _NEVER_ABOVE:
         return None
     if len(number_text(bound)) > MAX_BOUND_DIGITS:
@@ -191,7 +193,7 @@ def _between(
     high: Decimal | None,
     high_open: bool,
 ) -> str:
-    """Numbers of one sign, whose amounts are in a range of positive numbers."""
+    """Returns the expression of numbers with one sign whose absolute values are in a range."""
     parts = [f"/{sign}{plain}/"]
     if low is not None:
         parts.append(f"/{sign}({'|'.join(_above(low, inclusive=not low_open))})/")
@@ -201,7 +203,7 @@ def _between(
 
 
 def _split(bound: Decimal) -> tuple[str, str]:
-    """Digits before and behind the point."""
+    """Returns the digits before and after the point."""
     whole, _, fraction = number_text(bound).partition(".")
     return whole, fraction
 
@@ -210,7 +212,7 @@ _ANY_FRACTION = r"(\.[0-9]*)?"
 
 
 def _above(bound: Decimal, *, inclusive: bool) -> list[str]:
-    """Numbers that are larger than a bound, which is not negative, as alternatives."""
+    """Returns alternatives that match the numbers above a bound, which is not negative."""
     whole, fraction = _split(bound)
     found = [f"[1-9][0-9]{{{len(whole)},}}{_ANY_FRACTION}"]
     for at, digit in enumerate(whole):
@@ -227,7 +229,7 @@ def _above(bound: Decimal, *, inclusive: bool) -> list[str]:
 
 
 def _below(bound: Decimal, *, inclusive: bool) -> list[str]:
-    """Numbers that are smaller than a bound, which is not negative, as alternatives."""
+    """Returns alternatives that match the numbers below a bound, which is not negative."""
     whole, fraction = _split(bound)
     found = []
     if len(whole) > 1:
@@ -251,7 +253,7 @@ def _equal(whole: str, fraction: str) -> str:
 
 
 def _divisor(numbers: NumberRange) -> list[str]:
-    """The expression of all multiples, where not every number is one."""
+    """Returns the expression of all multiples; empty if every number is one."""
     if numbers.multiple_of is None:
         return []
     step = numbers.step
@@ -270,7 +272,8 @@ def _divisor(numbers: NumberRange) -> list[str]:
 
 
 def _multiples(units: int, decimals: int) -> list[str]:
-    """Numbers with so many decimals that are multiples of `units` of the last one."""
+    """Returns expressions of numbers with this many decimals that are multiples of `units` of the
+    last decimal."""
     if units == 1:
         return ["[0-9]+" + (rf"\.[0-9]{{{decimals}}}" if decimals else "")]
     count = next((n for n in range(1, 20) if 10**n % units == 0), None)

@@ -1,17 +1,17 @@
-r"""The members of one object in their order, as rules in Lark.
+r"""The members of an object in their order, as rules in Lark.
 
-Behind the first member each of the others has a comma before it, and may be left out or not:
+Each member after the first has a comma before it, and may be optional:
 
     ("," m1)? "," m2 ("," m3)? ("," other)*
 
-The first member is any of those up to the first that is required, so such a rest is needed from
-each of them on. Rests are made of rules for 2, 4, 8 ... members: a rule for each, which goes on
-with the next, would be nested as deeply as there are properties, and the library's stack ends at
-some hundred.
+Any member up to the first required one can be the first, so such a rest is needed after each of
+them. Rests consist of rules for 2, 4, 8 ... members. With one rule per member that continues with
+the next, rules would be nested as deeply as there are properties, and the library's stack overflows
+at a few hundred.
 
-Where a bound depends on the number of members, a *state* is how many of the known properties are
-behind, and how many members were written. Each state is a rule, and goes on with those of the
-next property.
+If a bound depends on the number of members, a *state* is how many of the known properties have been
+passed, and how many members were written. Each state is a rule, and continues with the states of
+the next property.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from swell.cluster.text.json_grammar.object_merging import ObjectShape, Others
 from swell.cluster.text.json_grammar.schema_nodes import SchemaError
 
 State = tuple[int, int]
-"""Known properties behind, members written."""
+"""(known properties passed, members written)"""
 MAX_STATES = 5000
 MAX_COUNTED = 64
-"""Properties of an object with such a bound."""
+"""Limit on the properties of an object with such a bound."""
 _EMPTY = '""'
 
 
 class ObjectMembers:
     def __init__(self, shape: ObjectShape, can_write: Callable[[Any], bool]) -> None:
-        """`can_write`: whether there is a value for a place."""
+        """`can_write` returns whether a finite value exists for a place."""
         self._required = shape.required
         self.names = [
             name
@@ -60,7 +60,7 @@ class ObjectMembers:
         rests = _Rests(prefix, parts)
         firsts = []
         for at, name in enumerate(self.names):
-            # Not by the rule of the member, which would be one more item of the parser for each.
+            # Not by the member's rule, which would add one parser item for each.
             firsts.append(f"{items[name]} {rests.rest(at + 1)}".rstrip())
             if name in self._required:
                 break
@@ -78,7 +78,8 @@ class ObjectMembers:
         return (0, 0) in self._live
 
     def _next(self, state: State) -> tuple[State, State | None]:
-        """The state behind the next property, and the one without it."""
+        """Returns the state after the next property, and the state without it (None if it is
+        required)."""
         index, count = state
         written = (index + 1, min(count + 1, self._cap))
         if self._counts and self._most is not None and count + 1 > self._most:
@@ -86,7 +87,7 @@ class ObjectMembers:
         return written, None if self.names[index] in self._required else (index + 1, count)
 
     def _find_live(self) -> None:
-        """States from which an object can be ended."""
+        """Finds the states from which an object can be completed."""
         levels: list[list[State]] = [[(0, 0)]]
         num_states = 1
         for _ in self.names:
@@ -109,7 +110,8 @@ class ObjectMembers:
                     self._live.add(state)
 
     def _tail_bounds(self, count: int) -> tuple[int, int | None] | None:
-        """Fewest and most other members; None: no number of them is right."""
+        """Returns the minimum and maximum number of other members; None if no number of them is
+        valid."""
         if not self._counts:
             return 0, (None if self.others else 0)
         fewest = max(0, self._least - count)
@@ -119,8 +121,9 @@ class ObjectMembers:
         return None if most is not None and fewest > most else (fewest, most)
 
     def lines(self, prefix: str, items: Mapping[str, str], other: str) -> tuple[str, list[str]]:
-        """The expression of all members, and the rules that it needs. `items`: name -> expression
-        of the member; `other`: that of a member whose name is not known."""
+        """Returns the expression of all members, and the rules that it needs. `items` maps a name
+        to the expression of its member; `other` is the expression of a member with an unknown
+        name."""
         if not self._counts:
             return self._flat(prefix, items, other)
         lines, waiting, seen = [], [(0, 0)], {(0, 0)}
@@ -154,14 +157,14 @@ class ObjectMembers:
 
 
 class _Rests:
-    """Rules for runs of members that have commas before them."""
+    """Rules for runs of members, each with a comma before it."""
 
     def __init__(self, prefix: str, parts: list[str]) -> None:
         self._prefix, self._parts = prefix, parts
         self.lines: dict[str, str] = {}
 
     def rest(self, start: int) -> str:
-        """All parts from this one on."""
+        """Returns the expression of all parts from `start` on."""
         found = []
         while start < len(self._parts):
             size = start & -start or 1 << len(self._parts).bit_length()
@@ -177,13 +180,14 @@ class _Rests:
         name = f"{self._prefix}_{start}_{size}"
         if name not in self.lines:
             half = size // 2
-            self.lines[name] = ""  # its place; a run is never part of itself
+            self.lines[name] = ""  # reserves its place; a run is never part of itself
             self.lines[name] = f"{self._run(start, half)} {self._run(start + half, half)}"
         return name
 
 
 def comma_list(item: str, fewest: int, most: int | None, *, begins: bool) -> str:
-    """Items with commas; `begins`: no other item precedes them. Empty: no item at all."""
+    """Returns the expression of items with commas; with `begins`, no other item precedes them.
+    Empty if no item is allowed."""
     if most == 0:
         return ""
     if not begins:

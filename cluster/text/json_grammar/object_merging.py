@@ -1,4 +1,5 @@
-"""Objects of one place: names that schemas know, names that match a pattern, and all others."""
+"""Merges the object schemas of one place: known names, names that match a pattern, and all
+others."""
 
 from __future__ import annotations
 
@@ -17,29 +18,29 @@ MakePlace = Callable[..., Any]
 
 MAX_PROPERTIES = 10_000
 NAME = r'/"([^"\\\x00-\x1F\x7F]|\\(["\\bfnrt]|u00[01][0-9a-f]|u007f))*"/'
-"""A name in its quotes, written in the one way in which it may be."""
+"""A name in its quotes, written in the only way that is allowed."""
 _PLAIN_NAME = r'/"[^"\\\x00-\x1F\x7F]*"/'
-"""A name without escapes: what a pattern sees is what is written."""
+"""A name without escapes: a pattern then matches exactly what is written."""
 
 
 class Others(msgspec.Struct, frozen=True):
     """Properties that are not known by name."""
 
     name: str | None
-    """The expression of a terminal for a name in its quotes; None: any."""
+    """The terminal expression of a name in its quotes; None for any name."""
     place: Any
 
 
 class ObjectShape(msgspec.Struct, frozen=True):
     properties: dict[str, Any]
-    """Name -> place, in the order in which they are written."""
+    """Maps a name to its place, in the order in which they are written."""
     required: frozenset[str]
     others: list[Others]
     least: int
     most: int | None
 
     def value_of(self, name: str) -> Any:
-        """The place of a property, as far as names alone tell."""
+        """Returns the place of a property, as far as known names decide it."""
         if name in self.properties:
             return self.properties[name]
         return () if self.others else None
@@ -48,7 +49,7 @@ class ObjectShape(msgspec.Struct, frozen=True):
 def merge_objects(
     nodes: list[Node], place: MakePlace, is_empty: Callable[[str], bool]
 ) -> list[ObjectShape]:
-    """The objects that fit all nodes; empty: none does."""
+    """Returns the objects that fit all nodes; empty if none does."""
     merged = [_OneSchema(node) for node in nodes]
     required: dict[str, None] = {}
     for node in nodes:
@@ -75,7 +76,7 @@ def merge_objects(
 
 
 class _OneSchema:
-    """What one schema says about properties."""
+    """The properties of one schema."""
 
     def __init__(self, node: Node) -> None:
         self.properties: dict[str, Any] = dict(mapped(node, "properties", ""))
@@ -83,14 +84,15 @@ class _OneSchema:
         self.additional = node.get("additionalProperties", True)
 
     def schemas(self, name: str, matched: dict[str, set[str]]) -> list[Any]:
-        """Schemas of the property of this name."""
+        """Returns the schemas of the property with this name."""
         found = [self.properties[name]] if name in self.properties else []
         found += [schema for pattern, schema in self.patterns.items() if name in matched[pattern]]
         return found or [self.additional]
 
 
 def _is_found(pattern: str, name: str, is_empty: Callable[[str], bool]) -> bool:
-    """Whether a name matches a pattern. The library decides, in a process that has limits."""
+    """Returns whether a name matches a pattern. The library decides, in a process that has
+    limits."""
     if json.dumps(name, ensure_ascii=False) != f'"{name}"':
         raise SchemaError(f"has patternProperties beside the property {name!r}, which has escapes")
     return not is_empty(f"{_text(name)} & {_name_of(pattern)}")
@@ -104,12 +106,12 @@ def _name_of(pattern: str) -> str:
 
 
 def _text(name: str) -> str:
-    """The expression of a name in its quotes."""
+    """Returns the expression of a name in its quotes."""
     return literal(json.dumps(name, ensure_ascii=False))
 
 
 def literal(text: str) -> str:
-    """A text as Lark writes it: JSON does not escape DEL, and Lark must."""
+    """Returns a text in Lark's notation: JSON does not escape DEL, but Lark must."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f")
 
 

@@ -1,10 +1,10 @@
-"""Keywords of a JSON schema that no grammar follows.
+"""Handles keywords of a JSON schema that grammars do not support.
 
-Those that ask for nothing, as `uniqueItems: false`, are left out. Those that ask for what another
-keyword can say, as `unevaluatedProperties: false` where nothing else adds properties, are written
-as that. Every other keyword of the standard that constrains a value is refused by its path, or,
-with `serve.schema_keywords: ignore`, left out and named. What the standard does not know is an
-annotation, and so is a format that it does not know.
+Keywords that constrain nothing, such as `uniqueItems: false`, are removed. Keywords that another
+keyword can express are converted to it, such as `unevaluatedProperties: false` where nothing else
+adds properties. Every other unsupported keyword of the standard that constrains a value is refused
+with its path or, with `serve.schema_keywords: ignore`, removed and reported. Keywords and formats
+outside the standard are annotations.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from swell.cluster.text.json_grammar.schema_values import check_values
 from swell.cluster.text.json_grammar.string_patterns import fixed_texts, split_lookahead
 
 MAX_SCHEMA_DEPTH = 100
-"""Levels of schemas in each other, without those behind a reference."""
+"""Limit on nested levels of schemas, not counted across references."""
 MAX_NODES = 50_000
-"""Schemas in a schema: 256 KiB hold no more."""
+"""Limit on the schemas in a schema: 256 KiB hold no more."""
 
 FORMATS = frozenset(
     (
@@ -41,27 +41,27 @@ FORMATS = frozenset(
         *("uuid", "uri"),
     )
 )
-"""Formats that are held; every other one is an annotation."""
+"""Formats that are enforced; every other one is an annotation."""
 
 _COMBINED = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if"))
 """Keywords that may add properties and items to those that a schema names itself."""
 
 
 class SchemaKeywords:
-    """Reads the schemas of one request."""
+    """Converts the schemas of one request."""
 
     def __init__(self, *, ignore: bool = False) -> None:
-        """`ignore`: `serve.schema_keywords` says so."""
+        """`ignore` is True if `serve.schema_keywords` is `ignore`."""
         self.ignored: dict[str, None] = {}
-        """Paths of what was left out."""
+        """Paths of the keywords that were removed."""
         self._prefix = ""
         self._ignore = ignore
         self._num_nodes = 0
 
     def clean(self, schema: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        """The same schema in keywords that a grammar follows. Definitions that nothing refers to
-        are left out. `prefix`: the path of the schema, for `ignored`. Raises SchemaError for one
-        that no grammar can hold."""
+        """Returns the schema in keywords that grammars support, without unused definitions.
+        `prefix` is the path of the schema, for `ignored`. Raises SchemaError for a schema that no
+        grammar can enforce."""
         self._prefix, self._num_nodes = prefix, 0
         references = References(schema)
         root = self._node(schema, "", 0)
@@ -73,7 +73,7 @@ class SchemaKeywords:
     def _with_definitions(
         self, cleaned: dict[str, Any], schema: dict[str, Any], references: References
     ) -> dict[str, Any]:
-        """Clean what is referred to, too, and what that refers to."""
+        """Adds the cleaned definitions that are referred to, directly or indirectly."""
         cleaned = {key: value for key, value in cleaned.items() if key not in DEFINITIONS}
         found: dict[str, dict[str, Any]] = {}
         level: list[tuple[str, Any]] = [("", cleaned)]
@@ -141,7 +141,8 @@ class SchemaKeywords:
         return node
 
     def refuse(self, node: dict[str, Any], path: str, *keywords: str) -> dict[str, Any]:
-        """Leave keywords out that no grammar can hold, or raise SchemaError."""
+        """Raises SchemaError for keywords that no grammar can enforce, or removes them if they are
+        ignored."""
         for keyword in keywords:
             if keyword not in node:
                 continue
@@ -156,7 +157,8 @@ class SchemaKeywords:
 
 
 def _definition(steps: tuple[str, ...]) -> tuple[str, str]:
-    """Keyword and name of the definition in which a reference points; an anchor gets one."""
+    """Returns keyword and name of the definition that a reference points into; an anchor gets a
+    definition of its own."""
     if len(steps) == 1 and steps[0].startswith("#"):
         return DEFINITIONS[0], steps[0]
     return (steps[0], steps[1]) if len(steps) > 1 and steps[0] in DEFINITIONS else ("", "")
@@ -164,7 +166,7 @@ def _definition(steps: tuple[str, ...]) -> tuple[str, str]:
 
 _Node = dict[str, Any]
 _Rule = Callable[[SchemaKeywords, _Node, str], _Node | None]
-"""Keyword, node, path -> the node without it; None: no value fits."""
+"""Maps keyword, node and path to the node without the keyword, or to None if no value fits."""
 
 
 def _without(node: _Node, *keywords: str) -> _Node:
@@ -172,7 +174,7 @@ def _without(node: _Node, *keywords: str) -> _Node:
 
 
 def _is_true(schema: Any) -> bool:
-    """The schema asks for nothing."""
+    """Returns whether a schema constrains nothing."""
     return schema is True or schema == {}
 
 
@@ -222,7 +224,7 @@ def _property_names(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
     known = {"enum", "type", "title", "description", "$comment"}
     if not isinstance(texts, list) or not set(names) <= known or "patternProperties" in node:
         return keywords.refuse(node, path, "propertyNames")
-    # A name that is not in the list is none of an additional property, and none of a known one.
+    # A name that is not in the list is neither an additional nor a known property.
     properties, others = mapped(node, "properties", path), node.get("additionalProperties", True)
     named = {name: properties.get(name, others) for name in texts if isinstance(name, str)}
     return {
@@ -268,12 +270,12 @@ def _pattern(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
     split = split_lookahead(pattern)
     if split is None:
         return keywords.refuse(node, path, "pattern")
-    # A pattern that looks ahead says more of the text than its format does, as zod's of emails.
+    # A pattern with a lookahead constrains a text more than its format, such as zod's for emails.
     return _without(node, "format") if split.ahead else node
 
 
 def _pattern_properties(_keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
-    """A pattern that is a list of names is that of properties."""
+    """Converts a pattern that is a list of names to properties."""
     properties, patterns = dict(mapped(node, "properties", path)), {}
     for pattern, schema in mapped(node, "patternProperties", path).items():
         texts = fixed_texts(pattern)
@@ -315,4 +317,4 @@ _RULES: dict[str, _Rule] = {
 }
 
 CLEANED = frozenset(_RULES) - {"format", "pattern", "patternProperties"}
-"""Keywords that no cleaned schema has."""
+"""Keywords that no cleaned schema contains."""

@@ -1,10 +1,10 @@
-"""What all schemas of one place say together, as alternatives of one kind of value each.
+"""Merges all schemas of one place into alternatives, each for one kind of value.
 
-A *place* is a value in an answer. Several schemas may be about it: those of `allOf`, of a reference
-and its siblings, of a property and of the pattern that its name matches. Merged they are one list
-of *shapes*, and any of these may be written there; a shape is a scalar, an array, an object, or
-another place, where a schema has `anyOf`. The parts of a shape are places again, so a schema that
-refers to itself is a place that is met again.
+A *place* is a value in an answer. Several schemas may apply to it: those of `allOf`, of a reference
+and its siblings, of a property and of the pattern that its name matches. Merged, they are a list of
+*shapes*, and any of these may be written there. A shape is a scalar, an array, an object, or
+another place if a schema has `anyOf`. The parts of a shape are places again, so a schema that
+refers to itself leads to a place that was met before.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from swell.cluster.text.json_grammar.string_terminals import string_rule
 
 Node = dict[str, Any]
 Place = tuple[Node, ...] | None
-"""Schemas that are about one value; None: no value fits. Nodes are the same if they are one object.
-"""
+"""Schemas that apply to one value; None if no value fits. Nodes are compared by identity."""
 
 _CHOICES = ("anyOf", "oneOf")
 _CONSTRAINTS = frozenset(
@@ -57,18 +56,20 @@ _CONSTRAINTS = frozenset(
 )
 _STRING_KEYWORDS = ("minLength", "maxLength", "pattern", "format")
 MAX_SCHEMAS = 500
-"""Schemas about one value."""
+"""Limit on the schemas that apply to one value."""
 MAX_MERGED = 100_000
-"""Schemas that are read in all, each as often as it is combined with others: half a second."""
+"""Limit on the schemas read in total, each counted as often as it is combined with others: this
+takes half a second."""
 MAX_PROBES = 500
-"""Comparisons of a name or a pattern with a pattern: each takes a millisecond."""
+"""Limit on comparisons of a name or a pattern with a pattern: each takes a millisecond."""
 MAX_PROBES_S = 10.0
-"""All comparisons together, on a busy machine; a hostile pattern takes half a second each time."""
+"""Limit on the time of all comparisons, on a busy machine; a hostile pattern takes half a second
+each time."""
 
 
 class LiteralShape(msgspec.Struct, frozen=True):
     texts: list[str]
-    """JSON of null, true and false."""
+    """JSON texts of null, true and false."""
 
 
 class NumberShape(msgspec.Struct, frozen=True):
@@ -78,15 +79,15 @@ class NumberShape(msgspec.Struct, frozen=True):
 class StringShape(msgspec.Struct, frozen=True):
     expression: str
     is_terminal: bool
-    """The expression is that of a terminal, not of a rule."""
+    """Whether the expression is that of a terminal, not of a rule."""
     texts: list[str] | None
-    """The only ones; None: any."""
+    """The only allowed texts; None for any."""
 
 
 class ArrayShape(msgspec.Struct, frozen=True):
     prefix: list[Place]
     items: Place
-    """Behind the prefix."""
+    """The place of the items after the prefix."""
     least: int
     most: int | None
 
@@ -99,26 +100,27 @@ Shape = LiteralShape | NumberShape | StringShape | ArrayShape | ObjectShape | Pl
 
 
 class SchemaMerger:
-    """Merges the parts of one schema that was cleaned (`schema_keywords.py`)."""
+    """Merges the parts of one cleaned schema (see `schema_keywords.py`)."""
 
     def __init__(self, root: Node, is_empty: Callable[[str], bool]) -> None:
-        """`is_empty`: whether no text fits the expression of a terminal."""
+        """`is_empty` returns whether no text matches the expression of a terminal."""
         self._references = References(root)
         self._num_probes = self._num_merged = 0
         self._probes_s = 0.0
         self.one_ofs: list[tuple[str, list[Place]]] = []
-        """Path and places of each `oneOf` that is still to be checked."""
+        """Path and places of each `oneOf` that has not been checked yet."""
         self._paths = _paths_of(root)
         self._probe = is_empty
         self._shapes: dict[tuple[int, ...], list[Shape]] = {}
         self.reasons: list[str] = []
-        """Why some kinds of values are not allowed."""
+        """Reasons why some kinds of values are not allowed."""
         self._kept: dict[int, Node] = {}
-        """Nodes are compared by their address, so none may go away."""
+        """Nodes by their address. This keeps them alive, since they are compared by address."""
         self._derived: dict[tuple[int, tuple[str, ...]], Node] = {}
 
     def place(self, *schemas: Schema) -> Place:
-        """The place that these schemas are about. Those that say nothing are left out."""
+        """Returns the place to which these schemas apply. Schemas that constrain nothing are left
+        out."""
         found: dict[int, Node] = {}
         for schema in schemas:
             node = checked(schema, "")
@@ -131,7 +133,7 @@ class SchemaMerger:
         return tuple(found.values())
 
     def shapes(self, place: Place) -> list[Shape]:
-        """What may be written at a place; empty: nothing."""
+        """Returns the shapes that may be written at a place; empty if there are none."""
         if place is None:
             return []
         key = tuple(map(id, place))
@@ -163,7 +165,7 @@ class SchemaMerger:
         return self._of_kinds(nodes)
 
     def _drop(self, nodes: list[Node], reason: str) -> None:
-        """Keep why a place lost a kind of value, for the error if it has no other."""
+        """Stores why a place lost a kind of value, for the error if no kind remains."""
         path = next((self._paths[id(node)] for node in nodes if id(node) in self._paths), "")
         self.reasons.append(f"{reason}{f' at {path}' if path else ''}")
 
@@ -181,7 +183,7 @@ class SchemaMerger:
         return self._derived[key]
 
     def _flatten(self, place: Place) -> list[Node] | None:
-        """The same schemas, without references and `allOf`; None: no value fits."""
+        """Returns the same schemas with references and `allOf` resolved; None if no value fits."""
         if place is None:
             return None
         found: dict[int, Node] = {}
@@ -299,7 +301,7 @@ class SchemaMerger:
         return [StringShape(expression, is_terminal, texts)]
 
     def _fixed(self, value: Any) -> Node:
-        """The schema of an array or object that has these parts and no others."""
+        """Returns the schema of an array or object with exactly these parts."""
         key = (id(value), ("const",))
         if key not in self._derived:
             self._kept[id(value)] = value
@@ -340,7 +342,7 @@ class SchemaMerger:
 
 
 def plain_texts(place: Place) -> list[str] | None:
-    """The texts of a place that has one schema, which only lists texts; None: it is another one."""
+    """Returns the texts of a place with one schema that only lists texts; None for other places."""
     if place is None or len(place) != 1 or _CONSTRAINTS & set(place[0]) - {"const", "enum", "type"}:
         return None
     values = allowed_values([*place])
@@ -350,7 +352,7 @@ def plain_texts(place: Place) -> list[str] | None:
 
 
 def _paths_of(root: Node) -> dict[int, str]:
-    """Where each schema is, by its address."""
+    """Maps the address of each schema to its path."""
     found: dict[int, str] = {}
     level: list[tuple[str, Any]] = [("", root)]
     for key in DEFINITIONS:

@@ -1,4 +1,4 @@
-"""Places in a JSON schema: their names, and what references point to."""
+"""Paths, parts and references of a JSON schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import unquote
 Schema = dict[str, Any] | bool
 
 SCHEMA_KEYS = ("additionalProperties", "additionalItems", "items")
-"""Keywords whose value is a schema; `items` may be a list of them."""
+"""Keywords whose value is a schema; `items` may also be a list of schemas."""
 SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SCHEMA_MAPS = ("properties", "patternProperties")
 DEFINITIONS = ("$defs", "definitions")
@@ -18,11 +18,11 @@ MAX_SHOWN_CHARS = 64
 
 
 class SchemaError(ValueError):
-    """A schema that no grammar can hold."""
+    """A schema that no grammar can enforce."""
 
 
 def at(path: str, key: str) -> str:
-    """The path of a part, as people write it."""
+    """Returns the path of a part, as people write it."""
     return f"{path}.{key}" if path else key
 
 
@@ -32,7 +32,7 @@ def shown_value(value: Any) -> str:
 
 
 def children(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """Path and schema of each part of a node that is a schema itself, but definitions."""
+    """Yields path and schema of each part of a node that is a schema itself, except definitions."""
     for key in SCHEMA_KEYS:
         value = node.get(key)
         if isinstance(value, list) and key == "items":
@@ -72,7 +72,7 @@ def checked(node: Any, path: str) -> Schema:
 
 
 class References:
-    """What the references of a schema mean. All point into the schema itself."""
+    """Resolves the references of a schema. All must point into the schema itself."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
@@ -81,8 +81,8 @@ class References:
         self._anchors: dict[str, Any] | None = None
 
     def resolve(self, reference: Any, path: str) -> tuple[tuple[str, ...], Schema]:
-        """The steps to what `reference`, which is at `path`, points to, and the schema there. An
-        anchor is one step that begins with `#`."""
+        """Resolves `reference`, which is at `path`. Returns the steps to its target, and the schema
+        there. An anchor is one step that begins with `#`."""
         if not isinstance(reference, str):
             raise SchemaError(f"has {path}={shown_value(reference)}, which must be a text")
         where = reference.removeprefix(self._id)

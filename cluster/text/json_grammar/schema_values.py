@@ -1,4 +1,4 @@
-"""What keywords of one schema say about values: their kinds, which values, bounds and counts."""
+"""Constraints of schemas on values: kinds, constants, bounds and counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_COUNTS = {
 
 
 def check_values(node: Node) -> None:
-    """Raise SchemaError for a keyword whose value is none of its own."""
+    """Raises SchemaError for a keyword with an invalid value."""
     allowed_kinds([node])
     allowed_values([node])
     number_range(node)
@@ -35,7 +35,7 @@ def check_values(node: Node) -> None:
 
 
 def bounds(nodes: list[Node], low: str, high: str) -> tuple[int, int | None]:
-    """The tightest of each bound of a number of parts; None: as many as one likes."""
+    """Returns the tightest lower and upper bound of a count; None without an upper bound."""
     limit = MAX_COUNTS[low, high]
     least = max((_count(node, low, limit) for node in nodes if low in node), default=0)
     most = min((_count(node, high, None) for node in nodes if high in node), default=None)
@@ -54,7 +54,7 @@ def _count(node: Node, keyword: str, limit: int | None) -> int:
 
 
 def allowed_kinds(nodes: list[Node]) -> tuple[set[str], bool]:
-    """The kinds of values, and whether numbers must be integers."""
+    """Returns the allowed kinds of values, and whether numbers must be integers."""
     kinds, is_integer = set(_KINDS), False
     for node in nodes:
         if "type" not in node:
@@ -69,7 +69,8 @@ def allowed_kinds(nodes: list[Node]) -> tuple[set[str], bool]:
 
 
 def allowed_values(nodes: list[Node]) -> list[Any] | None:
-    """The values of `const` and `enum` in all schemas; None: none has either."""
+    """Returns the values that `const` and `enum` allow in all schemas; None if no schema has
+    either."""
     values: list[Any] | None = None
     for node in nodes:
         for keyword in ("const", "enum"):
@@ -85,7 +86,8 @@ def allowed_values(nodes: list[Node]) -> list[Any] | None:
 
 
 def _key(value: Any) -> Any:
-    """Equal for values that JSON schema takes for equal: 1 and 1.0, but not 1 and true."""
+    """Returns keys that are equal for values that JSON schema considers equal: 1 and 1.0, but not 1
+    and true."""
     match value:
         case bool() | None:
             return value is None, value, "literal"
@@ -114,7 +116,8 @@ def kind_of(value: Any) -> str:
 
 
 def decimal_of(value: float) -> Decimal:
-    """A number of JSON in all its digits. SchemaError for one that JSON does not have."""
+    """Converts a JSON number to a decimal without rounding. Raises SchemaError for NaN and
+    infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         raise SchemaError(f"has the number {value}, which JSON does not have")
     return Decimal(repr(value))

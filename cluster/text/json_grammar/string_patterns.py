@@ -1,8 +1,8 @@
-r"""Patterns of strings: parts that look ahead, and patterns that are a few fixed texts.
+r"""Patterns of strings: leading lookaheads, and patterns that only match a few fixed texts.
 
-A pattern that begins with parts that look ahead, as `^(?!\.)(?!.*\.\.)[a-z.]+$`, is one expression
-that is also, or is not, what each of those parts says; Lark's terminals can hold this. One that
-looks around in its middle cannot be held.
+A pattern that begins with lookaheads, such as `^(?!\.)(?!.*\.\.)[a-z.]+$`, is converted to one
+expression that must match, and one for each lookahead that must or must not match; Lark's terminals
+can combine these. A lookahead or lookbehind in the middle of a pattern is not supported.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 from llguidance import regex_to_lark
 
 _SKIPPED = r"\\.|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)"
-"""An escaped character, or a class of characters; one that is not closed reaches to the end, so
-that it is read once."""
+"""An escaped character or a character class; an unclosed class reaches to the end, so that it is
+read only once."""
 _INNER_ANCHOR = re.compile(rf"{_SKIPPED}|([$^|])", re.S)
 _LOOK_AROUND = re.compile(rf"{_SKIPPED}|(\(\?(?:=|!|<=|<!))", re.S)
 _BRACKET = re.compile(rf"{_SKIPPED}|([()])", re.S)
@@ -24,7 +24,7 @@ _MAX_FIXED = 64
 
 
 class Lookahead(msgspec.Struct, frozen=True):
-    """What follows the beginning of a text."""
+    """A lookahead at the beginning of a pattern."""
 
     negated: bool
     pattern: str
@@ -32,7 +32,7 @@ class Lookahead(msgspec.Struct, frozen=True):
 
 class SplitPattern(msgspec.Struct, frozen=True):
     rest: str
-    """The pattern without the parts that look ahead."""
+    """The pattern without its lookaheads."""
     ahead: list[Lookahead]
 
 
@@ -41,7 +41,7 @@ def looks_around(pattern: str) -> bool:
 
 
 def split_lookahead(pattern: str) -> SplitPattern | None:
-    """The parts of a pattern; None: it looks around elsewhere than at its beginning."""
+    """Splits a pattern; returns None if it has a lookaround elsewhere than at its beginning."""
     if not looks_around(pattern):
         return SplitPattern(pattern, [])
     if not pattern.startswith("^"):
@@ -62,7 +62,7 @@ def split_lookahead(pattern: str) -> SplitPattern | None:
 
 
 def _group_end(pattern: str) -> int | None:
-    """Behind the bracket that closes the group at the beginning."""
+    """Returns the position after the bracket that closes the group at the beginning."""
     depth = 0
     for found in _BRACKET.finditer(pattern):
         depth += {"(": 1, ")": -1}.get(found[1] or "", 0)
@@ -72,13 +72,13 @@ def _group_end(pattern: str) -> int | None:
 
 
 def _has_choice_or_anchor(pattern: str) -> bool:
-    """Whether a `|` outside of groups, or `^` or `$` anywhere, is in it."""
+    """Returns whether a pattern has `|` outside of groups, or `^` or `$` anywhere."""
     inner = {found[1] for found in _INNER_ANCHOR.finditer(pattern) if found[1]}
     return bool(inner & {"^", "$"}) or ("|" in inner and _top_level_choice(pattern))
 
 
 def fixed_texts(pattern: str) -> list[str] | None:
-    """All texts of a pattern as `^score$` or `^(a|b)$`; None: it is none of these."""
+    """Returns all texts of a pattern like `^score$` or `^(a|b)$`; None for other patterns."""
     if not (pattern.startswith("^") and pattern.endswith("$")) or len(pattern) < 2:
         return None
     body = pattern[1:-1]
@@ -93,15 +93,15 @@ def fixed_texts(pattern: str) -> list[str] | None:
 
 
 def lark_expression(pattern: str) -> str:
-    """A regular expression as Lark has it between slashes. Digits and word characters are those of
-    ASCII, as in JSON schema's patterns."""
+    """Converts a regular expression to the form that Lark has between slashes. Digits and word
+    characters are those of ASCII, as in the patterns of JSON schema."""
     expression: str = regex_to_lark(pattern, "dw")
     return expression
 
 
 def search_expression(pattern: str) -> str:
-    """The expression for a whole text in which an ECMA pattern is found. ValueError for one with
-    `^` or `$` inside."""
+    """Returns the expression for a whole text in which an ECMA pattern is found. Raises ValueError
+    for a pattern with `^` or `$` inside."""
     head = "" if pattern.startswith("^") else "(?s:.*)"
     escapes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
     ends = pattern.endswith("$") and escapes % 2 == 0

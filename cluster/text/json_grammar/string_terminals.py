@@ -1,4 +1,5 @@
-"""What is written with the library's own JSON schemas: strings, and multiples of some numbers."""
+"""Strings, and multiples of some numbers: places that are written with the library's own JSON
+schemas."""
 
 from __future__ import annotations
 
@@ -17,23 +18,23 @@ from swell.cluster.text.json_grammar.string_patterns import (
 )
 
 WHITESPACE = r"\x20|\n\x20{0,32}"
-"""Where JSON allows space: one, or a line break and its indentation. So a model may write JSON
-in lines, and none can write blanks without end."""
+"""White space, where JSON allows it: one space, or a line break and its indentation. So a model may
+write JSON in lines, but cannot write blanks forever."""
 
 MAX_MULTIPLE = 10**15
-"""Largest multiple that is written where the library counts it: it computes in doubles."""
+"""The largest multiple in an expression that the library evaluates: it computes in doubles."""
 
 _PLAIN = r'/"[^"\\\x00-\x1F\x7F]*"/'
-"""A string without escapes: what a pattern sees is what is written."""
+"""A string without escapes: a pattern then matches exactly what is written."""
 
 
 def library_rule(schema: dict[str, Any]) -> str:
-    """`%json {...}`: a schema that the library holds, as a part of a rule."""
+    """Returns `%json {...}`, a schema that the library enforces, as a part of a rule."""
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
 def string_rule(limits: list[dict[str, Any]], texts: list[str] | None) -> tuple[str, bool]:
-    """An expression for strings, and whether it is that of a terminal, not of a rule."""
+    """Returns an expression for strings, and whether it is that of a terminal, not of a rule."""
     splits = [split_lookahead(one["pattern"]) for one in limits if "pattern" in one]
     if any(split is not None and split.ahead for split in splits):
         return _terminal(limits, [split for split in splits if split is not None], texts), True
@@ -71,7 +72,8 @@ def _terminal(
 
 
 def multiple_rule(numbers: NumberRange) -> str:
-    """Multiples that no expression over digits holds, as of 3."""
+    """Returns a rule for multiples that no expression over digits can express, such as those of
+    3."""
     step = numbers.step
     assert step is not None and numbers.multiple_of is not None
     most_steps = int(MAX_MULTIPLE / step) if step >= 1 else MAX_MULTIPLE

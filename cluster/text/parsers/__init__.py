@@ -1,4 +1,4 @@
-"""Reasoning and tool calls in the text of an answer, read while it streams."""
+"""Parsers of reasoning and tool calls in the text of an answer, for streams."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REASONING = {
     "gemma4": "swell.cluster.text.parsers.reasoning:GemmaThinkParser",
     "harmony": PARSERS["harmony"],
 }
-"""A format that is in both tables reads reasoning and calls, whichever of them it is named for."""
+"""A format in both tables reads reasoning and calls, no matter which of the two names it."""
 
 
 def make_parser(
@@ -50,13 +50,15 @@ def make_parser(
     wrap_calls: Callable[[ToolParser], Parser] | None = None,
     constrained: bool = False,
 ) -> Parser:
-    """The parser of one answer: reasoning is read first, tool calls in its content.
+    """Returns the parser of one answer, which reads reasoning first, then tool calls in the
+    content.
 
-    `tools` and `reasoning` are names of `PARSERS` and `REASONING`; None: there is nothing to read.
-    `make_id` gives the ids of calls; by default random ones in the form of the format.
-    `request_tools`: those of the request. `prompt`: the end of the prompt's text, which may have
-    opened reasoning. `wrap_calls`: makes what reads content around the parser of calls.
-    `constrained`: the answer follows a grammar. ValueError for an unknown name.
+    `tools` and `reasoning` are names in `PARSERS` and `REASONING`; None means that there is nothing
+    to read. `make_id` creates the ids of calls; the default creates random ones in the style of the
+    format. `request_tools` are those of the request. `prompt` is the end of the prompt's text,
+    which may have opened reasoning. `wrap_calls` creates a parser of the content around the parser
+    of calls. `constrained` means that the answer follows a grammar. Raises ValueError for an
+    unknown name.
     """
     messages = message_format(tools, reasoning)
     if messages is not None:
@@ -75,13 +77,14 @@ def make_parser(
 
 
 def reasoning_format(name: str) -> type[ReasoningFormat]:
-    """The class of a reasoning format. ValueError for unknown names."""
+    """Returns the class of a reasoning format. Raises ValueError for an unknown name."""
     kind: type[ReasoningFormat] = _load(REASONING, "reasoning parser", name)
     return kind
 
 
 def message_format(tools: str | None, reasoning: str | None) -> type[HarmonyParser] | None:
-    """The class of a format that reads reasoning and calls, if one of the names is of such one."""
+    """Returns the class of the format that reads both reasoning and calls, if one of the names is
+    such a format."""
     for name in (tools, reasoning):
         if name in PARSERS and PARSERS[name] == REASONING.get(name):
             kind: type[HarmonyParser] = _load(PARSERS, "tool parser", name)
@@ -90,7 +93,8 @@ def message_format(tools: str | None, reasoning: str | None) -> type[HarmonyPars
 
 
 def tool_format(name: str) -> type[ToolParser]:
-    """The class of a tool format, which also writes its grammar. ValueError for unknown names."""
+    """Returns the class of a tool format, which also writes its grammar. Raises ValueError for an
+    unknown name."""
     kind: type[ToolParser] = _load(PARSERS, "tool parser", name)
     return kind
 

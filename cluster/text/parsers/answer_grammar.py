@@ -1,7 +1,7 @@
 """Grammars of whole answers with calls.
 
     answer     = [reasoning] rest
-    reasoning  = start token, text, end token     without the start, where the prompt has written it
+    reasoning  = start token, text, end token     without the start if the prompt has written it
     rest       = calls | form | form or calls | text, calls, or text and then calls | anything
 
 A *form* is the structured output of a request.
@@ -24,20 +24,20 @@ from swell.cluster.text.parsers.grammar import (
 from swell.cluster.text.structured_output import GrammarFragment
 
 MAX_BLANKS = 4
-"""Before a start token of reasoning."""
+"""Maximum number of blanks before a start token of reasoning."""
 
 
 class ReasoningGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """How reasoning precedes the rest of an answer."""
+    """The reasoning that precedes the rest of an answer."""
 
     opening: str
     closing: str
     begun: bool
-    """The prompt has opened it: the answer begins inside."""
+    """Whether the prompt has opened the reasoning, so that the answer begins inside it."""
     padding: str = "\n"
-    """A character that may follow `closing`, once or twice; empty: none does."""
+    """A character that may follow `closing` once or twice; empty if none may."""
     budget: int | None = None
-    """The most tokens between opening and closing."""
+    """Maximum number of tokens between opening and closing."""
 
 
 class MessageGrammar(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,15 +45,16 @@ class MessageGrammar(msgspec.Struct, frozen=True, kw_only=True):
     answer."""
 
     content: str
-    """The header of what is neither reasoning nor a call; empty: the prompt has written it."""
+    """The header of text that is neither reasoning nor a call; empty if the prompt has written
+    it."""
     before_calls: str
     """The header of text that calls follow."""
     between: str
-    """Between text and calls."""
+    """The marker between text and calls."""
     free: CallGrammar
-    """A call that no request constrains."""
+    """A call that the request does not constrain."""
     markers: tuple[str, ...]
-    """What no message holds."""
+    """Markers that no message contains."""
 
 
 def answer(
@@ -66,14 +67,15 @@ def answer(
     start_markers: Sequence[str] = (),
     messages: MessageGrammar | None = None,
 ) -> str:
-    """The grammar of an answer: calls where they are `required`; the form or calls where both are
-    given; the form; text, calls, or text and then calls; without both, anything. Reasoning may
-    precede it, and does where it has begun.
+    """Returns the grammar of an answer: calls if they are `required`; the form or calls if both are
+    given; the form; text, calls, or text and then calls; anything without both. Reasoning may
+    precede it, and must if it has begun.
 
-    `special`: text -> id of this tokenizer's added tokens. `start_markers`: what the parser takes
-    for the beginning of a call, beside the marker. Neither text nor reasoning holds one, nor do
-    forms begin with one where calls are possible, not even spelled by ordinary tokens: the parser
-    could not see the difference. ValueError for a budget that no grammar can enforce.
+    `special` maps text to id for this tokenizer's added tokens. `start_markers` are texts besides
+    the marker that the parser takes for the beginning of a call. Text and reasoning contain none of
+    them, and forms do not begin with one if calls are possible, not even spelled by ordinary
+    tokens: the parser could not see the difference. Raises ValueError for a budget that no grammar
+    can enforce.
     """
     markers = (
         tuple(dict.fromkeys([calls.marker, *start_markers])) if calls else tuple(start_markers)
@@ -113,7 +115,7 @@ def _reasoned(
     elif reasoning.budget == 0:
         return rest.rules("start", (reasoning.opening,))
     else:
-        # Bounded, or a model that likes blanks would write nothing else.
+        # Bounded, since a model that likes blanks would write nothing else.
         blanks = [rf"SPACE: /[ \t\r\n]{{1,{MAX_BLANKS}}}/"] if gap else []
         space = "SPACE? " if gap else ""
         start = [f"start: {space}{opening} inside {gap}rest | unreasoned", *blanks]
@@ -122,7 +124,7 @@ def _reasoned(
 
 
 def _inside(closing: str, reasoning: ReasoningGrammar, markers: tuple[str, ...]) -> list[str]:
-    """Rules of `inside`: reasoning up to the end of its closing marker."""
+    """Returns rules of `inside`: reasoning up to the end of its closing marker."""
     budget = reasoning.budget
     if budget == 0:
         return [f"inside: {closing}"]
@@ -140,7 +142,7 @@ def _inside(closing: str, reasoning: ReasoningGrammar, markers: tuple[str, ...])
 
 
 class _AnswerRules(msgspec.Struct, frozen=True):
-    """What follows reasoning, or an answer without it."""
+    """Grammar rules of an answer after its reasoning, or without any."""
 
     calls: CallGrammar | None
     special: Mapping[str, int]
@@ -149,13 +151,14 @@ class _AnswerRules(msgspec.Struct, frozen=True):
     markers: tuple[str, ...]
 
     def after(self, reasoning: ReasoningGrammar) -> _AnswerRules:
-        """The same after reasoning, with whose padding no form begins."""
+        """Returns the same rules for use after reasoning: a form must not begin with its
+        padding."""
         if self.form is None:
             return self
         return msgspec.structs.replace(self, form=unpadded(self.form, reasoning.padding))
 
     def rules(self, name: str, begins: tuple[str, ...]) -> list[str]:
-        """Rules of `name`; its text does not begin with one of `begins`."""
+        """Returns rules of `name`, whose text does not begin with one of `begins`."""
         calls = self.calls
         if calls is None and self.form is None:
             return self._anything(name, begins)
@@ -174,7 +177,7 @@ class _AnswerRules(msgspec.Struct, frozen=True):
         form = self.form
         assert form is not None
         if form.terminal:
-            # Its own rule, since a terminal of several texts binds less than `&`.
+            # A rule of its own, since the alternatives of a terminal bind less tightly than `&`.
             own = f"{name.upper()}_FORM"
             return [
                 f"{name}: {own}",
@@ -202,7 +205,8 @@ class _AnswerRules(msgspec.Struct, frozen=True):
                 f"{lead}: {_text(pattern, holding=self.markers, begins=begins)}",
             ]
         else:
-            # A lazy lexeme ends with the first marker; text alone would swallow its beginning.
+            # A lazy lexeme ends with the first marker; the text terminal would swallow its
+            # beginning.
             others = tuple(one for one in self.markers if one != calls.marker)
             lead = f"{name.upper()}_LEAD"
             lines += [
@@ -224,7 +228,7 @@ class _AnswerRules(msgspec.Struct, frozen=True):
 
 
 class _MessageRules(_AnswerRules, frozen=True):
-    """The same in messages, whose headers say what they are."""
+    """Grammar rules of an answer in messages, whose headers say what they are."""
 
     messages: MessageGrammar
 
@@ -261,18 +265,21 @@ class _MessageRules(_AnswerRules, frozen=True):
 def _text(
     pattern: str = "/(?s:.*)/", *, holding: Sequence[str] = (), begins: Sequence[str] = ()
 ) -> str:
-    """An expression of a terminal: text that holds none of these markers, nor begins with one."""
+    """Returns a terminal expression of text that contains none of the markers `holding` and begins
+    with none of `begins`."""
     never = f" & ~/(?s:.*){any_of(holding)}(?s:.*)/" if holding else ""
     return _unless(pattern, begins) + never
 
 
 def _unless(expression: str, begins: Sequence[str]) -> str:
-    """The same, but nothing that begins with one of these markers; parsers skip space before it."""
+    """Returns the expression without texts that begin with one of these markers; parsers skip
+    whitespace before a marker."""
     return expression + (rf" & ~/[ \t\r\n]*{any_of(begins)}(?s:.*)/" if begins else "")
 
 
 def unpadded(form: GrammarFragment, padding: str) -> GrammarFragment:
-    """The texts of a form that do not begin with a padding; all of them where it is no terminal."""
+    """Returns the form without texts that begin with a padding; the whole form if it is not a
+    terminal."""
     if not padding or not form.terminal:
         return form
     return GrammarFragment(terminal=f"({form.terminal}) & ~/{regex_escaped(padding)}(?s:.*)/")

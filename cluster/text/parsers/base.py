@@ -1,4 +1,4 @@
-"""A parser reads an answer while it streams."""
+"""Base classes of parsers that read an answer while it streams."""
 
 from __future__ import annotations
 
@@ -13,64 +13,66 @@ from swell.cluster.text.parsers.reading import Reading, TextReader
 class Parser(ABC):
     """Turns the text of one answer into deltas.
 
-    The laws, for every text and however it is cut into pieces:
+    Invariants, for every text and for every split of it into pieces:
 
-    - The deltas, merged, are the same for every cut.
-    - What is out is exactly what any continuation of the text would bring out: nothing is taken
-      back, nothing is held that is already certain.
-    - Text that is not marked comes out as content, character by character. So does what
-      resembles a call and is none, unless its arguments were already on their way.
-    - The work is linear in the length of the text, whatever the text.
+    - The merged deltas are the same for every split.
+    - The deltas so far are exactly those that every continuation of the text has in common: nothing
+      is taken back, and nothing is held back that is already certain.
+    - Unmarked text becomes content, unchanged. So does text that resembles a call and is not one,
+      unless its arguments were already sent.
+    - The work is linear in the length of the text, for any text.
     """
 
     markers: tuple[str, ...] = ()
-    """Strings that this format must see in the text. Where the tokenizer has one of them as a
-    special token, the detokenizer must not skip special tokens."""
+    """Strings that this format must see in the text. If the tokenizer has one of them as a special
+    token, the detokenizer must not skip special tokens."""
     keeps_special_tokens: bool = False
-    """A marker is a special token with every tokenizer of this format."""
+    """Whether a marker is a special token in every tokenizer of this format."""
 
     rest: str | None = None
-    """What followed the marker of `stop_at`; None until the marker came. Nothing more is read."""
+    """The text after the marker of `stop_at`; None until that marker arrives. Nothing is parsed
+    after it."""
 
     @abstractmethod
     def push(self, text: str) -> list[AnswerDelta]:
-        """The deltas that this piece of text makes certain."""
+        """Adds a piece of text; returns the deltas that are certain now."""
 
     @abstractmethod
     def flush(self) -> list[AnswerDelta]:
-        """The answer has ended: what was held back comes out as what it is."""
+        """Ends the answer; returns the deltas of text that was held back."""
 
     def stop_at(self, marker: str) -> None:
-        """The text that follows ends with `marker`, unless a call begins first. It is reasoning: a
-        call in it begins with a marker of its own, not with what only resembles one."""
+        """Ends the text that follows at `marker`, unless a call begins first. That text is
+        reasoning: a call in it must begin with a marker of a call, not with text that only
+        resembles one."""
         raise NotImplementedError
 
 
 class ReasoningFormat(Protocol):
-    """How reasoning is marked: attributes of the class of its parser."""
+    """The marks of reasoning, as class attributes of its parser."""
 
     start_token: str
     end_token: str
     padding: str
-    """Characters that belong to a token beside them."""
+    """Characters that belong to an adjacent token."""
 
     @classmethod
     def opened_by_prompt(cls, prompt: str) -> bool:
-        """An answer to this prompt begins inside."""
+        """Returns whether an answer to this prompt begins inside reasoning."""
 
     @classmethod
     def closed_by_prompt(cls, prompt: str) -> bool:
-        """After this prompt no reasoning can begin."""
+        """Returns whether no reasoning can begin after this prompt."""
 
 
 class AnswerReader(Parser, TextReader):
-    """A parser that reads one thing behind the other."""
+    """A parser that reads the parts of an answer in sequence."""
 
     def __init__(self) -> None:
         super().__init__()
         self._deltas: list[AnswerDelta] = []
         self._later: list[tuple[str, int]] = []
-        """Texts to be read, the next one last, and from where on."""
+        """Texts to read, the next one last, each with the position to start from."""
 
     def push(self, text: str) -> list[AnswerDelta]:
         self.read(text)
@@ -79,12 +81,12 @@ class AnswerReader(Parser, TextReader):
         return self._take_deltas()
 
     def _unread(self, text: str) -> None:
-        """It was read last, and is read again."""
+        """Reads this text, which was read last, again."""
         self._later.append((self._text, self._at))
         self._text, self._at = text, 0
 
     def _pass_on(self, parser: Parser) -> Reading[None]:
-        """All that follows is read by another parser."""
+        """Passes all text that follows to another parser."""
         while True:
             self._deltas += parser.push(self._text[self._at :])
             self._at = len(self._text)
@@ -96,7 +98,7 @@ class AnswerReader(Parser, TextReader):
 
 
 class ContentParser(Parser):
-    """An answer without markers."""
+    """Parser of an answer without markers: all of it is content."""
 
     _end: Matcher | None = None
 

@@ -1,4 +1,4 @@
-"""One call of a tool, read while it is written."""
+"""Base class of readers of one tool call while it streams."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from swell.cluster.text.parsers.matching import end_of
 from swell.cluster.text.parsers.reading import NotRead, Reading, TextReader
 
 MAX_NAME_CHARS = 256
-"""Longest name of a tool or an argument; a longer text is no name. OpenAI's API allows 64."""
+"""Maximum length of the name of a tool or an argument; a longer text is not a name. OpenAI's API
+allows 64."""
 
 
 class Call(TextReader):
-    """A format reads the call's name first, then its arguments as JSON text, which `take` gives
-    from then on that the call is `known`."""
+    """Reader of one call. A format reads the call's name first, then its arguments as JSON text,
+    which `take` returns as soon as the call is `known`."""
 
     name = ""
     id = ""
-    """The id that the model wrote; empty: none."""
+    """The id that the model wrote; empty if it wrote none."""
     known = False
-    """It is a call, whatever follows."""
+    """Whether this is certainly a call, no matter what follows."""
 
     def _run(
         self,
@@ -28,7 +29,7 @@ class Call(TextReader):
         max_chars: int = MAX_NAME_CHARS,
         skip_space: bool = True,
     ) -> Reading[str]:
-        """A name follows: characters of `pattern`, at least one and at most `max_chars`."""
+        """Reads a name: characters of `pattern`, at least one and at most `max_chars`."""
         if skip_space:
             yield from self._next()
         run = ""

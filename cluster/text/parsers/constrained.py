@@ -12,7 +12,7 @@ from swell.cluster.text.parsers.tools import ToolParser
 
 
 class WrappedParser(Parser):
-    """Another parser, of whose deltas some are dropped."""
+    """Wraps another parser and drops some of its deltas."""
 
     def __init__(self, parser: Parser) -> None:
         self.markers = parser.markers
@@ -27,8 +27,8 @@ class WrappedParser(Parser):
 
 
 class RequiredCallsParser(WrappedParser):
-    """The grammar requires calls, so nothing is content: not the beginning of a call either, where
-    the answer was cut off."""
+    """Parser of an answer whose grammar requires calls. So no text is content, not even the
+    beginning of a call where the answer was cut off."""
 
     def push(self, text: str) -> list[AnswerDelta]:
         return [delta for delta in super().push(text) if not isinstance(delta, Content)]
@@ -38,8 +38,8 @@ class RequiredCallsParser(WrappedParser):
 
 
 class ConstrainedCallsParser(WrappedParser):
-    """No text of the answer holds what begins a call, so where it was cut off after that, nothing
-    of the call is content."""
+    """Parser of an answer whose grammar allows start markers of calls only in calls. So if the
+    answer was cut off after such a marker, no part of the call is content."""
 
     def __init__(self, parser: Parser, start_markers: Sequence[str]) -> None:
         super().__init__(parser)
@@ -59,8 +59,8 @@ class ConstrainedCallsParser(WrappedParser):
 
 
 class StructuredOrCallsParser(AnswerReader):
-    """The answer is structured output, or calls if it begins with a start marker of calls.
-    Structured output may hold such markers anywhere else."""
+    """Parser of an answer that is structured output, or calls if it begins with a start marker of
+    calls. Structured output may contain such markers anywhere else."""
 
     def __init__(self, calls: ToolParser) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class StructuredOrCallsParser(AnswerReader):
         return [*self._take_deltas(), *self._chosen.flush()]
 
     def stop_at(self, marker: str) -> None:
-        """Reasoning is no structured output."""
+        """Parses the text that follows as reasoning, which is never structured output."""
         self._chosen = self._calls
         self._calls.stop_at(marker)
 

@@ -1,12 +1,11 @@
-r"""Calls as DeepSeek writes them, up to V3.1.
+r"""Calls in the format of DeepSeek up to V3.1.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```
     <｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>...<｜tool▁calls▁end｜>
-
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>...
 
-The first is that of V3 and R1, the second of V3.1. Both parsers read both forms; a grammar requires
-the one that the model was trained on.
+The first form is that of V3 and R1, the second that of V3.1. Both parsers read both forms; a
+grammar requires the form that the model was trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class DeepSeekCall(JsonCall):
         self.name = yield from self._run(DELIMITED_NAME)
         yield from self._one_of(SEP)
         if (yield from self._next()) != "{":
-            # The word before was the type of the call.
+            # The previous word was the type of the call.
             self.name = yield from self._run(DELIMITED_NAME)
             yield from self._one_of(FENCE)
         yield from self._read_arguments()
@@ -55,7 +54,8 @@ class DeepSeekV3Parser(SectionParser):
 
     @classmethod
     def _frames(cls, builder: GrammarBuilder, sep: str) -> tuple[list[str], str, str]:
-        """Before the arguments of each tool, after them, between calls."""
+        """Returns the expressions before the arguments of each tool, after them, and between
+        calls."""
         names = [literal(f"{tool.name}\n{FENCE}\n") for tool in builder.tools]
         heads = [f'"function" {sep} {name}' for name in names]
         return heads, literal(f"\n{FENCE_END}"), literal("\n")

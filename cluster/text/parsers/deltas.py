@@ -1,4 +1,4 @@
-"""The parts of an answer after its markers are parsed."""
+"""The parts of a parsed answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Tool(msgspec.Struct, frozen=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
-    """JSON schema of the arguments, which are an object; empty: the function has no arguments."""
+    """JSON schema of the arguments, which are an object; empty if the function takes no
+    arguments."""
 
 
 class Content(msgspec.Struct, frozen=True, tag=True):
@@ -26,13 +27,13 @@ class Content(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True, tag=True):
-    """More reasoning."""
+    """More reasoning of the answer."""
 
     text: str
 
 
 class ToolCall(msgspec.Struct, frozen=True, tag=True):
-    """Call number `index` of this answer begins. Its arguments follow."""
+    """Begins call number `index` of this answer. Its arguments follow."""
 
     index: int
     id: str
@@ -53,7 +54,7 @@ class WholeCall(msgspec.Struct, frozen=True):
     id: str
     name: str
     arguments: str
-    """JSON text. It is not checked: a model may have written something else, or not finished."""
+    """JSON text. It is not checked: a model may have written invalid or incomplete JSON."""
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -63,12 +64,13 @@ class Message(msgspec.Struct, frozen=True):
 
 
 def merge(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
-    """The same answer in the fewest deltas: neighbours that continue each other are one."""
+    """Merges adjacent deltas that continue each other; returns the same answer in the fewest
+    deltas."""
     whole = [delta for delta in deltas if isinstance(delta, ToolCall) or delta.text]
     if len(whole) < 2:
         return whole
     merged: list[AnswerDelta] = []
-    # Between the arguments of two calls the second call begins.
+    # Arguments of two calls are never adjacent: the second call begins between them.
     for kind, group in groupby(whole, key=type):
         parts = list(group)
         if kind is not ToolCall and len(parts) > 1:
@@ -79,9 +81,9 @@ def merge(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
 
 
 def collect(deltas: Iterable[AnswerDelta]) -> Message:
-    """The whole answer. Content and reasoning are None where there was none of it."""
+    """Returns the whole answer. Content and reasoning are None if there is none."""
     texts: defaultdict[Any, list[str]] = defaultdict(list)
-    """By kind; those of arguments by their call."""
+    """Texts by kind; those of arguments by their call."""
     calls: list[ToolCall] = []
     for delta in deltas:
         if isinstance(delta, ToolCall):

@@ -1,4 +1,4 @@
-"""Which formats a model's chat template uses."""
+"""Detects the formats that a model's chat template uses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3", ("<|python_tag|>",)),
     ("pythonic", ("<|python_start|>",)),
 )
-"""A tool format and what the text of its chat templates holds. The first whose texts are all there
-counts: where two share a marker, the one with more of them comes first."""
+"""Tool formats, each with texts in its chat templates. The first entry whose texts all occur wins:
+of two formats that share a marker, the one with more texts comes first."""
 
 _REASONING_MARKERS = (
     ("harmony", ("<|channel|>", "<|message|>")),
@@ -36,21 +36,22 @@ _REASONING_MARKERS = (
     ("think", ("<think>",)),
     ("think", ("</think>",)),
 )
-"""As `_TOOL_MARKERS`."""
+"""Reasoning formats, in the form of `_TOOL_MARKERS`."""
 
 _CLOSED_THINK = re.compile(r"<think>(?:\\n|\s)*</think>")
 
 
 def detect_tools(chat_template: str) -> str | None:
-    """The tool format that a chat template uses, or None: a guess from its text."""
+    """Returns the tool format that a chat template uses, or None: a guess from its text."""
     return _first_of(_TOOL_MARKERS, chat_template)
 
 
 def detect_reasoning(chat_template: str) -> str | None:
-    """The reasoning format that a chat template uses, or None: a guess from its text.
+    """Returns the reasoning format that a chat template uses, or None: a guess from its text.
 
-    A template whose generation prompt ends with an open `<think>` makes the answer begin inside.
-    One that opens it on request, and closes it otherwise, leaves that to each prompt.
+    If the generation prompt of a template ends with an open `<think>`, the answer begins inside
+    reasoning. If the template opens reasoning only on request, and closes it otherwise, each prompt
+    decides.
     """
     name = _first_of(_REASONING_MARKERS, chat_template)
     if name != "think":

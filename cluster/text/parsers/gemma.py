@@ -1,9 +1,9 @@
-"""Calls as FunctionGemma and Gemma 4 write them.
+"""Calls in the formats of FunctionGemma and Gemma 4.
 
     <start_function_call>call:f{a:1,b:<escape>x<escape>}<end_function_call>
     <|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>
 
-Gemma 3 has no format of its own: its users prompt for Python's.
+Gemma 3 does not have a format: its users prompt for Python's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Grammars of calls, in llguidance's Lark syntax, and what the formats write them with.
+"""Grammars of calls in llguidance's Lark syntax, and helpers with which formats write them.
 
-Only the arguments are `%json`, each under its own tool's schema, so that a `$ref` in it still
-points into it; what surrounds them is literal text, as the models were trained to write it.
+Only the arguments are `%json`, each with its own tool's schema, so that a `$ref` in it still points
+into that schema. The text around them is literal, as the models were trained to write it.
+
 Syntax: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
@@ -21,33 +22,35 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 
 class CallGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """How a format writes calls: its `marker`, then `body`, then `more`, as expressions in Lark."""
+    """The grammar of a format's calls: its `marker`, then `body`, then `more`, as expressions in
+    Lark."""
 
     marker: str
     body: str
     more: str = ""
     rules: list[str]
-    """What `body` and `more` refer to."""
+    """Rules that `body` and `more` use."""
     bare: str = ""
-    """Calls may begin the answer without the marker; they begin with this character, so that text
-    does not."""
+    """If set, calls may begin the answer without the marker. They begin with this character, and
+    text must not."""
 
 
 class GrammarBuilder(msgspec.Struct, frozen=True):
-    """Expressions and rules for calls of some tools."""
+    """Creates expressions and rules for calls of some tools."""
 
     tools: Sequence[Tool]
     parallel: bool
-    """Any number of calls, otherwise one at most."""
+    """Whether any number of calls is allowed; otherwise at most one is."""
     special: Mapping[str, int]
-    """Text -> id of this tokenizer's added tokens; a marker that is none is written as text. The
-    grammar names them by id, since llguidance has no other name for those like `[TOOL_CALLS]`."""
+    """Maps text to id for this tokenizer's added tokens; a marker that is not an added token is
+    written as text. The grammar refers to them by id, since llguidance cannot name tokens such as
+    `[TOOL_CALLS]`."""
 
     def marker(self, text: str) -> str:
         return marker_expression(text, self.special)
 
     def repeated(self, expression: str) -> str:
-        """More calls; nothing where there is one at most."""
+        """Returns an expression for more calls; empty if at most one call is allowed."""
         return f"({expression})*" if self.parallel else ""
 
     def call_list(self) -> str:
@@ -55,7 +58,7 @@ class GrammarBuilder(msgspec.Struct, frozen=True):
         return f'"[" call {more} "]"' if more else '"[" call "]"'
 
     def json_calls(self, key: str) -> list[str]:
-        """Rules of `call`: `{"name": "f", "<key>": {...}}`."""
+        """Returns rules of `call`: `{"name": "f", "<key>": {...}}`."""
         heads = [
             literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": ')
             for tool in self.tools
@@ -63,11 +66,11 @@ class GrammarBuilder(msgspec.Struct, frozen=True):
         return self.delimited_calls(heads, literal("}"))
 
     def named_calls(self, separator: str) -> list[str]:
-        """Rules of `call`: the name, the expression `separator`, and the arguments."""
+        """Returns rules of `call`: the name, the expression `separator`, and the arguments."""
         return self.delimited_calls([f"{literal(tool.name)} {separator}" for tool in self.tools])
 
     def delimited_calls(self, heads: Sequence[str], tail: str = "") -> list[str]:
-        """Rules of `call`: the head of its tool, the arguments as JSON, the tail."""
+        """Returns rules of `call`: the head of its tool, the arguments as JSON, the tail."""
         calls = [
             f"call_{index}: {head} args_{index} {tail}".rstrip() for index, head in enumerate(heads)
         ]
@@ -76,7 +79,7 @@ class GrammarBuilder(msgspec.Struct, frozen=True):
 
 
 def any_call(tools: Sequence[Tool]) -> str:
-    """`call_0 | call_1`. ValueError without tools."""
+    """Returns `call_0 | call_1 ...`. Raises ValueError without tools."""
     if not tools:
         raise ValueError("a grammar of calls needs at least one tool")
     return " | ".join(f"call_{index}" for index in range(len(tools)))
@@ -87,7 +90,8 @@ def literal(text: str) -> str:
 
 
 def marker_expression(marker: str, special: Mapping[str, int]) -> str:
-    """A marker as this tokenizer writes it: added tokens, and text between them."""
+    """Returns the expression of a marker as this tokenizer writes it: added tokens, and text
+    between them."""
     if marker in special:
         return f"<[{special[marker]}]>"
     names = [name for name in special if name in marker and len(name) > 2]
@@ -102,8 +106,8 @@ def marker_expression(marker: str, special: Mapping[str, int]) -> str:
 
 
 def split_marker(marker: str, special: Mapping[str, int]) -> tuple[str, str]:
-    """The text of a marker before the first added token in it, and the expression of the rest:
-    empty where it holds none."""
+    """Returns the text of a marker before its first added token, and the expression of the rest,
+    which is empty if the marker contains none."""
     for at in range(len(marker)):
         rest = marker_expression(marker[at:], special)
         if rest.startswith("<["):
@@ -112,7 +116,8 @@ def split_marker(marker: str, special: Mapping[str, int]) -> tuple[str, str]:
 
 
 def parameters_of(tool: Tool) -> dict[str, Any]:
-    """Arguments are always an object, whatever else the schema leaves open."""
+    """Returns the schema of a tool's arguments as an object: arguments are always one, even if the
+    schema does not say so."""
     schema: dict[str, Any] = tool.parameters or NO_ARGUMENTS
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
@@ -124,7 +129,8 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
 
 
 def arguments_as_json(tool: Tool) -> str:
-    """The arguments of a call as a part of a rule. ValueError names the tool."""
+    """Returns the arguments of a call as a part of a rule. Raises ValueError, which names the
+    tool."""
     schema = parameters_of(tool)
     try:
         return inline_json(schema)
@@ -133,10 +139,10 @@ def arguments_as_json(tool: Tool) -> str:
 
 
 def regex_escaped(text: str) -> str:
-    """A text in an expression between slashes."""
+    """Returns a text in the form of an expression between slashes."""
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", r"\n")
 
 
 def any_of(texts: Sequence[str]) -> str:
-    """One of these texts, in an expression between slashes."""
+    """Returns a choice of these texts, in the form of an expression between slashes."""
     return f"({'|'.join(map(regex_escaped, texts))})"

@@ -1,14 +1,15 @@
-"""Answers of gpt-oss: messages, each in a channel, in which reasoning and calls are one format.
+"""Answers of gpt-oss: messages in channels, in one format for reasoning and calls.
 
     <|channel|>analysis<|message|>so it is 4.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>It is 4.<|return|>
 
-The prompt ends with `<|start|>assistant`, or further on in a message. `to=` may precede the
-channel. What is sent to `functions.NAME`, or to a tool of the request, is a call with the message
-as its arguments; other messages are reasoning in the channel `analysis` and content in all others.
-Headers are markup: they are dropped, also where the answer breaks off in one, unless they are none.
-Text outside of messages is content. A call in an answer that may have none is content.
+The prompt ends with `<|start|>assistant`, or later in a message. `to=` may precede the channel. A
+message to `functions.NAME`, or to a tool of the request, is a call with the message as its
+arguments. Other messages are reasoning in the channel `analysis`, and content in all other
+channels. Headers are markup: they are dropped, even if the answer breaks off in one, unless they
+are not valid headers. Text outside of messages is content. A call in an answer that may not have
+calls is content.
 
 Source: https://github.com/openai/harmony/blob/main/docs/format.md
 """
@@ -48,7 +49,8 @@ class HarmonyParser(ToolParser):
     start_token = f"{CHANNEL}analysis{MESSAGE}"
     end_token = f"<|end|>{_ASSISTANT}"
     padding = ""
-    """How reasoning begins and ends after the prompt, as a grammar writes it."""
+    """`start_token`, `end_token` and `padding` are the marks of reasoning after the prompt, as a
+    grammar writes them."""
 
     def __init__(
         self,
@@ -57,9 +59,9 @@ class HarmonyParser(ToolParser):
         prompt: str = "",
         constrained: bool = False,
     ) -> None:
-        """`tools`: None where none may be called. `prompt`: the end of its text, which may have
-        begun a message. `constrained`: a grammar ends the answer with the first content or call
-        that is in the channel for it, so nothing in that is a marker."""
+        """`tools` is None if calls are not allowed. `prompt` is the end of the prompt's text, which
+        may have begun a message. `constrained` means that a grammar ends the answer with its first
+        content or call in the right channel, so no text in that message is a marker."""
         super().__init__(make_id, tools or ())
         self._may_call = tools is not None
         self._ends_with_first = False
@@ -67,10 +69,10 @@ class HarmonyParser(ToolParser):
         self._matcher = Matcher(START, CHANNEL, *ENDS)
         self._in_body = False
         self._is_last = False
-        """Nothing in the message is a marker."""
+        """Whether no text in the message is a marker."""
         self._num_header_chars = 0
         self._num_messages = 0
-        """Those that have begun, and texts outside of any."""
+        """Number of messages that have begun, and of texts outside of messages."""
         _, found, begun = prompt.rpartition(START)
         if found and begun != "assistant":
             self.push(START + begun)
@@ -86,7 +88,7 @@ class HarmonyParser(ToolParser):
 
     @classmethod
     def messages(cls, prompt: str, special: Mapping[str, int]) -> MessageGrammar:
-        """How a grammar writes what follows this prompt."""
+        """Returns the grammar of the messages that follow this prompt."""
         header_follows = prompt.endswith(_ASSISTANT) or cls.opened_by_prompt(prompt)
         constrain, message = (marker_expression(text, special) for text in (CONSTRAIN, MESSAGE))
         free = CallGrammar(
@@ -104,7 +106,7 @@ class HarmonyParser(ToolParser):
 
     @classmethod
     def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
-        """One call at most: the model ends its answer after a call."""
+        """Returns a grammar of at most one call: the model ends its answer after a call."""
         constrain, message = map(builder.marker, (CONSTRAIN, MESSAGE))
         rules = builder.named_calls(f'" " {constrain} "json" {message}')
         return CallGrammar(marker=_CALL, body="call", rules=rules)
@@ -137,7 +139,8 @@ class HarmonyParser(ToolParser):
                 marker = yield from self._read_header(marker)
 
     def _read_between(self) -> Reading[str]:
-        """Before a message or text: whitespace is dropped if a message follows."""
+        """Reads the text before a message or other text. White space is dropped if a message
+        follows."""
         marker = yield from self._read_end_marker(TO, START, CHANNEL, MESSAGE, *ENDS)
         if marker:
             return marker
@@ -145,7 +148,7 @@ class HarmonyParser(ToolParser):
         return (yield from self._read_body())
 
     def _read_header(self, marker: str) -> Reading[str]:
-        """The marker that ends it."""
+        """Reads a header; returns the marker that ends it."""
         lead = "".join(self._leading_space) or marker
         self._leading_space.clear()
         self._held.clear()
@@ -164,7 +167,7 @@ class HarmonyParser(ToolParser):
         return (yield from self._read_body())
 
     def _read_body(self) -> Reading[str]:
-        """The marker that ends it."""
+        """Reads a message; returns the marker that ends it."""
 
         def give(text: str) -> None:
             self._deltas.append(self._make_delta(text))
@@ -180,7 +183,7 @@ class HarmonyParser(ToolParser):
             raise NotRead
 
     def _begin_text(self, known: str) -> None:
-        """Content outside of a message. `known` holds no marker that counts."""
+        """Begins content outside of a message. `known` contains no effective marker."""
         self._make_delta = Content
         self._deltas.append(Content(known))
         self._begin_body()
@@ -206,7 +209,7 @@ class HarmonyParser(ToolParser):
         self._in_body = True
 
     def _function(self, recipient: str) -> str:
-        """The tool that a message is sent to; empty: none of the client's."""
+        """Returns the tool that a message is sent to; empty if it is not a tool of the client."""
         if not self._may_call:
             return ""
         name = recipient.removeprefix(_NAMESPACE)

@@ -1,4 +1,4 @@
-r"""Calls as Hermes and Qwen write them.
+r"""Calls in the format of Hermes and Qwen.
 
     content\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>...
 

@@ -1,11 +1,11 @@
-"""Calls written as JSON, read while they are written.
+"""Readers of calls written as JSON, while they stream.
 
     {"name": "f", "arguments": {"a": [1, "}"]}}
     ╰─────── syntax ──────────╯╰─ forwarded ─╯╰ syntax
 
-The object around a call is read strictly. The value of its arguments is forwarded as the model
-wrote it, so only its end is searched for: brackets are counted outside strings, and nothing else is
-checked. Such a text is read character for character in one pass; no state reads it again.
+The object around a call is parsed strictly. The value of its arguments is forwarded as the model
+wrote it, so the reader only searches for its end: it counts brackets outside strings, and checks
+nothing else. The text is read character by character in one pass, and never again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ DELIMITED_NAME = re.compile(rf"[^\s<>]{{0,{MAX_NAME_CHARS + 1}}}")
 
 
 class JsonCall(Call):
-    """A call with arguments in JSON: an object, or a string whose content is then their text."""
+    """A call with arguments in JSON: an object, or a string that contains their text."""
 
     fence = ""
-    """First characters of what follows the arguments, at which those that a model forgot to close
-    end."""
+    """First characters of the text after the arguments. They end arguments that a model forgot to
+    close."""
     _has_arguments = False
     _string: StringArguments | None = None
 
@@ -40,7 +40,7 @@ class JsonCall(Call):
             self._pieces.append(self._string.take())
 
     def _read_arguments(self) -> Reading[None]:
-        """The call is `known` where they begin, if it has a name."""
+        """Reads the arguments. The call is `known` where they begin, if it has a name."""
         char = yield from self._next()
         if char not in '{"':
             raise NotRead
@@ -54,9 +54,8 @@ class JsonCall(Call):
             self._string = None
 
     def _read_raw(self, give: Callable[[str], None]) -> Reading[None]:
-        """An object or an array, as it is written. What the format writes behind it ends it
-        wherever that begins outside a string: a model that forgets a bracket still closes its
-        call."""
+        """Reads an object or an array without changing it. A character of `fence` outside a string
+        ends it: a model that forgets a bracket still closes its call."""
         outside = re.compile(f'[^"{{}}\\[\\]{re.escape(self.fence)}]*')
         depth = 0
         while True:
@@ -89,12 +88,12 @@ class JsonCall(Call):
 
 
 class CallReader(JsonCall):
-    """One call, `{"name": ..., "arguments": ...}`, from its brace on.
+    """Reads one call, `{"name": ..., "arguments": ...}`, from its brace on.
 
-    What comes before it is `known` decides whether it is a call at all; what follows decides
-    nothing. Keys may come in any order; of a key that is written twice the first counts.
-    `argument_keys` are the names of the arguments' key. `other_keys`: keys that may precede that,
-    None for any. `names`: those that a call may have.
+    Only the text before the call is `known` decides whether it is a call at all. Keys may come in
+    any order; if a key is written twice, the first counts. `argument_keys` are the names of the
+    arguments' key. `other_keys` are keys that may precede that one; None allows any. `names` are
+    the names that a call may have.
     """
 
     def __init__(
@@ -121,13 +120,13 @@ class CallReader(JsonCall):
                 self._at += 1
             elif self._text[self._at] != "}":
                 raise NotRead
-        # A whole object without what makes it a call is none, so its brace is not read.
+        # A complete object that is not a call keeps its brace unread.
         self._at += self.known
 
     def _read_key(self) -> Reading[str]:
         if self.known or self._other_keys is None:
             return (yield from self._read_string())
-        # Only keys that may still come, so that other objects are not held until they end.
+        # Only keys that may still follow, so that other objects are not held back until they end.
         names = () if self.name else ("name",)
         arguments = () if self._has_arguments else self._argument_keys
         yield from self._pass('"')

@@ -1,5 +1,4 @@
-"""Whether a text that is still being written may become one JSON value, decided at each
-character."""
+"""Checks at each character whether a text that is still being written may become one JSON value."""
 
 from __future__ import annotations
 
@@ -12,13 +11,14 @@ JSON_TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"
 
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _ESCAPE = re.compile(r'["\\/bfnrt]|u[0-9a-fA-F]{0,4}')
-"""One, or the beginning of one, behind the backslash."""
+"""A valid escape, or the beginning of one, after the backslash."""
 _FIRST = {"{": "object", "[": "array", '"': "string", "-": "number", "t": "boolean", "f": "boolean"}
 _FIRST |= {"n": "null", "T": "boolean", "F": "boolean", "N": "null"}
 _FIRST |= dict.fromkeys("0123456789", "number")
 _WORDS = ("true", "false", "null")
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Chat templates of some models print values as Python does; only a whole value may be one."""
+"""Values in Python's notation, which chat templates of some models print; only a whole value may be
+one."""
 
 _DIGITS = {"0": "0", **dict.fromkeys("123456789", "9"), "E": "e"}
 _NUMBER = {
@@ -36,18 +36,19 @@ _NUMBER_ENDS = frozenset(("zero", "int", "fraction", "exponent"))
 
 
 class JsonChecker(StructureReader):
-    """Reads one value of some types, with whitespace around it. `ended`: no continuation is one."""
+    """Reads one value of the given types, with whitespace around it. `ended` means that no
+    continuation is such a value."""
 
     def __init__(self, types: frozenset[str] = JSON_TYPES) -> None:
         super().__init__()
         self.in_string = False
-        """The next character is in a string within an array or object."""
+        """Whether the next character is in a string within an array or object."""
         self._types = types
         self._whole = False
 
     @property
     def whole(self) -> bool:
-        """The text so far is a value."""
+        """Whether the text so far is a value."""
         return self._whole and not self.ended
 
     def _read(self) -> Reading[None]:

@@ -1,4 +1,4 @@
-"""JSON values, read while they are written: from the first character on, in one pass."""
+"""Readers of JSON values while they stream: from the first character on, in one pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r"
 
 
 class ScalarValue(TextReader):
-    """A number, true, false or null. It ends at the first character that is of none of them."""
+    """A number, true, false or null. It ends at the first character that cannot be part of one."""
 
     _chars = re.compile(r"[-+.0-9A-Za-z]*")
 
@@ -31,23 +31,23 @@ class ScalarValue(TextReader):
 
 
 class EscapedString(TextReader):
-    """A string with escapes. An escape that is unknown, or breaks off, is text."""
+    """A string with escapes. An escape that is unknown or incomplete is text."""
 
     _escapes: Mapping[str, str]
-    """Character behind the backslash -> what it means."""
+    """Maps the character after the backslash to what it means."""
     _code_digits: Mapping[str, int]
-    """Character behind the backslash -> number of hexadecimal digits that follow it."""
+    """Maps the character after the backslash to the number of hexadecimal digits that follow it."""
 
     _escape = ""
     """The part of an escape that was read."""
 
     @abstractmethod
     def _show(self, text: str) -> None:
-        """Put out this text of the string."""
+        """Outputs this text of the string."""
 
     @abstractmethod
     def _show_code(self, code: int, escape: str) -> None:
-        """Put out the character that `escape` means, which has this code."""
+        """Outputs the character with this code, which `escape` stands for."""
 
     def _read_escape(self) -> Reading[None]:
         self._escape = escape = "\\"
@@ -68,7 +68,7 @@ class EscapedString(TextReader):
 
 
 class StringValue(EscapedString):
-    """A string of JSON, decoded; a lone surrogate is U+FFFD."""
+    """A JSON string, decoded; a lone surrogate becomes U+FFFD."""
 
     _escapes = _ESCAPES
     _code_digits: Mapping[str, int] = {"u": 4}
@@ -92,7 +92,7 @@ class StringValue(EscapedString):
             self._pieces.append(text)
 
     def _show_code(self, code: int, escape: str) -> None:
-        """A UTF-16 code unit: two of them may be one character."""
+        """Outputs a UTF-16 code unit; two of them may form one character."""
         if 0xDC00 <= code < 0xE000 and self._high_surrogate:
             high, self._high_surrogate = self._high_surrogate, 0
             self._pieces.append(chr(0x10000 + ((high - 0xD800) << 10) + (code - 0xDC00)))
@@ -109,9 +109,9 @@ class StringValue(EscapedString):
 
 
 class StringArguments(StringValue):
-    """Arguments that a model has put into a string: the object that it holds. A string that holds
-    something else stays a string, so that the arguments are JSON; an empty one means no arguments.
-    """
+    """Arguments that a model has put into a string: the object that it contains. A string with
+    other contents stays a string, so that the arguments are JSON; an empty one means no
+    arguments."""
 
     def __init__(self) -> None:
         super().__init__()

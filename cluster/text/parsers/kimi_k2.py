@@ -1,10 +1,10 @@
-r"""Calls as Kimi K2 writes them.
+r"""Calls in the format of Kimi K2.
 
     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}
     <|tool_call_end|><|tool_calls_section_end|>
 
-`functions.f:0` is the call's id, which the templates need in the history. Some models write the
-name alone, or the number alone where there is one tool: then that is the id.
+`functions.f:0` is the call's id, which the templates need in the history. Some models write only
+the name or, if there is one tool, only the number: that is the id then.
 """
 
 from __future__ import annotations

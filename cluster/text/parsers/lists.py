@@ -13,11 +13,12 @@ from swell.cluster.text.parsers.tools import ToolParser
 class ListParser(ToolParser):
     @abstractmethod
     def _new_element(self) -> Call:
-        """Reads a call of the list."""
+        """Returns a reader of a call in the list."""
 
     @abstractmethod
     def _new_single(self) -> Call | None:
-        """Reads a call that has no list around it; None: there are none."""
+        """Returns a reader of a call without a list around it; None if the format lacks such
+        calls."""
 
     def _read_calls(self, marker: str) -> Reading[None]:
         self._hold(marker)

@@ -1,4 +1,4 @@
-"""Calls as Llama 3.1 and later write them.
+"""Calls in the format of Llama 3.1 and later.
 
     {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
     <|python_tag|>{"name": "f", "parameters": {"a": 1}}
@@ -6,11 +6,10 @@
     <|python_tag|>print(1)
     <function=f>{"a": 1}</function>
 
-A call without a marker has no keys but its own, so that an answer that is JSON streams as content
-from its first other key on. It may follow text; there it must name one of the request's tools,
-where these are known. `NAME.call(...)` is a call of Meta's built-in tools, with arguments as Python
-writes them. Other text behind the tag is Python code, to the end of the answer: a call of the code
-interpreter where the request has one, else content.
+A call without a marker has only the known keys, so that an answer that is other JSON streams as
+content. `NAME.call(...)` is a call of Meta's built-in tools, with arguments in Python's notation.
+Other text after the tag is Python code, up to the end of the answer: a call of the code interpreter
+if the request has one, otherwise content.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _CALL = ".call"
 
 
 class FunctionCall(JsonCall):
-    """What follows `<function=`."""
+    """Reads the text after `<function=`."""
 
     def _read(self) -> Reading[None]:
         self.name = yield from self._run(_NAME, skip_space=False)
@@ -65,7 +64,7 @@ class Llama3Parser(ToolParser):
     keeps_special_tokens = True
 
     _marker = ""
-    """What begins the text that is held."""
+    """The marker at the beginning of the text that is held back."""
     _in_code = False
 
     def __init__(
@@ -97,7 +96,7 @@ class Llama3Parser(ToolParser):
         self._marker = marker
         call: Call | None = None
         if marker == "{":
-            # It may follow text, where only a tool's name shows that a call is meant.
+            # The brace may follow text, where only a tool's name shows that a call is meant.
             self._at -= 1
             call = self._bare_call(self._tools or None)
         elif marker == FUNCTION:
@@ -117,7 +116,8 @@ class Llama3Parser(ToolParser):
             yield from self._read_code()
 
     def _bare_call(self, names: Container[str] | None) -> Call:
-        """A call without a marker, which must have one of these names."""
+        """Returns a reader of a call without a marker, which must have one of these names (None:
+        any)."""
         return CallReader(argument_keys=_ARGUMENT_KEYS, other_keys=_OTHER_KEYS, names=names)
 
     def _read_gap(self) -> Reading[None]:
@@ -138,7 +138,7 @@ class Llama3Parser(ToolParser):
     # ----------------------------------------------------------------------------------- code
 
     def _is_code(self) -> bool:
-        """What is held is Python code if it is no call."""
+        """Returns whether the text that is held back is Python code if it is not a call."""
         return self._marker == PYTHON_TAG and bool(self._code_tool)
 
     def _give_up(self, unread: str = "") -> None:

@@ -1,11 +1,11 @@
-r"""Calls whose arguments are elements, one for each.
+r"""Calls with one markup element for each argument.
 
     <tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
                 ╰── head ───╯  ╰─── key ────╯ ╰value, its end╯  ╰─ end ──╯
 
 Qwen3-Coder, GLM, MiniMax and DeepSeek V3.2 differ in the texts between the elements, which `Markup`
-names. The schema of a parameter says what the text of a value means (`values.py`). The output is an
-object in JSON, which is closed only where the model closes its call.
+names. The schema of a parameter decides what the text of a value means (`values.py`). The output is
+a JSON object, which is closed only if the model closes its call.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class Markup(msgspec.Struct, frozen=True, kw_only=True):
     """The texts around the elements of a call, as a model is trained to write them."""
 
     name_end: str
-    """Behind the name of the tool; empty: the first element or the end."""
+    """Text after the name of the tool; empty if the first element or the end follows directly."""
     key_begin: str
     key_ends: tuple[str, ...]
-    """Behind the name of an argument; of two the first says that the value is a string, the second
-    that it is something else."""
+    """Texts after the name of an argument. If there are two, the first marks the value as a string,
+    the second as another value."""
     value_begin: str = ""
-    """Between what ends a key and the value."""
+    """Text between the end of a key and the value."""
     value_end: str
     call_ends: tuple[str, ...]
-    """What ends a call, first as it should."""
+    """Texts that end a call, the correct one first."""
     padding: str = ""
-    """At both ends of a value, but not in it."""
+    """Text at both ends of a value that does not belong to it."""
     other_value_ends: tuple[str, ...] = ()
-    """For models that forget `value_end`: texts after it that end a value, too."""
+    """Texts that also end a value, for models that forget `value_end`: they normally follow it."""
 
     def value_ends(self) -> tuple[str, ...]:
-        """What ends a value wherever it occurs."""
+        """Returns the texts that end a value wherever they occur."""
         padded = (self.padding + self.value_end,) if self.padding else ()
         return (self.value_end, *padded, *self.other_value_ends)
 
@@ -61,18 +61,19 @@ class MarkupCall(Call):
         types: Callable[[str, str], frozenset[str]],
         names: Iterable[str] | None = None,
     ) -> None:
-        """`types`: what values a tool's argument may have. `names`: the tools that may be called;
-        None: any."""
+        """`types` returns the types that the value of a tool's argument may have. `names` are the
+        tools that may be called; None allows any."""
         super().__init__()
         self._markup = markup
         self._types = types
         self._names = names
         self._num_keys = 0
         self._value: TypedText | None = None
-        """The one that is read."""
+        """The value that is being read."""
 
     def finish(self) -> None:
-        """What may have been the end of the value is taken for it, but the value is not whole."""
+        """Ends an incomplete call: text that may be the beginning of the value's end marker is
+        dropped, and the value stays incomplete."""
         if self._value is not None:
             self._pieces.append(self._value.flush())
 
@@ -108,8 +109,8 @@ class MarkupCall(Call):
             self._pieces.append("{")
 
     def _read_key(self) -> Reading[frozenset[str]]:
-        """Read the key of an element, whose beginning was read, up to its value; returns the
-        value's types. If it is no element, all of it is unread."""
+        """Reads the key of an element, whose beginning was read, up to its value; returns the
+        value's types. If it is not an element, all of it is unread."""
         markup, read = self._markup, self._markup.key_begin
         try:
             key = yield from self._run(_KEY)
@@ -129,7 +130,8 @@ class MarkupCall(Call):
         return types
 
     def _read_value(self, value: TypedText) -> Reading[str]:
-        """What marks the end of the value or, where the model forgot that, what follows."""
+        """Reads a value; returns the marker that ends it or, if the model forgot that, the marker
+        that follows."""
         self._pieces.append(value.push(""))
         self._value = value
         padding, value_end = self._markup.padding, self._markup.value_end
@@ -150,7 +152,7 @@ class MarkupCall(Call):
 
 
 def _marked_types(types: frozenset[str], *, is_string: bool) -> frozenset[str]:
-    """The types of a value that the model marks as a string or as no string."""
+    """Returns the types of a value that the model marks as a string, or as another value."""
     if is_string:
         return STRING if types >= STRING else types
     return types if types == JSON_TYPES else types - STRING or STRING

@@ -1,13 +1,13 @@
-"""Grammars of calls whose arguments are elements (`markup.py`).
+"""Grammars of calls with one markup element for each argument (`markup.py`).
 
     call: "<function=" (call_0 | call_1) "</function>"
     call_0: "f>" nl arg_0_0 (arg_0_1)?
     arg_0_0: "<parameter=a" val_0_0 nl
     val_0_0: ">\\n" text_0_0 | ">\\n" %json {...} "\\n</parameter>"
 
-Arguments follow the order of the schema's properties. A string is text that does not hold what
-ends it; every other value is `%json` under its own schema. What a tool's schema says about the
-object as a whole, beyond its properties, no such grammar can hold: it is refused by name.
+Arguments follow the order of the schema's properties. A string is text without its end marker;
+every other value is `%json` with its own schema. These grammars cannot enforce keywords of a tool's
+schema about the object as a whole, besides its properties: such keywords are refused by name.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def markup_calls(kind: type[MarkupParser], builder: GrammarBuilder) -> CallGramm
 
 
 class _ToolRules:
-    """The rules of one tool's name and arguments; their names end with its `index`."""
+    """Creates the rules of one tool's name and arguments; the rules' names contain its `index`."""
 
     def __init__(self, markup: Markup, tool: Tool, index: str, special: Mapping[str, int]) -> None:
         self._markup = markup
@@ -85,7 +85,7 @@ class _ToolRules:
         self._schema = self._object()
         self._rules: list[str] = []
         self._size = 0
-        """Characters of schemas in the rules: each repeats its definitions."""
+        """Number of characters of schemas in the rules: each repeats its definitions."""
 
     def rules(self) -> list[str]:
         if not NAME.fullmatch(self._tool.name):
@@ -107,8 +107,8 @@ class _ToolRules:
         return schema
 
     def _arguments(self) -> Iterator[tuple[str, bool, Any]]:
-        """Key, whether it must be there, schema. What may be left out and has a name that no call
-        can hold is left out."""
+        """Yields key, whether it is required, and schema of each argument. An optional argument
+        with a name that no call can contain is left out."""
         properties = field(self._schema, "properties", dict, {})
         required = field(self._schema, "required", list, [])
         for name in required:
@@ -125,7 +125,8 @@ class _ToolRules:
             yield "", False, others
 
     def _element(self, number: str, key: str, required: bool, schema: Any) -> str:
-        """`key` is empty for those that the schema does not name."""
+        """Adds the rules of an argument and returns its expression. `key` is empty for arguments
+        that the schema does not name."""
         rule, names = f"{self._index}_{number}", self._schema.get("properties", ())
         begin = marker_expression(self._markup.key_begin + key, self._special)
         if not key:
@@ -140,7 +141,7 @@ class _ToolRules:
         return f"arg_{rule}{'' if required else '?' if key else '*'}"
 
     def _values(self, rule: str, schema: Any) -> list[str]:
-        """What may follow the key."""
+        """Returns the alternatives for the text after the key."""
         texts, other = split_schema(schema, self._schema)
         types = schema_types(schema, self._schema) - STRING if other is not None else frozenset()
         values = []

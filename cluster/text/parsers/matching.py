@@ -1,4 +1,5 @@
-"""Which marker a text has, that comes in pieces: here, or as the first of some."""
+"""Finds markers in text that arrives in pieces: at the current position, or the first one of
+several."""
 
 from __future__ import annotations
 
@@ -11,24 +12,25 @@ SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where a run that matches `pattern`, possibly empty, ends."""
+    """Returns where a run that matches `pattern`, possibly empty, ends."""
     found = pattern.match(text, at)
     assert found is not None, f"{pattern.pattern} must match the empty text"
     return found.end()
 
 
 class LiteralMatcher:
-    """Finds which of some literals the text has here, behind whitespace if `skip_space`. None of
-    them begins another."""
+    """Finds which one of several literals the text has at the current position, after whitespace
+    if `skip_space`. None of them may be a prefix of another."""
 
     def __init__(self, *literals: str, skip_space: bool = True) -> None:
         self._literals = literals
         self._skip_space = skip_space
         self.begun = ""
-        """The beginning of one."""
+        """The matched beginning of a literal."""
 
     def push(self, text: str, at: int) -> tuple[str | None, bool, int]:
-        """The literal that is found, whether one may still be, and where reading stopped."""
+        """Returns the literal that was found, whether one may still be found, and where reading
+        stopped."""
         begun = self.begun
         if not begun and self._skip_space:
             at = end_of(SPACE, text, at)
@@ -54,7 +56,8 @@ _automaton = lru_cache(maxsize=64)(StopAutomaton)
 
 
 class Matcher:
-    """Finds the first of some markers, and holds back only what may be the beginning of one."""
+    """Finds the first of several markers, and holds back only text that may be the beginning of
+    one."""
 
     def __init__(self, *markers: str) -> None:
         self._automaton = _automaton(markers)
@@ -63,10 +66,10 @@ class Matcher:
         self._held = ""
 
     def push(self, text: str, at: int) -> tuple[str, str | None, int]:
-        """Read from `text[at:]` up to the end of a marker or of the text.
+        """Reads from `text[at:]` up to the end of a marker or of the text.
 
-        Returns what is no marker, the marker if one is complete, and where reading stopped. Of
-        two markers that end together it is the longer one.
+        Returns the text without a marker, the marker if one is complete, and where reading stopped.
+        If two markers end at the same position, it is the longer one.
         """
         start, node, automaton = at, self._node, self._automaton
         while at < len(text):
@@ -89,6 +92,6 @@ class Matcher:
         return shown[:keep], None, at
 
     def flush(self) -> str:
-        """Nothing follows: what was held is no marker."""
+        """Ends the text; returns what was held back, which is not a marker."""
         held, self._node, self._held = self._held, 0, ""
         return held

@@ -1,10 +1,10 @@
-"""Calls as Mistral's models write them.
+"""Calls in the formats of Mistral's models.
 
     [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
     [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]aB3dE6gH9[ARGS]{}
 
-The first is that of tokenizers before v11, the second of those since; `[ARGS]` may be missing. An
-id that the model writes is the call's.
+The first form is that of tokenizers before v11, the second that of later ones; `[ARGS]` may be
+missing. An id that the model writes becomes the call's id.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ID = re.compile(r"[0-9A-Za-z]*")
 
 
 class MistralCall(JsonCall):
-    """`g[CALL_ID]aB3dE6gH9[ARGS]{}`."""
+    """Reads `g[CALL_ID]aB3dE6gH9[ARGS]{}`."""
 
     def _read(self) -> Reading[None]:
         try:
             yield from self._read_head()
         except NotRead:
-            # What was read of a marker is not read again: its bracket begins no other.
+            # The read part of a marker is not read again: its bracket cannot begin another one.
             raise NotRead from None
         yield from self._read_arguments()
 

@@ -1,10 +1,10 @@
-r"""Calls whose arguments are not written as JSON, read while they are written and given as JSON.
+r"""Readers of calls whose arguments are not JSON, which output them as JSON while they stream.
 
     Python   f(a=1, b=['x', None], c={'k': True})      {"a": 1, "b": ["x", null], "c": {"k": true}}
     Gemma    call:f{a:1,b:[<escape>x<escape>],c:{k:true}}
 
-A word that is no value of the notation is a string. What is not whole when the answer ends stays
-so; an escape that breaks off is left out.
+A word that is not a value of the notation is a string. Parts that are incomplete when the answer
+ends stay incomplete; an incomplete escape is dropped.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ _NAME = re.compile(r"[-.\w]*")
 
 class Notation(msgspec.Struct, frozen=True):
     prefix: str
-    """Before the name of the tool."""
+    """Text before the name of the tool."""
     open: str
-    """Begins the arguments."""
+    """Text that begins the arguments."""
     close: str
-    """Ends them."""
+    """Text that ends the arguments."""
     assign: str
-    """Between an argument's name and its value."""
+    """Text between an argument's name and its value."""
     quotes: str
     """Characters that begin a string."""
     mark: str
-    """Before and after a string; empty: none."""
+    """Text before and after a string; empty if the notation has none."""
     brackets: Mapping[str, tuple[str, str]]
-    """What opens arrays and objects -> what closes them, and what separates key and value."""
+    """Maps the bracket that opens an array or object to the one that closes it, and to the
+    separator of key and value."""
     words: Mapping[str, str]
-    """Those that are values, and their JSON."""
+    """Words that are values, with their JSON."""
 
 
 _BRACKETS = {"[": ("]", ""), "{": ("}", ":")}
@@ -56,9 +57,10 @@ GEMMA4 = Notation("call:", "{", "}", ":", '"', '<|"|>', _BRACKETS, _PYTHON_WORDS
 
 
 class NotationCall(StructureReader, Call):
-    """A call, from its name on.
+    """Reads a call, from its name on.
 
-    `known` where the first argument's value begins, or the arguments end without any.
+    The call is `known` where the first argument's value begins, or where the arguments end without
+    any.
     """
 
     _allows_last_comma = True
@@ -67,7 +69,7 @@ class NotationCall(StructureReader, Call):
         super().__init__()
         self._notation = notation
         self._comma_is_due = False
-        """Something precedes the next element."""
+        """Whether something precedes the next element."""
         self._value: TextReader | None = None
 
     def finish(self) -> None:

@@ -1,8 +1,8 @@
 r"""Grammars of arguments that are not written as one JSON object.
 
-In Python's notation each argument is a name and a JSON value, which Python's reader knows as well.
-In Gemma's the strings and keys inside of values are written differently too, so the grammar follows
-the schema down; what it cannot hold there is refused by name.
+In Python's notation each argument is a name and a JSON value, which the Python reader accepts too.
+In Gemma's notation the strings and keys inside values differ from JSON as well, so the grammar
+follows the schema down; keywords that it cannot enforce there are refused by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swell.cluster.text.parsers.values import resolve
 from swell.cluster.text.structured_output import inline_json
 
 MAX_DEPTH = 32
-"""Deepest nesting of values in a schema."""
+"""Limit on the nesting of values in a schema."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _KNOWN_KEYS = {
@@ -37,35 +37,35 @@ _SCALARS = ("number", "integer", "boolean", "null")
 
 
 def python_calls(tools: Sequence[Tool]) -> list[str]:
-    """Rules of `call`: `f(a=1, b="x")`."""
+    """Returns rules of `call`: `f(a=1, b="x")`."""
     return _rules(_PythonArguments, tools, PYTHON, ", ")
 
 
 def gemma_calls(tools: Sequence[Tool], notation: Notation, special: Mapping[str, int]) -> list[str]:
-    """Rules of `call`: `call:f{a:1,b:QUOTExQUOTE}`."""
+    """Returns rules of `call`: `call:f{a:1,b:QUOTExQUOTE}`."""
     rules = _rules(_GemmaArguments, tools, notation, ",")
     return rules + _gemma_values(notation.mark, special)
 
 
 class _Arguments:
-    """Rules for the arguments of one tool."""
+    """Creates the rules for the arguments of one tool."""
 
     def __init__(self, tool: Tool, index: int, notation: Notation, separator: str) -> None:
         self._assign, self._separator = notation.assign, separator
         self.rules: list[str] = []
         self._prefix = f"args_{index}"
         self._references: dict[str, str] = {}
-        """Reference -> the rule of what it means, which may refer to itself."""
+        """Maps a reference to the rule of its target, which may refer to itself."""
         self._root = parameters_of(tool)
         self.all = self.members(self._root, f"parameters of tool {tool.name!r}", 0)
 
     def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
-        """The name of a rule, or an expression in brackets."""
+        """Returns the name of a rule, or an expression in brackets."""
         raise NotImplementedError
 
     def members(self, schema: Mapping[str, Any], where: str, depth: int) -> str:
-        """The properties in their order: those that are required, and any of the others. Behind a
-        member a rule goes on with those after it."""
+        """Returns the expression of the properties in their order: the required ones, and any of
+        the others. After a member, a rule continues with the members after it."""
         self._check(schema, OBJECT_KEYWORDS, where)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         properties = {**properties, **{name: {} for name in required if name not in properties}}
@@ -115,7 +115,7 @@ class _Arguments:
 
 class _PythonArguments(_Arguments):
     def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
-        """A JSON value, with the definitions that it may refer to."""
+        """Returns a rule for a JSON value, with the definitions that it refers to."""
         try:
             return self._rule(inline_json(with_definitions(schema, self._root)))
         except ValueError as error:
@@ -185,7 +185,7 @@ def _written(value: Any, where: str) -> str:
 
 
 def _gemma_values(quote: str, special: Mapping[str, int]) -> list[str]:
-    """Rules of strings and of values without a schema."""
+    """Returns the rules of strings and of values without a schema."""
     text = "quote TEXT_INSIDE? quote" if quote in special else f"{literal(quote)} text_inside"
     return [
         f"quote: {marker_expression(quote, special)}",

@@ -1,4 +1,4 @@
-"""Values that are not written as JSON, read while they are written and given as JSON."""
+"""Readers of values that are not JSON, which output them as JSON while they stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CODE_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class QuotedString(EscapedString):
-    """Between quotes as Python and JSON have them, from the first quote on."""
+    """A string in quotes as in Python and JSON, from the first quote on."""
 
     _escapes = _ESCAPES
     _code_digits = _CODE_DIGITS
@@ -39,9 +39,9 @@ class QuotedString(EscapedString):
         self._quote = quote
         self._plain = re.compile(f"[^{quote}\\\\]*")
         self._is_open = False
-        """What began the string was read."""
+        """Whether the opening quotes were read."""
         self._quotes = 0
-        """In a row, that may begin or end the string."""
+        """Number of quotes in a row that may begin or end the string."""
 
     def finish(self) -> None:
         if self._is_open:
@@ -62,7 +62,7 @@ class QuotedString(EscapedString):
         self._pieces.append('"')
 
     def _read_quotes(self, most: int) -> Reading[int]:
-        """How many follow, in a row."""
+        """Reads up to `most` quotes in a row; returns their number."""
         while self._quotes < most and (yield from self._char()) == self._quote:
             self._at += 1
             self._quotes += 1
@@ -73,7 +73,8 @@ class QuotedString(EscapedString):
         self._pieces.append(json_escaped(text))
 
     def _show_code(self, code: int, escape: str) -> None:
-        """Two escaped code units of UTF-16 may be one character: JSON writes them alike."""
+        """Outputs a character. Two escaped UTF-16 code units may form one character: JSON escapes
+        them in the same way."""
         if 0xD800 <= code < 0xE000:
             self._pieces.append(f"\\u{code:04x}")
         else:
@@ -81,7 +82,7 @@ class QuotedString(EscapedString):
 
 
 class DelimitedString(TextReader):
-    """Between two equal marks, without escapes, from after the first on."""
+    """A string between two equal marks, without escapes, from after the first mark on."""
 
     def __init__(self, mark: str) -> None:
         super().__init__()
@@ -97,8 +98,9 @@ class DelimitedString(TextReader):
 
 
 class BareScalar(ScalarValue):
-    """A number, a word of the notation, or another word, which is a string: from the character on
-    that makes it one. The others are known when they end, at a character that is of no word."""
+    """A number, a word of the notation, or another word, which is a string. A string is output from
+    the character on that makes it one. The others are output when they end, at a character that
+    cannot be part of a word."""
 
     _chars = re.compile(r"[-+.$\w]*")
 
@@ -106,9 +108,9 @@ class BareScalar(ScalarValue):
         super().__init__()
         self._words = words
         self._word = ""
-        """The beginning of one of the words; empty: it is none."""
+        """The beginning of one of the words; empty if the text is not one."""
         self._number = "begin"
-        """What of a number was read last; empty: it is none."""
+        """The part of a number that was read last; empty if the text is not a number."""
         self._held: list[str] = []
         self._is_string = False
 
@@ -154,7 +156,7 @@ class BareScalar(ScalarValue):
 
 
 class BareKey(BareScalar):
-    """A key: a string, whatever the word would be as a value."""
+    """A key: always a string, even if the word is a value of the notation."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -162,7 +164,7 @@ class BareKey(BareScalar):
 
 
 def as_json_number(word: str) -> str:
-    """The number as JSON writes it; empty: it is none."""
+    """Returns the number as JSON; empty if the word is not a number."""
     if _NUMBER.fullmatch(word):
         return word
     try:

@@ -1,4 +1,4 @@
-"""Calls of Phi-4-mini and Granite 3."""
+"""Calls in the formats of Phi-4-mini and Granite 3."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Phi4Parser(ListParser):
         <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>
         functools[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]
 
-    The first is Phi's own form; the second that of the prompt which vLLM's and Ollama's users give
+    The first is Phi's own form. The second follows the prompt that users of vLLM and Ollama give
     it.
     """
 

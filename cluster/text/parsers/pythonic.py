@@ -1,4 +1,4 @@
-"""Calls as Python writes them."""
+"""Calls in Python's notation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ TOOL_CODE, FENCE = "```tool_code", "```"
 
 
 class PythonicParser(ListParser):
-    """As Python writes calls: Llama 3.2 and 4, and what Google recommends for Gemma 3.
+    """Parser for calls in Python's notation: Llama 3.2 and 4, and the prompt that Google recommends
+    for Gemma 3.
 
         [f(a=1, b="x"), g()]
         <|python_start|>[f(a=1, b="x")]<|python_end|>
@@ -21,8 +22,8 @@ class PythonicParser(ListParser):
         f(a=1, b="x")
         ```
 
-    A list without a marker is read where the answer begins, behind whitespace. Arguments have names
-    and literal values; what else Python allows is no call.
+    A list without a marker is read only at the beginning of the answer, after whitespace.
+    Arguments have names and literal values; any other Python is not a call.
     """
 
     markers = (PYTHON_START, PYTHON_END)

@@ -12,8 +12,8 @@ QWEN_FUNCTION, QWEN_PARAMETER, QWEN_END = "<function=", "<parameter=", "</functi
 
 
 class Qwen3CoderParser(MarkupParser):
-    """The model may forget `<tool_call>` where text precedes, and `</parameter>` at the end of a
-    line. Two newlines before `<tool_call>` are the template's."""
+    """Parser for Qwen3-Coder. The model may forget `<tool_call>` after text, and `</parameter>` at
+    the end of a line. Two newlines before `<tool_call>` belong to the template."""
 
     markers = (OPEN, CLOSE, QWEN_FUNCTION)
     start_markers = tuple("\n" * count + one for count in range(3) for one in (OPEN, QWEN_FUNCTION))

@@ -1,4 +1,4 @@
-"""Readers of a text that comes in pieces: each character is read once."""
+"""Readers of a text that arrives in pieces: each character is read once."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from swell.cluster.text.parsers.matching import SPACE, LiteralMatcher, Matcher, 
 
 _Result = TypeVar("_Result")
 Reading = Generator[None, None, _Result]
-"""Waits where a piece of the text ends, which is all that its `yield` means."""
+"""A coroutine that yields where the current piece of text ends, and continues with the next
+piece."""
 
 
 class NotRead(Exception):
-    """Other text follows than the one that was to be read here."""
+    """The text does not continue with the expected part."""
 
     def __init__(self, unread: str = "") -> None:
-        """`unread`: the last of what was read, if it is to be read again as something else."""
+        """`unread` is the last text that was read, if it must be read again as something else."""
         super().__init__()
         self.unread = unread
 
 
 class TextReader(ABC):
-    """Reads a call or a value. `take` gives what of it is certain."""
+    """Reads a call or a value. `take` returns the part of it that is certain."""
 
     ended = False
-    """It is whole, or cannot go on at the character where `read` stopped."""
+    """Whether it is complete, or cannot continue at the character where `read` stopped."""
     unread = ""
-    """What was read last and does not belong to it: it precedes that character."""
+    """The text that was read last and does not belong to it; it precedes that character."""
 
     def __init__(self) -> None:
         self._text, self._at = "", 0
@@ -39,7 +40,8 @@ class TextReader(ABC):
         """The matcher of `_one_of`."""
 
     def read(self, text: str, at: int = 0) -> int:
-        """Go on at `text[at:]` until it has `ended`, or the text has; where reading stopped."""
+        """Continues at `text[at:]` until it has `ended`, or the text has; returns where reading
+        stopped."""
         self._text, self._at = text, at
         try:
             next(self._reading)
@@ -50,33 +52,34 @@ class TextReader(ABC):
         return self._at
 
     def take(self) -> str:
-        """What it gives since the last call."""
+        """Returns the output since the last call."""
         taken = "".join(self._pieces)
         self._pieces.clear()
         return taken
 
     def finish(self) -> None:
-        """Nothing follows."""
+        """Marks the end of the text."""
         return
 
     @abstractmethod
     def _read(self) -> Reading[None]:
-        """Read one thing behind the other, up to the end. Raises `NotRead`."""
+        """Reads the parts in sequence, up to the end. Raises `NotRead`."""
 
     def _char(self) -> Reading[str]:
-        """The next character; it is still to be read."""
+        """Returns the next character without reading past it."""
         while self._at == len(self._text):
             yield
         return self._text[self._at]
 
     def _next(self) -> Reading[str]:
-        """The next character that is no whitespace; it is still to be read."""
+        """Returns the next character that is not whitespace, without reading past it."""
         return (yield from self._through(SPACE))
 
     def _through(
         self, pattern: re.Pattern[str], give: Callable[[str], None] | None = None
     ) -> Reading[str]:
-        """Read what matches `pattern`, and `give` it as it comes; the character behind it."""
+        """Reads text that matches `pattern`, and passes it to `give` as it arrives; returns the
+        character after it."""
         while True:
             text, start = self._text, self._at
             self._at = end = end_of(pattern, text, start)
@@ -89,7 +92,7 @@ class TextReader(ABC):
     def _follow(
         self, reader: TextReader, give: Callable[[str], None] | None = None
     ) -> Reading[None]:
-        """`reader` reads what follows; `give` what it gives as that comes."""
+        """Lets `reader` read the text that follows; passes its output to `give` as it arrives."""
         while True:
             self._at = reader.read(self._text, self._at)
             if give is not None:
@@ -99,7 +102,7 @@ class TextReader(ABC):
             yield
 
     def _pass(self, char: str) -> Reading[None]:
-        """This character follows, behind whitespace."""
+        """Reads this character, after whitespace. Raises `NotRead` if another one follows."""
         if (yield from self._next()) != char:
             raise NotRead
         self._at += 1
@@ -110,7 +113,8 @@ class TextReader(ABC):
         skip_space: bool = True,
         give: Callable[[str], None] | None = None,
     ) -> Reading[str]:
-        """One of these follows; which. `give` what is read as it comes."""
+        """Reads one of these literals and returns it; passes the text to `give` as it arrives.
+        Raises `NotRead` if other text follows."""
         self._literals = matcher = LiteralMatcher(*literals, skip_space=skip_space)
         while True:
             start = self._at
@@ -125,7 +129,8 @@ class TextReader(ABC):
             yield
 
     def _up_to(self, matcher: Matcher, give: Callable[[str], None]) -> Reading[str]:
-        """Read up to the end of a marker, and `give` what precedes it as it comes; the marker."""
+        """Reads up to the end of a marker, and passes the text before it to `give` as it arrives;
+        returns the marker."""
         while True:
             shown, marker, self._at = matcher.push(self._text, self._at)
             if shown:

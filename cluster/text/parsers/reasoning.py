@@ -1,21 +1,21 @@
-r"""Reasoning between two tags, at the beginning of an answer.
+r"""Reasoning between two tags at the beginning of an answer.
 
     \n  <think> \n\n so it is 4. \n </think> \n\n It is 4.
     ╰─ dropped ─────╯╰reasoning─╯╰─── dropped ──╯╰content╯
 
-The rule of whitespace: newlines (`\n`, any number) directly after `<think>`, directly before
-`</think>` and directly after it belong to the tags, as in the chat templates of Qwen3 and
-DeepSeek-R1; so does whitespace before `<think>`. All other whitespace is text. If the answer ends
-before `</think>`, its last newlines are reasoning. Mistral's tags have no newlines of their own.
+Whitespace: newlines (`\n`, any number) directly after `<think>`, directly before `</think>` and
+directly after it belong to the tags, as in the chat templates of Qwen3 and DeepSeek-R1; so does
+whitespace before `<think>`. All other whitespace is text. If the answer ends before `</think>`,
+its last newlines are reasoning. Mistral's tags include no newlines.
 
-`<think>` counts only where the answer begins, and only the first `</think>` after it: an answer
-may mention the tags. A `</think>` without `<think>` is text: what precedes it was shown as content
-already. It ends reasoning where the prompt has opened it, or where the format says that the answer
-begins inside; there the tag may be written once more.
+`<think>` counts only at the beginning of the answer, and only the first `</think>` after it counts:
+an answer may mention the tags. A `</think>` without `<think>` is text: the text before it was
+already sent as content. It ends reasoning if the prompt has opened it, or if in this format the
+answer begins inside; then the opening tag may be repeated.
 
-A tool call ends reasoning that is not closed, from its marker on. What only resembles a call, and
-a call without a marker, stay reasoning: a model may think about calls. Newlines directly before the
-call belong to it. A `</think>` after the call is text.
+A tool call ends reasoning that is not closed, from its marker on. Text that only resembles a call,
+and a call without a marker, stay reasoning: a model may think about calls. Newlines directly before
+the call belong to it. A `</think>` after the call is text.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from swell.cluster.text.parsers.reading import NotRead, Reading
 
 
 class ThinkParser(AnswerReader):
-    """The model writes `<think>` itself, or answers without reasoning (Qwen3). Where the prompt
-    ends with `<think>`, the answer begins inside."""
+    """Parser for models that write `<think>` themselves, or answer without reasoning (Qwen3). If
+    the prompt ends with `<think>`, the answer begins inside."""
 
     start_token, end_token = "<think>", "</think>"
     padding = "\n"
 
     def __init__(self, make_inner: Callable[[], Parser] = ContentParser, prompt: str = "") -> None:
-        """`make_inner` makes what reads the content. `prompt`: the end of the prompt's text."""
+        """`make_inner` creates the parser of the content. `prompt` is the end of the prompt's
+        text."""
         super().__init__()
         self._make_inner = make_inner
         self._inner = make_inner()
-        """Reads reasoning up to `end_token`, and another one the content after it."""
+        """Parses reasoning up to `end_token`; a new one then parses the content."""
         self.markers = (self.start_token, self.end_token, *self._inner.markers)
         self.keeps_special_tokens |= self._inner.keeps_special_tokens
         self._tag_padding = re.compile(f"[{self.padding}]*" if self.padding else "")
         self._padding: list[str] = []
-        """Before what may be `end_token` or a call."""
+        """Newlines that may belong to `end_token` or to a call."""
         self._prompt_opened = self.opened_by_prompt(prompt)
         self._has_begun = False
-        """Reasoning, or the answer without it."""
+        """Whether reasoning, or an answer without it, has begun."""
         self._is_inside = False
 
     @classmethod
@@ -85,7 +86,7 @@ class ThinkParser(AnswerReader):
         yield from self._pass_on(self._inner)
 
     def _read_inside(self) -> Reading[None]:
-        """Up to the content or the call behind."""
+        """Reads up to the content or the call after the reasoning."""
         self._inner.stop_at(self.end_token)
         self._is_inside = True
         while self._inner.rest is None:
@@ -96,14 +97,14 @@ class ThinkParser(AnswerReader):
             if self._inner.rest is None:
                 yield
         self._at -= len(self._inner.rest)
-        # What was held is no call.
+        # Text that was held back is not a call.
         self._reason(self._inner.flush())
         self._is_inside = False
         self._inner = self._make_inner()
         yield from self._through(self._tag_padding)
 
     def _reason(self, deltas: list[AnswerDelta]) -> None:
-        """What the inner parser has read is reasoning until a call begins."""
+        """Outputs what the inner parser returned: content is reasoning until a call begins."""
         for delta in deltas:
             if isinstance(delta, ToolCall) and self._is_inside:
                 self._padding.clear()
@@ -122,7 +123,8 @@ class ThinkParser(AnswerReader):
 
 
 class OpenThinkParser(ThinkParser):
-    """The answer begins inside (DeepSeek-R1), unless the prompt ends with `</think>`."""
+    """Parser for answers that begin inside (DeepSeek-R1), unless the prompt ends with
+    `</think>`."""
 
     @classmethod
     def opened_by_prompt(cls, prompt: str) -> bool:
@@ -130,7 +132,7 @@ class OpenThinkParser(ThinkParser):
 
 
 class MistralThinkParser(ThinkParser):
-    """Magistral's and Ministral's, whose tags are control tokens."""
+    """Parser for Magistral and Ministral, whose tags are control tokens."""
 
     start_token, end_token = "[THINK]", "[/THINK]"
     padding = ""
@@ -138,7 +140,7 @@ class MistralThinkParser(ThinkParser):
 
 
 class GemmaThinkParser(ThinkParser):
-    """Gemma 4's channel of thoughts."""
+    """Parser for Gemma 4's thought channel."""
 
     start_token, end_token = "<|channel>thought\n", "<channel|>"
     padding = ""

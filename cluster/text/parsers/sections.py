@@ -1,9 +1,9 @@
 """Formats whose calls are in a section: its marker, calls, its end marker.
 
     content │ <section> │ <call> head │ arguments │ </call> │ <call> ... │ </section> │ content
-      out   │   held    │    held     │    out    │    -    │            │     -      │   out
+     sent   │   held    │    held     │   sent    │    -    │            │     -      │  sent
 
-The markers around calls are not required: a section may end with the answer, and a call may begin
+The markers around calls are optional: a section may end with the answer, and a call may begin
 without one.
 """
 
@@ -18,16 +18,18 @@ from swell.cluster.text.parsers.tools import ToolParser
 
 class SectionParser(ToolParser):
     section: str
-    """What begins calls."""
+    """Marker that begins a section."""
     call_begin: str = ""
-    """What begins each of them; empty: the section's marker."""
+    """Marker that begins each call; empty if the section's marker does."""
 
     calls_share_section: bool = True
-    """Otherwise each is in one of its own, though calls are read wherever they come."""
+    """Whether several calls share a section. Otherwise each has its own, but calls are read
+    wherever they occur."""
 
     @abstractmethod
     def _new_call(self, *, bare: bool) -> Call:
-        """Reads a call from after what begins it. `bare`: there was no section around it."""
+        """Returns a reader of a call, from after the marker that begins it. `bare` means that there
+        was no section around it."""
 
     def _read_calls(self, marker: str) -> Reading[None]:
         self._hold(marker)
@@ -49,5 +51,5 @@ class SectionParser(ToolParser):
             bare = False
 
     def _flush_end_marker(self) -> None:
-        """What may have been the end of a section is taken for it."""
+        """Drops text that may be the beginning of the section's end marker."""
         self._leading_space.clear()

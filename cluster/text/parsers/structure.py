@@ -1,4 +1,4 @@
-"""Arrays and objects, read while they are written in one pass."""
+"""Reader of arrays and objects while they stream, in one pass."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ from swell.cluster.text.parsers.reading import NotRead, Reading, TextReader
 
 
 class StructureReader(TextReader):
-    """Reads brackets, commas and what separates keys from values. A subclass reads the rest."""
+    """Reads brackets, commas and separators of keys and values. A subclass reads the rest."""
 
     _allows_last_comma = False
-    """A comma may precede a closing bracket."""
+    """Whether a comma may precede a closing bracket."""
 
     def __init__(self) -> None:
         super().__init__()
         self._open: list[tuple[str, str]] = []
-        """For each open array and object: what closes it, and what separates key and value;
-        empty for arrays."""
+        """The bracket that closes each open array or object, and the separator of key and value,
+        which is empty for arrays."""
 
-    # ---------------------------------------------------------------------------- a subclass
+    # ------------------------------------------------------------------- hooks of subclasses
 
     def _on_token(self, text: str) -> None:
-        """A token of structure was read; this is how JSON writes it."""
+        """Called when a structural token was read; `text` is its JSON form."""
 
     def _on_space(self, text: str) -> None:
-        """Whitespace was read."""
+        """Called when whitespace was read."""
 
     def _on_value(self) -> None:
-        """A value is whole."""
+        """Called when a value is complete."""
 
     @abstractmethod
     def _opened_by(self, char: str) -> tuple[str, str] | None:
-        """As in `_open`, of what this character opens; None: it opens neither array nor object."""
+        """Returns the entry in `_open` for the array or object that this character opens; None if
+        it opens neither."""
 
     @abstractmethod
     def _read_scalar(self, char: str, *, is_key: bool) -> Reading[None]:
-        """A key or a value that begins with `char`."""
+        """Reads a key or a value that begins with `char`."""
 
     # --------------------------------------------------------------------------------- reading
 
     def _read(self) -> Reading[None]:
-        """One value, or the rest of what is open."""
+        """Reads one value, or the rest of the open arrays and objects."""
         may_close = bool(self._open)
         while True:
             char = yield from self._token()
@@ -69,7 +70,7 @@ class StructureReader(TextReader):
         return (yield from self._through(SPACE, self._on_space))
 
     def _read_key(self, char: str, separator: str) -> Reading[str]:
-        """A key and what separates it from its value; that one's first character."""
+        """Reads a key and the separator after it; returns the first character of its value."""
         yield from self._read_scalar(char, is_key=True)
         if (yield from self._token()) != separator:
             raise NotRead
@@ -77,7 +78,7 @@ class StructureReader(TextReader):
         return (yield from self._token())
 
     def _nest(self, char: str) -> bool:
-        """Whether an array or object begins."""
+        """Begins an array or object if `char` opens one; returns whether it does."""
         opened = self._opened_by(char)
         if opened is None:
             return False

@@ -1,5 +1,5 @@
-"""Strings that are plain text in an answer, in llguidance's Lark syntax: what a JSON schema says
-about them, and what must not occur in them."""
+"""Grammars, in llguidance's Lark syntax, of strings that are plain text in an answer: the
+constraints of a JSON schema, and texts that must not occur in them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ANNOTATIONS = frozenset(
 """Keywords that constrain nothing."""
 DEFINITIONS = frozenset(("$defs", "definitions"))
 OBJECT_KEYWORDS = frozenset(("type", "properties", "required", "additionalProperties"))
-"""Those that the grammars of arguments follow themselves."""
+"""Keywords that the grammars of arguments enforce themselves."""
 MAX_LENGTH = 100_000
-"""Largest `maxLength` of a string that is enforced."""
+"""The largest `maxLength` of a string that is enforced."""
 
 _LOOKALIKES = {
     "null": "null|None",
@@ -50,7 +50,8 @@ _FORMATS = {
     "email": r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+",
     "ipv4": r"((25[0-5]|(2[0-4]|1?[0-9])?[0-9])\.){3}(25[0-5]|(2[0-4]|1?[0-9])?[0-9])",
 }
-"""Other formats say nothing about the text, as JSON schema allows."""
+"""Regular expressions of formats. Other formats do not constrain the text, as JSON schema
+allows."""
 
 _TEXT_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
 _OTHER_KEYWORDS = frozenset(
@@ -60,12 +61,12 @@ _OTHER_KEYWORDS = frozenset(
         *("properties", "required", "additionalProperties", "minProperties", "maxProperties"),
     )
 )
-"""They say nothing about strings."""
+"""Keywords that do not constrain strings."""
 
 
 def split_schema(schema: Any, root: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
-    """The schemas of the strings that a schema allows, and the schema of its other values; None:
-    it allows no others. ValueError for one that cannot be taken apart."""
+    """Returns the schemas of the strings that a schema allows, and the schema of its other values,
+    or None if it allows no others. Raises ValueError for a schema that cannot be split."""
     return _Splitter(root).split(schema)
 
 
@@ -103,7 +104,7 @@ class _Splitter:
 def field(
     schema: dict[str, Any], keyword: str, kind: type[_Kind], default: _Kind | None = None
 ) -> _Kind:
-    """The value of a keyword. ValueError for one of another kind than JSON schema's."""
+    """Returns the value of a keyword. Raises ValueError for a value of the wrong kind."""
     value = schema.get(keyword, default)
     if not isinstance(value, kind):
         raise ValueError(f"has {keyword!r}, which is no {kind.__name__}")
@@ -124,8 +125,8 @@ def _split_plain(
 
 
 def with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
-    """A part of `root`, with the definitions that it refers to. ValueError for a reference to
-    anything else."""
+    """Returns a part of `root`, with the definitions that it refers to. Raises ValueError for a
+    reference to anything else."""
     refers, level = False, [schema]
     while level:
         node: Any = level.pop()
@@ -140,7 +141,8 @@ def with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, 
 
 
 class TextGrammar:
-    """Rules of strings up to their end. `end` follows each of them, `forbidden` occurs in none."""
+    """Creates rules of strings and their end. `end` follows each string, and no string contains one
+    of `forbidden`."""
 
     def __init__(self, end: str, forbidden: Sequence[str], special: Mapping[str, int]) -> None:
         self._end = end
@@ -149,8 +151,8 @@ class TextGrammar:
         self._bare = f"~/(?s:.*){grammar.any_of(forbidden)}(?s:.*)/"
 
     def rules(self, name: str, schema: dict[str, Any], others: frozenset[str]) -> list[str]:
-        """Rules of the string and its end. `others`: the types that the parser reads in the text.
-        ValueError for what no rule can enforce."""
+        """Returns the rules of a string and its end. `others` are the other types that the parser
+        reads from text. Raises ValueError for a schema that no rule can enforce."""
         if "enum" in schema:
             return self._choice(name, schema["enum"], others)
         bodies, nullable = _bodies(schema)
@@ -162,7 +164,8 @@ class TextGrammar:
         if not self._rest:
             return [f"{terminal}: {text}", f"{name}[lazy]: {terminal} {grammar.literal(self._end)}"]
         if self._lead:
-            # The added token in the end ends the text, whose last characters precede it.
+            # The added token in `end` ends the text, which the other characters of `end` follow
+            # directly.
             lead = grammar.literal(self._lead)
             return [
                 f"{terminal}: {text}",
@@ -190,7 +193,8 @@ class TextGrammar:
 
 
 def _bodies(schema: dict[str, Any]) -> tuple[list[str], bool]:
-    """Expressions that the text matches, all of them, and whether it may be empty."""
+    """Returns expressions that the text must match, all of them, and whether the text may be
+    empty."""
     known = {"type", "enum"} | _TEXT_KEYWORDS | _OTHER_KEYWORDS | ANNOTATIONS
     for keyword in sorted(set(schema) - known):
         raise ValueError(f"has {keyword!r}")
@@ -210,7 +214,8 @@ def _bodies(schema: dict[str, Any]) -> tuple[list[str], bool]:
 
 
 def _finds_nothing(pattern: str) -> bool:
-    """It is found in an empty text; one that Python does not know is taken for one that is not."""
+    """Returns whether a pattern matches the empty text; False if Python does not support the
+    pattern."""
     try:
         return re.search(pattern, "") is not None
     except re.error:

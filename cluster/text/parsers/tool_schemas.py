@@ -1,5 +1,4 @@
-"""Schemas of the tools of a request, read before their calls get a grammar. Errors name the
-tool."""
+"""Prepares the schemas of a request's tools for grammars. Errors name the tool."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from swell.cluster.text.structured_output import MAX_SEARCH_S, compile_schema
 
 
 def cleaned_tool(tool: Tool, keywords: SchemaKeywords) -> Tool:
-    """The same tool, whose parameters have only keywords that a grammar follows. ValueError for
-    others."""
+    """Returns the same tool with parameters in keywords that grammars support. Raises ValueError
+    for others."""
     if not tool.parameters:
         return tool
     try:
@@ -27,7 +26,7 @@ def cleaned_tool(tool: Tool, keywords: SchemaKeywords) -> Tool:
 
 
 def check_each_tool(tools: list[Tool]) -> None:
-    """Raise BadRequest for the first tool whose schema alone makes no grammar."""
+    """Raises BadRequest for the first tool whose schema, by itself, does not compile."""
     end_s = time.monotonic() + MAX_SEARCH_S
     for tool in tools:
         if time.monotonic() > end_s:

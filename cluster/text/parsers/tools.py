@@ -1,13 +1,14 @@
-"""What the formats of tool calls share: where an answer has calls, and which deltas they become.
+"""Base class of parsers of tool calls: finds calls in an answer, and turns them into deltas.
 
     content │ lead │ start marker, head │ arguments │ rest, end marker │ lead │ start marker, ...
-      out   │ held │        held        │    out    │        -         │ held │     held
+     sent   │ held │        held        │   sent    │        -         │ held │     held
 
-*Lead* is whitespace where the answer begins or a call has ended: dropped if a call follows (or,
-after a call, nothing), content otherwise. *Head* is what a format writes before the arguments.
-Once they begin the call is announced, and lead, marker and head are dropped; if they never do, all
-of it is content. What follows the arguments and belongs to the call is dropped. No end marker is
-required: an answer may end without it, and where it goes on differently, content begins.
+*Lead* is whitespace at the beginning of the answer or after a call. It is dropped if a call
+follows (or, after a call, nothing), and is content otherwise. *Head* is the text that a format
+writes before the arguments. Once the arguments begin, the call is announced, and lead, marker and
+head are dropped; if they never begin, all of it is content. Text after the arguments that belongs
+to the call is dropped. The end marker is optional: an answer may end without it, and if it
+continues in another way, content begins.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from swell.cluster.text.randomness import SYSTEM_RANDOM
 
 
 class ToolParser(AnswerReader):
-    """Content and tool calls. A format says what its markers begin."""
+    """Parses content and tool calls. A subclass for a format reads the calls after its markers."""
 
     start_markers: tuple[str, ...]
-    """The markers that may occur anywhere in content and begin calls."""
+    """Markers that may occur anywhere in content and begin calls."""
     end_markers: tuple[str, ...] = ()
-    """One of them may follow a call, or several calls."""
+    """Markers that may follow a call or several calls."""
 
     def __init__(
         self, make_id: Callable[[], str] | None = None, tools: Sequence[Tool] = ()
     ) -> None:
         self._make_id = make_id or self.random_id
         self._tools = {tool.name: tool for tool in tools}
-        """Those of the request: the schemas say what the text of an argument means."""
+        """The tools of the request: their schemas say what the text of an argument means."""
         self._matcher = Matcher(*self.start_markers)
         super().__init__()
         self._leading_space: list[str] = []
         self._held: list[str] = []
-        """A call that is not announced: content if it turns out to be none."""
+        """Text of a call that is not announced yet: content if it is not a call."""
         self._call: Call | None = None
         self._announced = False
         self._num_calls = 0
@@ -51,7 +52,7 @@ class ToolParser(AnswerReader):
 
     @staticmethod
     def random_id(random: Random = SYSTEM_RANDOM) -> str:
-        """An id for a call, unique, in the form that this format's chat templates need."""
+        """Returns a unique id for a call, in the form that this format's chat templates need."""
         return f"call_{random.getrandbits(96):024x}"
 
     def stop_at(self, marker: str) -> None:
@@ -69,21 +70,21 @@ class ToolParser(AnswerReader):
             self._show(rest)
         return self._take_deltas()
 
-    # ------------------------------------------------------------------------------- a format
+    # ----------------------------------------------------------------------- hooks of formats
 
     @classmethod
     @abstractmethod
     def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
-        """The grammar of the texts that this parser reads as calls of the builder's tools, each
-        with arguments that are valid under the tool's schema. ValueError for a tool whose
-        parameters are not those of an object, and without tools."""
+        """Returns the grammar of the texts that this parser reads as calls of the builder's tools,
+        each with arguments that are valid for the tool's schema. Raises ValueError without tools,
+        and for a tool whose parameters are not an object."""
 
     def _marked_call(self, marker: str) -> Call:
-        """Reads a call from behind its start marker on."""
+        """Returns a reader of a call, from after its start marker."""
         raise NotImplementedError
 
     def _flush_end_marker(self) -> None:
-        """The answer ends within what may be an end marker."""
+        """Called if the answer ends within a possible end marker."""
         self._show("")
 
     # --------------------------------------------------------------------------------- reading
@@ -96,28 +97,28 @@ class ToolParser(AnswerReader):
             yield from self._read_calls(marker)
 
     def _read_start(self) -> Reading[None]:
-        """Before content."""
+        """Reads the beginning of the answer."""
         yield from self._read_gap()
 
     def _read_gap(self) -> Reading[None]:
-        """Whitespace that precedes content or a call."""
+        """Reads whitespace that precedes content or a call."""
         yield from self._through(SPACE, self._leading_space.append)
 
     def _read_content(self) -> Reading[str]:
-        """Up to the end of a start marker; which."""
+        """Reads up to the end of a start marker, and returns the marker."""
         while (marker := (yield from self._up_to(self._matcher, self._show))) == self._stop_marker:
             self.rest = self._text[self._at :]
             self._at = len(self._text)
         return marker
 
     def _read_calls(self, marker: str) -> Reading[None]:
-        """What the start marker begins. Content follows."""
+        """Reads the calls that the start marker begins. Content follows."""
         if (yield from self._read_call(marker, self._marked_call(marker))):
             yield from self._read_end()
 
     def _read_call(self, begun: str, call: Call) -> Reading[bool]:
-        """`begun` may begin a call, and `call` reads what follows. Whether it was a call, of which
-        nothing is unread."""
+        """Reads a call with `call`, after `begun`, the text that may begin it. Returns whether it
+        was a call and was read completely."""
         self._hold(begun)
         self._call, self._announced = call, False
         while True:
@@ -137,13 +138,14 @@ class ToolParser(AnswerReader):
         return self._announced and not call.unread
 
     def _read_end(self) -> Reading[None]:
-        """What may follow the last call."""
+        """Reads the text that may follow the last call."""
         if (yield from self._read_end_marker(*self.end_markers)):
             self._leading_space.clear()
             yield from self._read_gap()
 
     def _read_end_marker(self, *markers: str) -> Reading[str]:
-        """One of these behind a call, as the end of the lead; empty: other text follows it."""
+        """Reads one of these markers after a call, as the end of the lead, and returns it; empty if
+        other text follows the lead."""
         try:
             return (yield from self._one_of(*markers, give=self._leading_space.append))
         except NotRead as error:
@@ -152,20 +154,21 @@ class ToolParser(AnswerReader):
             self._unread(error.unread)
             return ""
 
-    # ---------------------------------------------------------------------------- what it makes
+    # ----------------------------------------------------------------------------------- output
 
     def _show(self, text: str) -> None:
-        """Content, and whitespace before it is content too."""
+        """Outputs content; whitespace held back before it is content too."""
         self._deltas.append(Content("".join([*self._leading_space, text])))
         self._leading_space.clear()
 
     def _hold(self, text: str) -> None:
-        """It may begin a call."""
+        """Holds back text that may begin a call."""
         self._held += [*self._leading_space, text]
         self._leading_space.clear()
 
     def _give_up(self, unread: str = "") -> None:
-        """What is held is no call, and may have ended with the beginning of one: `unread`."""
+        """Outputs the text that is held back, which is not a call. It may have ended with the
+        beginning of one: `unread`."""
         text = "".join(self._held)
         self._held.clear()
         if text := text[: len(text) - len(unread)]:
@@ -180,7 +183,7 @@ class ToolParser(AnswerReader):
         self._deltas.append(Arguments(self._num_calls - 1, call.take()))
 
     def _announce(self, name: str, call_id: str = "") -> None:
-        """A call is certain. It ends the reasoning before it."""
+        """Announces a call, which is certain. It ends the reasoning before it."""
         if self._stop_marker is not None:
             self._stop_marker, self._matcher = None, Matcher(*self.start_markers)
         self._deltas.append(ToolCall(self._num_calls, call_id or self._make_id(), name))

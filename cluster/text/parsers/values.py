@@ -1,12 +1,12 @@
-"""Values that a model writes as text, converted to JSON as the schema of a parameter says.
+"""Converts values that a model writes as text to JSON, according to the schema of a parameter.
 
     <parameter=n>3</parameter>         {"type": "integer"}              3
     <parameter=s>3</parameter>         {"type": "string"}               "3"
     <parameter=x>null</parameter>      {"type": ["string", "null"]}     null
     <parameter=x>nulls</parameter>     {"type": ["string", "null"]}     "nulls"
 
-A text is the JSON value that it is if the schema allows values of that kind, or none of text; it is
-a string otherwise. Where nothing is known of a parameter, all types are allowed.
+A text that is a JSON value becomes that value if the schema allows its type, or does not allow
+strings; otherwise it becomes a string. If nothing is known of a parameter, all types are allowed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swell.cluster.text.parsers.json_check import JSON_TYPES, PYTHON_WORDS, Json
 
 STRING = frozenset(("string",))
 MAX_SCHEMA_NODES = 256
-"""Read for the types of one parameter: references may multiply without end."""
+"""Limit on schemas read for the types of one parameter: references may multiply endlessly."""
 
 _TYPES = {kind: frozenset((kind,)) for kind in JSON_TYPES}
 _TYPES["integer"] = _TYPES["float"] = _TYPES["number"]
@@ -28,16 +28,16 @@ _PYTHON_TYPES |= {list: "array", dict: "object", type(None): "null"}
 
 
 def json_escaped(text: str) -> str:
-    """As a JSON string has it, character by character."""
+    """Escapes a text, character by character, as in a JSON string."""
     return _encode(text)[1:-1]
 
 
 class TypedText:
-    """One value while it is written: a string comes out at once, and any other value when it is
-    whole, or as a string from the character on that makes it none."""
+    """Converts one value while it streams. A string is output at once. Any other value is output
+    when it is complete, or as a string from the character on that makes the text a string."""
 
     def __init__(self, types: frozenset[str]) -> None:
-        """`types`: those that the value may have."""
+        """`types` are the types that the value may have."""
         others = types - STRING
         self._checker = None
         if others:
@@ -49,11 +49,11 @@ class TypedText:
 
     @property
     def in_json(self) -> bool:
-        """The next character is in a string of an array or object."""
+        """Whether the next character is in a string of an array or object."""
         return self._checker is not None and self._checker.in_string
 
     def push(self, text: str) -> str:
-        """More of the text; what of the value is now certain, as JSON."""
+        """Adds text; returns the JSON that is certain now."""
         if self._checker is None:
             return self._opened() + json_escaped(text)
         self._held.append(text)
@@ -63,14 +63,14 @@ class TypedText:
         return self._as_string()
 
     def end(self) -> str:
-        """The text is whole."""
+        """Ends the text; returns the rest of the JSON."""
         if self._checker is None or not self._checker.whole:
             return self._as_string() + '"'
         text = "".join(self._held).strip()
         return PYTHON_WORDS.get(text, text)
 
     def flush(self) -> str:
-        """The answer ends within the text."""
+        """Ends an answer within the value; returns its incomplete text."""
         return "".join(self._held)
 
     def _opened(self) -> str:
@@ -84,7 +84,7 @@ class TypedText:
 
 
 def parameter_types(parameters: dict[str, Any], key: str) -> frozenset[str]:
-    """The types that a tool's schema allows for one of its arguments."""
+    """Returns the types that a tool's schema allows for one of its arguments."""
     properties, schema = parameters.get("properties"), parameters.get("additionalProperties", True)
     if isinstance(properties, dict) and key in properties:
         schema = properties[key]
@@ -92,7 +92,7 @@ def parameter_types(parameters: dict[str, Any], key: str) -> frozenset[str]:
 
 
 def schema_types(schema: Any, root: dict[str, Any]) -> frozenset[str]:
-    """The types of values that a schema allows; its references point into `root`."""
+    """Returns the types of values that a schema allows; its references point into `root`."""
     return _SchemaTypes(root).of(schema)
 
 
@@ -134,7 +134,7 @@ def _named(names: Any) -> frozenset[str]:
 
 
 def resolve(reference: str, root: dict[str, Any]) -> Any:
-    """What a reference like `#/$defs/Place` points to; None if that is not there."""
+    """Returns the target of a reference such as `#/$defs/Place`; None if it does not exist."""
     if not reference.startswith("#"):
         return None
     node: Any = root

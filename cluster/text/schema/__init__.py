@@ -1,1 +1,1 @@
-"""Typed JSON bodies, and how they are read."""
+"""Typed JSON bodies of requests, and their decoding."""

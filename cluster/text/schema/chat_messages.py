@@ -13,9 +13,10 @@ from swell.cluster.text.schema.request_body import HistoryPart, NotServed, Reque
 from swell.cluster.text.validate_params import check_length
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that every chat template is taken to know; any other must be one of the template's own."""
+"""Roles that every chat template is assumed to support; the template must support any other
+role."""
 MAX_OWN_ROLES = 8
-"""Other roles of one conversation: each is looked for in the template by a rendering."""
+"""Maximum number of other roles in a conversation: each is checked by rendering the template."""
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
@@ -34,13 +35,13 @@ class ContentPart(HistoryPart, kw_only=True):
     file: NotServed = None
     refusal: str | None = None
     cache_control: Any = None
-    """Accepted; prefixes are always shared."""
+    """Accepted without effect; prefixes are always shared."""
 
 
 class FunctionCall(HistoryPart, kw_only=True):
     name: str
     arguments: str
-    """JSON, as text. A model wrote it: it may be cut off, or no JSON at all."""
+    """JSON as text. It was written by a model, so it may be incomplete or invalid."""
 
 
 class MessageToolCall(HistoryPart, kw_only=True):
@@ -54,19 +55,19 @@ class MessageToolCall(HistoryPart, kw_only=True):
 
 class ChatMessage(HistoryPart, kw_only=True):
     role: str
-    """One of `ROLES`, or one that the chat template knows."""
+    """One of `ROLES`, or one that the chat template supports."""
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    """The call that a message of role `tool` answers."""
+    """The id of the call that a message of role `tool` answers."""
     tool_calls: list[MessageToolCall] | None = None
     reasoning_content: str | None = None
     """The reasoning of an earlier answer; passed to the chat template."""
     reasoning: Any = None
-    """The same under vLLM's newer name, where it is a text."""
+    """The same under vLLM's newer name, if it is a text."""
     function_call: FunctionCall | None = None
-    """The one call of a message, as OpenAI's API had it before `tool_calls`; role `function` has
-    its result."""
+    """The only call of a message, as in OpenAI's API before `tool_calls`; a message of role
+    `function` has its result."""
 
     refusal: str | None = None
     audio: NotServed = None
@@ -124,14 +125,15 @@ class ChatMessage(HistoryPart, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The content as one text; parts are on lines of their own."""
+        """The content as one text, with each part on a separate line."""
         if isinstance(self.content, list):
             return "\n".join(part.text or part.refusal or "" for part in self.content)
         return self.content or ""
 
 
 def check_named(value: str, path: str) -> None:
-    """An id or a name of a call, which its result and the template refer to."""
+    """Raises `BadRequest` if an id or a name of a call is empty: its result and the template refer
+    to it."""
     if not value:
         raise bad_value(path, value, "is empty; at least one character is needed")
 
@@ -151,7 +153,7 @@ def _check_part(part: ContentPart, path: str) -> None:
 
 
 def check_messages(messages: list[ChatMessage]) -> None:
-    """Also brings calls of the older API into the form of the newer one."""
+    """Checks messages, and converts calls of the older API to the newer form."""
     if not messages:
         raise bad_value("messages", messages, "must hold at least one message")
     for index, message in enumerate(messages):
@@ -167,12 +169,12 @@ def check_messages(messages: list[ChatMessage]) -> None:
 
 
 def _upgrade_function_call(messages: list[ChatMessage]) -> None:
-    """`function_call` and role `function`, as `tool_calls` and role `tool`. A result belongs to the
-    last call of its name."""
+    """Converts `function_call` and role `function` to `tool_calls` and role `tool`. A result
+    belongs to the last call with its name."""
     called: dict[str, str] = {}
     for index, message in enumerate(messages):
         if message.function_call is not None:
-            # Nine letters and digits: some templates demand ids of this form.
+            # Nine letters and digits: some templates require ids of this form.
             id = f"call{index:05d}"
             message.tool_calls = [MessageToolCall(id=id, function=message.function_call)]
             called[message.function_call.name] = id
@@ -189,9 +191,9 @@ class FunctionDefinition(HistoryPart, kw_only=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object; None: no arguments."""
+    """JSON schema of the arguments, which are an object; None means no arguments."""
     strict: bool | None = None
-    """Enforce the schema also where the model itself chooses to call."""
+    """Whether the schema is enforced even if the model itself chooses to call."""
 
 
 class ToolDefinition(HistoryPart, kw_only=True, dict=True):
@@ -202,8 +204,8 @@ class ToolDefinition(HistoryPart, kw_only=True, dict=True):
 
     @cached_property
     def as_sent(self) -> dict[str, Any]:
-        """What the chat template is shown: the tool as its client wrote it (`keep_tools`), or, of
-        another API, what is known of it."""
+        """The tool in the form that the chat template sees: as its client wrote it (`keep_tools`)
+        or, with another API, its known fields."""
         assert self.function is not None, "tools were checked"
         known = {
             name: getattr(self.function, name) for name in ("name", "description", "parameters")
@@ -215,7 +217,7 @@ class ToolDefinition(HistoryPart, kw_only=True, dict=True):
 def function_tool(
     name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
 ) -> ToolDefinition:
-    """A tool of another API."""
+    """Returns a tool definition for a tool of another API."""
     function = FunctionDefinition(
         name=name, description=description, parameters=parameters, strict=strict
     )
@@ -230,8 +232,8 @@ _SENT_TOOLS = msgspec.json.Decoder(_SentTools)
 
 
 def keep_tools(tools: list[ToolDefinition] | None, body: bytes) -> None:
-    """Keep the tools of a body as it was sent: with fields that are not typed, and in their
-    order."""
+    """Keeps the tools of a body as they were sent: with untyped fields, and with the fields in
+    their order."""
     if tools:
         for tool, sent in zip(tools, _SENT_TOOLS.decode(body).tools or (), strict=True):
             sent.pop("cache_control", None)
@@ -253,14 +255,14 @@ class AllowedTools(RequestBody, kw_only=True):
 
 
 class NamedToolChoice(RequestBody, kw_only=True, omit_defaults=True):
-    """The tool to call; or, of all that the model is shown, those that it may call."""
+    """The tool to call, or a subset of all tools, those that may be called."""
 
     type: Literal["function", "allowed_tools"]
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
 
     def check(self) -> None:
-        """Each type has the field of its name, and only this one."""
+        """Raises `BadRequest` unless only the field named like the type is set."""
         for name in ("function", "allowed_tools"):
             if (getattr(self, name) is not None) != (self.type == name):
                 raise BadRequest(
@@ -274,17 +276,17 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class CallRules(msgspec.Struct, frozen=True):
-    """What a choice among tools requires of an answer."""
+    """The requirements of a tool choice for an answer."""
 
     required: bool = False
     single: bool = False
-    """The one tool that is named is called once."""
+    """Whether exactly one call of the named tool is allowed."""
     names: frozenset[str] | None = None
-    """Tools that may be called; None: all of them."""
+    """Tools that may be called; None for all of them."""
 
 
 def call_rules(choice: ToolChoice | None) -> CallRules:
-    """The rules of a checked choice that is not `none`."""
+    """Returns the rules of a validated choice other than `none`."""
     if not isinstance(choice, NamedToolChoice):
         return CallRules(required=choice == "required")
     if choice.allowed_tools is not None:
@@ -295,7 +297,7 @@ def call_rules(choice: ToolChoice | None) -> CallRules:
 
 
 def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -> None:
-    """The rules between tools and the choice among them."""
+    """Checks the tools, and that the choice fits them."""
     names: list[str] = []
     check_length("tools", tools or (), "tools", MAX_TOOLS)
     for index, tool in enumerate(tools or ()):
@@ -321,7 +323,7 @@ def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -
 
 
 def _check_tool(tool: ToolDefinition, path: str, before: list[str]) -> str:
-    """The tool's name."""
+    """Checks a tool; returns its name."""
     if tool.type != "function":
         rule = "is not supported; only 'function' is"
         raise bad_value(f"{path}.type", tool.type, rule, "unsupported_value")

@@ -1,4 +1,4 @@
-"""Bytes to a typed request, or a `BadRequest` that names field, value and limit."""
+"""Decodes bytes to a typed request, or raises a `BadRequest` that names field, value and limit."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from swell.configs.shown import did_you_mean
 Request = TypeVar("Request", bound=RequestBody)
 
 MAX_EXPLAINED_BYTES = 256 * 1024
-"""The error of a longer body that is not JSON has only the position: more would take long."""
+"""Limit on the size of an invalid JSON body that is parsed again to explain its error. For a longer
+one the error has only the position: more would take long."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Windows' tools write it in front of UTF-8."""
+"""Windows tools write it in front of UTF-8."""
 _MAX_ERROR_CHARS = 1000
-"""Longest message of msgspec: it may repeat the names of unknown fields."""
+"""Limit on the length of msgspec's message: it may repeat the names of unknown fields."""
 
 
 @cache
@@ -52,12 +53,12 @@ _MISSING = "Object missing required field"
 
 
 def decode(body: bytes, kind: type[Request]) -> Request:
-    """Read and check one request body. Raises `BadRequest` and nothing else."""
+    """Decodes and checks one request body. Raises only `BadRequest`."""
     return read(body, kind)[0]
 
 
 def decode_part(body: bytes, kind: type[Request], path: str) -> Request:
-    """The same for the part of a request at `path`, which errors name."""
+    """Decodes the part of a request at `path`, which errors name."""
     try:
         return decode(body, kind)
     except BadRequest as error:
@@ -67,7 +68,8 @@ def decode_part(body: bytes, kind: type[Request], path: str) -> Request:
 def read(
     body: bytes, kind: type[Request], unknown: UnknownFields = "refuse"
 ) -> tuple[Request, StrippedFields]:
-    """The same, and what of the body was left out; `unknown` is `serve.unknown_fields`."""
+    """Decodes a body like `decode`. Also returns what was left out of it; `unknown` is
+    `serve.unknown_fields`."""
     body = body.removeprefix(_BYTE_ORDER_MARK)
     check_size(body)
     stripped = StrippedFields(unknown)
@@ -80,7 +82,7 @@ def read(
 def _request(body: bytes, kind: type[Request], stripped: StrippedFields) -> Request:
     sent = body
     try:
-        if kind.PARTS:  # the decoder alone does not read them
+        if kind.PARTS:  # the decoder does not check these by itself
             body = stripped.strip(body, kind)
         try:
             request: Request = _decoder(kind).decode(body)
@@ -99,8 +101,9 @@ def _request(body: bytes, kind: type[Request], stripped: StrippedFields) -> Requ
 
 
 def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
-    """Why the body is not JSON. Python's own reader accepts two things that JSON and we do not,
-    NaN and lone surrogates, so it can separate them from plain damage."""
+    """Returns the error for a body that is not JSON. Python's own parser accepts two things that
+    are invalid JSON, NaN and lone surrogates, so it can distinguish them from plain syntax
+    errors."""
     what, param = f"the body is not valid JSON: {error}", None
     constants: list[str] = []
     try:
@@ -120,12 +123,12 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
     except UnicodeDecodeError as flaw:
         what = f"the body is not UTF-8: {flaw.reason} at byte {flaw.start}"
     except (ValueError, RecursionError):
-        pass  # plain damage
+        pass  # plain syntax errors
     return BadRequest(what, param, "invalid_json")
 
 
 def _find_surrogate(value: object) -> list[Key] | None:
-    """The way to the first string that cannot be UTF-8."""
+    """Returns the path of the first string that cannot be encoded as UTF-8."""
     items: Iterable[tuple[Key, Any]] = ()
     if isinstance(value, str):
         return None if _is_text(value) else []
@@ -155,14 +158,14 @@ def _json_types(quoted: re.Match[str]) -> str:
 
 
 class _Rejection(NamedTuple):
-    """The parts of msgspec's message, which is only a text."""
+    """The parts of msgspec's message, which is plain text."""
 
     rule: str
-    """Types have their JSON names: `expected integer or null, got string`."""
+    """The rule, with the JSON names of types: `expected integer or null, got string`."""
     path: str
-    """The path of the value; empty: the body."""
+    """The path of the value; empty for the body itself."""
     name: str
-    """The name that the message quotes: the field that is missing or unknown."""
+    """The name that the message quotes: the missing or unknown field."""
 
     @classmethod
     def parse(cls, message: str) -> _Rejection:
@@ -181,7 +184,8 @@ class _Rejection(NamedTuple):
 def _explain_validation(
     error: msgspec.ValidationError, body: bytes, kind: type[RequestBody]
 ) -> BadRequest:
-    """msgspec gives the rule and the path; the value is looked up in the body."""
+    """Returns the error for a body that fails validation. msgspec reports the rule and the path;
+    the value is looked up in the body."""
     rule, path, name = _Rejection.parse(str(error))
     full = f"{path}.{name}" if path else name
     if str(error).startswith(_UNKNOWN):
@@ -201,7 +205,7 @@ def _unknown_field(full: str, name: str, path: str, kind: type[RequestBody]) -> 
 
 
 def _lookup(body: bytes, path: str) -> tuple[bool, Any]:
-    """The value at `path`, where one can be found."""
+    """Returns whether there is a single value at `path`, and the value."""
     try:
         value = msgspec.json.decode(body)
         for key in split_path(path):

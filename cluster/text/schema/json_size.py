@@ -1,10 +1,10 @@
-"""How much work a JSON text is, before it is read.
+"""Estimates the work to parse a JSON text, before it is parsed.
 
-Reading one is a single call that holds the interpreter's lock, so nothing else of the process goes
-on meanwhile. How long it takes depends on what the text holds more than on its length: measured, a
-text of 16 MiB that is one string takes 15 ms, as many empty arrays as fit take 2 s, and as many
-numbers like 1e300 take 40 s. So the parts of a text are counted first, in slices that let others
-go on, and what would take more than some 50 ms is refused.
+Parsing is a single call that holds the interpreter's lock, so nothing else in the process runs
+meanwhile. How long it takes depends more on the content than on the length. Measured with 16 MiB: a
+text that is one string takes 15 ms, one of empty arrays 2 s, and one of numbers like 1e300 40 s. So
+the parts of a text are counted first, in slices that let other threads run, and a text that would
+take more than about 50 ms is refused.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import msgspec
 from swell.cluster.text.sampling_params import BadRequest
 
 COUNTED_BYTES = 8 * 1024
-"""A shorter text is read as it is: some milliseconds, whatever it holds."""
+"""A shorter text is parsed without counting: it takes some milliseconds for any content."""
 MAX_VALUES = 512 * 1024
-"""Values of all kinds: the token ids of four prompts of 128k tokens."""
+"""Maximum number of values of all kinds: the token ids of four prompts of 128k tokens."""
 MAX_NODES = 128 * 1024
-"""Arrays, objects, strings and keys."""
+"""Maximum number of arrays, objects, strings and keys."""
 MAX_ESCAPES = 1024 * 1024
-"""Backslashes in strings. Writers that escape what is not ASCII need one for each such character,
-and two for those beyond U+FFFF."""
+"""Maximum number of backslashes in strings. Writers that escape non-ASCII characters need one for
+each, and two for those beyond U+FFFF."""
 MAX_SLOW_NUMBERS = 2048
-"""Numbers of 20 characters and more, or with an exponent of two digits and more: 15 us each."""
+"""Maximum number of numbers with 20 or more characters, or with an exponent of two or more digits:
+15 us each."""
 MAX_NUMBER_CHARS = 128
 _SLICE_BYTES = 64 * 1024
 _SLOW_NUMBER = re.compile(rb"[-+.0-9eE]{20,}|[.0-9][eE][-+]?[0-9]{2}")
 
 
 class JsonCounts(msgspec.Struct):
-    """What a JSON text holds; the strings' contents are not looked into."""
+    """Counts of the parts of a JSON text; the contents of strings are only scanned for escapes."""
 
     values: int = 1
     nodes: int = 0
@@ -43,7 +44,7 @@ class JsonCounts(msgspec.Struct):
 
 
 def check_size(body: bytes) -> None:
-    """Raises `BadRequest` for a JSON text that would take too long to read."""
+    """Raises `BadRequest` for a JSON text that would take too long to parse."""
     if len(body) <= COUNTED_BYTES:
         return
     parts = JsonCounts()
@@ -64,8 +65,8 @@ def check_size(body: bytes) -> None:
 
 
 def count_json(body: bytes) -> Iterator[JsonCounts]:
-    """What has been counted so far, slice by slice. Of a text that is no JSON the counts mean
-    nothing, but the work is the same."""
+    """Yields the counts so far after each slice. For a text that is not JSON, the counts are
+    meaningless, but the work is the same."""
     parts, at, quotes = JsonCounts(), 0, 0
     while at < len(body):
         end = _end_of_slice(body, at)
@@ -84,7 +85,8 @@ def count_json(body: bytes) -> Iterator[JsonCounts]:
 
 
 def _end_of_slice(body: bytes, at: int) -> int:
-    """Not between a backslash and what it escapes: a run of backslashes stays together."""
+    """Returns the end of a slice, which never separates a backslash from the character that it
+    escapes."""
     end = at + _SLICE_BYTES
     if body[end - 1 : end] != b"\\":
         return end

@@ -1,11 +1,11 @@
-"""Fields that clients of other servers send, and what they are here: data, in one place.
+"""Fields that clients of other servers send, and their handling here: data, in one place.
 
-Of the bodies of OpenAI, vLLM, SGLang, llama.cpp and TGI these are the names that no body of ours
-has. What is not in a table is a name that no server knows (`serve.unknown_fields`).
+These are the names in the bodies of OpenAI, vLLM, SGLang, llama.cpp and TGI that no body of ours
+has. A name that is not in a table is unknown to all servers (`serve.unknown_fields`).
 
-    neutral   taken where its value changes nothing (null always does), else refused by name
-    taken     taken whatever its value: it changes no answer
-    means     another name of a field of ours
+    neutral   accepted if its value changes nothing (null never does), otherwise refused by name
+    taken     accepted with any value: it does not change the answer
+    means     another name of one of our fields
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Values = tuple[Any, ...]
 
 
 class Ecosystem(NamedTuple):
-    """What is known beside the fields of one body."""
+    """The fields of other servers that are known for one kind of body."""
 
     neutral: Mapping[str, Values] = {}
     taken: frozenset[str] = frozenset()
@@ -31,7 +31,7 @@ _EMPTY: Values = ({},)
 _NONE_LISTED: Values = ([],)
 
 _SAMPLING: Mapping[str, Values] = {
-    # Searches and penalties that are not here.
+    # Searches and penalties that are not supported.
     "use_beam_search": _OFF,
     "length_penalty": (1.0,),
     "early_stopping": _OFF,
@@ -48,11 +48,11 @@ _SAMPLING: Mapping[str, Values] = {
     "xtc_probability": (0,),
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    # Forms of an answer, and where it ends.
+    # Forms of an answer, and its end.
     "guided_whitespace_pattern": _NULL,
     "structural_tag": _NULL,
     "stop_regex": _NULL,
-    # What an answer reports.
+    # Contents of a response.
     "spaces_between_special_tokens": _ON,
     "logprob_token_ids": _NULL,
     "return_token_offsets": _OFF,
@@ -60,12 +60,12 @@ _SAMPLING: Mapping[str, Values] = {
     "routed_experts_prompt_start": (0,),
     "routed_experts_start_len": (0,),
     "return_cached_tokens_details": _OFF,
-    # What the model reads beside text, and weights beside its own.
+    # Inputs other than text, and weights other than the model's.
     "mm_processor_kwargs": _EMPTY,
     "images_config": _EMPTY,
     "lora_path": (),
     "adapter_id": _NULL,
-    # Prefixes that are kept or computed elsewhere.
+    # Prefixes that are stored or computed elsewhere.
     "kv_transfer_params": _EMPTY,
     "ec_transfer_params": _EMPTY,
     "session_params": _EMPTY,
@@ -82,7 +82,7 @@ _TAKEN = frozenset(
         "request_id",  # ours is the header x-request-id
         "rid",
         "custom_labels",
-        "guided_decoding_backend",  # the form is held by whatever holds it
+        "guided_decoding_backend",  # the backend cannot be chosen
         "return_mm_kwargs",
         "cache_prompt",
         "keep_alive",
@@ -204,5 +204,5 @@ IGNORED_FIELDS = (
     "usage",
     "other",
 )
-"""Labels of `swell_ignored_fields_total`: what clients are known to send in a history, and `other`
-for every other name, so that no client makes a label."""
+"""Labels of `swell_ignored_fields_total`: names that clients are known to send in a history, and
+`other` for every other name, so that clients cannot create labels."""

@@ -1,4 +1,4 @@
-"""What every request body is made of."""
+"""Base classes of request bodies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from swell.cluster.text.schema.known_fields import Ecosystem
 
 
 def neutral(*values: Any) -> msgspec.Meta:
-    """Marks a field that is known but not served: these values, and null, have no effect."""
+    """Marks a field that is known but not served: these values, and null, are accepted without
+    effect."""
     return msgspec.Meta(description=describe_neutral(values), extra={"neutral": values})
 
 
@@ -25,24 +26,24 @@ NotServed = Annotated[Any, neutral()]
 
 
 class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of every request body. An unknown field is refused, but see `unknown_fields.py`.
+    """Base of every request body. An unknown field is refused, except as in `unknown_fields.py`.
 
-    A field of OpenAI's API that is not served is known all the same: a `neutral` value passes,
+    A field of OpenAI's API that is not served is known nevertheless: a `neutral` value is accepted,
     and any other is refused by name, so that no answer silently ignores a field.
     """
 
     POOLS: ClassVar[bool] = False
-    """It is for a model that pools."""
+    """Whether the body is for a pooling model."""
     ECOSYSTEM: ClassVar[Ecosystem] = Ecosystem()
-    """Fields of other servers, beside those of the struct."""
+    """Fields of other servers, in addition to those of the struct."""
     PARTS: ClassVar[Mapping[str, Mapping[str | None, type[msgspec.Struct]]]] = {}
-    """Fields that are typed after the body -> the structs of their objects, by `type`."""
+    """Maps a field that is typed after the body to the structs of its objects, by `type`."""
 
     def check(self) -> None:
-        """The rules between fields; raises `BadRequest`."""
+        """Checks the rules between fields; raises `BadRequest`."""
 
     def keep(self, body: bytes) -> None:
-        """Keep what types lose of the body, which is this one's as it was sent."""
+        """Keeps details of the original body that the types lose."""
 
     def refuse_unsupported(self, path: str = "") -> None:
         for name, values in not_served(type(self)).items():
@@ -53,7 +54,7 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @cache
 def not_served(kind: type[RequestBody]) -> Mapping[str, tuple[Any, ...]]:
-    """The fields that are not served, and their neutral values."""
+    """Returns the fields that are not served, with their neutral values."""
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType), "bodies are structs"
     return {
@@ -64,8 +65,8 @@ def not_served(kind: type[RequestBody]) -> Mapping[str, tuple[Any, ...]]:
 
 
 def check_neutral(path: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    """Refuse a field, by name, whose value needs what is not here."""
-    # To Python 0 is False, and to JSON it is not.
+    """Raises `BadRequest` for a field whose value needs an unsupported feature; names the field."""
+    # In Python 0 equals False, but not in JSON.
     if value is None or any(
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
     ):
@@ -75,5 +76,5 @@ def check_neutral(path: str, value: Any, neutral: tuple[Any, ...]) -> None:
 
 
 class HistoryPart(RequestBody, kw_only=True):
-    """Base of what a conversation is made of: messages, their parts, calls and tool definitions.
-    Other programs wrote them, and an unknown field is ignored and counted."""
+    """Base of the parts of a conversation: messages, their parts, calls and tool definitions. Other
+    programs wrote them, so an unknown field is ignored and counted."""

@@ -1,11 +1,12 @@
-"""What JSON allows, and a request that changes the cluster may not hold.
+"""Stricter rules for the JSON of requests that change the cluster.
 
-A reader of JSON takes the last of several fields of one name, and another reader, as that of a
-proxy, may take the first. OpenAI's API and the servers like it take the last one, and so do the
-routes of users. Where a field says how many engines there are, a repeated one is refused.
+If a field occurs several times, one JSON parser uses the last occurrence, and another one, such as
+that of a proxy, may use the first. OpenAI's API and similar servers use the last, and so do the
+routes of users. Requests with fields such as the number of engines, in contrast, must not repeat a
+field.
 
-The text is followed token by token, in one pass, without recursion. Of a text that is no JSON the
-result means nothing: its decoder refuses it.
+The text is scanned token by token, in one pass, without recursion. For a text that is not JSON the
+result is meaningless: its decoder refuses it.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from swell.cluster.text.field_path import MAX_PATH_CHARS, Key, join_path
 from swell.cluster.text.sampling_params import BadRequest, shown
 
 MAX_DEPTH = 16
-"""Objects and arrays in each other. A configuration in its body has four."""
+"""Maximum nesting of objects and arrays. A configuration in its body has four levels."""
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\],:]|[^\s"{}\[\],:]+', re.DOTALL)
-"""A string that has no end is one token up to the end of the text, and is looked at once."""
+"""Tokens. A string without a closing quote is one token up to the end of the text, and is scanned
+only once."""
 _NUMBER = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 
 
 @dataclass
 class _Level:
-    """An object or an array that has begun."""
+    """An object or an array that is open."""
 
     names: set[str] | None
-    """Of the fields of an object that have come; None: it is an array."""
+    """Names of the fields so far of an object; None for an array."""
     at: Key
-    """The field, or the place in the array."""
+    """The current field, or the index in the array."""
     is_name: bool
-    """A string is the name of a field."""
+    """Whether the next string is the name of a field."""
 
 
 @dataclass
@@ -57,7 +59,7 @@ class _Levels:
         self.open.append(_Level(set() if is_object else None, "" if is_object else 0, is_object))
 
     def next(self) -> None:
-        """A comma."""
+        """Handles a comma."""
         level = self.open[-1]
         if isinstance(level.at, int):
             level.at += 1
@@ -85,13 +87,13 @@ class _Levels:
 
 
 def check_strict(body: bytes) -> None:
-    """Raises `BadRequest` for a repeated field, too many levels, and a number that is none."""
+    """Raises `BadRequest` for a repeated field, too many levels, and a number that overflows."""
     levels = _Levels()
     try:
         for found in _TOKEN.finditer(body):
             _follow(levels, found[0])
     except (msgspec.DecodeError, UnicodeError):
-        """A name that is no string: the decoder refuses it."""
+        """A name that is not a valid string: the decoder refuses it."""
 
 
 def _follow(levels: _Levels, token: bytes) -> None:

@@ -1,13 +1,13 @@
-"""Unknown fields of a body: found, and left out where they may be.
+"""Finds unknown fields of a body, and leaves them out where this is allowed.
 
 History is tolerant, requests are strict. Objects of a conversation (`HistoryPart`) come from other
-programs, which add fields of their own: these are ignored and counted. At the top of a body the
-table of its kind (`known_fields.py`) says what a field of another server is. Everywhere else an
-unknown field stays, so that the decoder refuses it; under `serve.unknown_fields: ignore` it is
-left out, and its path is kept for a warning.
+programs, which add their own fields: these are ignored and counted. At the top of a body, the table
+of its kind (`known_fields.py`) says how a field of another server is handled. Everywhere else an
+unknown field stays, so that the decoder refuses it; with `serve.unknown_fields: ignore` it is left
+out, and its path is kept for a warning.
 
-Only a body in which the decoder met an unknown field is read here. Its objects are split into names
-and raw values without building these, so what is kept is the very bytes that came.
+This module only handles bodies in which the decoder met an unknown field. It splits objects into
+names and raw values without decoding the values, so it keeps the original bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from swell.cluster.text.schema.known_fields import IGNORED_FIELDS, Ecosystem
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, check_neutral
 
 UnknownFields = Literal["refuse", "ignore"]
-"""`serve.unknown_fields`"""
+"""The values of `serve.unknown_fields`."""
 StructTypes = Mapping[str | None, type[msgspec.Struct]]
-"""What a value may be: by the object's `type`, None for all others."""
+"""Structs that a value may be, by the object's `type`; None is for all other types."""
 
 Fields = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(Fields)
@@ -44,19 +44,19 @@ class _StructInfo(NamedTuple):
 
 
 class StrippedFields(msgspec.Struct):
-    """What is left out of one body."""
+    """The fields that are left out of one body."""
 
     unknown: UnknownFields
     ignored: Counter[str] = msgspec.field(default_factory=Counter)
-    """By label of `IGNORED_FIELDS`."""
+    """Number of ignored fields, by label in `IGNORED_FIELDS`."""
     warnings: list[str] = []
-    """Paths of what `serve.unknown_fields: ignore` left out of the request itself."""
+    """Paths of fields of the request itself that `serve.unknown_fields: ignore` left out."""
     aliases: dict[str, str] = {}
-    """Fields of ours that were sent under another name, which refusals name."""
+    """Fields of ours that were sent under another name, which errors must use."""
 
     def strip(self, body: bytes, kind: type[RequestBody]) -> bytes:
-        """The body without what may be left out. Raises `BadRequest` for a field of another server
-        that needs an unsupported feature, and the errors of the JSON reader."""
+        """Returns the body without fields that may be left out. Raises `BadRequest` for a field of
+        another server that needs an unsupported feature, and the errors of the JSON decoder."""
         fields, info = _OBJECT.decode(body), _struct_info(kind)
         changed = False
         for name in [name for name in fields if name not in info.names]:
@@ -65,7 +65,8 @@ class StrippedFields(msgspec.Struct):
         return msgspec.json.encode(fields) if changed else body
 
     def _translate(self, name: str, fields: Fields, table: Ecosystem) -> bool:
-        """One field that the kind has not, as its table says; whether that knows it."""
+        """Handles a field that is not in the body's type according to the table; returns whether
+        the table has it."""
         if name in table.taken:
             del fields[name]
         elif name in table.means:
@@ -83,7 +84,7 @@ class StrippedFields(msgspec.Struct):
         return True
 
     def _strip_object(self, fields: Fields, info: _StructInfo, path: str) -> bool:
-        """Whether `fields` have changed."""
+        """Strips an object; returns whether `fields` have changed."""
         changed = False
         if not info.names.issuperset(fields):
             for name in [name for name in fields if name not in info.names]:
@@ -103,7 +104,8 @@ class StrippedFields(msgspec.Struct):
         return changed
 
     def _strip_value(self, raw: msgspec.Raw, kinds: StructTypes, path: str) -> msgspec.Raw:
-        """An object or a list without what may be left out; itself where that is nothing."""
+        """Returns an object or a list without the fields that may be left out; the original if
+        there are none."""
         try:
             value = _PARTS.decode(raw)
         except msgspec.ValidationError:  # a list of something else
@@ -140,7 +142,7 @@ def _struct_info(kind: type[msgspec.Struct]) -> _StructInfo:
 
 
 def _struct_types(type_: msgspec.inspect.Type) -> dict[str | None, type[msgspec.Struct]]:
-    """Structs of a field's type, alone or in a list."""
+    """Returns the structs of a field's type, also those in a list."""
     match type_:
         case msgspec.inspect.StructType():
             return {None if type_.tag is None else str(type_.tag): type_.cls}
