@@ -1,9 +1,9 @@
 """Decides whether one more request may wait. Pure: the time is an argument.
 
-All ingresses share all engines, so they share one limit on waiting requests. Two numbers count:
-what engines report, and what this ingress has submitted that is not in a report yet. Other
-ingresses do not know the second number. To stay within the limit together, each ingress may fill
-only its share of the room that the reports leave:
+All ingresses share all engines, so they share one limit on waiting requests. The waiting requests
+are those that engines report, plus those that this ingress has submitted and that are not in a
+report yet. Other ingresses do not know the second number. To stay within the limit together, each
+ingress may fill only its share of the room that the reports leave:
 
     refused if   own >= (limit - reported) / ingresses        for requests, and for their tokens
 
@@ -11,12 +11,12 @@ With equal reports, all ingresses together admit at most `limit + ingresses - 1`
 reach an ingress about `2 * cluster.load_report_s` after they were true, and different ingresses at
 different times. Requests that one ingress admits by a newer report than another has seen come on
 top: at most a quarter of the limit for two ingresses that are one report apart. A request is
-admitted as a whole, with all its prompts and answers: the last one may exceed the limit by that
-much.
+admitted as a whole, with all its prompts and answers: the last admitted request may exceed the
+limit by that much.
 
-While the coordinator is down, no reports arrive, and the last one would refuse every request until
-it is back. An ingress then counts the requests that it has sent and that have no token yet, against
-its share of the limit.
+While the coordinator is down, no reports arrive, and the last report would refuse every request
+until it is back. An ingress then counts the requests that it has sent and that have no token yet,
+against its share of the limit.
 
 An admitted request is never refused later, no matter where it must continue.
 

@@ -222,7 +222,7 @@ class AsyncLLM:
         self._placer.abort_in_engines(self._processor.abort_requests(request_ids))
 
     def expire(self, request_ids: Sequence[str], timeout_s: float) -> None:
-        """Fails those of these requests that have not finished with RequestTimedOut."""
+        """Fails these requests with RequestTimedOut, except those that have finished."""
         self._fail(request_ids, RequestTimedOut(timeout_s), FinishReason.ABORT)
 
     def end_requests(self, reason: str) -> None:

@@ -263,7 +263,7 @@ class AsyncEngineCoreClient:
             self._on_loads(message.loads)
 
     def _request_view(self, epoch: int) -> None:
-        """Requests a view whose message was lost: once at once, then with each heartbeat."""
+        """Requests a view whose message was lost: immediately, then with each heartbeat."""
         if epoch > self._epoch_requested:
             self._epoch_requested = epoch
             self._outlet.send(Subscribe(self._client_index, self._roster.epoch))

@@ -23,11 +23,11 @@ from swell.engine.wire import AbortRequests, JourneyEventType
 class RequestPlacer:
     """Places requests on engines, and moves those whose engine cannot continue.
 
-    A request moves if its engine left the roster, replaces a worker while another engine could
-    compute, dropped the request, or if messages to or from the engine were lost. It is sent to
-    another engine, or to the same one again, as the next attempt, together with the output tokens
-    so far; that engine recomputes them and continues. An answer that has begun continues only on an
-    engine with its version. If no engine is available, a request waits: for
+    A request moves if its engine left the roster or dropped it, if messages to or from the engine
+    were lost, or if the engine replaces a worker or is unreachable and another engine can continue.
+    It is sent to another engine, or to the same one again, as the next attempt, together with the
+    output tokens so far; that engine recomputes them and continues. An answer that has begun
+    continues only on an engine with its version. If no engine is available, a request waits: for
     `cluster.start_timeout_s` if it had an engine before, otherwise for `serve.no_engine_timeout_s`.
     """
 

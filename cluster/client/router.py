@@ -175,9 +175,9 @@ class Router:
     def version_to_split(
         self, token_ids: Sequence[int], *, salt: str | None, version: str | None, max_tokens: int
     ) -> str | None:
-        """Returns the version of two engines, one that should compute this prompt and one that
-        should continue. Both must be available, and the one that continues must lack much of the
-        prompt. Returns None if one engine should do both."""
+        """Returns the version on which one engine should compute this prompt and another one
+        continue: engines of both roles must be available, and the decode engines must lack much of
+        the prompt. Returns None if one engine should do both."""
         least = max(self._prefill_min_tokens, self._block_tokens + 1)
         if not self._prefill_engines or len(token_ids) < least:
             return None
