@@ -2,15 +2,15 @@
 texts of the client.
 
 A template is a program: it trims texts, cuts them, writes them as JSON. So the conversation is
-rendered again with changed texts, to see which control tokens depend on them. The result is used of
-a rendering that gives the same text as the first one:
+rendered again with changed texts, to see which control tokens depend on them. A rendering is
+trusted if, without its changes, it gives the same text as the first one:
 
 1. In each text the first and last characters of control tokens are replaced by characters that
    occur nowhere. The template's own control tokens are those in this rendering.
 2. If a template looks for control tokens in texts (`</think>` in an earlier answer), rendering 1
    gives another text. Then each control token in a text is enclosed in two marks.
 
-If neither gives the same text, rendering 2 counts: in it, control tokens in texts are always text.
+If neither gives the same text, rendering 2 is used: in it, control tokens in texts are always text.
 """
 
 from __future__ import annotations

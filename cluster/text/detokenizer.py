@@ -7,8 +7,8 @@ ids, and the cost per token does not grow with the answer. If an answer continue
 answer together; the cost does not grow with the prompt either.
 
 Decoding the last few ids again, as is common, cannot keep that invariant: a decoder may treat the
-first token specially, drop a leading space, or interpret bytes by what follows them. So one of
-three classes is chosen by the tokenizer's decoder:
+first token specially, drop a leading space, or interpret bytes by what follows them. So the
+tokenizer's decoder determines which one of three classes is used:
 
     ByteLevelDetokenizer  every token is bytes, the text is UTF-8 with errors replaced
                           (gpt2, llama 3)
@@ -16,7 +16,7 @@ three classes is chosen by the tokenizer's decoder:
                           tokens is decoded as a whole (llama 2, t5, bert)
     WindowDetokenizer     any other decoder: decodes a window again, and holds back uncertain text
 
-A class is used only if it agrees with the tokenizer on a few hundred random answers.
+The first two are used only if they agree with the tokenizer on a few hundred random answers.
 
 Limits of the invariant: if a run of byte tokens turns out not to be UTF-8, its valid characters
 have been returned already if it has more than `MAX_RUN_TOKENS` or begins in the prompt

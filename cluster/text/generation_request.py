@@ -66,7 +66,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The path of the field that holds the structured output, if it is not `structured_outputs`."""
     tokenize_options: TokenizeOptions = PLAIN_TEXT
     max_tokens_in_context: int | None = None
-    """Maximum number of tokens of the answer; a smaller rest of the context is not an error.
+    """Maximum number of tokens of the answer, reduced if the context has less room.
     `params.max_tokens`, in contrast, must fit."""
     echo: bool = False
     """Whether each answer begins with the text of its prompt, which is then needed."""

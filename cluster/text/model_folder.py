@@ -52,8 +52,8 @@ def check(config: Config) -> None:
 
 
 def _check_draft_model(config: Config) -> None:
-    """Checks the folder of the draft model. The loader, which reads both configs, checks whether it
-    fits the model."""
+    """Checks the folder of the draft model. Whether it fits the main model is checked by the
+    loader, which reads both configs."""
     small = config.drafts.model
     if small is None:
         return

@@ -50,7 +50,8 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Creates the same parser without random ids of calls, for use if only the content of its
     deltas is read. None if all text is content."""
     grammar: Callable[[], Grammar] | None
-    """Compiles the grammar of the answer; raises BadRequest. None if the answer is free."""
+    """Compiles the grammar of the answer; raises BadRequest. None if the answer is not
+    constrained."""
     keywords: SchemaKeywords
     """Converts the schemas of the structured output and of tools, when the grammar is compiled."""
 

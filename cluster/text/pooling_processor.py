@@ -180,8 +180,8 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         return options._replace(truncation=Truncation(FIT_CONTEXT, side, reserved_tokens=0))
 
     def _may_cut(self, inputs: Sequence[Input]) -> bool:
-        """Returns whether truncation would not be refused for these inputs: the server's default
-        must not cause a refusal."""
+        """Returns whether inputs of this kind can be truncated. If not, the server's default is
+        ignored, since it must not cause a refusal."""
         if all(isinstance(one, list) for one in inputs):
             return True
         if getattr(self.prompts.tokenizer, "backend_tokenizer", None) is None:

@@ -150,7 +150,7 @@ class PromptProcessor:
 
     def _check_chunks(self, text: str, field: str) -> None:
         """Raises `BadRequest` for a text that is far too long before all of it is tokenized. A text
-        has fewer tokens than its chunks, but only slightly: so twice the limit is certainly too
+        has slightly fewer tokens than its chunks together: so twice the limit is certainly too
         many."""
         if self._backend is None or len(text) <= max(CHUNK_CHARS, 4 * self.max_model_len):
             return

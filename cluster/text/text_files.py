@@ -42,8 +42,8 @@ _DIGITS = 16
 
 
 def text_files(model: ModelConfig) -> dict[str, str]:
-    """Returns the digest of each file by name, and the values of those keys of `config.json` that
-    affect text. For a hub model, returns only its name. Raises OSError, and ValueError for a broken
+    """Returns the digest of each file by name, and the values of the `config.json` keys that affect
+    text. For a hub model, returns only its name. Raises OSError, and ValueError for a broken
     config.json."""
     folder = Path(model.path)
     if not folder.is_dir():

@@ -18,7 +18,7 @@ from swell.cluster.text.json_grammar.string_patterns import (
 )
 
 WHITESPACE = r"\x20|\n\x20{0,32}"
-"""White space, where JSON allows it: one space, or a line break and its indentation. So a model may
+"""Whitespace, where JSON allows it: one space, or a line break and its indentation. So a model may
 write JSON in lines, but cannot write blanks forever."""
 
 MAX_MULTIPLE = 10**15

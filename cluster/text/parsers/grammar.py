@@ -139,10 +139,10 @@ def arguments_as_json(tool: Tool) -> str:
 
 
 def regex_escaped(text: str) -> str:
-    """Returns a text in the form of an expression between slashes."""
+    """Escapes a text for a regular expression between slashes."""
     return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", r"\n")
 
 
 def any_of(texts: Sequence[str]) -> str:
-    """Returns a choice of these texts, in the form of an expression between slashes."""
+    """Returns a regular expression, for use between slashes, that matches any of these texts."""
     return f"({'|'.join(map(regex_escaped, texts))})"

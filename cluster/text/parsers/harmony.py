@@ -139,7 +139,7 @@ class HarmonyParser(ToolParser):
                 marker = yield from self._read_header(marker)
 
     def _read_between(self) -> Reading[str]:
-        """Reads the text before a message or other text. White space is dropped if a message
+        """Reads the text before a message or other text. Whitespace is dropped if a message
         follows."""
         marker = yield from self._read_end_marker(TO, START, CHANNEL, MESSAGE, *ENDS)
         if marker:

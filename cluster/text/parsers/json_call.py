@@ -90,8 +90,8 @@ class JsonCall(Call):
 class CallReader(JsonCall):
     """Reads one call, `{"name": ..., "arguments": ...}`, from its brace on.
 
-    Only the text before the call is `known` decides whether it is a call at all. Keys may come in
-    any order; if a key is written twice, the first counts. `argument_keys` are the names of the
+    Whether it is a call at all is decided by the text up to where it becomes `known`. Keys may come
+    in any order; if a key is written twice, the first counts. `argument_keys` are the names of the
     arguments' key. `other_keys` are keys that may precede that one; None allows any. `names` are
     the names that a call may have.
     """

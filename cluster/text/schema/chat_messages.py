@@ -255,7 +255,7 @@ class AllowedTools(RequestBody, kw_only=True):
 
 
 class NamedToolChoice(RequestBody, kw_only=True, omit_defaults=True):
-    """The tool to call, or a subset of all tools, those that may be called."""
+    """The tool to call, or the subset of the tools that may be called."""
 
     type: Literal["function", "allowed_tools"]
     function: FunctionName | None = None

@@ -37,7 +37,8 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ECOSYSTEM: ClassVar[Ecosystem] = Ecosystem()
     """Fields of other servers, in addition to those of the struct."""
     PARTS: ClassVar[Mapping[str, Mapping[str | None, type[msgspec.Struct]]]] = {}
-    """Maps a field that is typed after the body to the structs of its objects, by `type`."""
+    """Maps a field that is converted after the body is decoded to the structs of its objects, by
+    `type`."""
 
     def check(self) -> None:
         """Checks the rules between fields; raises `BadRequest`."""
