@@ -12,6 +12,7 @@ import pytest
 
 from tests.test_layers import ROOT
 
+<<<<<<< HEAD
 @@=======
 CHECKED: tuple[str, ...] = (
     "cluster/api",
@@ -21,6 +22,9 @@ CHECKED: tuple[str, ...] = (
     "kernels",
     "worker",
 )
+=======
+CHECKED: tuple[str, ...] = ("cluster/client", "cluster/text")
+>>>>>>> 908aba1 (Tests: client and text are among the folders whose words are checked)
 """Folders and files whose words are checked."""
 
 OPENINGS = re.compile(
