@@ -1,22 +1,24 @@
-"""Why a call of an actor, or of Ray itself, gave no result, whichever Ray is there."""
+"""Errors of calls to actors and to Ray itself, independent of Ray's own exception classes."""
 
 from __future__ import annotations
 
 
 class ActorError(RuntimeError):
-    """A call of an actor has no result."""
+    """Raised if a call to an actor did not return a result."""
 
 
 class ActorDied(ActorError):
-    """The actor has ended, and is not started again. The call may have run, or a part of it."""
+    """Raised if the actor is dead and will not be restarted. The call may have run completely or in
+    part."""
 
 
 class ActorUnavailable(ActorError):
-    """The actor cannot be reached now. The call may have run, or may run yet."""
+    """Raised if the actor cannot be reached now. The call may have run, or may still run."""
 
 
 class ActorRaised(ActorError):
-    """The method raised `cause`. Where that is itself a failed call, it is an `ActorError`."""
+    """Raised if the method raised `cause`. If the method failed because of a call of its own,
+    `cause` is an `ActorError`."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause) or type(cause).__name__)
@@ -24,4 +26,5 @@ class ActorRaised(ActorError):
 
 
 class GcsUnavailable(TimeoutError):
-    """Ray's GCS (its control store) does not answer. What was to be done may be done yet."""
+    """Raised if Ray's GCS (its control store) does not answer. The requested action may still
+    happen."""

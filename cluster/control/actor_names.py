@@ -1,14 +1,13 @@
 """Names of engines in Ray, and which of the engines found there are adopted or are strays. Pure.
 
-Names are unique to each start: a name that is still being removed is in the way of no other start,
-and an actor or placement group with a name of this cluster that its manager does not know is a
-stray.
+Each start has a unique name, so a name that Ray is still removing does not block another start. An
+actor or placement group with a name of this cluster that its manager does not know is a stray.
 
     swell-app - engine - 3 - 0f3a..91 - 7c01d2e4
     namespace            rank  tag      start
 
 The tag is a digest of the version's lineage and of the coordinator's key: an engine with another
-one cannot be used here. Which version of its lineage an engine runs it says itself.
+tag cannot be used here. The engine itself says which version of its lineage it runs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class EngineName:
 
 
 def parse(text: str, namespace: str) -> EngineName | None:
-    """None: no engine of this namespace that we know how to read."""
+    """Parse a name; None: it is not an engine of this namespace, or has an unknown format."""
     head, _, tail = text.partition(f"{namespace}-{_ENGINE}-")
     parts = tail.split("-")
     if head or len(parts) != 3 or not parts[0].isdecimal() or not _HEX.fullmatch(parts[1]):
@@ -48,21 +47,21 @@ def parse(text: str, namespace: str) -> EngineName | None:
 
 
 def is_group(text: str, namespace: str) -> bool:
-    """Whether a placement group is of this namespace: Ray knows no namespaces of groups. Earlier
-    versions named them by rank alone."""
+    """Whether a placement group belongs to this namespace; Ray does not have namespaces for groups.
+    Earlier releases used names with only the rank."""
     rank = text.removeprefix(f"{namespace}-{_ENGINE}-")
     return parse(text, namespace) is not None or (rank != text and rank.isdecimal())
 
 
 def engine_tag(lineage: str, coordinator: str) -> str:
-    """Of engines of this lineage whose coordinator has this public key."""
+    """Returns the tag of engines of this lineage whose coordinator has this public key."""
     return hashlib.sha256(f"{lineage} {coordinator}".encode()).hexdigest()[:_TAG_DIGITS]
 
 
 def candidates(
     actors: Iterable[str], groups: Collection[str], namespace: str, tags: Container[str]
 ) -> list[EngineName]:
-    """Engines that may be adopted: with one of our tags, and with their placement group."""
+    """Engines that may be adopted: they have one of our tags, and their placement group exists."""
     names = (parse(actor, namespace) for actor in actors if actor in groups)
     return sorted(name for name in names if name is not None and name.tag in tags)
 
@@ -70,15 +69,16 @@ def candidates(
 def find_strays(
     actors: Iterable[str], groups: Iterable[str], namespace: str, known: Collection[str] = ()
 ) -> list[str]:
-    """Names that a manager has to end: every actor of its namespace, and every group of its
-    engines, that is not `known` to it. Sorted."""
+    """Returns the names that a manager has to end, sorted: all actors of its namespace and all
+    groups of its engines that are not in `known`."""
     ours = {*actors, *(name for name in groups if is_group(name, namespace))}
     return sorted(ours.difference(known))
 
 
 def choose(answers: Mapping[EngineName, int | None], roster: Roster) -> dict[int, EngineName]:
-    """One engine for each rank, of those that have answered: with their incarnation, or None while
-    they load. Those of the roster come first, then those that are ready."""
+    """Choose one engine for each rank. `answers`: the engines that have answered, with their
+    incarnation, or None while they load. Engines in the roster are preferred, then those that are
+    ready."""
 
     def priority(name: EngineName) -> tuple[bool, bool]:
         start = answers[name]

@@ -1,13 +1,13 @@
-"""How many engines the load wants: pure, with time as an argument.
+"""Autoscaling policy: the number of engines that the load requires. Pure: time is an argument.
 
 Each observation gives a recommendation:
 
-    a signal above its target      more engines, in proportion to it, at most twice those that serve
-    all far below theirs           as few as the load fits with room to spare, at least half of them
-    anything between               what is wanted now
+    a signal above its target      more engines in proportion, at most twice those that serve
+    all far below their targets    as few as fit the load with headroom, at least half of them
+    anything between               the current target
 
-and the target moves when all recommendations of a while agree (*stabilization*, as Kubernetes'
-autoscaler has it):
+The target moves when all recommendations of a period agree (*stabilization*, as in the autoscaler
+of Kubernetes):
 
              now - shrink_after_s               now - grow_after_s      now
       4                                               x   x x   x x x x     grows to the
@@ -16,9 +16,9 @@ autoscaler has it):
       1      o o o o o o o o o o o o o o o o o o o o o o o o o o o o o o    shrinks to the
                                                                             greatest of these
 
-Every change of the target, also an operator's, begins both times anew. A growth soon after a shrink
-shows that the shrink was wrong, and doubles the time until the next one: a load that flaps more
-slowly than `shrink_after_s` keeps its engines.
+Every change of the target, also by an operator, restarts both periods. If the target grows soon
+after it shrank, the shrink was wrong, and the period until the next shrink doubles: a load that
+oscillates more slowly than `shrink_after_s` keeps its engines.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from swell.cluster.control.load_signals import Load
 from swell.configs.autoscaling import AutoscalingConfig
 
 LOW = 0.7
-"""Engines are given back only where the others would have at most this share of each target."""
+"""Engines are removed only if the remaining ones would have at most this share of each target."""
 _FACTOR = 2.0
-"""Most engines that are wanted at once, and least, in units of those that serve. Newcomers change
-the load before the next growth."""
+"""Largest growth in one step, and largest shrink, as a factor of the serving engines. New engines
+change the load before the next growth."""
 DRAIN_S = 30.0
-"""A queue that will be empty sooner is what is left of a load that the engines carry now."""
+"""A queue that empties within this time is left over from a load that the engines can now serve."""
 _SOON = 2.0
-"""A growth within so much of the time until a shrink shows that the shrink was wrong."""
+"""A growth within this multiple of the time until a shrink shows that the shrink was wrong."""
 MAX_CAUTION = 16
-"""The longest time until a shrink, in units of `shrink_after_s`."""
+"""The longest period until a shrink, in units of `shrink_after_s`."""
 _GAP_S = 15.0
-"""Without an observation for longer, nothing is known of the time between."""
+"""After a gap without observations longer than this, earlier recommendations are discarded."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class Decision:
-    """The target has moved."""
+    """One change of the target."""
 
     before: int
     engines: int
@@ -63,7 +63,8 @@ class Decision:
 
 
 def recommend(load: Load, target: int, config: AutoscalingConfig, max_rows: int) -> Recommendation:
-    """How many engines this load wants, whatever the limits are. `max_rows`: slots of an engine."""
+    """Returns how many engines this load requires, regardless of the limits. `max_rows`: batch
+    slots of an engine."""
     queue = load.queue_s / config.queue_s
     if load.drained_s < DRAIN_S:
         queue = min(queue, 1.0)
@@ -86,14 +87,15 @@ def recommend(load: Load, target: int, config: AutoscalingConfig, max_rows: int)
 
 
 def _fitting(load: Load, config: AutoscalingConfig, max_rows: int) -> int:
-    """As few engines as have slots and blocks for this load, with room to spare."""
+    """Returns the smallest number of engines with enough slots and blocks for this load, with
+    headroom."""
     slots = (load.running + load.waiting) / (LOW * max_rows)
     blocks = load.kv_usage * load.engines / (LOW * config.kv_usage)
     return max(1, math.ceil(slots), math.ceil(blocks))
 
 
 class Autoscaler:
-    """The policy of one cluster, with what it has recommended lately."""
+    """The policy of one cluster, with its recent recommendations."""
 
     def __init__(
         self, config: AutoscalingConfig, min_engines: int, max_engines: int, max_rows: int
@@ -101,16 +103,17 @@ class Autoscaler:
         self._config, self.max_rows = config, max_rows
         self._min, self._max = min_engines, max_engines
         self._target: int | None = None
-        """Of the newest observation."""
+        """The target at the newest observation."""
         self._recent: deque[tuple[float, Recommendation]] = deque()
-        """Since the target moved, with their times, as far back as a shrink looks."""
+        """Recommendations since the target moved, with their times, as far back as a shrink
+        considers."""
         self._caution = 1
-        """The time until a shrink, in units of `shrink_after_s`."""
+        """The period until a shrink, in units of `shrink_after_s`."""
         self._shrunk_at = -math.inf
         self.load: Load | None = None
-        """The newest one."""
+        """The newest load; None: unknown."""
         self.decision: Decision | None = None
-        """The last one."""
+        """The last decision."""
         self.grows = 0
         self.shrinks = 0
         """Decisions so far."""
@@ -121,12 +124,13 @@ class Autoscaler:
 
     @property
     def recommendation(self) -> Recommendation | None:
-        """The newest one; None: the target has just moved, or nothing is known of the load."""
+        """The newest recommendation; None: the target has just moved, or the load is unknown."""
         return self._recent[-1][1] if self._recent else None
 
     def observe(self, load: Load, target: int, now: float) -> Decision | None:
-        """What follows from one more observation; `target`: engines that are wanted now. A decision
-        that is returned is carried out: the next observation has its target."""
+        """Record an observation and return a decision if the target must move. `target`: the
+        current target. The caller carries out a returned decision: the next observation has its
+        target."""
         recent = self._recent
         if target != self._target or (recent and now - recent[-1][0] > _GAP_S):
             recent.clear()
@@ -140,7 +144,7 @@ class Autoscaler:
         return None if agreed is None else self._decide(target, agreed, now)
 
     def reset(self) -> None:
-        """Nothing is known of the load any more."""
+        """Forget the load, because it is unknown."""
         self._recent.clear()
         self.load = None
 
@@ -155,9 +159,9 @@ class Autoscaler:
     def _agreed(
         self, span_s: float, now: float, wants: Callable[[int], bool]
     ) -> list[Recommendation]:
-        """Those of the last seconds, newest first, and the one that held when they began: no
-        decision follows from a single observation. None at all if one of them does not want this,
-        or nothing was known for so long."""
+        """Returns the recommendations of the last `span_s` seconds, newest first, and the one
+        before them, because a single observation must not decide. Empty if one of them does not
+        satisfy `wants`, or if the recommendations do not cover `span_s`."""
         late = []
         for at, found in reversed(self._recent):
             if not wants(found.engines):

@@ -1,10 +1,9 @@
-"""When a rank's next engine may be started, and why engines of it are missing. Pure.
+"""Back-off of starts: when the next engine of a rank may start, and why engines are missing. Pure.
 
-The first replacement starts at once, and each further attempt waits twice as long as the one
-before it, up to some minutes; a rank is always tried again. An engine that served for a while shows
-that engines can run here: what happened before it is forgotten. After several deaths of young
-engines in a row, or several starts in a row that failed, the rank is *exhausted*: an operator has
-to find the cause.
+The first replacement starts at once. Each further attempt waits twice as long as the one before, up
+to five minutes; a rank is retried without end. An engine that served for a while shows that engines
+can run here, so earlier failures are forgotten. After several early deaths in a row, or several
+failed starts in a row, the rank is *exhausted*: an operator must find the cause.
 """
 
 from __future__ import annotations
@@ -13,21 +12,22 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
 MAX_FAILURES = 5
-"""Starts in a row that fail until the rank is exhausted."""
+"""Failed starts in a row after which a rank is exhausted."""
 MAX_DEATHS = 5
-"""Young engines in a row that may die until the rank is exhausted."""
+"""Early deaths in a row that do not exhaust a rank yet; one more does."""
 YOUNG_S = 30.0
-"""An engine that served for less than this died young."""
+"""An engine that served for less than this died early."""
 _FIRST_S = 0.5
 _LONGEST_S = 300.0
 _DOUBLINGS = 20
-"""More than `_LONGEST_S` needs; fewer than a float can hold."""
+"""Limit of the exponent: enough to reach `_LONGEST_S`, and far below the overflow of a float."""
 TICK_S = 1e-3
-"""Waits below the resolution of clocks are none."""
+"""Shorter waits count as zero: they are below the resolution of clocks."""
 
 
 def delay_s(failures: int) -> float:
-    """Before the next attempt, after so many in a row have failed: the first is made at once."""
+    """Returns the delay before the next attempt after `failures` failures in a row; 0 for the first
+    retry."""
     if failures < 2:
         return 0.0
     return min(_FIRST_S * 2.0 ** min(failures - 2, _DOUBLINGS), _LONGEST_S)
@@ -35,15 +35,15 @@ def delay_s(failures: int) -> float:
 
 @dataclass(frozen=True)
 class _Slot:
-    """What happened to the engines of one rank."""
+    """History of the engines of one rank."""
 
     failures: int = 0
-    """Starts that failed since one succeeded."""
+    """Failed starts since the last successful one."""
     deaths: int = 0
-    """Engines that died young since one did not."""
+    """Early deaths since an engine served for at least `YOUNG_S`."""
     not_before: float = 0.0
     reason: str = ""
-    """Of the last trouble."""
+    """Reason of the last failure or death."""
 
     @property
     def exhausted(self) -> bool:
@@ -55,18 +55,18 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why a rank has no engine."""
+    """Why the engine of a rank is missing."""
 
     rank: int
     reason: str
     times: int
-    """Starts in a row that failed, or engines that died."""
+    """Failed starts in a row, or early deaths in a row."""
     next_try_s: float
-    """Until it is tried again; 0: it is being tried."""
+    """Seconds until the next attempt; 0: an attempt is running."""
     exhausted: bool
-    """It was tried so often that an operator has to find the cause."""
+    """The rank failed so often that an operator must find the cause."""
     dying: bool
-    """Starts succeed, and engines die soon."""
+    """Starts succeed, but the engines die soon."""
 
     def __str__(self) -> str:
         if not self.exhausted:
@@ -82,12 +82,13 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Backoff:
-    """The troubles of every rank. Each event gives the next value; a new one has no trouble."""
+    """Back-off state of all ranks. Each event returns a new value. A new `Backoff` is without
+    failures."""
 
     slots: Mapping[int, _Slot] = field(default_factory=dict)
 
     def died(self, rank: int, lived_s: float, now: float, reason: str = "") -> Backoff:
-        """An engine died after it had served for `lived_s`."""
+        """Record that an engine died after it had served for `lived_s`."""
         slot = self._slot(rank)
         if lived_s >= YOUNG_S:
             slot = replace(slot, failures=0, deaths=0, reason=reason)
@@ -98,33 +99,34 @@ class Backoff:
     def failed(
         self, rank: int, now: float, reason: str = "", *, permanent: bool = False
     ) -> Backoff:
-        """A start did not succeed. `permanent`: it would not, if it were tried at once."""
+        """Record a failed start. `permanent`: a retry at once would fail too, so the rank is
+        exhausted."""
         slot = self._slot(rank)
         failures = max(slot.failures + 1, MAX_FAILURES if permanent else 0)
         return self._with(rank, replace(slot, failures=failures, reason=reason).delayed(now))
 
     def started(self, rank: int) -> Backoff:
-        """A start succeeded."""
+        """Record a successful start."""
         if rank not in self.slots:
             return self
         return self._with(rank, replace(self.slots[rank], failures=0))
 
     def wait_s(self, rank: int, now: float) -> float:
-        """Seconds until the rank may be tried again."""
+        """Returns the seconds until the rank may be tried again."""
         left_s = self._slot(rank).not_before - now
         return left_s if left_s > TICK_S else 0.0
 
     def failures(self, rank: int) -> int:
-        """Starts that failed since one succeeded."""
+        """Returns the number of failed starts since the last successful one."""
         return self._slot(rank).failures
 
     def exhausted(self, rank: int) -> bool:
-        """Whether the rank was tried so often that an operator has to find the cause."""
+        """Whether the rank failed so often that an operator must find the cause."""
         return self._slot(rank).exhausted
 
     def trouble(self, living: Container[int], now: float) -> Trouble | None:
-        """The worst of those ranks that have no living engine. A rank whose engine died a few times
-        has none."""
+        """Returns the trouble of the worst rank that has no living engine. A rank with only a few
+        early deaths is not in trouble."""
         absent = [
             rank
             for rank, slot in self.slots.items()
@@ -136,7 +138,7 @@ class Backoff:
         return self._trouble(rank, now)
 
     def trouble_of(self, rank: int, now: float) -> Trouble | None:
-        """Of one rank; None: its last start succeeded, or it had none."""
+        """Returns the trouble of one rank; None: its last start succeeded, or it had none."""
         return self._trouble(rank, now) if self._slot(rank).failures else None
 
     def _trouble(self, rank: int, now: float) -> Trouble:

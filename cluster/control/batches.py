@@ -1,4 +1,5 @@
-"""Work that is done side by side, taken in batches: one that hangs holds up no other."""
+"""Runs jobs concurrently and returns them in batches, so that a hanging job does not delay the
+others."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any, TypeVar
 K = TypeVar("K")
 
 _AS_LONG_AGAIN = 1.0
-"""How long what is done waits for more of it, in units of what the first of it took."""
+"""How long finished jobs wait for others, in units of the time that the first one took."""
 
 Batch = dict[K, BaseException | None]
-"""What was done, in the order of the jobs: None, or what it raised."""
+"""Finished jobs in the order of `jobs`: None, or the exception."""
 
 
 def _works(key: object) -> bool:
@@ -22,9 +23,10 @@ def _works(key: object) -> bool:
 async def in_batches(
     jobs: Mapping[K, Coroutine[Any, Any, None]], is_idle: Callable[[K], bool] = _works
 ) -> AsyncGenerator[Batch[K], None]:
-    """Run the jobs. What has succeeded waits for the others as long again as the first of it took,
-    but not for those that are idle then: they wait for something else, perhaps without end. What
-    fails never ends that wait. The jobs that are left are cancelled with the iterator."""
+    """Run the jobs concurrently and yield them in batches. After the first success a batch stays
+    open for as long again as that job took, but it does not wait for idle jobs: those wait for
+    something else, perhaps forever. A failure does not shorten that wait. Closing the iterator
+    cancels the remaining jobs."""
     clock = asyncio.get_running_loop().time
     tasks = {asyncio.create_task(job): key for key, job in jobs.items()}
     pending, begun = set(tasks), clock()

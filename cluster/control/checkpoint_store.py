@@ -1,8 +1,9 @@
-"""What must outlive manager and coordinator together: it is kept in Ray's GCS.
+"""State that must survive the loss of manager and coordinator together, stored in Ray's GCS.
 
-A manager writes down a request before it says that it has accepted it, so its successor goes on
-with that whatever else has died. The coordinator's keys and port are here for the same
-reason: engines and ingresses know no other. `close` of the application forgets all of it.
+A manager stores a request before it reports the request as accepted, so its successor continues
+with it even if all other processes died. The keys and the port of the coordinator are stored for
+the same reason: engines and ingresses know only that coordinator. `CheckpointStore.clear` deletes
+everything when the application ends.
 """
 
 from __future__ import annotations
@@ -27,40 +28,41 @@ _DIGITS = 12
 
 
 class ClusterCheckpoint(msgspec.Struct, frozen=True):
-    """What a manager wants, for its successor. Append-only: another version may read it."""
+    """Desired state of a manager, for its successor. Append-only: another release may read it."""
 
     owner: str = ""
-    """The manager that took over last: it leads."""
+    """The manager that took over last and leads."""
     identity: str = ""
-    """Of what no upgrade changes of its configuration; the rest is void for another one."""
+    """Digest of the part of the configuration that no upgrade changes. The checkpoint is void for a
+    configuration with another digest."""
     target: int = 0
-    """Engines wanted; 0: unknown."""
+    """The target number of engines; 0: unknown."""
     pause_requested: bool = False
-    """An operator wants a pause."""
+    """An operator has requested a pause."""
     served: bool = False
-    """The cluster was up once."""
+    """The cluster has served once."""
     data: int = 0
     """`parallel.data` of the configuration; 0: unknown."""
     term: int = 0
-    """Grows with each manager that takes over."""
+    """Increases with each manager that takes over."""
     number: int = 0
-    """Grows with each change of what is wanted."""
+    """Increases with each change of the desired state."""
     upgrade: UpgradeRecord = UpgradeRecord()
     """The versions of the engines."""
     drains: tuple[DrainRecord, ...] = ()
-    """Engines that leave."""
+    """Drains of leaving engines."""
     adapters: tuple[Adapter, ...] = ()
-    """Those that came while the server ran."""
+    """Adapters that were loaded while the server ran."""
     sleep: Sleep = Sleep()
-    """As deep as an operator wants paused engines to sleep."""
+    """The sleep level that an operator requested for paused engines."""
 
     @property
     def age(self) -> tuple[int, int]:
-        """To be compared with that of a `ManagerState`: the greater one is newer."""
+        """Compares with the age of a `ManagerState`: the greater one is newer."""
         return self.term, self.number
 
     def manager_state(self, phase: str, scaling: ScalingCounts) -> ManagerState:
-        """What coordinator and engines keep of it."""
+        """Returns the part of the checkpoint that coordinator and engines keep."""
         return ManagerState(
             self.owner,
             phase,
@@ -77,10 +79,10 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
 
 
 class CheckpointStore:
-    """The checkpoint of one application, for one of its managers. Raises `GcsUnavailable`.
+    """The checkpoint of one application, for one of its managers. Methods raise `GcsUnavailable`.
 
-    Each manager that takes over writes under a key of its own, and the key with the highest number
-    counts. So a write of an earlier manager that arrives late replaces nothing.
+    Each manager that takes over writes under its own numbered key, and the key with the highest
+    number counts. So a late write of an earlier manager does not replace anything.
     """
 
     def __init__(self, namespace: str, identity: str, ray: RayPort) -> None:
@@ -88,19 +90,21 @@ class CheckpointStore:
         self._ray = ray
         self._key = namespace.encode()
         self._checkpoint = b""
-        """The name under which this manager writes; empty before it takes over."""
+        """Name of the key under which this manager writes; empty before `take_over`."""
 
     async def read(self) -> ClusterCheckpoint:
-        """Of the manager that took over last."""
+        """Returns the checkpoint of the manager that took over last; an empty one if there is
+        none."""
         while keys := await self._checkpoint_keys():
             raw = await self._ray.kv_get(keys[-1])
-            if raw is not None:  # else a successor has just removed it
+            if raw is not None:  # else a successor has just removed the key
                 return msgspec.msgpack.decode(raw, type=ClusterCheckpoint)
         return ClusterCheckpoint()
 
     async def take_over(self, checkpoint: ClusterCheckpoint) -> ClusterCheckpoint:
-        """Write it as the newest manager's, with a term of its own, which it returns. It is greater
-        than that of `checkpoint`, which is the greatest that is known from elsewhere."""
+        """Write the checkpoint as that of the newest manager and return it with its new term. The
+        term is greater than every stored one and than that of `checkpoint`, the greatest known from
+        elsewhere."""
         is_ours = False
         while not is_ours:
             earlier = await self._checkpoint_keys()
@@ -110,35 +114,37 @@ class CheckpointStore:
             is_ours = await self._ray.kv_put(self._name(name), raw, overwrite=False)
         self._checkpoint = name
         for key in earlier:
-            if _number(key):  # else it is a prefix of all others
+            if _number(key):  # else the key is a prefix of all others
                 await self._ray.kv_delete(key)
         return taken
 
     async def write(self, checkpoint: ClusterCheckpoint) -> None:
-        """Replace what this manager wrote before. Comes after `take_over`."""
+        """Replace this manager's checkpoint. Requires `take_over`."""
         assert self._checkpoint, "a manager takes over first"
         await self._put(self._checkpoint, checkpoint)
 
     async def _checkpoint_keys(self) -> list[bytes]:
-        """The last one counts."""
+        """Returns the keys in ascending order: the last one counts."""
         return await self._ray.kv_keys(self._name(_CHECKPOINT))
 
     async def endpoint(self, make: Callable[[], CoordinatorEndpoint]) -> CoordinatorEndpoint:
-        """Where the coordinator of this configuration is found; made once."""
+        """Returns the endpoint of this configuration's coordinator. `make` creates it the first
+        time."""
         return await self._get_or_make(
             f"endpoint-{self.identity}".encode(), CoordinatorEndpoint, make
         )
 
     async def port(self, choose: Callable[[], int]) -> int:
-        """The HTTP port that was chosen for this application; chosen once."""
+        """Returns the HTTP port of this application. `choose` chooses it the first time."""
         return await self._get_or_make(b"port", int, choose)
 
     async def clear(self) -> None:
-        """The application ends: nothing of it is left, nor of earlier configurations."""
+        """Delete everything when the application ends, including data of earlier configurations."""
         await self._ray.kv_delete(self._name(b""))
 
     async def _get_or_make(self, name: bytes, kind: type[T], make: Callable[[], T]) -> T:
-        """Two managers that come at once agree on the first one's."""
+        """Returns the stored value, or stores a new one. Two managers that call this at the same
+        time get the same value."""
         found = await self._get(name, kind)
         if found is None:
             await self._put(name, make(), overwrite=False)
@@ -159,11 +165,11 @@ class CheckpointStore:
 
 
 def _checkpoint_name(number: int) -> bytes:
-    """Names sort as their numbers do."""
+    """Returns a name; names sort in the order of their numbers."""
     return b"%s-%0*d" % (_CHECKPOINT, _DIGITS, number)
 
 
 def _number(key: bytes) -> int:
-    """Earlier versions wrote one checkpoint, without a number."""
+    """Returns the number of a key; 0: earlier releases wrote one checkpoint without a number."""
     number = key.rpartition(b"-")[2]
     return int(number) if number.isdigit() else 0

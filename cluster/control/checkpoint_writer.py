@@ -1,4 +1,4 @@
-"""The checkpoints that one manager writes, for as long as it leads."""
+"""Writes the checkpoints of one manager while it leads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from swell.coordinator.manager_state import ManagerId, ManagerState, Sleep
 
 _AWAKE = Sleep()
 _PAUSE_S = 1.0
-"""Before what could not be read or written is tried again, for the first time; each further wait is
-twice as long, up to `_LONGEST_PAUSE_S`."""
+"""First delay before a failed read or write is retried. Each further delay is twice as long, up to
+`_LONGEST_PAUSE_S`."""
 _LONGEST_PAUSE_S = 10.0
 _FRESH_S = 30.0
-"""A failure that is older says nothing about now: longer than a pause and a failure after it."""
+"""Maximum age of a failure that is reported as current: longer than a delay and the next
+failure."""
 _OWNER_BITS = 64
 
 
 class CheckpointWriter:
-    """One manager's checkpoints. The manager that took over last leads, and writes. All methods run
-    in one event loop."""
+    """The checkpoints of one manager. The manager that took over last leads and writes. All methods
+    run in one event loop."""
 
     def __init__(self, store: CheckpointStore, data: int, ground: Ground) -> None:
         """`data`: `parallel.data`."""
@@ -35,24 +36,24 @@ class CheckpointWriter:
         self._store = store
         self._data = data
         self._newest = ClusterCheckpoint()
-        """Of all that were made here."""
+        """The newest checkpoint that this manager has made."""
         self._saved = ClusterCheckpoint()
-        """What is written down."""
+        """The stored checkpoint."""
         self._has_taken_over = False
         self._is_saving = False
-        """`save_until_written` runs."""
+        """`save_until_written` is running."""
         self._write_lock = asyncio.Lock()
         self._silent_since: float | None = None
-        """When the store failed for the first time since it answered last."""
+        """When the store first failed since its last answer."""
         self._next_try = 0.0
-        """When it is tried again. Both by the clock of the event loop."""
+        """When the store is tried again. Both times are by the clock of the event loop."""
         self._log = StructuredLogger("cluster.checkpoints")
 
     async def load_previous(self, kept: ManagerState) -> ClusterCheckpoint:
-        """What the manager before has left: nothing, if its configuration was another one. Where
-        its checkpoint is missing or older, what the coordinator and the engines of this
-        configuration have `kept` counts. Another `parallel.data` is a new target: it was requested
-        last."""
+        """Returns the state that the previous manager left; an empty checkpoint if its
+        configuration was a different one. If its checkpoint is missing or older than `kept`, the
+        state that coordinator and engines of this configuration keep, then `kept` counts. If
+        `parallel.data` has changed, it is the new target, because it is the newest request."""
         previous = await self._store.read()
         if previous.identity != self._store.identity:
             previous = ClusterCheckpoint()
@@ -78,7 +79,8 @@ class CheckpointWriter:
 
     @property
     def trouble(self) -> str | None:
-        """What the store keeps the manager from doing, and when that is tried again."""
+        """Actions that the manager cannot do while the store fails, and when the store is tried
+        again."""
         now = asyncio.get_running_loop().time()
         if self._silent_since is None or now > self._next_try + _FRESH_S:
             return None
@@ -90,24 +92,25 @@ class CheckpointWriter:
         )
 
     def manager_id(self) -> ManagerId:
-        """This manager; its term is known once it has taken over."""
+        """Returns the identity of this manager. Its term is known after it has taken over."""
         return ManagerId(self.owner, self._newest.term)
 
     async def is_leader(self) -> bool:
-        """Whether no other manager has taken over. Where the store does not answer, none can."""
+        """Whether no other manager has taken over. If the store does not answer, none can have
+        taken over."""
         owner = await self._read_owner()
         return owner is None or owner in ("", self.owner)
 
     async def is_leader_within(self, timeout_s: float) -> bool:
-        """The same for a caller that does not wait long: a store that is slow takes no successor
-        either."""
+        """Like `is_leader`, for a caller that cannot wait long: if the store is slow, no successor
+        can have taken over either."""
         try:
             return await asyncio.wait_for(self.is_leader(), timeout_s)
         except TimeoutError:
             return True
 
     async def _read_owner(self) -> str | None:
-        """None: the store does not answer."""
+        """Returns the owner of the checkpoint; None: the store does not answer."""
         try:
             owner = (await self._store.read()).owner
         except Exception as error:
@@ -117,7 +120,8 @@ class CheckpointWriter:
         return owner
 
     def _on_silence(self, error: Exception) -> float:
-        """Returns for how long to wait: as long as it has been silent, within bounds."""
+        """Record a failure of the store. Returns the delay before the next attempt: as long as the
+        store has been silent, within bounds."""
         now = asyncio.get_running_loop().time()
         self._silent_since = now if self._silent_since is None else self._silent_since
         wait_s = min(max(now - self._silent_since, _PAUSE_S), _LONGEST_PAUSE_S)
@@ -126,8 +130,9 @@ class CheckpointWriter:
         return wait_s
 
     async def confirm_leader(self, settle_s: float) -> bool:
-        """As `is_leader`, once the store answers. Where it had not, this manager was cut off, and
-        has perhaps been replaced: that is seen `settle_s` later."""
+        """Like `is_leader`, but waits until the store answers. If it did not answer at first, this
+        manager was cut off and may have been replaced, so the owner is read again `settle_s`
+        later."""
         was_away = False
         while True:
             owner = await self._read_owner()
@@ -150,7 +155,7 @@ class CheckpointWriter:
         adapters: tuple[Adapter, ...] = (),
         sleep: Sleep = _AWAKE,
     ) -> ClusterCheckpoint:
-        """The next one, or the newest if nothing has changed since."""
+        """Returns the next checkpoint, or the newest one if nothing has changed."""
         before = self._newest
         wanted = ClusterCheckpoint(
             self.owner,
@@ -171,8 +176,8 @@ class CheckpointWriter:
         return self._newest
 
     async def save(self, checkpoint: ClusterCheckpoint) -> bool:
-        """Returns when this outlives the manager. The first time takes over from another one;
-        afterwards False: another manager leads, and nothing was written."""
+        """Store the checkpoint so that it survives the manager. The first call takes over
+        leadership. Later calls return False, without writing, if another manager leads."""
         async with self._write_lock:
             if self._has_taken_over and not await self.is_leader():
                 return False
@@ -186,7 +191,7 @@ class CheckpointWriter:
             return True
 
     async def save_until_written(self, make: Callable[[], ClusterCheckpoint]) -> None:
-        """Write the newest checkpoint, and try again until it is written."""
+        """Write the newest checkpoint, and retry until it is written."""
         if self._is_saving:
             return
         self._is_saving = True

@@ -1,4 +1,4 @@
-"""What operators see of a cluster: the body of `GET /admin/cluster`. Pure."""
+"""Status of a cluster for operators: the body of `GET /admin/cluster`. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from swell.coordinator.wire import ClusterView, EngineReport
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What engines that were ended may still hold in Ray, until they are ended again."""
+    """Actors and placement groups of ended engines that Ray may still have. They are ended
+    again."""
 
     names: list[str]
-    """Of actors and placement groups, as far as they are known."""
+    """Names of these actors and placement groups, as far as they are known."""
     reason: str
     failures: int
-    """Attempts in a row that came to nothing."""
+    """Failed attempts in a row."""
     next_try_s: float
-    """Until it is tried again; 0: it is being tried."""
+    """Seconds until the next attempt; 0: an attempt is running."""
 
 
 def describe(
@@ -40,7 +41,8 @@ def describe(
     upgrade: Mapping[str, Any],
     **scaling: Any,
 ) -> dict[str, Any]:
-    """`handles`: engines that serve or start, by rank. `scaling`: as `scaling_status.py` has it."""
+    """Returns the body. `handles`: serving and starting engines by rank. `scaling`: the parts that
+    `scaling_status.py` makes."""
     reports = {report.rank: report for report in view.reports}
     states = {member.rank: member.state for member in view.roster.members}
     return {
@@ -73,7 +75,8 @@ def describe(
 
 
 def upgrade_trouble(failed: str | None, found: tuple[str, Trouble] | None) -> dict[str, Any]:
-    """`failed`: why the last upgrade did. `found`: a version that does not start now, and why."""
+    """Returns error, failures and next attempt of an upgrade. `failed`: why the last upgrade
+    failed. `found`: a version that does not start now, and why."""
     if found is None:
         return {"error": failed, "failures": 0, "next_try_s": None}
     version, trouble = found
@@ -107,9 +110,9 @@ def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> di
 
 
 def _state(view: ClusterView, target: int, phase: str, *, degraded: bool) -> str:
-    """`failed` only if nothing is left, `degraded` if engines are missing that cannot be started:
-    both are tried again. A cluster that serves after a change that failed is `serving`; one whose
-    engines form their group is `changing`."""
+    """Returns the state of the cluster. `failed` if no engine is left, `degraded` if engines are
+    missing that cannot be started; both are retried. A cluster that serves after a failed change is
+    `serving`; a cluster whose engines are forming their group is `changing`."""
     states = [member.state for member in view.roster.members]
     if not states:
         return "failed" if degraded or phase == "failed" else "starting"

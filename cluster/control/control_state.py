@@ -1,4 +1,4 @@
-"""What a manager decides: one state, one `Change`, and what to do next. Pure: time is an argument.
+"""Decisions of a manager: one state, one `Change`, and the next steps. Pure: time is an argument.
 
 The manager follows one change of the number of engines, the newest one:
 
@@ -8,9 +8,9 @@ The manager follows one change of the number of engines, the newest one:
                                        |                                                          |
                                        +--- one of its engines does not start ---> FAILED --------+
 
-An engine that died is replaced in every stage, and its failed starts are tried again, ever more
-slowly. Only the failure of a start that belongs to a requested change ends that change: the target
-is then what it was while the cluster was whole last, or what else has come to serve.
+An engine that died is replaced in every stage, and failed starts are retried with a growing delay.
+Only a failed start that belongs to a requested change ends that change: the target then falls back
+to `Change.fallback`, or to the number of engines that are present if that is greater.
 """
 
 from __future__ import annotations
@@ -31,71 +31,74 @@ TAKEN_OVER = "another manager has taken over meanwhile: send the request again"
 
 
 class ScaleRefused(ValueError):
-    """A change that cannot be made, and why."""
+    """Raised for a change that cannot be made; the message says why."""
 
 
 class Leadership(enum.Enum):
-    """Of the managers of one application, the one that took over last leads."""
+    """Leadership of one manager. Of all managers of an application, the one that took over last
+    leads."""
 
     CANDIDATE = "candidate"
-    """It has not taken over yet."""
+    """This manager has not taken over yet."""
     LEADER = "leader"
     DEPOSED = "deposed"
-    """Another one has taken over: this one does nothing more."""
+    """Another manager has taken over: this one does nothing more."""
 
 
 class ChangeStage(enum.Enum):
     REQUESTED = "requested"
-    """Nothing has been done for it yet."""
+    """Nothing has been done for the change yet."""
     IN_PROGRESS = "in progress"
     SETTLED = "settled"
-    """As many engines as wanted have served at once. One that dies later is no change."""
+    """The target number of engines has served at the same time. An engine that dies later does not
+    start a new change."""
     FAILED = "failed"
 
 
 class Change(msgspec.Struct, frozen=True):
-    """The newest requested number of engines, and how far the cluster is with it."""
+    """The newest requested number of engines, and the progress of the cluster towards it."""
 
     target: int
     fallback: int
-    """The target if one of its engines does not start: the smallest one requested since the cluster
-    was whole."""
+    """The target after a failed start: the smallest number requested since the cluster was
+    complete."""
     drain_timeout_s: float
-    """How long engines that leave may finish their requests."""
+    """How long leaving engines may finish their requests."""
     stage: ChangeStage = ChangeStage.IN_PROGRESS
     error: str | None = None
-    """Why it failed; None in every other stage."""
+    """Why the change failed; None in every other stage."""
     missed: int = 0
-    """Engines that were requested, if it failed."""
+    """The number of engines that was requested, if the change failed."""
 
 
 class ControlState(msgspec.Struct, frozen=True):
-    """What the manager wants, and what it remembers of what it did."""
+    """The manager's desired state, and what it remembers of its actions."""
 
     change: Change
     leadership: Leadership = Leadership.CANDIDATE
     pause_requested: bool = False
-    """An operator wants a pause."""
+    """An operator has requested a pause."""
     sleep: Sleep = Sleep()
-    """As deep as the paused engines shall sleep."""
+    """The requested sleep level of paused engines."""
     has_served: bool = False
-    """The cluster was up once: a start that fails from then on never ends the application."""
+    """The cluster has served once: from then on a failed start never ends the application."""
     backoff: Backoff = msgspec.field(default_factory=Backoff)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What to do now, by rank."""
+    """The next steps, by rank."""
 
     keep: tuple[int, ...] = ()
-    """Engines that leave, and are wanted again."""
+    """Leaving engines that stay after all."""
     cancel: tuple[int, ...] = ()
-    """Engines that start, and are not wanted any more."""
+    """Starting engines that are no longer needed."""
     leave: tuple[int, ...] = ()
     start: tuple[int, ...] = ()
     is_requested: bool = False
-    """The starts belong to a requested change; else they replace engines, or are the first."""
+    """The starts belong to a requested change. If False, they replace engines or are the first
+    ones."""
     wait_s: float | None = None
-    """When to plan again if nothing happens; None: not before something does."""
+    """Seconds until the next plan if nothing happens; None: plan only after an event."""
 
 
 def initial(config: Config) -> ControlState:
@@ -106,8 +109,8 @@ def initial(config: Config) -> ControlState:
 def take_over(
     state: ControlState, checkpoint: ClusterCheckpoint, *, is_paused: bool, limits: ClusterConfig
 ) -> ControlState:
-    """Lead, with what the manager before has left. `is_paused`: the engines are, which counts where
-    it has left nothing."""
+    """Become the leader with the checkpoint of the previous manager. `is_paused`: whether the
+    engines are paused; it counts only if the checkpoint is empty."""
     target = _within(checkpoint.target or state.change.target, limits)
     return replace(
         state,
@@ -120,7 +123,7 @@ def take_over(
 
 
 def adopt(state: ControlState, fleet: FleetView, limits: ClusterConfig) -> ControlState:
-    """Keep every engine that was found serving: no checkpoint says how many are wanted."""
+    """Keep every engine that was found serving, because no checkpoint has a target."""
     target = _within(max(state.change.target, len(fleet.staying)), limits)
     return replace(state, change=replace(state.change, target=target, fallback=target))
 
@@ -132,7 +135,7 @@ def scale(
     limits: ClusterConfig,
     drain_timeout_s: float | None = None,
 ) -> ControlState:
-    """Set how many engines are wanted. Raises ScaleRefused."""
+    """Set the target number of engines. Raises ScaleRefused."""
     if state.leadership is Leadership.DEPOSED:
         raise ScaleRefused(TAKEN_OVER)
     if engines != _within(engines, limits):
@@ -152,8 +155,8 @@ def scale(
 
 
 def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfig) -> ControlState:
-    """One engine leaves, and the target falls with it, unless it leaves already. Raises
-    ScaleRefused."""
+    """Let one engine leave and lower the target by one, unless the engine is already leaving.
+    Raises ScaleRefused."""
     serving = (engine for engine in fleet.engines if engine.place is Place.SERVING)
     intents = {engine.rank: engine.intent for engine in serving}
     match intents.get(rank):
@@ -176,7 +179,7 @@ def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfi
 
 
 def check_awake(state: ControlState) -> None:
-    """Raises ScaleRefused where engines sleep: they would need their memory for other weights."""
+    """Raises ScaleRefused if engines sleep: they would need their memory to load other weights."""
     if state.sleep.level:
         raise ScaleRefused(
             f"the engines sleep (level {state.sleep.level}), and would take their memory again to "
@@ -185,22 +188,22 @@ def check_awake(state: ControlState) -> None:
 
 
 def follow_load(state: ControlState, engines: int, limits: ClusterConfig) -> ControlState:
-    """The autoscaler wants another number. A start that fails ends no such change: it is tried
-    again, ever more slowly, for as long as the load wants it."""
+    """Set the target of the autoscaler. A failed start does not end this change: it is retried with
+    a growing delay as long as the load requires it."""
     change = Change(engines, engines, limits.drain_timeout_s, ChangeStage.REQUESTED)
     return replace(state, change=change)
 
 
 def depose(state: ControlState) -> ControlState:
-    """Another manager has taken over."""
+    """Record that another manager has taken over."""
     return replace(state, leadership=Leadership.DEPOSED)
 
 
 def set_pause(
     state: ControlState, pause_requested: bool, sleep: Sleep | None = None
 ) -> ControlState:
-    """A pause, with or without sleep, or its end. Until that no engine wakes up, be it to sleep
-    less deeply. Raises ScaleRefused."""
+    """Start a pause, with or without sleep, or end it. During a pause the sleep level only rises:
+    no engine wakes up to sleep less deeply. Raises ScaleRefused."""
     if state.leadership is Leadership.DEPOSED:
         raise ScaleRefused(TAKEN_OVER)
     if sleep is None:
@@ -211,8 +214,9 @@ def set_pause(
 
 
 def plan(state: ControlState, fleet: FleetView, now: float) -> tuple[ControlState, Plan]:
-    """Undo first what is not wanted any more: a drain, then starts, and only then engines that
-    serve. Then start what is missing, at the lowest free ranks, as far as the back-off allows."""
+    """Decide the next steps. First undo what is no longer needed: drains, then starts, and only
+    then let serving engines leave. Then start the missing engines at the lowest free ranks, as far
+    as the back-off allows."""
     change = _settle(state.change, fleet)
     is_requested = change.stage is ChangeStage.REQUESTED
     missing = change.target - fleet.num_present
@@ -244,11 +248,11 @@ class StartFailure(msgspec.Struct, frozen=True):
     rank: int
     reason: str
     permanent: bool = False
-    """It would fail again in the same way."""
+    """The start would fail again in the same way."""
 
 
 def on_joined(state: ControlState, ranks: Iterable[int]) -> ControlState:
-    """Engines that were started serve."""
+    """Record that started engines now serve."""
     backoff, has_served = state.backoff, state.has_served
     for rank in ranks:
         backoff, has_served = backoff.started(rank), True
@@ -263,8 +267,8 @@ def on_failed(
     *,
     is_requested: bool,
 ) -> ControlState:
-    """An engine did not start; others that were started with it perhaps do. `fleet` is without
-    it."""
+    """Record that an engine did not start; others that started with it may still succeed. `fleet`
+    does not contain it."""
     change, reason = state.change, failure.reason
     backoff = state.backoff.failed(failure.rank, now, reason, permanent=failure.permanent)
     state = replace(state, backoff=backoff)
@@ -285,20 +289,20 @@ def on_failed(
 def on_death(
     state: ControlState, rank: int, lived_s: float, now: float, reason: str
 ) -> ControlState:
-    """An engine died that was wanted, after it had served for `lived_s`."""
+    """Record that an engine which should have stayed died after it had served for `lived_s`."""
     return replace(state, backoff=state.backoff.died(rank, lived_s, now, reason))
 
 
 def trouble(state: ControlState, fleet: FleetView, now: float) -> Trouble | None:
-    """What keeps engines that are missing from being there."""
+    """Why engines are missing; None: none is missing, or no start has failed."""
     if len(fleet.staying) >= state.change.target:
         return None
     return state.backoff.trouble(fleet.serving, now)
 
 
 def phase(state: ControlState, fleet: FleetView, now: float) -> str:
-    """idle, pending, prepare, commit, drain or failed, as `/admin/cluster` names them. It is failed
-    while nothing happens before the next attempt, too."""
+    """The phase as `/admin/cluster` reports it: idle, pending, prepare, commit, drain or failed. It
+    is also failed while an exhausted rank waits for its next attempt."""
     if fleet.is_committing:
         return "commit"
     if fleet.starting and fleet.starting == fleet.pending:

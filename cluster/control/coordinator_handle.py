@@ -1,10 +1,10 @@
-"""The coordinator's actor: made once, watched, started again. No decisions.
+"""The actor of the coordinator: created once, watched, restarted. No decisions.
 
-Its keys, its name and its port are chosen once and kept (`checkpoint_store.py`), and it stays on
-the machine of the manager that made it, as long as there is that machine: a successor is found
-where its predecessor was, and else through Ray (`coordinator/finder.py`). Ray repeats calls that
-were under way when it died, so a caller sees no death, only a longer wait. One that was stopped
-answers nothing, and is killed: the rest is as above.
+Its keys, name and port are chosen once and stored (`checkpoint_store.py`). It stays on the machine
+of the manager that created it as long as that machine exists: engines and ingresses find a
+successor at the address of its predecessor, or else through Ray (`coordinator/finder.py`). Ray
+repeats calls that were in progress when the actor died, so a caller does not see its death, only a
+longer wait. A coordinator that hangs does not answer, and is killed; then the same applies.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from swell.coordinator.wire import ClusterView
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 5.0
-"""Between attempts to reach the successor of a coordinator whose host is lost."""
+"""Delays between attempts to reach the successor of a coordinator whose host is lost."""
 
 
 class CoordinatorHandle:
-    """The coordinator of one cluster. Its methods are the coordinator's own."""
+    """The coordinator of one cluster. The methods call the coordinator's methods of the same
+    name."""
 
     def __init__(
         self, config: Config, namespace: str, checkpoints: CheckpointStore, ray: RayPort
     ) -> None:
         self.name = f"coordinator-{checkpoints.identity}"
-        """Of its actor; engines of another configuration have another coordinator."""
+        """Name of its actor. Engines with another configuration have another coordinator."""
         self._config = config
         self._namespace = namespace
         self._checkpoints = checkpoints
@@ -52,19 +53,19 @@ class CoordinatorHandle:
         self._patience_s = config.cluster.stall_timeout_s
         """How long the next successor may take to start and to answer."""
         self._starts_until = 0.0
-        """Until when the newest successor may be starting, by the loop's clock."""
+        """Until when the newest successor may be starting, by the clock of the event loop."""
         self._restarts = 0
         self._log = StructuredLogger("cluster.coordinator")
         self.contact: CoordinatorContact | None = None
         self.manager_id: Callable[[], ManagerId] = ManagerId
-        """The manager whose commands these are."""
+        """Returns the manager that sends these commands."""
 
     @property
     def pid(self) -> int | None:
         return self.contact.pid if self.contact else None
 
     async def open(self) -> None:
-        """Find the coordinator, or make it; one that was ended takes its predecessor's place."""
+        """Find or create the coordinator. A new one takes the endpoint of its predecessor."""
         fresh = self._ray.new_endpoint()
         endpoint = await self._checkpoints.endpoint(lambda: fresh)
         self._actor = await self._ray.get_or_create_coordinator(
@@ -86,16 +87,16 @@ class CoordinatorHandle:
         return view
 
     async def wait(self, epoch: int, timeout_s: float) -> Membership:
-        """The cluster, when it is no longer of `epoch`, or after the time."""
+        """Returns the membership once its epoch is not `epoch`, or after the timeout."""
         result: Membership = await self._call(self._send("wait", epoch, timeout_s), timeout_s)
         await self._refresh_contact()
         return result
 
     async def join(self, members: list[Member]) -> dict[int, str]:
-        """Returns when each is in the roster or will never be: why those that will not, by rank. If
-        the coordinator is lost meanwhile, they join its successor.
-        Raises `ActorError` for a rank that is taken. As all that change the roster this raises
-        NotLeading if another manager than `manager_id` leads."""
+        """Add members. Returns when each one is in the roster or has been refused: why, by rank. If
+        the coordinator is lost meanwhile, they join its successor. Raises `ActorError` for a rank
+        that is taken. Like all methods that change the roster, raises NotLeading if a manager other
+        than `manager_id` leads."""
         limit_s, ranks = self._config.cluster.start_timeout_s, [member.rank for member in members]
         result: JoinResult = await self._call_successors(
             lambda: self._send("join", members, limit_s, self.manager_id()), limit_s
@@ -105,7 +106,7 @@ class CoordinatorHandle:
         return result.refused
 
     async def leave(self, ranks: list[int]) -> int:
-        """The epoch of a roster in which these engines are leaving."""
+        """Mark engines as leaving. Returns the epoch of a roster that says so."""
         call = self._send("leave", ranks, self.manager_id())
         return (await self._change_roster("leaving", ranks, call)).epoch
 
@@ -114,8 +115,9 @@ class CoordinatorHandle:
         await self._change_roster("staying", ranks, call)
 
     async def detach(self, ranks: list[int], idle_epoch: int | None = None) -> Roster:
-        """The roster without these engines. `idle_epoch`: of the roster under which they were found
-        idle; the coordinator takes none of them out if it has a newer one."""
+        """Remove engines and return the roster without them. `idle_epoch`: epoch of the roster
+        under which they were found idle; the coordinator removes none of them if it has a newer
+        roster."""
         limit_s = self._config.cluster.start_timeout_s
         call = self._send("detach", ranks, limit_s, self.manager_id(), idle_epoch)
         return await self._change_roster("detached", ranks, call, limit_s)
@@ -147,8 +149,8 @@ class CoordinatorHandle:
             raise
 
     async def _call_successors(self, send: Callable[[], Awaitable[Any]], limit_s: float) -> Any:
-        """The answer of this coordinator, or, if that is lost within `limit_s` seconds, of the next
-        one, which `open` finds. The call may run twice."""
+        """Returns the answer of this coordinator or, if it is lost within `limit_s` seconds, of the
+        next one, which `open` finds. The call may run twice."""
         loop = asyncio.get_running_loop()
         deadline, pause_s = loop.time() + limit_s, _FIRST_PAUSE_S
         while True:
@@ -169,7 +171,8 @@ class CoordinatorHandle:
         await self._call(self._send("save_manager_state", state))
 
     def save_manager_state(self, state: ManagerState) -> None:
-        """Send it; whether it was kept is seen in the next `Membership`."""
+        """Send the state without waiting. The next `Membership` shows whether the coordinator kept
+        it."""
         self._send("save_manager_state", state)
 
     async def _refresh_contact(self) -> None:
@@ -183,8 +186,8 @@ class CoordinatorHandle:
         return self._ray.call(self._actor, method, *args)
 
     async def _call(self, call: Awaitable[Any], call_timeout_s: float = 0.0) -> Any:
-        """The answer of a call that may take `call_timeout_s`, however often it must be
-        restarted."""
+        """Returns the answer of a call that may take `call_timeout_s`, even if the coordinator must
+        be restarted several times."""
         answer = asyncio.ensure_future(call)
         try:
             while True:
@@ -199,11 +202,11 @@ class CoordinatorHandle:
             answer.cancel()
 
     async def _kill_if_unresponsive(self) -> None:
-        """Kill it if it does not answer a second call: the caller that waited may have been stopped
-        itself. Its successor has `stall_timeout_s` to answer, and each further one twice as long,
-        up to `start_timeout_s`: it may be stopped, too, or its machine is slow. A manager that does
-        not reach Ray's GCS is perhaps cut off, and kills none: Ray would do it much later, and end
-        a coordinator that serves."""
+        """Kill the coordinator if it does not answer a second call either: perhaps only the waiting
+        manager was suspended. The successor has `stall_timeout_s` to answer, and each further one
+        twice as long, up to `start_timeout_s`, because it may hang too or its machine may be slow.
+        A manager that cannot reach Ray's GCS may be cut off, so it does not kill: Ray would carry
+        that out much later and end a coordinator that serves."""
         loop, limits = asyncio.get_running_loop(), self._config.cluster
         async with self._probe_lock:
             try:
@@ -224,5 +227,6 @@ class CoordinatorHandle:
                 self._patience_s = min(2.0 * self._patience_s, longest_s)
 
     def _on_answer(self) -> None:
-        """It has started: one that is silent later is no successor that starts."""
+        """Reset the time for the next successor: this coordinator has started, so later silence is
+        not a slow start."""
         self._patience_s, self._starts_until = self._config.cluster.stall_timeout_s, 0.0

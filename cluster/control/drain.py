@@ -1,4 +1,4 @@
-"""Engines that leave finish what they have first, for a limited time. No decisions."""
+"""Drains leaving engines: they finish their requests first, for a limited time. No decisions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from swell.coordinator.ground import Ground
 from swell.coordinator.roster import MemberState
 
 _IDLE_POLLS = 2
-"""A request may be on its way when the first is taken."""
+"""Polls in a row that must find an engine idle: at the first one a request may still be in
+flight."""
 
 Detach = Callable[[list[EngineHandle], int | None], Awaitable[None]]
-"""Takes engines out of the roster and ends them. With an epoch: those that were found idle under
-that roster, unless there is a newer one."""
+"""Takes engines out of the roster and ends them. With an epoch: only if the roster still has that
+epoch, under which they were found idle."""
 
 
 class Drain:
-    """Runs in the fleet's event loop. `engines`: those that serve, by rank."""
+    """Drains the leaving engines of one fleet, in its event loop. `engines`: serving engines by
+    rank."""
 
     def __init__(
         self,
@@ -36,34 +38,35 @@ class Drain:
         self._load_report_s, self._coordinator, self._ground = load_report_s, coordinator, ground
         self._engines, self._detach = engines, detach
         self.held: Mapping[int, bool] = {}
-        """Ranks whose answers could continue on no other engine, and whether some would have to: no
-        drain time ends these. Replaced whole."""
+        """Leaving engines that are the last ones of their version: rank -> whether unfinished
+        responses need that version. `MAX_DRAIN_S` limits their drain, not the drain time, and one
+        that is needed does not end when idle. Replaced as a whole."""
         self._log = StructuredLogger("cluster.drain")
 
     @property
     def leaving(self) -> list[EngineHandle]:
-        """By rank."""
+        """Handles of the leaving engines, in order of rank."""
         return [handle for _, handle in sorted(self._engines.items()) if handle.leaving]
 
     def records(self) -> tuple[DrainRecord, ...]:
-        """What a successor of the manager goes on with."""
+        """Drain records, with which a successor of the manager continues."""
         return tuple(handle.drain for handle in self.leaving if handle.drain is not None)
 
     def add(self, handle: EngineHandle, timeout_s: float, intent: Intent) -> None:
-        """It may finish what it has, for so long once it gets no more requests. One that leaves
-        already has as long from now on."""
+        """Let an engine leave. Its drain time starts once it gets no new requests. If it is already
+        leaving, its drain time starts again."""
         if not handle.leaving:
             handle.left_at = _now()
         handle.intent, handle.idle_polls = intent, 0
         self._begin(handle, timeout_s)
 
     def set_time(self, timeout_s: float) -> None:
-        """Engines that leave have as long as this from now on, unless they were named."""
+        """Set the drain time of leaving engines, except selected and reloading ones."""
         for handle in [each for each in self.leaving if each.intent is Intent.LEAVE]:
             self._begin(handle, timeout_s)
 
     def resume(self, handle: EngineHandle, record: DrainRecord) -> None:
-        """It was to leave under an earlier manager, and has what is left of its time."""
+        """Continue a drain that an earlier manager started, with the remaining time."""
         now, passed = _now(), self._ground.unix_time() - record.left_at
         if handle.next_version is not None:
             handle.intent = Intent.RELOAD
@@ -90,8 +93,8 @@ class Drain:
         )
 
     async def run(self) -> None:
-        """Until no engine is leaving: each is detached when it has finished what it has, or when
-        its time is over. A paused engine cannot finish, and is detached then."""
+        """Drain until no engine is leaving: each one is detached when it has finished its requests,
+        or at its deadline. A paused engine cannot finish, and is detached at its deadline."""
         while self.leaving:
             leaving = [handle for handle in self.leaving if not handle.in_transition]
             if fresh := [handle for handle in leaving if not handle.is_marked]:
@@ -101,7 +104,7 @@ class Drain:
                 await self._detach(late, None)
             elif idle := [handle for handle in marked if self._is_idle(handle)]:
                 await self._detach(idle, min(handle.idle_epoch for handle in idle))
-                for handle in idle:  # those that are still there have to be found idle again
+                for handle in idle:  # engines that remain must be found idle again
                     handle.idle_polls = 0
             else:
                 await self._poll(leaving, is_leaving=True)
@@ -115,8 +118,9 @@ class Drain:
         return handle.idle_polls >= _IDLE_POLLS and not self.held.get(handle.rank)
 
     async def _mark(self, handles: list[EngineHandle]) -> None:
-        """They get no more requests. The time until then is none of theirs. Who is kept meanwhile,
-        or is to leave once more, is marked later."""
+        """Tell the coordinator that these engines get no more requests. The time until then does
+        not count as drain time. An engine that is kept meanwhile, or told to leave again, is marked
+        later."""
         begun = {handle.name: handle.unmarked_since for handle in handles}
         epoch = await self._coordinator.leave([handle.rank for handle in handles])
         for handle in handles:
@@ -126,8 +130,8 @@ class Drain:
                 self._set_deadline(handle, handle.leave_deadline_s + delay_s)
 
     async def _poll(self, handles: list[EngineHandle], *, is_leaving: bool = False) -> None:
-        """Look at a later report of each. With `is_leaving` it counts if the roster says that the
-        engine leaves: ingresses send new requests to others."""
+        """Read a later report of each engine. With `is_leaving` the report counts only if the
+        roster lists the engine as leaving, so that ingresses send new requests to others."""
         await asyncio.sleep(2 * self._load_report_s)
         view = await self._coordinator.view()
         reports, roster = {report.rank: report for report in view.reports}, view.roster
@@ -137,7 +141,7 @@ class Drain:
             handle.on_poll(reports.get(handle.rank) if counts else None, roster.epoch)
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Until no engine has requests left, or the time is over."""
+        """Wait until no engine has requests left, or until the timeout."""
         for handle in (handles := list(self._engines.values())):
             handle.idle_polls = 0
         try:

@@ -1,4 +1,4 @@
-"""What the next manager must know of an engine that leaves."""
+"""The part of a checkpoint that the next manager needs for a leaving engine."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import msgspec
 
 
 class DrainRecord(msgspec.Struct, frozen=True):
-    """Append-only: another release may read it. Times are seconds since 1970: the clocks of two
-    hosts differ by little, in units of a drain."""
+    """One drain. Append-only: another release may read it. Times are seconds since 1970: the clocks
+    of two hosts differ by little compared with a drain."""
 
     name: str
-    """Of this start of the engine."""
+    """The name of this start of the engine."""
     left_at: float
-    """When it was to leave, for the first time."""
+    """When the engine was first told to leave."""
     deadline: float
-    """When it ends even if it has requests."""
+    """When the engine is detached even if it has requests."""
     is_named: bool = False
-    """An operator, an upgrade or the end of its host has named it: it is not kept."""
+    """The engine was selected by an operator, an upgrade or the loss of its host: it is not
+    kept."""
     next_version: str = ""
-    """Name of the version whose weights it gets then; empty: it ends."""
+    """Name of the version whose weights the engine gets afterwards; empty: it stops."""

@@ -1,5 +1,5 @@
-"""How the number of engines and their hosts follow what happens outside: the load, and hosts that
-Ray takes away. No decisions: those are in `autoscaler.py` and `node_drains.py`."""
+"""Adapts the engines of one manager to the load and to hosts that Ray takes away. No decisions:
+those are in `autoscaler.py` and `node_drains.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swell.coordinator.service import Membership
 
 
 class Elasticity:
-    """Of one manager, in its event loop."""
+    """Follows load and hosts for one manager, in its event loop."""
 
     def __init__(
         self,
@@ -30,7 +30,8 @@ class Elasticity:
         placement: Placement,
         wanted: Callable[[], tuple[int, Config]],
     ) -> None:
-        """`wanted`: how many engines, and by which configuration they are started."""
+        """`wanted`: returns the target number of engines and the configuration with which they
+        start."""
         self._config, self._fleet, self._placement = config, fleet, placement
         self._wanted = wanted
         placement.on_waiting = fleet.on_change
@@ -43,12 +44,12 @@ class Elasticity:
         )
         self._series = LoadSeries()
         self._draining: Mapping[str, float] = {}
-        """Seconds until nodes are taken away, when they were looked at last."""
+        """Seconds until nodes are taken away, by node id, from the last poll."""
         self._log = StructuredLogger("cluster.elasticity")
 
     def follow_load(self, now: Membership, state: ControlState) -> ControlState | None:
-        """The state with another target, if the load wants one. Nothing is decided before the
-        cluster has served, or while it is paused."""
+        """Returns the state with a new target if the load requires one, else None. Decides nothing
+        before the cluster has served, or while it is paused."""
         is_leader = state.leadership is Leadership.LEADER
         if not (self._config.autoscaling.enabled and is_leader):
             return None
@@ -68,18 +69,20 @@ class Elasticity:
         return control_state.follow_load(state, decision.engines, self._config.cluster)
 
     async def follow_nodes_forever(self) -> None:
-        """Engines on a host that will be taken away are replaced, and leave it before it goes."""
+        """Replace engines on hosts that will be taken away, so that they leave before their host
+        does."""
         while True:
             try:
                 before, self._draining = self._draining, await self._placement.draining_nodes()
                 self._move_engines({**before, **self._draining})
-            except Exception as error:  # the GCS is away: it is asked again
+            except Exception as error:  # the GCS is unavailable: retried at the next poll
                 self._log.warning("hosts not known", error=f"{type(error).__name__}: {error}")
             await asyncio.sleep(2 * self._config.cluster.heartbeat_s)
 
     def _move_engines(self, draining: Mapping[str, float]) -> None:
-        """`draining`: with the nodes of the look before. The end of a host ends its notice, too,
-        and its engines are known to be dead a look later."""
+        """Move, drain or keep engines. `draining`: also contains the nodes of the previous poll:
+        when a host is gone its notice is gone too, and its engines are known to be dead one poll
+        later."""
         drain_timeout_s = self._config.cluster.drain_timeout_s
         fleet = self._fleet
         moves = plan_moves(fleet.view(), self._wanted()[0], draining, drain_timeout_s)
@@ -102,7 +105,7 @@ class Elasticity:
         return ScalingCounts(target, pending, policy.grows, policy.shrinks, draining, upgrade)
 
     def describe(self) -> dict[str, Any]:
-        """Parts of the body of `GET /admin/cluster`."""
+        """Returns parts of the body of `GET /admin/cluster`."""
         bundle, count = room.bundles(self._wanted()[1])
         now = asyncio.get_running_loop().time()
         return {

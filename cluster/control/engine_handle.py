@@ -1,4 +1,4 @@
-"""One engine, as its manager knows it from its plan to its end."""
+"""One engine, as its manager knows it from planning to termination."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swell.engine.ready import EngineReady
 
 
 class StartFailed(RuntimeError):
-    """An engine did not start. `permanent`: it would fail again in the same way."""
+    """Raised if an engine did not start. `permanent`: it would fail again in the same way."""
 
     def __init__(self, message: str, *, permanent: bool) -> None:
         super().__init__(message)
@@ -23,16 +23,17 @@ class StartFailed(RuntimeError):
 
 
 class WeightsRefused(StartFailed):
-    """An engine did not get the weights of another version: it can begin anew with its own."""
+    """Raised if an engine could not load the weights of another version: it can start again with
+    its own."""
 
     def __init__(self, message: str, version: Version) -> None:
-        """`version`: its own."""
+        """`version`: the version of its own weights."""
         super().__init__(message, permanent=True)
         self.version = version
 
 
 class NoRoom(StartFailed):
-    """There was no room for an engine: nothing of it was started."""
+    """Raised if there was no room for an engine: none of its processes was started."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, permanent=False)
@@ -40,66 +41,67 @@ class NoRoom(StartFailed):
 
 @dataclass(eq=False)
 class EngineHandle:
-    """One engine that was placed, or is about to be."""
+    """One engine that is placed or planned."""
 
     rank: int
     name: str = ""
-    """Of this start of its processes alone."""
+    """Name of this start of the engine's processes, unique."""
     version: Version | None = None
-    """What it runs; None: unknown."""
+    """The version that the engine runs; None: unknown."""
     next_version: Version | None = None
-    """That it runs when it has left and joins again; None: it ends."""
+    """The version that the engine runs after it has left and joined again; None: it stops."""
     previous: Version | None = None
-    """What its processes ran before they got other weights; None once it serves."""
+    """The version that its processes ran before they got other weights; None once it serves."""
     is_extra: bool = False
-    """It starts beside those that are wanted, and counts when it serves."""
+    """The engine starts in addition to the target number, and counts once it serves."""
     for_answers: bool = False
-    """It starts since answers that have begun need its version: it waits for room, and others give
-    way to it."""
+    """The engine is started because unfinished responses need its version. It waits for room, and
+    other engines make room for it."""
     actor: Actor | None = None
     group: Group | None = None
     in_doubt: bool = False
-    """Ray was called to make or to end something of it, and has not answered."""
+    """A call that asked Ray to create or end a part of the engine has not been answered."""
     ready: EngineReady | None = None
     waits_for_room: str | None = None
-    """Why it cannot be placed yet; None: it is, or is about to be."""
+    """Why the engine cannot be placed yet; None: it is placed, or will be in a moment."""
     starting: asyncio.Task[None] | None = None
-    """Until it is ready."""
+    """The start; it runs until the engine is ready."""
     intent: Intent = Intent.STAY
     left_at: float = 0.0
-    """When it was to leave, for the first time, by the clock of the manager's event loop, here and
-    below."""
+    """When the engine was first told to leave, by the clock of the manager's event loop, as all
+    times here."""
     leave_deadline_s: float = 0.0
-    """When it is detached even if it has requests."""
+    """When the engine is detached even if it has requests."""
     unmarked_since: float = 0.0
-    """When it was to leave last."""
+    """When the engine was last told to leave."""
     is_marked: bool = False
-    """The coordinator knows since then that it leaves."""
+    """The coordinator has been told after `unmarked_since` that the engine leaves."""
     drain: DrainRecord | None = None
-    """The same for the next manager; None: it was never to leave."""
+    """The record of this drain for the next manager; None: the engine was never told to leave."""
     left_epoch: int = 0
-    """Of the first roster in which it was leaving."""
+    """Epoch of the first roster that lists the engine as leaving."""
     idle_polls: int = 0
-    """How often in a row it was seen without requests since it is leaving, under one roster."""
+    """The number of polls in a row that found the engine without requests, under one roster."""
     idle_epoch: int = 0
-    """Of that roster."""
+    """Epoch of the roster that `idle_polls` refers to."""
     in_transition: bool = False
-    """The manager is changing its place in the roster."""
+    """The manager is changing the engine's membership."""
     joined_at: float = 0.0
     repairs: int = 0
-    """Workers that had been replaced when `ready` was read."""
+    """The number of replaced workers when `ready` was read."""
     ended: str | None = None
-    """Why it has ended."""
+    """Why the engine has stopped; None: it has not."""
     exit_watcher: asyncio.Task[None] | None = None
 
     @property
     def leaving(self) -> bool:
-        """It takes no new requests, and is to end or to begin anew; one that is starting is not
-        wanted any more."""
+        """Whether the engine must accept no new requests and then stop or reload; a starting engine
+        must be cancelled."""
         return self.intent in (Intent.LEAVE, Intent.DRAIN, Intent.RELOAD)
 
     def begin_anew(self, version: Version) -> None:
-        """It has left: its processes go on as another engine, with other weights."""
+        """Reset the handle after the engine has left: its processes continue as another engine,
+        with the weights of `version`."""
         if self.exit_watcher is not None:
             self.exit_watcher.cancel()
         self.previous, self.version, self.next_version = self.version, version, None
@@ -108,7 +110,7 @@ class EngineHandle:
         self.is_marked = self.is_extra = self.for_answers = False
 
     def status(self, place: Place, *, is_vacating: bool) -> EngineStatus:
-        """As the manager's decisions see it."""
+        """Returns the engine as the manager's decisions see it."""
         return EngineStatus(
             self.rank,
             place,
@@ -125,9 +127,10 @@ class EngineHandle:
         )
 
     def on_poll(self, report: EngineReport | None, epoch: int) -> None:
-        """Count how often in a row it has no requests. `epoch`: of the newest roster. `report`: its
-        newest, which counts if it was made after the engine had received that roster: an ingress
-        may have sent a request under it that it sent under none before."""
+        """Count the polls in a row that found no requests. `epoch`: epoch of the newest roster.
+        `report`: the newest report of this engine. It counts only if the engine made it after it
+        received that roster: an ingress may have sent a request under this roster that it did not
+        send under an earlier one."""
         newest = max(epoch, self.left_epoch)
         is_new = report is not None and report.roster_epoch >= newest
         is_busy = report is None or report.running + report.waiting > 0
@@ -140,13 +143,13 @@ class EngineHandle:
         return "" if self.version is None else self.version.name
 
     def find_in(self, roster: Roster) -> Member | None:
-        """This engine in a roster; None: it is not there."""
+        """Returns this engine's entry in a roster; None: it is not a member."""
         assert self.ready is not None
         return roster.find(self.rank, self.ready.incarnation)
 
     @property
     def member(self) -> Member:
-        """The engine as the roster lists it."""
+        """This engine as a roster entry."""
         assert self.ready is not None
         limits = self.ready.limits
         return Member(

@@ -1,7 +1,7 @@
-"""The engines of a cluster: how they start, join, leave, die and are found missing. No decisions.
+"""The engines of a cluster: how they start, join, leave and die. No decisions.
 
-Ranks move from `starting` to `engines` when they have joined, and leave through `ending`, where
-they stay until their names and resources are free again.
+Ranks move from `starting` to `engines` when they have joined. When they leave they move to
+`ending`, where they stay until their names and resources are free again.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from swell.coordinator.ground import Ground
 from swell.coordinator.wire import EngineReport
 
 _PAUSE_S = 1.0
-"""After a drain failed, before it begins again."""
+"""Delay between a failed drain and the next attempt."""
 
 OnDeath = Callable[[EngineHandle, float, str], None]
-"""Takes the engine, for how many seconds it served, and why it died."""
+"""Called with the engine, the seconds that it served, and the reason why it died."""
 OnFailed = Callable[[EngineHandle, Exception], None]
-"""Takes an engine that did not start, and why."""
+"""Called with an engine that did not start, and the reason."""
 
 
 class Fleet:
-    """All methods run in one event loop. `on_change` is called after each change."""
+    """The engines of one manager. All methods run in one event loop. `on_change` is called after
+    each change."""
 
     def __init__(
         self,
@@ -51,9 +52,9 @@ class Fleet:
         self.starting: dict[int, EngineHandle] = {}
         self.ending: dict[int, EngineHandle] = {}
         self.group_change_lock = asyncio.Lock()
-        """Held while the engines' group changes: one change at a time."""
+        """Held while the group of engines changes: one change at a time."""
         self._draining = False
-        """A task drains the engines that leave."""
+        """A task is draining the leaving engines."""
         self._config = config
         self._coordinator, self._placement = coordinator, placement
         self._on_death, self.on_change = on_death, on_change
@@ -61,14 +62,14 @@ class Fleet:
         self._vacating: frozenset[int] = frozenset()
         self._is_reserved = False
         self._reloading: list[EngineHandle] = []
-        """Those of `starting` that wait for `take_reloading`."""
+        """The engines of `starting` that the next `take_reloading` returns."""
         self._log = StructuredLogger("cluster.fleet")
         self.tasks = TaskSet(self._log, on_change)
         self.roster_check = RosterCheck(self, coordinator, placement, config.stall_timeout_s)
 
     @property
     def handles(self) -> list[EngineHandle]:
-        """Everything that has to be ended some day."""
+        """All engines that must be ended at some time."""
         return [*self.engines.values(), *self.starting.values(), *self.ending.values()]
 
     def view(self) -> FleetView:
@@ -94,8 +95,8 @@ class Fleet:
         outdated: Collection[str],
     ) -> list[EngineHandle]:
         """Take over the engines of these versions that an earlier manager left, and its drains.
-        Returns those that still have to load or to join: they are in `starting`, for `grow`. Of the
-        `outdated` versions an engine that leaves without a record is kept: it was to reload."""
+        Returns the engines that still have to load or join; they are in `starting`, for `grow`. A
+        leaving engine of an `outdated` version without a drain record stays: it was reloading."""
         serving, newcomers = await self._placement.adopt(versions)
         records = {record.name: record for record in drains}
         by_name = {version.name: version for version in versions}
@@ -114,7 +115,7 @@ class Fleet:
         return newcomers
 
     def add_starting(self, versions: Mapping[int, Version]) -> list[EngineHandle]:
-        """New engines, for `grow`, by rank."""
+        """Add new engines to `starting`, for `grow`. `versions`: by rank."""
         handles = [self._placement.plan(rank, version) for rank, version in versions.items()]
         self.starting.update({handle.rank: handle for handle in handles})
         return handles
@@ -125,9 +126,9 @@ class Fleet:
         on_joined: Callable[[list[int]], None],
         on_failed: OnFailed,
     ) -> None:
-        """Start newcomers of `starting` beside each other; those that are ready about the same time
-        join in one epoch: `on_joined` gets their ranks. `on_failed` is called at once for each that
-        does not, but for those that were cancelled."""
+        """Start engines of `starting` concurrently. Engines that become ready at about the same
+        time join in one epoch, and `on_joined` is called with their ranks. `on_failed` is called at
+        once for each engine that fails, except for cancelled ones."""
         by_rank = {handle.rank: handle for handle in handles}
 
         def fail(rank: int, error: Exception) -> None:
@@ -158,19 +159,18 @@ class Fleet:
         self.on_change()
 
     def _begin_anew(self, handle: EngineHandle, version: Version) -> None:
-        """Its processes are to run this version, and to join as another engine."""
+        """Start an engine that has left again, with other weights: it joins as another engine."""
         handle.begin_anew(version)
         self.starting[handle.rank] = handle
         self._reloading.append(handle)
 
     def take_reloading(self) -> list[EngineHandle]:
-        """Engines of `starting` that have left to get other weights, for `grow`; each once."""
+        """Returns engines of `starting` that left to load other weights, for `grow`, each once."""
         taken, self._reloading = self._reloading, []
         return [handle for handle in taken if self.starting.get(handle.rank) is handle]
 
     async def _join_batch(self, handles: list[EngineHandle]) -> dict[int, Exception]:
-        """They serve then, but for those that were cancelled before it began, and for those that
-        have failed: why, by rank."""
+        """Let engines join, except cancelled ones. Returns why the others failed, by rank."""
         handles = [handle for handle in handles if not handle.leaving]
         for handle in handles:
             self._watch(handle)
@@ -195,14 +195,14 @@ class Fleet:
         return failures
 
     async def _forget_earlier(self, handles: list[EngineHandle]) -> None:
-        """A coordinator that was restarted before their earlier servers ended takes those for
-        members."""
+        """Remove the previous incarnations of these engines from the roster: a coordinator that
+        restarted before their servers stopped takes them for members."""
         if ranks := [handle.rank for handle in handles if handle.previous is not None]:
-            with contextlib.suppress(Exception):  # then they are refused, if they are there
+            with contextlib.suppress(Exception):  # if it fails, their join is refused
                 await self._coordinator.remove_failed(ranks)
 
     async def _prepare(self, handle: EngineHandle) -> None:
-        """Returns when the engine is ready or was cancelled. Raises why it is not ready."""
+        """Wait until the engine is ready or was cancelled. Raises why it cannot become ready."""
         if handle.leaving:
             return
         handle.starting = asyncio.create_task(self._placement.start(handle))
@@ -213,7 +213,7 @@ class Fleet:
                 raise
 
     def cancel_start(self, rank: int) -> None:
-        """A newcomer that does not join yet is not wanted any more: it is ended."""
+        """Cancel and end a starting engine that is not joining yet and is no longer needed."""
         handle = self.starting[rank]
         handle.intent = Intent.LEAVE
         if handle.starting is not None:
@@ -222,17 +222,17 @@ class Fleet:
 
     async def _discard(self, handle: EngineHandle) -> None:
         try:
-            if await self._placement.may_end():  # else its successor waits for it
+            if await self._placement.may_end():  # else the next manager may have adopted it
                 await self._placement.end(handle)
-                # A coordinator that was restarted takes every engine that it hears for a member.
+                # A restarted coordinator takes every engine that reports to it for a member.
                 await self._coordinator.remove_failed([handle.rank])
         finally:
             del self.starting[handle.rank]
             self.on_change()
 
     async def join(self, handles: list[EngineHandle]) -> dict[int, Exception]:
-        """Returns why those that have not joined did not, by rank; their group forms without them.
-        One that dies meanwhile is removed."""
+        """Add engines to the roster. Returns why the others did not join, by rank; the group forms
+        without them. An engine that dies meanwhile is removed."""
         try:
             with self.transition(handles):
                 refused = await self._coordinator.join([handle.member for handle in handles])
@@ -242,7 +242,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def transition(self, handles: list[EngineHandle]) -> Iterator[None]:
-        """The place of the engines in the roster changes meanwhile."""
+        """Mark that the membership of these engines is changing."""
         for handle in handles:
             handle.in_transition = True
         self.on_change()
@@ -263,49 +263,49 @@ class Fleet:
     # ---------------------------------------------------------------- leaving
 
     def leave(self, rank: int, timeout_s: float, *, is_drain: bool = False) -> None:
-        """It may finish what it has, for so long."""
+        """Let an engine leave. It has `timeout_s` to finish its requests."""
         intent = Intent.DRAIN if is_drain else Intent.LEAVE
         self.engines[rank].next_version = None
         self._drain.add(self.engines[rank], timeout_s, intent)
 
     def reload(self, rank: int, version: Version, timeout_s: float) -> None:
-        """The same, and then its processes run this version, and join again."""
+        """Let an engine leave as `leave` does; then its processes run `version` and join again."""
         self.engines[rank].next_version = version
         self._drain.add(self.engines[rank], timeout_s, Intent.RELOAD)
 
     def set_drain_time(self, timeout_s: float) -> None:
-        """Engines that leave have as long as this from now on, unless they were named."""
+        """Set the drain time of leaving engines, except selected and reloading ones."""
         self._drain.set_time(timeout_s)
 
     @property
     def drains(self) -> tuple[DrainRecord, ...]:
-        """What a successor of the manager goes on with."""
+        """Drain records, with which a successor of the manager continues."""
         return self._drain.records()
 
     def move(self, rank: int) -> None:
-        """Its host goes away: another one is started in its place."""
+        """Mark an engine whose host will go away: a replacement is started."""
         handle = self.engines[rank]
         handle.intent, handle.next_version = Intent.MOVE, None
 
     def stay(self, rank: int) -> None:
-        """Its host stays."""
+        """Undo `move`: the host stays."""
         self.engines[rank].intent = Intent.STAY
 
     def set_replaced(
         self, held: Mapping[int, bool], vacating: frozenset[int], *, is_reserved: bool
     ) -> None:
-        """Of the engines that leave: see `Drain.held`, and `EngineStatus.is_vacating`; and
-        `FleetView.is_reserved`."""
+        """Set what an upgrade decides about leaving engines: `Drain.held`,
+        `EngineStatus.is_vacating` and `FleetView.is_reserved`."""
         self._drain.held, self._vacating, self._is_reserved = held, vacating, is_reserved
 
     def keep(self, rank: int) -> None:
-        """It was leaving, and is wanted again."""
+        """Keep an engine that was leaving."""
         handle = self.engines[rank]
         handle.intent, handle.next_version = Intent.STAY, None
         self.tasks.spawn(self._coordinator.cancel_leave([rank]))
 
     def drain(self) -> None:
-        """Begin to drain the engines that leave, if that is not under way."""
+        """Start to drain the leaving engines, unless a drain is running."""
         if self._drain.leaving and not self._draining:
             self._draining = True
             self.tasks.spawn(self._drain_all())
@@ -321,12 +321,12 @@ class Fleet:
             self.on_change()
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Until no engine has requests left, or the time is over."""
+        """Wait until no engine has requests left, or until the timeout."""
         await self._drain.wait_idle(timeout_s)
 
     async def _detach(self, handles: list[EngineHandle], idle_epoch: int | None) -> None:
-        """Take engines out, but for those that died or are kept meanwhile; end them, unless they
-        begin anew. `idle_epoch`: see `CoordinatorHandle.detach`."""
+        """Remove engines from the roster, except those that died or were kept meanwhile. Then end
+        them, or start to reload them. `idle_epoch`: see `CoordinatorHandle.detach`."""
         async with self.group_change_lock:
             handles = [h for h in handles if h.leaving and self.engines.get(h.rank) is h]
             with self.transition(handles):
@@ -343,7 +343,7 @@ class Fleet:
                 self._begin_anew(handle, handle.next_version)
         handles = [handle for handle in handles if self.ending.get(handle.rank) is handle]
         try:
-            if handles and await self._placement.may_end():  # else they may serve its successor
+            if handles and await self._placement.may_end():  # else they may serve the next manager
                 await asyncio.gather(*(self._placement.end(handle) for handle in handles))
         finally:
             for handle in handles:
@@ -360,7 +360,7 @@ class Fleet:
         handle.exit_watcher = self.tasks.spawn(watch())
 
     async def on_engine_dead(self, handle: EngineHandle, why: str, stopped_s: float = 0) -> None:
-        """It is dead, or has done nothing for `stopped_s`: it leaves the roster, and is ended."""
+        """Remove and end an engine that died, or that has hung for `stopped_s` seconds."""
         rank = handle.rank
         if self.starting.get(rank) is handle:
             await self._coordinator.remove_failed([rank])
@@ -375,18 +375,18 @@ class Fleet:
         finally:
             try:
                 await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))
-            finally:  # an engine that could not be ended must not count for ever
+            finally:  # an engine that could not be ended must not count forever
                 del self.ending[rank]
                 self.on_change()
 
     async def starting_texts(self) -> list[str]:
-        """What newcomers are busy with, for people who wait for them."""
+        """Returns what the starting engines are doing, for people who wait for them."""
         starting = sorted(self.starting.items())
         texts = await asyncio.gather(*(self._placement.status(handle) for _, handle in starting))
         return [f"engine {rank}: {text}" for (rank, _), text in zip(starting, texts, strict=True)]
 
     async def refresh(self, reports: list[EngineReport]) -> None:
-        """Read the workers of engines that have replaced some."""
+        """Read `ready` again for engines that have replaced workers."""
         for report in reports:
             handle = self.engines.get(report.rank)
             if handle is None or handle.repairs == report.repairs:

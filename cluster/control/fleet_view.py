@@ -1,4 +1,4 @@
-"""The engines of a cluster as its manager counts them, at one moment. Pure."""
+"""The manager's view of the engines of a cluster at one moment. Pure."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ import msgspec
 
 
 class Place(enum.Enum):
-    """Where an engine is between its start and its end."""
+    """Stage of an engine's life, from start to stop."""
 
     STARTING = "starting"
-    """It loads, or waits to join."""
+    """The engine loads, or waits to join."""
     SERVING = "serving"
-    """It has joined, and is in the roster unless the coordinator has just removed it."""
+    """The engine has joined. It is in the roster unless the coordinator has just removed it."""
     ENDING = "ending"
-    """It is out of the roster; its rank is taken until its resources are free again."""
+    """The engine is out of the roster. Its rank is taken until its resources are free again."""
 
 
 class Intent(enum.Enum):
-    """What the manager has decided about an engine."""
+    """The manager's decision about an engine."""
 
     STAY = "stay"
     MOVE = "move"
-    """Its host goes away: it serves on, and does not count, until its replacement serves or its
-    time is nearly over."""
+    """The host will go away: the engine serves on, without counting towards the target, until its
+    replacement serves or its time is almost over."""
     LEAVE = "leave"
-    """There are more than the target: it may be kept, if the target grows again."""
+    """The cluster has more engines than its target: this one may be kept if the target grows
+    again."""
     DRAIN = "drain"
-    """An operator has named it: it is not kept."""
+    """An operator, an upgrade or the loss of its host has selected this engine: it is not kept."""
     RELOAD = "reload"
-    """It leaves, gets the weights of another version, and joins again: it counts all the while."""
+    """The engine leaves, gets the weights of another version and joins again. It always counts
+    towards the target."""
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -38,26 +40,26 @@ class EngineStatus(msgspec.Struct, frozen=True):
     place: Place
     intent: Intent = Intent.STAY
     in_transition: bool = False
-    """A change of its place in the roster is under way: it is neither kept nor cancelled."""
+    """The membership of the engine is changing: it is neither kept nor cancelled."""
     waits_for_room: bool = False
-    """It starts when the Ray cluster has room for it."""
+    """The engine starts once the Ray cluster has room for it."""
     node: str | None = None
-    """Where it serves; None: it starts."""
+    """The Ray node on which the engine serves; None: it is starting."""
     version: str = ""
     next_version: str = ""
-    """The one that it reloads for."""
+    """The version that the engine reloads for."""
     is_extra: bool = False
-    """It starts beside those that are wanted, and counts when it serves."""
+    """The engine starts in addition to the target number, and counts once it serves."""
     for_answers: bool = False
-    """It starts since answers that have begun need its version."""
+    """The engine is started because unfinished responses need its version."""
     previous: str = ""
-    """The version whose weights it replaces by those of its own, while it starts."""
+    """While the engine starts: the version whose weights its own ones replace."""
     is_vacating: bool = False
-    """It leaves, and counts until it has gone: another one takes its place."""
+    """The engine is leaving and counts until it has stopped: another one takes its place."""
 
     @property
     def versions(self) -> list[str]:
-        """What it runs, will run, or has run and may run again."""
+        """The versions that the engine runs, will run, or has run and may run again."""
         return [name for name in (self.version, self.next_version, self.previous) if name]
 
     @property
@@ -67,17 +69,17 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """Every engine that has to be ended some day, by rank."""
+    """All engines that must be ended at some time, by rank."""
 
     engines: tuple[EngineStatus, ...] = ()
     is_committing: bool = False
-    """The group of the engines changes."""
+    """The group of engines is changing."""
     is_reserved: bool = False
-    """Whatever room there is belongs to an engine that waits: no other one starts."""
+    """All free room is reserved for an engine that waits: no other one starts."""
 
     @property
     def serving(self) -> list[int]:
-        """Ranks of engines that serve, and of those that leave."""
+        """Ranks of engines that serve, including leaving ones."""
         return [engine.rank for engine in self.engines if engine.place is Place.SERVING]
 
     @property
@@ -87,12 +89,12 @@ class FleetView(msgspec.Struct, frozen=True):
 
     @property
     def starting(self) -> list[int]:
-        """Ranks of engines that start and are wanted."""
+        """Ranks of starting engines that count towards the target."""
         return self._ranks(Place.STARTING)
 
     @property
     def pending(self) -> list[int]:
-        """Those of them that wait for room."""
+        """Ranks of starting engines that wait for room."""
         return [e.rank for e in self.engines if e.waits_for_room and e.intent is Intent.STAY]
 
     @property
@@ -101,26 +103,26 @@ class FleetView(msgspec.Struct, frozen=True):
 
     @property
     def num_present(self) -> int:
-        """Engines that count towards the target. One that has died counts until its rank is free
-        for its replacement."""
+        """The number of engines that count towards the target. A dead engine counts until its rank
+        is free for its replacement."""
         return sum(engine.is_present for engine in self.engines)
 
     def of(self, place: Place) -> list[EngineStatus]:
-        """Engines in that place that do not leave."""
+        """Engines of a stage that are not leaving."""
         return [e for e in self.engines if e.place is place and e.intent is Intent.STAY]
 
     @property
     def can_be_kept(self) -> list[int]:
-        """Ranks of engines that leave, and need not."""
+        """Ranks of leaving engines that may still be kept."""
         return self._ranks(Place.SERVING, Intent.LEAVE, may_be_moving=False)
 
     @property
     def can_be_cancelled(self) -> list[int]:
-        """Ranks of engines that start, and do not join yet."""
+        """Ranks of starting engines that are not joining yet."""
         return self._ranks(Place.STARTING, may_be_moving=False)
 
     def free_ranks(self, count: int) -> list[int]:
-        """The lowest ones."""
+        """The `count` lowest ranks that no engine has."""
         taken = {engine.rank for engine in self.engines}
         return [rank for rank in range(count + len(taken)) if rank not in taken][:count]
 

@@ -1,4 +1,4 @@
-"""Where the HTTP servers listen: one port for all ingresses of an application, and an address on
+"""Addresses of the HTTP servers: one port for all ingresses of an application, and one address on
 each host."""
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from swell.configs.schema import Config, ConfigError
 from swell.coordinator.ports import free_port, port_is_free
 
 ON_INTERFACE = "interface"
-"""The value of `serve.host` for the address of `cluster.interface`."""
+"""The value of `serve.host` that selects the address of `cluster.interface`."""
 
 
 def listening_host(config: Config, node: str) -> str:
-    """The address at which an ingress listens on the host that Ray knows by the address `node`.
-    Raises ValueError if the host has no such interface."""
+    """Returns the address at which an ingress listens on the host that Ray knows by the address
+    `node`. Raises ValueError if the host lacks the interface."""
     if config.serve.host != ON_INTERFACE:
         return config.serve.host
     return host_address(config.cluster.interface, node)
 
 
 def claim_port(config: Config, node: str = "127.0.0.1") -> Config:
-    """A configuration whose `serve.port` is free on this host. Raises ConfigError if it is taken,
-    or if the host has no such address."""
+    """Returns a configuration whose `serve.port` is free on this host. Raises ConfigError if the
+    port is taken, or if the host lacks the interface."""
     try:
         host, port = listening_host(config, node), config.serve.port
     except ValueError as error:
@@ -39,7 +39,8 @@ def claim_port(config: Config, node: str = "127.0.0.1") -> Config:
 
 
 def with_chosen_port(config: Config, host: str) -> Config:
-    """With a port that is free there. Raises ConfigError if none of `cluster.ports` is."""
+    """Returns the configuration with a free port. Raises ConfigError if no port of `cluster.ports`
+    is free."""
     try:
         return with_port(config, free_port(host, ingress_ports(config.cluster.port_range)))
     except PortsTakenError as error:
@@ -51,6 +52,6 @@ def with_port(config: Config, port: int) -> Config:
 
 
 def with_host(config: Config, node: str) -> Config:
-    """With the address at which an ingress of that host listens."""
+    """Returns the configuration with the address at which an ingress of that host listens."""
     host = listening_host(config, node)
     return msgspec.structs.replace(config, serve=msgspec.structs.replace(config.serve, host=host))

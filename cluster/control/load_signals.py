@@ -1,8 +1,8 @@
-"""How loaded a cluster is, from what its engines and ingresses report anyway: pure.
+"""Load of a cluster, computed from what its engines and ingresses report anyway. Pure.
 
-The queue time is an estimate, from what waits now and how fast requests start. The one that is
-measured (`swell_request_queue_time_seconds`) is known when a request has ended: it says that more
-engines were needed, often after they are not.
+The queue time is an estimate from the number of waiting requests and the rate at which requests
+start. The measured queue time (`swell_request_queue_time_seconds`) is known only when a request has
+finished: it says that more engines were needed, often after that is over.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from swell.coordinator.wire import ClusterView
 
 _QUANTILE = 0.9
 _MIN_REQUESTS = 10
-"""Fewer first tokens within the window say little about nine of ten."""
+"""Minimum number of first tokens in the window: fewer say little about the 90th percentile."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a cluster, over the last seconds where it needs a time."""
+    """The load of a cluster; rates and times cover the last seconds."""
 
     engines: int
-    """That serve and stay."""
+    """The number of engines that serve and do not leave."""
     running: int = 0
     waiting: int = 0
     queue_s: float = 0.0
-    """How long a new request would wait for a slot."""
+    """Estimated time that a new request waits for a slot."""
     drained_s: float = math.inf
-    """When nothing would wait any more, if what waits falls as in the last seconds."""
+    """Seconds until no request waits, if their number keeps falling as in the last seconds."""
     kv_usage: float = 0.0
-    """Share of the KV blocks in use, on average over the engines."""
+    """Average share of the KV blocks in use."""
     ttft_s: float | None = None
-    """Time to first token of nine of ten requests; None: there were too few."""
+    """90th percentile of the time to first token; None: there were too few requests."""
 
 
 class LoadSeries:
@@ -46,10 +46,10 @@ class LoadSeries:
     def __init__(self) -> None:
         self._starts = StartRate()
         self._waiting: deque[tuple[float, int]] = deque()
-        """Times with how many waited, within the window."""
+        """Times and numbers of waiting requests, within the window."""
         self._first_tokens: deque[tuple[float, Sequence[float]]] = deque()
-        """Times with the histogram until then. The first is as old as the window, or the only one.
-        """
+        """Times and cumulative histograms. The first one is as old as the window, or the only
+        one."""
 
     def observe(
         self,
@@ -58,8 +58,9 @@ class LoadSeries:
         staying: Collection[int],
         now: float,
     ) -> Load | None:
-        """`first_tokens`: as `Membership` has them. `staying`: ranks of engines that serve, and do
-        not leave. None: one of them has not reported, or there is none."""
+        """Record an observation and return the load; None: an engine of `staying` has not reported,
+        or there is none. `first_tokens`: as in `Membership`. `staying`: ranks of engines that serve
+        and do not leave."""
         self._starts.observe(view, now)
         ttft_s = self._ttft_s(first_tokens[:-1], now)
         reports = [report for report in view.reports if report.rank in staying]
@@ -77,7 +78,8 @@ class LoadSeries:
         )
 
     def _queue_s(self, waiting: int, now: float) -> float:
-        """Where nothing has started within the window, each waits as long for the next."""
+        """Estimates the queue time. If no request has started within the window, each waiting one
+        adds a whole window."""
         rate = self._starts.of(now).requests
         return waiting / rate if rate else waiting * WINDOW_S
 
@@ -92,7 +94,7 @@ class LoadSeries:
     def _ttft_s(self, buckets: Sequence[float], now: float) -> float | None:
         series = self._first_tokens
         if series and any(new < old for new, old in zip(buckets, series[-1][1], strict=False)):
-            series.clear()  # the coordinator was restarted, and does not know all ingresses yet
+            series.clear()  # the coordinator was restarted and does not know all ingresses yet
         if buckets:
             series.append((now, list(buckets)))
         while len(series) > 1 and series[1][0] <= now - WINDOW_S:
@@ -105,8 +107,8 @@ class LoadSeries:
 
 
 def quantile(bounds: Sequence[float], buckets: Sequence[float]) -> float | None:
-    """The time within which nine of ten values lie: interpolated in its bucket, as Prometheus does.
-    `buckets`: counts, one more than bounds. None: there are too few."""
+    """Returns the 90th percentile, interpolated within its bucket as Prometheus does; None: there
+    are too few values. `buckets`: counts, one more than `bounds`."""
     total = sum(buckets)
     if total < _MIN_REQUESTS:
         return None

@@ -1,17 +1,17 @@
-"""Keeps as many engines as are wanted. Nothing else changes the roster on purpose.
+"""Keeps the number of engines at its target. No other component changes the roster on purpose.
 
     target --- start ---> starting --- join ---> serving --- leave ---> leaving --- detach ---> gone
                             |                      |   ^                  |
                     failed or cancelled            |   +----- keep -------+
                                   died, or found to have stopped: removed at once, replaced
 
-This is the shell: `control_state.py` decides. One task plans and begins what is missing; starts and
-drains run beside it, so that a slow one delays no other. Another task watches the roster, from
-which the coordinator takes what has stopped. Requests only move the target, and the newest one
-counts. What fails is tried again, ever more slowly, and `describe` says so.
+This is the shell: `control_state.py` decides. One task plans and starts the missing engines. Starts
+and drains run concurrently, so a slow one does not delay the others. Another task follows the
+roster, from which the coordinator removes stopped engines. Requests only change the target: the
+newest one counts. Failed steps are retried with a growing delay, and `describe` reports them.
 
-The manager carries no traffic. What it wants is written down (`checkpoint_store.py`) for its
-successor. Of two, as when Serve replaces one that was stopped, the one that took over last leads.
+The manager carries no traffic. It stores its desired state (`checkpoint_store.py`) for a successor.
+If two managers run, as when Serve replaces one that hung, the one that took over last leads.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from swell.coordinator.service import Membership
 from swell.coordinator.wire import ClusterView
 
 _ANSWER_TIMEOUT_S = 2.0
-"""How long a description waits for the coordinator before it gives what was known last, and a pause
-for the answer whether another manager has taken over."""
+"""How long `describe` waits for the coordinator before it returns the last known state, and how
+long a pause waits to learn whether another manager has taken over."""
 _PAUSE_S = 1.0
-"""After something failed that is tried again."""
+"""Delay before a failed step is retried."""
 
 
 class ClusterManager:
-    """The engines of a cluster, from start to end. All methods run in one event loop."""
+    """Manages the engines of a cluster from start to stop. All methods run in one event loop."""
 
     def __init__(
         self,
@@ -69,16 +69,16 @@ class ClusterManager:
         ground: Ground,
         identity: str,
     ) -> None:
-        """`identity`: of the configuration as it was given; see `configs/identity.py`."""
+        """`identity`: identity of the configuration as it was given; see `configs/identity.py`."""
         self._limits = config.cluster
         self._coordinator = coordinator
         self._placement = placement
         self._checkpoints = CheckpointWriter(checkpoints, config.parallel.data, ground)
         coordinator.manager_id = self._checkpoints.manager_id
         self._lifecycle_lock = asyncio.Lock()
-        """Held while it starts, and while it stops."""
+        """Held during `start` and during `stop`."""
         self._scale_lock = asyncio.Lock()
-        """Held until it is known whether there is room: requests take effect in their order."""
+        """Held until it is known whether there is room, so that requests take effect in order."""
         placement.may_end = partial(self._checkpoints.confirm_leader, self._limits.stall_timeout_s)
         self._wake = asyncio.Event()
         self._fleet = Fleet(
@@ -94,7 +94,7 @@ class ClusterManager:
         self._log = StructuredLogger("cluster.manager")
 
     async def start(self) -> None:
-        """Take over what an earlier manager left, and begin to reconcile."""
+        """Take over the state that an earlier manager left, and start to reconcile."""
         async with self._lifecycle_lock:
             await self._coordinator.open()
             found = await self._coordinator.membership()
@@ -123,14 +123,15 @@ class ClusterManager:
                 self._fleet.tasks.spawn(exit_on_error_async(loop, f"manager: {name}"))
 
     async def leave(self) -> None:
-        """Do nothing more: a successor takes over."""
+        """Stop working without ending anything: a successor takes over."""
         await self._fleet.tasks.cancel()
 
     async def stop(self) -> None:
-        """Let the engines finish what they have, then end them and the coordinator; unless
-        another manager has taken over. What `start` is just taking over is ended, too.
+        """Let the engines finish their requests, then end them and the coordinator, unless another
+        manager leads. A `start` in progress completes first, so its engines are ended too.
 
-        Serve stops the ingresses at the same time: they take nothing new and finish their streams.
+        Serve stops the ingresses at the same time: they refuse new requests and finish their
+        streams.
         """
         async with self._lifecycle_lock:
             await self._fleet.tasks.cancel()
@@ -138,7 +139,7 @@ class ClusterManager:
                 return
             try:
                 await self._fleet.wait_idle(self._limits.drain_timeout_s)
-            except Exception as error:  # an engine that cannot be drained is ended all the same
+            except Exception as error:  # an engine that cannot be drained is ended anyway
                 self._log.warning("not drained", error=f"{type(error).__name__}: {error}")
             if not await self._checkpoints.is_leader():
                 return
@@ -146,11 +147,11 @@ class ClusterManager:
             await self._coordinator.close()
             await self._checkpoints.clear()
 
-    # ---------------------------------------------------------------- what operators request
+    # ---------------------------------------------------------------- requests of operators
 
     @property
     def target(self) -> int:
-        """How many engines are wanted."""
+        """The target number of engines."""
         return self._state.change.target
 
     @property
@@ -158,8 +159,8 @@ class ClusterManager:
         return self._state.pause_requested
 
     async def scale(self, engines: int, drain_timeout_s: float | None = None) -> None:
-        """Set how many engines are wanted; this replaces a change that is under way. Raises
-        ScaleRefused; the state is then unchanged."""
+        """Set the target number of engines, also during a change. Raises ScaleRefused if it
+        cannot."""
         async with self._scale_lock:
             grows = engines > len(self._fleet.view().staying)
             reason = await self._placement.refusal(self.upgrader.wanted, engines) if grows else None
@@ -171,36 +172,36 @@ class ClusterManager:
             self._begin(state)
 
     async def upgrade(self, identity: str, config: Config, *, in_place: bool = False) -> None:
-        """Replace all engines by those of another configuration; `in_place`: their weights alone.
-        Returns when that outlives this manager. Raises ScaleRefused."""
+        """Replace all engines by engines with another configuration, or `in_place` only their
+        weights. Returns once the request survives this manager. Raises ScaleRefused."""
         if in_place:
             control_state.check_awake(self._state)
         try:
             await self.upgrader.begin(identity, config, self.target, self.save, in_place=in_place)
-        finally:  # one that failed was perhaps written
+        finally:  # a failed request may have been written anyway
             self._wake.set()
 
     def drain(self, rank: int) -> None:
-        """Take one engine out; the target falls with it. The time of one that leaves already begins
-        anew. Raises ScaleRefused."""
+        """Take one engine out and lower the target by one. If the engine is already leaving, its
+        drain time starts again. Raises ScaleRefused."""
         state = control_state.drain(self._state, self._fleet.view(), rank, self._limits)
         self._fleet.leave(rank, self._limits.drain_timeout_s, is_drain=True)
         self._begin(state)
 
     def _begin(self, state: ControlState) -> None:
-        """Begin a change at once; what it cannot begin yet follows in `_reconcile_forever`."""
+        """Start a change at once; `_reconcile_forever` does what cannot start yet."""
         self._state = state
         self._reconcile()
         self._wake.set()
 
     async def pause(self, sleep: Sleep | None = None) -> None:
-        """Let all engines keep their requests and compute nothing; with `sleep` they give memory
-        back until `resume`. A change under way goes on: newcomers are paused as they join, engines
-        that leave hand over. Raises ScaleRefused."""
+        """Stop all computation; engines keep their requests and with `sleep` release memory. A
+        change in progress continues: new engines are paused as they join, and leaving engines hand
+        over their requests. Raises ScaleRefused."""
         await self._set_pause(True, sleep)
 
     async def resume(self) -> None:
-        """Raises ScaleRefused."""
+        """End a pause. Raises ScaleRefused."""
         await self._set_pause(False)
 
     async def _set_pause(self, paused: bool, sleep: Sleep | None = None) -> None:
@@ -210,11 +211,11 @@ class ClusterManager:
         self._wake.set()
         try:
             await (self._coordinator.pause() if paused else self._coordinator.resume())
-        except NotLeading:  # since that was looked up
+        except NotLeading:  # another manager took over after the check
             raise ScaleRefused(control_state.TAKEN_OVER) from None
 
     async def save(self) -> None:
-        """Return when the newest request outlives this manager. Raises ScaleRefused."""
+        """Store the newest request so that it survives this manager. Raises ScaleRefused."""
         if not await self._checkpoints.save(self._checkpoint()):
             raise ScaleRefused(control_state.TAKEN_OVER)
 
@@ -223,28 +224,28 @@ class ClusterManager:
         wanted = (self.target, self.pause_requested, served, record, drains, self.adapters.all)
         return self._checkpoints.make(*wanted, self._state.sleep)
 
-    # ---------------------------------------------------------------- what operators see
+    # ---------------------------------------------------------------- state for operators
 
     @property
     def phase(self) -> str:
-        """Of the change of engines: idle, prepare, commit, drain or failed."""
+        """Phase of the change of the number of engines: see `control_state.phase`."""
         return control_state.phase(self._state, self._fleet.view(), self._now())
 
     @property
     def trouble(self) -> Trouble | None:
-        """What keeps engines that are missing from being there."""
+        """Why engines are missing."""
         return control_state.trouble(self._state, self._fleet.view(), self._now())
 
     @property
     def error(self) -> str | None:
-        """What went wrong last, while it still matters, and what is tried again when."""
+        """The last error while it still matters, and when it is retried."""
         reason = self._state.change.error or (str(found) if (found := self.trouble) else None)
         return "; ".join(filter(None, (reason, self._checkpoints.trouble))) or None
 
     async def describe(self) -> dict[str, Any]:
-        """The body of `GET /admin/cluster`."""
+        """Returns the body of `GET /admin/cluster`."""
         silence = None
-        plans = {  # of one moment; a change that is over is in the roster that is read now
+        plans = {  # read before the roster: a change that completes in between is in the roster
             "target": self.target,
             "phase": self.phase,
             "error": self.error,
@@ -255,7 +256,7 @@ class ClusterManager:
         }
         try:
             self._view = await asyncio.wait_for(self._coordinator.view(), _ANSWER_TIMEOUT_S)
-        except Exception as error:  # it is stopped, or was lost and is made anew
+        except Exception as error:  # the coordinator has stopped, or is being restarted
             silence = f"it does not answer ({type(error).__name__}); it is called again and again"
             self._log.warning("the coordinator does not answer", error=type(error).__name__)
         await self._fleet.refresh(self._view.reports)
@@ -264,22 +265,22 @@ class ClusterManager:
         return describe(self._view, handles, coordinator=coordinator, **plans)
 
     async def not_ready_reason(self) -> tuple[str, bool]:
-        """One line for people who wait for the cluster, and whether the first start was in vain:
-        it is tried again all the same, for callers that go on waiting."""
+        """Returns one line for people who wait for the cluster, and whether the first start has
+        failed for good. It is retried even then, for callers that keep waiting."""
         trouble = self.trouble
         if trouble is not None and trouble.exhausted and not self._state.has_served:
             return trouble.reason, True
         texts = [*await self._fleet.starting_texts(), self.error]
         return "; ".join(filter(None, texts)) or "the first engine", False
 
-    # ---------------------------------------------------------------- what is wanted, what is
+    # ---------------------------------------------------------------- reconciliation
 
     async def _reconcile_forever(self) -> None:
         while self.leads:
             self._wake.clear()
             try:
                 wait_s = self._reconcile()
-            except Exception as error:  # the target stays
+            except Exception as error:  # the target stays as it is
                 self._log.error("cannot reconcile", error=f"{type(error).__name__}: {error}")
                 wait_s = _PAUSE_S
             self._coordinator.save_manager_state(self._manager_state)
@@ -289,7 +290,7 @@ class ClusterManager:
                     await self._wake.wait()
 
     def _reconcile(self) -> float | None:
-        """Begin what is missing. Returns when to plan again if nothing happens."""
+        """Start what is missing. Returns the seconds until the next plan if nothing happens."""
         extra_wait_s = self.upgrader.reconcile(self._state, self._grow)
         self._state, plan = control_state.plan(self._state, self._fleet.view(), self._now())
         self._execute(plan)
@@ -342,7 +343,7 @@ class ClusterManager:
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    # ---------------------------------------------------------------- the coordinator, the leader
+    # ---------------------------------------------------------------- coordinator and leadership
 
     @property
     def _manager_state(self) -> ManagerState:
@@ -367,8 +368,8 @@ class ClusterManager:
                 await self._reopen_coordinator()
 
     async def _reopen_coordinator(self) -> None:
-        """The coordinator is dead for good, unless another manager has taken over: one that does so
-        with another configuration ends it."""
+        """Find or restart a coordinator that is dead for good, unless another manager leads: one
+        with another configuration ends the old coordinator itself."""
         if not await self._checkpoints.is_leader():
             await self._step_down()
             return
@@ -383,7 +384,7 @@ class ClusterManager:
         await self._fleet.tasks.cancel()
 
     async def _on_membership(self, now: Membership) -> None:
-        """A coordinator that was restarted knows only what engines have reported."""
+        """Correct the coordinator's state: after a restart it knows only what engines report."""
         if not now.manager_state.is_led_by(self._checkpoints.manager_id()):
             await self._step_down()
             return

@@ -1,14 +1,15 @@
-"""Engines on hosts that are taken away: what to do with each, pure.
+"""Decides what engines do on hosts that will be taken away. Pure.
 
     notice --- move ---> its replacement starts elsewhere, it serves on --- leave ---> gone
                                      |                                       ^
                                      +-- the replacement serves, or ---------+
                                          only the time to finish is left
 
-A host's notice is short where it is spot capacity (half a minute to two), and longer than a drain
-where an operator or Ray's autoscaler drains it. An engine that left at once would take away what it
-could serve until then, and all if it is the only one. Where a notice is withdrawn (Ray forgets it
-when its GCS is started again) the engines stay, unless others serve in their place by then.
+The notice of a host is short for spot capacity (half a minute to two minutes), and longer than a
+drain if an operator or Ray's autoscaler drains the node. An engine that left at once would not
+serve during the notice, and if it is the only engine, the cluster would not serve at all. If a
+notice is withdrawn (Ray forgets it when its GCS restarts) the engines stay, unless their
+replacements already serve.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ from dataclasses import dataclass, field
 from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
 
 HANDOVER_S = 5.0
-"""Before the host goes: for what an engine has left when its time to finish is over."""
+"""Time before the host goes, to hand over the requests that an engine still has at its deadline."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What to do now, by rank."""
+    """The next steps, by rank."""
 
     move: tuple[int, ...] = ()
     leave: Mapping[int, float] = field(default_factory=dict)
-    """How long each may finish its requests, in seconds."""
+    """Drain time of each leaving engine, in seconds."""
     stay: tuple[int, ...] = ()
-    """Their host stays, and nothing serves in their place yet."""
+    """Engines whose host stays and whose replacement does not serve yet."""
 
 
 def plan_moves(
     fleet: FleetView, target: int, draining: Mapping[str, float], drain_timeout_s: float
 ) -> Moves:
-    """`target`: engines that are wanted; `draining`: seconds until nodes are taken away."""
+    """Decide the next steps. `target`: the target number of engines; `draining`: seconds until
+    nodes are taken away, by node id."""
     here = [e for e in fleet.engines if e.place is Place.SERVING and e.node in draining]
     move = tuple(e.rank for e in here if e.intent in (Intent.STAY, Intent.RELOAD))
     others = [rank for rank in fleet.staying if rank not in move]
@@ -59,8 +61,8 @@ def _time_to_finish(
     *,
     has_others: bool,
 ) -> float | None:
-    """None: there is more time than that. Without others to take new requests, it does until the
-    end."""
+    """Returns the drain time, if the engine must leave now; None: there is more time. If no other
+    engine can accept new requests, it serves until the end."""
     assert engine.node is not None
     left_s = draining[engine.node] - HANDOVER_S
     if left_s > (drain_timeout_s if has_others else 0.0):

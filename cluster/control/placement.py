@@ -1,4 +1,4 @@
-"""Engines in Ray: placement groups, actors, names. No decisions."""
+"""Places engines in Ray: placement groups, actors, names. No decisions."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from swell.coordinator.roster import MemberState
 from swell.engine.ready import EngineReady, NewWeightsRefused
 
 _WATCH_S = 20.0
-"""How long one call waits for the end of an engine: a dead manager leaves no thread behind."""
+"""How long a call waits for an engine to stop, so that a dead manager frees the thread."""
 _STOP_S = 5.0
-"""How long an engine may take to end by itself before it is killed."""
+"""How long an engine may take to stop before it is killed."""
 _ANSWER_S = 10.0
-"""How long an engine may take to answer `ready`: it does so beside its work."""
+"""How long an engine may take to answer `ready`, which it does while it works."""
 _PROBES = 3.0
-"""How long an engine in the roster is probed at most, in units of `stall_timeout_s`: one that has
-stopped has left the roster by then."""
+"""Limit of probing a member, in units of `stall_timeout_s`: by then a hanging one is removed."""
 _KILL_S = 3.0
-"""How long the end of a process is waited for: on a host that is lost it cannot be ended."""
+"""How long to wait for the death of a process: on a lost host it cannot be killed."""
 _STATUS_S = 2.0
-"""How long it may take to answer `status`."""
+"""How long an engine may take to answer `status`."""
 _RESERVE_TIMEOUT_S = 10.0
-"""How long resources may take to become free: what was killed holds them for some seconds."""
+"""How long resources may take to become free: killed processes hold them for some seconds."""
 _ROOM_S = 2.0
-"""Until an engine counts as waiting for room, and between two looks at what it lacks."""
+"""Time until an engine counts as waiting for room, and between two checks of its missing
+resources."""
 _POLL_S = 0.1
 _START_BITS = 32
-"""Of the part of a name that only one start has."""
+"""Number of random bits in a name, which make each start unique."""
 
 
 class Placement:
-    """Engines of one cluster, detached and named, so that a new manager finds them again."""
+    """Places the engines of one cluster, detached and named, so that a new manager finds them."""
 
     def __init__(
         self,
@@ -64,32 +64,32 @@ class Placement:
         ray: RayPort,
         ground: Ground,
     ) -> None:
-        """`config`: its section `cluster` is that of all versions."""
+        """`config`: all versions have the same `cluster` section."""
         self._config = config
         self._namespace = namespace
         self._coordinator = coordinator
         self._ray = ray
         self._ground = ground
         self._known: set[str] = set()
-        """Names of engines that were placed or adopted here, and not ended."""
+        """Names of engines that were placed or adopted here and have not ended."""
         self.may_end: Callable[[], Awaitable[bool]] = _always
-        """Called before an engine is ended that only seems to have stopped: a manager that is cut
-        off from Ray knows of no other engine, and what it would end serves elsewhere."""
+        """Called before an engine that seems to hang is ended: if this manager is cut off from Ray,
+        the engine may serve another manager."""
         self.on_waiting: Callable[[], None] = _ignore
-        """Called when an engine begins or ends to wait for room."""
+        """Called when an engine starts or stops waiting for room."""
         known, look_s = lambda: {*self._known, coordinator.name}, config.cluster.stall_timeout_s
         self.strays = StrayCollector(ray, namespace, known, lambda: self.may_end(), look_s)
         self._log = StructuredLogger("cluster.placement")
 
     async def refusal(self, version: Version, engines: int) -> str | None:
-        """Why the Ray cluster can never hold so many of it; None: it could, if it were empty, or
-        hosts may join, or they are not known while the GCS is away: what is wanted then is tried
-        until it is."""
+        """Returns why the Ray cluster can never hold this many engines of the version. None if an
+        empty cluster could hold them, if hosts may join, or if the GCS does not answer: the engines
+        are then tried until they fit."""
         may_join = self._config.autoscaling.waits_for_room
         return None if may_join else await self._refusal(version, engines)
 
     async def _refusal(self, version: Version, engines: int) -> str | None:
-        """The same for the hosts that are there."""
+        """Like `refusal`, for the hosts that are alive now."""
         try:
             nodes = await self._ray.node_resources()
         except GcsUnavailable:
@@ -97,14 +97,14 @@ class Placement:
         return room.refusal(version.config, nodes, engines)
 
     async def draining_nodes(self) -> dict[str, float]:
-        """Nodes that Ray takes away, by id, and in how many seconds. Raises `GcsUnavailable`."""
+        """Returns nodes that Ray takes away: id -> seconds until then. Raises `GcsUnavailable`."""
         return await self._ray.draining_nodes()
 
     async def adopt(
         self, versions: Sequence[Version]
     ) -> tuple[list[EngineHandle], list[EngineHandle]]:
-        """What an earlier manager left of these versions: engines that serve, and engines that load
-        or have not joined yet. Everything else with a name of this cluster is ended."""
+        """Returns engines of these versions that an earlier manager left: those that serve, and
+        those that load or have not joined yet. Ends everything else with a name of this cluster."""
         self._known.clear()
         roster = (await self._coordinator.view()).roster
         actors = await self._ray.actor_names(self._namespace)
@@ -143,9 +143,8 @@ class Placement:
         return serving, newcomers
 
     async def _probe(self, handle: EngineHandle, versions: Mapping[str, Version]) -> bool:
-        """Whether the engine is alive, and of one of these versions, by name; `ready` is set if it
-        has loaded. One that does not answer, and is in the roster, is probed again: whether it has
-        stopped is seen by the coordinator."""
+        """Whether the engine is alive and runs one of these versions, by name. Sets `ready` if it
+        has loaded. A member that does not answer is probed again: the coordinator detects hangs."""
         patience_s = _PROBES * self._config.cluster.stall_timeout_s
         until = asyncio.get_running_loop().time() + patience_s
         while handle.actor is not None:
@@ -162,12 +161,12 @@ class Placement:
         return False
 
     async def _read_version(self, handle: EngineHandle, versions: Mapping[str, Version]) -> None:
-        """What it runs, or is about to; with `ready`, if it has loaded."""
+        """Set the version that the engine runs or is about to run, and `ready` if it has loaded."""
         name = await asyncio.wait_for(self._ray.call(handle.actor, "version"), _ANSWER_S)
         try:
             await self.refresh(handle)
         except ActorRaised:
-            handle.ready = None  # it still loads
+            handle.ready = None  # the engine is still loading
         handle.version = versions.get(handle.ready.version if handle.ready else name)
 
     async def refresh(self, handle: EngineHandle) -> None:
@@ -184,13 +183,14 @@ class Placement:
         return EngineHandle(rank, str(name), version)
 
     async def start(self, handle: EngineHandle) -> None:
-        """Reserve resources, start the processes, load. Raises StartFailed and leaves nothing; one
-        that is cancelled leaves all to its caller, who ends it.
+        """Reserve resources, start the processes and load. Raises StartFailed after cleaning up. If
+        cancelled, it leaves everything to the caller, which ends the engine.
 
-        An engine that was adopted while it loaded is waited for. One whose processes run another
-        version gets the weights of its own; if those cannot be used this raises WeightsRefused,
-        and the processes stay. One that finds no room waits for it without limit where hosts may
-        join: Ray's autoscaler sees the placement group."""
+        An engine that was adopted while it loaded only has to finish. An engine whose processes run
+        another version loads the weights of its new one; if it cannot use them this raises
+        WeightsRefused, and the processes stay. An engine without room waits without limit if hosts
+        may join: Ray's autoscaler sees its placement group.
+        """
         try:
             if handle.actor is None:
                 await self.strays.collect()
@@ -241,8 +241,8 @@ class Placement:
                 self.on_waiting()
 
     def _extra_wait_s(self, handle: EngineHandle) -> float | None:
-        """An extra engine does not wait without limit: an upgrade goes on without it. Nor does one
-        for answers: they end after as long."""
+        """Returns the time limit, if any. An upgrade can continue without an extra engine, and
+        unfinished responses that need an engine end within that time too."""
         is_apart = handle.is_extra or handle.for_answers
         return self._config.cluster.start_timeout_s if is_apart else None
 
@@ -267,7 +267,7 @@ class Placement:
             return False
 
     async def _lack(self, handle: EngineHandle) -> str:
-        """What an engine needs that is not there."""
+        """Returns why the engine cannot be placed: the resources that it lacks."""
         assert handle.version is not None
         if reason := await self._refusal(handle.version, 1):
             return reason
@@ -297,7 +297,7 @@ class Placement:
         handle.in_doubt = False
 
     async def status(self, handle: EngineHandle) -> str:
-        """What a newcomer is busy with, for people who wait for it."""
+        """Returns what a starting engine is doing, for people who wait for it."""
         if handle.actor is None:
             return handle.waits_for_room or "waiting for resources"
         try:
@@ -306,7 +306,7 @@ class Placement:
             return "starting a process"
 
     async def ended(self, handle: EngineHandle) -> str:
-        """Waits for the end of an engine; returns why it ended."""
+        """Wait until an engine stops. Returns why it stopped."""
         reason: str | None = None
         try:
             while reason is None:
@@ -316,7 +316,7 @@ class Placement:
         return reason
 
     async def end(self, handle: EngineHandle) -> None:
-        """Stop an engine, kill what does not stop, and give its resources back."""
+        """Stop an engine, kill what does not stop, and free its resources."""
         _cancel_watcher(handle)
         try:
             if handle.actor is not None:
@@ -327,7 +327,7 @@ class Placement:
             await self._destroy(handle)
 
     async def kill(self, handle: EngineHandle) -> None:
-        """End an engine that may not answer any more: `RayPort.kill` alone waits for seconds."""
+        """End an engine that may hang: its process first, else `RayPort.kill` takes seconds."""
         _cancel_watcher(handle)
         if handle.ended is None and not await self.may_end():
             return
@@ -341,13 +341,13 @@ class Placement:
             await self._destroy(handle)
 
     async def close(self, handles: list[EngineHandle]) -> None:
-        """End these, and what Ray was still making for them."""
+        """End these engines, and everything that Ray is still creating for them."""
         await asyncio.gather(*(self.end(handle) for handle in handles))
         if not self.strays.is_done:
             await self.strays.collect()
 
     async def _destroy(self, handle: EngineHandle) -> None:
-        """From now on a stray, if Ray does not end it."""
+        """Kill the actor and remove the group: strays from now on if Ray does not confirm."""
         self._known.discard(handle.name)
         was_in_doubt, handle.in_doubt = handle.in_doubt, True
         try:
@@ -373,7 +373,7 @@ async def _always() -> bool:
 
 
 def _ignore() -> None:
-    """No one is called."""
+    """Does nothing."""
 
 
 def _cancel_watcher(handle: EngineHandle) -> None:

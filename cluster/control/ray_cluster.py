@@ -1,4 +1,5 @@
-"""`RayPort` on the real Ray: the one file of the control plane that imports it. No decisions."""
+"""Implements `RayPort` with the real Ray: the only file of the control plane that imports it. No
+decisions."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ _GCS_TIMEOUT_S = 10.0
 _NAME_BYTES = 8
 _RESERVED = "CREATED"
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.5
-"""Between two looks at a placement group."""
+"""Delays between two checks of a placement group."""
 
 
 class RayCluster:
@@ -67,11 +68,11 @@ class RayCluster:
     coordinator_class: Any = Coordinator
 
     def __init__(self, config: ClusterConfig | None = None) -> None:
-        """`config`: where a coordinator listens."""
+        """`config`: says where a coordinator listens."""
         self._config = config or ClusterConfig()
         self._changes = ThreadPoolExecutor(1, thread_name_prefix="swell-ray-changes")
-        """One thread: a change that the GCS has not answered yet precedes all later ones, and later
-        listings."""
+        """One thread, so that a change which the GCS has not answered yet precedes all later
+        changes and listings."""
 
     # ---------------------------------------------------------------- this host
 
@@ -127,7 +128,7 @@ class RayCluster:
             raise RuntimeError(str(error)) from None
 
     async def wait_for_group(self, group: PlacementGroup, timeout_s: float) -> bool:
-        """Each look is a short call: many groups may wait for long, and threads are few."""
+        """Polls with short calls: many groups may wait for a long time, and threads are few."""
         deadline, pause_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         while not await _call_gcs(partial(_is_reserved, group)):
             if time.monotonic() + pause_s > deadline:
@@ -227,7 +228,7 @@ class RayCluster:
 
 
 class _Answer:
-    """The result of a call that was sent, with our errors instead of Ray's."""
+    """The result of a call that was sent, with our exceptions instead of Ray's."""
 
     def __init__(self, reference: Any) -> None:
         self._reference = reference
@@ -245,9 +246,9 @@ class _Answer:
 def _translate(error: RayError) -> ActorError:
     if isinstance(error, RayTaskError):
         cause: BaseException | None = error.cause
-        while isinstance(cause, RayTaskError):  # raised by a call that the method made
+        while isinstance(cause, RayTaskError):  # the method raised this for a call of its own
             cause = cause.cause
-        if cause is None:  # it could not be sent
+        if cause is None:  # the call could not be sent
             cause = ActorError(str(error))
         return ActorRaised(_translate(cause) if isinstance(cause, RayError) else cause)
     if isinstance(error, ActorUnavailableError):
@@ -266,7 +267,8 @@ def _kv(function: Callable[..., T], *args: object) -> Callable[[], T]:
 
 
 async def _call_gcs(call: Callable[[], T], thread: Executor | None = None) -> T:
-    """A call that blocks while the GCS is away; the thread goes on when this has raised."""
+    """Run a call that blocks while the GCS is unavailable. After a timeout the thread keeps
+    running."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(_GCS_TIMEOUT_S):

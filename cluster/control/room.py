@@ -1,5 +1,5 @@
-"""What the engines of a configuration reserve of a Ray cluster, and whether its hosts have it:
-pure."""
+"""The Ray resources that the engines of a configuration reserve, and whether the hosts have them.
+Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 from swell.configs.schema import Config
 
 _EPSILON = 1e-6
-"""Of sums of resources."""
+"""Tolerance for rounding errors of sums of resources."""
 
 
 def resolve_device(config: Config, total_resources: Mapping[str, float]) -> Config:
-    """`auto` is cuda where the Ray cluster has a GPU."""
+    """Replace the device `auto`: by cuda if the Ray cluster has a GPU, else by cpu."""
     if config.model.device != "auto":
         return config
     device = "cuda" if total_resources.get("GPU", 0) >= 1 else "cpu"
@@ -24,8 +24,8 @@ def resolve_device(config: Config, total_resources: Mapping[str, float]) -> Conf
 
 
 def bundles(config: Config) -> tuple[dict[str, float], int]:
-    """Ray resources of one bundle of an engine, and how many it has: one for each pipeline stage,
-    since a bundle is never split over hosts, nor may tensor ranks be."""
+    """Returns the Ray resources of one bundle of an engine, and the number of its bundles: one for
+    each pipeline stage, because neither a bundle nor a group of tensor ranks may span hosts."""
     parallel = config.parallel
     count = 1 if _is_in_process(config) else parallel.pipeline
     workers = parallel.world // count
@@ -35,13 +35,14 @@ def bundles(config: Config) -> tuple[dict[str, float], int]:
 
 
 def gpus_of_process(config: Config) -> float:
-    """GPUs of an engine's own process: those of its workers, if they are its threads."""
+    """Returns the GPUs of an engine's own process: those of its workers if they are threads of it,
+    else 0."""
     return bundles(config)[0].get("GPU", 0.0) if _is_in_process(config) else 0.0
 
 
 def refusal(config: Config, nodes: Sequence[Mapping[str, float]], engines: int) -> str | None:
-    """Why hosts with these resources can never hold so many engines; None: they could, if they
-    were empty."""
+    """Returns why hosts with these resources can never hold this many engines; None: they could if
+    they were empty."""
     bundle, count = bundles(config)
     workers = engines * config.parallel.world
     all_engines = "1 engine" if engines == 1 else f"{engines} engines"
@@ -65,7 +66,7 @@ def refusal(config: Config, nodes: Sequence[Mapping[str, float]], engines: int) 
 
 
 def _is_in_process(config: Config) -> bool:
-    """The workers of an engine are threads of its process."""
+    """Whether the workers of an engine are threads of its process."""
     parallel = config.parallel
     alone = parallel.executor == "auto" and parallel.world == 1
     return alone or parallel.executor == "inproc"

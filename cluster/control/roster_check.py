@@ -1,4 +1,4 @@
-"""Holds a fleet against the roster, and corrects what differs. No decisions."""
+"""Compares a fleet with the roster and corrects differences. No decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RosterCheck:
-    """Runs in the fleet's event loop."""
+    """Corrects differences between one fleet and the roster, in the fleet's event loop."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class RosterCheck:
         self._fleet, self._coordinator, self._placement = fleet, coordinator, placement
         self._stall_timeout_s = stall_timeout_s
         self._num_stalled_seen = 0
-        """Entries of `Membership.stalled_engines` that were handled."""
+        """The number of entries of `Membership.stalled_engines` that were handled."""
 
     async def compare(self, now: Membership) -> None:
-        """Correct what differs: engines that are not in the roster or have another state there, and
-        members that are no engines of this cluster."""
+        """Correct differences: engines that are missing from the roster or have another state
+        there, and members that are not engines of this cluster."""
         fleet, stalled, seen = self._fleet, now.stalled_engines, self._num_stalled_seen
         self._num_stalled_seen = len(stalled)
         fresh = stalled[seen:] if seen <= len(stalled) else stalled
@@ -54,27 +54,29 @@ class RosterCheck:
             await self._coordinator.remove_failed(unknown_ranks)
 
     def _has_ended(self, rank: int) -> bool:
-        """It gets other weights, and what the roster lists is the engine that it was."""
+        """Whether the engine is reloading, so that the roster lists its previous incarnation."""
         handle = self._fleet.starting.get(rank)
         return handle is not None and handle.previous is not None and not handle.in_transition
 
     async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
-        """The roster is without it. `reason`: it was found to have stopped. Else the coordinator
-        does not know it, and if it answers, it joins again."""
+        """Handle an engine that is missing from the roster. `reason`: why the coordinator removed
+        it as stalled. Without a reason the coordinator does not know the engine, which joins again
+        if it answers."""
         with self._fleet.transition([handle]):
             reason = reason or await self._rejoin(handle)
         if reason is not None:
             await self._fleet.on_engine_dead(handle, reason, stopped_s=self._stall_timeout_s)
 
     async def _rejoin(self, handle: EngineHandle) -> str | None:
-        """Why it cannot. If the coordinator does not answer, a later view decides."""
+        """Let the engine join again. Returns why it cannot. If the coordinator does not answer, a
+        later view decides."""
         fleet = self._fleet
         try:
             await self._placement.refresh(handle)
             if handle.ready is not None and handle.ready.version != handle.version_name:
                 return f"it runs {handle.ready.version}, and not {handle.version_name}"
             async with fleet.group_change_lock:
-                if fleet.engines.get(handle.rank) is handle:  # not detached meanwhile
+                if fleet.engines.get(handle.rank) is handle:  # it was not detached meanwhile
                     for failure in (await fleet.join([handle])).values():
                         if isinstance(failure, StartFailed | ActorRaised):
                             raise failure

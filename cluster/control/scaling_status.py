@@ -1,5 +1,5 @@
-"""What operators see of the autoscaler, of engines that wait for room and of hosts that go away:
-parts of the body of `GET /admin/cluster`. Pure."""
+"""Status of the autoscaler, of engines that wait for room and of hosts that will be taken away, for
+operators: parts of the body of `GET /admin/cluster`. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swell.configs.schema import Config
 
 
 def autoscaling(policy: Autoscaler, config: Config, now: float) -> dict[str, Any] | None:
-    """None: it is off. Ages in seconds."""
+    """Returns the status of the autoscaler; None: it is off. Ages are in seconds."""
     if not config.autoscaling.enabled:
         return None
     load, found, last = policy.load, policy.recommendation, policy.decision
@@ -40,7 +40,8 @@ def autoscaling(policy: Autoscaler, config: Config, now: float) -> dict[str, Any
 def pending(
     starting: Mapping[int, EngineHandle], bundle: Mapping[str, float], count: int
 ) -> dict[str, Any] | None:
-    """Engines that wait for room. `bundle`, `count`: what each reserves. None: there are none."""
+    """Returns the engines that wait for room; None: there are none. `bundle`, `count`: what each
+    engine reserves."""
     reasons = {
         rank: handle.waits_for_room
         for rank, handle in sorted(starting.items())
@@ -58,7 +59,7 @@ def pending(
 def draining_nodes(
     engines: Mapping[int, EngineHandle], draining: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Nodes that Ray takes away, and the engines that are there yet."""
+    """Returns the nodes that Ray takes away, and the engines that are still on them."""
     nodes = {rank: handle.ready.node for rank, handle in sorted(engines.items()) if handle.ready}
     return [
         {

@@ -1,9 +1,9 @@
-"""How actors and placement groups that no manager knows are ended.
+"""Ends actors and placement groups that no manager knows.
 
-An engine that was ended may still be there: Ray's GCS was away, or the manager was cancelled while
-Ray made it. Whatever is in doubt is left to the collector. What cannot be ended now is tried again,
-ever more slowly. A call of an earlier manager may reach Ray long after that one has died, when a
-network that was cut is whole again: so the collector looks from time to time without a reason.
+An engine that was ended may still exist: Ray's GCS was unavailable, or the manager was cancelled
+while Ray created the engine. The collector handles everything that is in doubt, and retries with a
+growing delay. A call of an earlier manager may reach Ray long after that manager died, when a
+network partition heals, so the collector also checks periodically.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from swell.cluster.control.ray_port import Group, RayPort
 from swell.configs.log import StructuredLogger, first_line
 
 _TIMEOUT_S = 15.0
-"""How long strays that were ended may take to be gone."""
+"""How long ended strays may take to disappear."""
 _POLL_S = 0.1
 
 
 class StrayCollector:
     """Ends everything with a name of one cluster that its manager does not know: engines of an
-    earlier manager, or of another configuration, and placement groups whose engines are dead."""
+    earlier manager or of another configuration, and placement groups whose engines are dead."""
 
     def __init__(
         self,
@@ -34,44 +34,44 @@ class StrayCollector:
         may_end: Callable[[], Awaitable[bool]],
         period_s: float,
     ) -> None:
-        """`may_end`: whether no other manager has taken over; `period_s`: between two looks without
-        a reason."""
+        """`known`: returns the names that the manager knows; `may_end`: whether no other manager
+        has taken over; `period_s`: time between two periodic checks."""
         self._may_end = may_end
         self._period_s = period_s
         self._ray = ray
         self._namespace = namespace
         self._known = known
         self._due = asyncio.Event()
-        """There may be some."""
+        """There may be strays."""
         self._left: list[str] = []
-        """Names that were there last."""
+        """Names of the strays at the last check."""
         self._reason = ""
-        """Why some may be left."""
+        """Why strays may be left."""
         self._failures = 0
-        """In a row."""
+        """Failed collections in a row."""
         self._next_try = 0.0
-        """By the clock of the event loop."""
+        """When the next attempt starts, by the clock of the event loop."""
         self._log = StructuredLogger("cluster.placement")
 
     @property
     def is_done(self) -> bool:
-        """Nothing that is known of is left."""
+        """Whether no known strays are left."""
         return not self._due.is_set() and not self._failures
 
     def leftovers(self) -> Leftovers | None:
-        """What may still hold resources."""
+        """Returns the strays that may still hold resources; None: there are none."""
         if self.is_done:
             return None
         wait_s = max(0.0, self._next_try - asyncio.get_running_loop().time())
         return Leftovers(list(self._left), self._reason, self._failures, wait_s)
 
     def suspect(self, reason: str) -> None:
-        """Some may be left: `collect_forever` ends them."""
+        """Report that strays may be left: `collect_forever` ends them."""
         self._reason = reason
         self._due.set()
 
     async def collect_forever(self) -> None:
-        """End what may be left, and try again until nothing is."""
+        """End strays whenever some may be left, and retry until none is."""
         while True:
             try:
                 await asyncio.wait_for(self._due.wait(), self._period_s)
@@ -85,18 +85,18 @@ class StrayCollector:
                 await asyncio.sleep(wait_s)
 
     async def _has_some(self) -> bool:
-        """Whether there are any, as far as Ray answers: where it does not, none is suspected."""
+        """Whether there are strays. False if Ray does not answer."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 actors = await self._ray.actor_names(self._namespace)
                 groups = await self._ray.groups()
-        except Exception:  # whatever Ray says, the next look may succeed
+        except Exception:  # the next check may succeed
             return False
         return bool(actor_names.find_strays(actors, groups, self._namespace, self._known()))
 
     async def collect(self) -> bool:
-        """End all, and wait for some seconds until they are gone. Returns whether there were any.
-        If some are left then, or if the GCS does not answer, `collect_forever` goes on."""
+        """End all strays, and wait for some seconds until they are gone. Returns whether there were
+        any. If some are left, or if the GCS does not answer, `collect_forever` continues."""
         ended: set[str] = set()
         self._due.clear()
         try:
@@ -104,9 +104,9 @@ class StrayCollector:
                 while await self._end_strays(ended):
                     await asyncio.sleep(_POLL_S)
         except asyncio.CancelledError:
-            self._due.set()  # whatever is left, no other task looks for it
+            self._due.set()  # no other task knows about the remaining strays
             raise
-        except Exception as error:  # whatever Ray says, it is tried again
+        except Exception as error:  # retried after any error
             self._failures += 1
             self.suspect(first_line(error) if str(error) else f"not gone within {_TIMEOUT_S:g} s")
             self._log.warning("strays are left", names=self._left, reason=self._reason)
@@ -115,12 +115,12 @@ class StrayCollector:
         return bool(ended)
 
     async def _end_strays(self, ended: set[str]) -> bool:
-        """End each once, add their names to `ended`; whether some are still there."""
+        """End each stray once and add its name to `ended`. Returns whether some are still there."""
         actors = await self._ray.actor_names(self._namespace)
         groups = await self._ray.groups()
-        # What is known is read after them: an engine may have been planned meanwhile.
+        # Read the known names last: an engine may have been planned meanwhile.
         self._left = actor_names.find_strays(actors, groups, self._namespace, self._known())
-        # And of a manager that has taken over since, they have nothing.
+        # They do not contain the engines of a manager that has taken over since.
         if self._left and not await self._may_end():
             return False
         for name in self._left:
@@ -134,7 +134,7 @@ class StrayCollector:
 
 
 async def end(ray: RayPort, name: str, namespace: str, group: Group | None) -> None:
-    """End the actor of this name, if there is one, and this placement group."""
+    """End the actor with this name, if there is one, and this placement group."""
     actor = await ray.find_actor(name, namespace)
     if actor is not None:
         await ray.kill(actor)
@@ -143,7 +143,7 @@ async def end(ray: RayPort, name: str, namespace: str, group: Group | None) -> N
 
 
 async def end_all(ray: RayPort, namespace: str) -> list[str]:
-    """End everything of an application that has no manager any more. Returns the names."""
+    """End everything of an application that no longer has a manager. Returns the names."""
     actors, groups = await ray.actor_names(namespace), await ray.groups()
     names = actor_names.find_strays(actors, groups, namespace)
     for name in names:

@@ -1,4 +1,4 @@
-"""Tasks that run beside each other and end with their owner."""
+"""Concurrent tasks that are cancelled with their owner."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from swell.configs.log import StructuredLogger
 
 
 class TaskSet:
-    """In one event loop. `on_failure` is called after a task has raised; what it raised is
-    logged."""
+    """Tasks of one owner, in one event loop. `on_failure` is called after a task has raised; the
+    exception is logged."""
 
     def __init__(self, log: StructuredLogger, on_failure: Callable[[], None]) -> None:
         self._log, self._on_failure = log, on_failure
         self._tasks: dict[asyncio.Task[None], None] = {}
-        """In order of creation."""
+        """The tasks in order of creation."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run it beside everything else."""
+        """Run `work` as a concurrent task."""
 
         async def run() -> None:
             try:
@@ -31,11 +31,11 @@ class TaskSet:
         task = asyncio.create_task(run())
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
-        task.add_done_callback(lambda _task: work.close())  # cancelled before it began
+        task.add_done_callback(lambda _task: work.close())  # cancelled before it started
         return task
 
     async def cancel(self) -> None:
-        """Cancel everything that runs, the caller aside, in order of creation."""
+        """Cancel all tasks except the caller, in order of creation, and wait for them."""
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()

@@ -1,14 +1,14 @@
-"""Of which version a cluster's engines are to be: how an upgrade begins, ends and fails. Pure: time
-is an argument.
+"""The version that a cluster's engines must run: how an upgrade starts, completes and fails. Pure:
+time is an argument.
 
     IN_PROGRESS --- all engines are of the new version ---> SETTLED
         |
         +--- one does not become ready, or it is cancelled ---> ROLLING_BACK ---> FAILED
 
-A version whose engine does not become ready is rolled back: from then on the one before is wanted,
-and engines of the failed one are replaced in the same way. If that does not start either it is
-tried ever more slowly. In each stage an operator may want another version. What each engine does
-for that is decided in `upgrade_plan.py`.
+If an engine of the new version does not become ready, the upgrade is rolled back: the previous
+version is the target again, and engines of the failed version are replaced in the same way. If the
+previous version does not start either, it is retried with a growing delay. An operator may request
+another version in each stage. `upgrade_plan.py` decides what each engine does.
 """
 
 from __future__ import annotations
@@ -25,46 +25,48 @@ from swell.cluster.control.versions import MAX_VERSIONS, UpgradeRecord, UpgradeS
 from swell.configs.schema import Config
 
 _MAX_NO_ROOM = 3
-"""Starts in the place of an engine that has left, until the version counts as too large for it."""
+"""Failed starts without room, in the place of an engine that has left, after which the version
+counts as too large for that place."""
 _ENDS = {
     UpgradeStage.IN_PROGRESS: UpgradeStage.SETTLED,
     UpgradeStage.ROLLING_BACK: UpgradeStage.FAILED,
 }
-"""What the stages of a change become when all engines are of the wanted version."""
+"""Stage of a change -> its stage once all engines run the target version."""
 
 
 class UpgradeRefused(ScaleRefused):
-    """An upgrade that cannot be made, and why."""
+    """Raised for an upgrade that cannot be made; the message says why."""
 
 
 class UpgradeState(msgspec.Struct, frozen=True):
     record: UpgradeRecord
     backoff: Backoff = msgspec.field(default_factory=Backoff)
-    """Of versions, by number: of extra engines, and of those that answers wait for."""
+    """Back-off of versions, by version number: for extra engines, reloads, and engines that
+    unfinished responses need."""
     no_room: int = 0
-    """Starts in a row for which there was no room, in the place of an engine that is missing."""
+    """Starts in a row that found no room, in the place of a missing engine."""
     no_room_beside: str = ""
-    """A version of which no extra engine found room, since an engine has left for it."""
+    """A version whose extra engine found no room; reset when an engine leaves for that version."""
     failing: str = ""
-    """A version of which engines are missing and do not start, until as many serve as are wanted: a
-    new one takes their places."""
+    """A version whose engines are missing and do not start; a new version takes their places. Reset
+    once the target number of engines serves."""
     gives_way: int | None = None
-    """Rank of the engine that leaves for one that answers wait for."""
+    """Rank of the engine that leaves to make room for one that unfinished responses need."""
     freed_at: float = float("-inf")
-    """When something was ending last."""
+    """When an engine was last seen ending."""
     is_freeing: bool = False
-    """Something was, when that was looked at last."""
+    """An engine was ending at the last observation."""
 
     @property
     def is_untried(self) -> bool:
-        """The new version has not served yet."""
+        """Whether the new version has not served yet."""
         record = self.record
         return record.stage is UpgradeStage.IN_PROGRESS and record.wanted not in record.proven
 
     @property
     def starts(self) -> Version:
-        """The version of an engine that replaces another one: the new one only once it has
-        served."""
+        """The version of an engine that replaces another one: the new version only after it has
+        served, unless the previous one cannot be used."""
         record = self.record
         is_direct = record.in_place or self.failing == record.previous
         if self.is_untried and not is_direct and record.previous in record.proven:
@@ -72,42 +74,43 @@ class UpgradeState(msgspec.Struct, frozen=True):
         return record.get(record.wanted)
 
     def was_tried_again(self, version: str) -> bool:
-        """Two attempts in a row to start an engine of it have failed."""
+        """Whether two starts in a row of this version have failed."""
         return self.backoff.failures(self.number_of(version)) > 1
 
     def number_of(self, version: str) -> int:
-        """0: it was forgotten."""
+        """Returns the number of a version; 0: it was forgotten."""
         found = self.record.find(version)
         return 0 if found is None else found.number
 
     def wait_s(self, version: str, now: float) -> float:
-        """Seconds until an engine of it may be tried beside those that are wanted."""
+        """Returns the seconds until an engine of this version may be tried in addition to the
+        target number."""
         return self.backoff.wait_s(self.record.get(version).number, now)
 
     def lacks_room(self, fleet: FleetView) -> bool:
-        """As many engines as are wanted have no room."""
+        """Whether there is not enough room for the target number of engines."""
         return self.no_room > 0 or any(engine.waits_for_room for engine in fleet.engines)
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why an engine did not start."""
+    """A failed start of an engine."""
 
     version: str
     reason: str
     is_extra: bool = False
     for_answers: bool = False
-    """It was to finish answers that have begun."""
+    """The engine was started for unfinished responses."""
     no_room: bool = False
-    """Nothing was started."""
+    """There was no room, so no process was started."""
     is_reload: bool = False
-    """It was to get other weights in place of its own."""
+    """The engine was loading other weights in place of its own."""
     permanent: bool = False
-    """It would fail again in the same way."""
+    """The start would fail again in the same way."""
 
 
 def take_over(record: UpgradeRecord, identity: str, config: Config) -> UpgradeState:
-    """Go on with what the manager before has left, whose application was perhaps deployed with
-    another configuration than this one: then that is an upgrade."""
+    """Continue with the record of the previous manager. If its application was deployed with
+    another configuration, this is an upgrade."""
     if record.find(record.wanted) is None:
         version = Version.of(1, identity, config)
         return UpgradeState(
@@ -129,9 +132,9 @@ def begin(
     *,
     in_place: bool = False,
 ) -> UpgradeState:
-    """Want another version, whatever is under way. To want the one before an upgrade again cancels
-    it. `in_use`: versions of engines, and of answers that have begun. `in_place`: only the weights
-    are others, and engines of the wanted version keep their processes. Raises UpgradeRefused."""
+    """Set another target version, also during an upgrade. Requesting the version before an upgrade
+    cancels the upgrade. `in_use`: versions of engines and of unfinished responses. `in_place`: only
+    the weights differ, and engines of the lineage keep their processes. Raises UpgradeRefused."""
     record = state.record
     wanted = record.get(record.wanted)
     if in_place:
@@ -180,21 +183,21 @@ def _want(
 
 
 def _beside_weights(config: Config) -> Config:
-    """What versions of one lineage have in common."""
+    """Returns the part of a configuration that versions of one lineage share."""
     return replace(config, model=replace(config.model, path="", load_format="auto"))
 
 
 def _known_identity(record: UpgradeRecord, lineage: str, config: Config) -> str | None:
-    """Of a version of this lineage with these weights. It was perhaps given with other settings, as
-    `model.device=auto`, which have been resolved since."""
+    """Returns the identity of a known version of this lineage with these weights. It may have been
+    given with other settings, such as `model.device=auto`, that have been resolved since."""
     path = config.model.path
     same = (each for each in record.versions if each.lineage == lineage)
     return next((each.identity for each in same if each.settings["model"]["path"] == path), None)
 
 
 def _fallback(record: UpgradeRecord) -> str:
-    """The version that is wanted if another one is given up: the last one that all engines were
-    of."""
+    """Returns the version to return to if an upgrade is given up: the last one that all engines
+    ran."""
     if record.stage is not UpgradeStage.IN_PROGRESS:
         return record.wanted
     never_served = record.wanted in record.proven and record.previous not in record.proven
@@ -202,7 +205,7 @@ def _fallback(record: UpgradeRecord) -> str:
 
 
 def observe(state: UpgradeState, fleet: FleetView, target: int, now: float) -> UpgradeState:
-    """Note what has served, and whether the upgrade is complete."""
+    """Record which versions have served, and whether the upgrade is complete."""
     record, serving = state.record, [e for e in fleet.engines if e.place is Place.SERVING]
     staying = fleet.of(Place.SERVING)
     if fresh := {engine.version for engine in serving} - set(record.proven):
@@ -211,7 +214,7 @@ def observe(state: UpgradeState, fleet: FleetView, target: int, now: float) -> U
     is_whole = len(staying) >= target
     is_pure = all(engine.version == record.wanted for engine in fleet.engines)
     if record.stage is not UpgradeStage.IN_PROGRESS and staying and state.lacks_room(fleet):
-        is_complete = is_pure  # what is missing has no room, whatever its version is
+        is_complete = is_pure  # no version has room for the missing engines
     else:
         is_complete = is_pure and is_whole and len(fleet.engines) == target
     if is_complete:
@@ -235,8 +238,8 @@ def observe(state: UpgradeState, fleet: FleetView, target: int, now: float) -> U
 def on_failure(
     state: UpgradeState, failure: Failure, target: int, now: float
 ) -> tuple[UpgradeState, bool]:
-    """An engine did not start. Returns whether this says all; else it is for the back-off of its
-    rank."""
+    """Handle a failed start. Returns whether that is all; if False, the failure also counts for the
+    back-off of its rank."""
     record = state.record
     is_apart = failure.is_extra or failure.for_answers or failure.is_reload
     if is_apart:
@@ -257,7 +260,7 @@ def on_failure(
             return state, False
     is_new = record.stage is UpgradeStage.IN_PROGRESS and failure.version == record.wanted
     if failure.is_reload and not (failure.permanent or state.was_tried_again(failure.version)):
-        return state, False  # its processes died, of which the weights are perhaps not the cause
+        return state, False  # its processes died, perhaps for another reason than the weights
     if is_new and (record.previous in record.proven or failure.permanent):
         return _roll_back(state, failure.reason), True
     if not (is_new or is_apart or failure.no_room):
@@ -266,14 +269,14 @@ def on_failure(
 
 
 def on_joined(state: UpgradeState, version: str) -> UpgradeState:
-    """An engine that was started serves."""
+    """Record that a started engine serves."""
     return replace(state, backoff=state.backoff.started(state.number_of(version)))
 
 
 def on_death(
     state: UpgradeState, version: str, lived_s: float, now: float, reason: str
 ) -> UpgradeState:
-    """An engine died after it had served for `lived_s`."""
+    """Record that an engine died after it had served for `lived_s`."""
     found = state.record.find(version)
     if found is None:
         return state
@@ -283,8 +286,8 @@ def on_death(
 def trouble(
     state: UpgradeState, needed: Collection[str], missing: Trouble | None, now: float
 ) -> tuple[str, Trouble] | None:
-    """A version that does not start though it is wanted, or answers have begun by it, and why.
-    `missing`: what keeps engines that are missing from being there."""
+    """Returns a version that does not start although it is the target or unfinished responses need
+    it, and why. `missing`: why engines are missing."""
     record = state.record
     for name in record.known([record.wanted, *sorted(needed)]):
         if (found := state.backoff.trouble_of(record.get(name).number, now)) is not None:
@@ -295,7 +298,8 @@ def trouble(
 
 
 def _roll_back(state: UpgradeState, reason: str | None) -> UpgradeState:
-    """Give the wanted version up, for the one before. `reason`: None: an operator wants that."""
+    """Give up the target version for the previous one. `reason`: why; None: an operator requested
+    it."""
     record, is_cancelled = state.record, reason is None
     text = f"version {record.wanted} did not become ready, so version {record.previous} is wanted "
     return UpgradeState(

@@ -1,4 +1,4 @@
-"""Whether a running cluster can be upgraded to a configuration, before anything is started."""
+"""Checks whether a running cluster can be upgraded to a configuration, before anything starts."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from swell.configs.schema import Config, ConfigError, ModelConfig, load
 from swell.configs.schema import check as check_config
 
 _OF_APPLICATION = ("serve", "cluster", "autoscaling")
-"""Sections that stay as they are."""
+"""Sections that an upgrade does not change."""
 _OF_OPERATOR = "parallel.data"
-"""`swell scale` changes it."""
+"""Only `swell scale` changes it."""
 
 
 READ_LIMIT_S = 20.0
-"""The longest that the files of a model may take: what asks the manager waits 30 s."""
+"""How long the files of a model may take to read: callers of the manager wait for 30 s."""
 _MAX_READS = 4
 
 Make = Callable[[Config, Any], tuple[Config, list[str]]]
-"""The configuration that follows from the running one and from what is wanted, and the keys that
+"""Computes the next configuration from the running one and the request, and the requested keys that
 stay as they are. It reads files."""
 
 
 class ModelFileReads:
-    """Reads of model folders for a process whose event loop goes on meanwhile, also where one hangs
-    with its file server."""
+    """Reads model folders in threads, so that the event loop continues even if a read hangs with
+    its file server."""
 
     def __init__(self, limit_s: float = READ_LIMIT_S) -> None:
         self._calls = HangingCalls("swell-model-files", _MAX_READS)
         self._limit_s = limit_s
 
     async def run(self, make: Make, running: Config, wanted: Any) -> tuple[Config, list[str]]:
-        """Raises UpgradeRefused, also after the limit."""
+        """Call `make` in a thread. Raises UpgradeRefused, also after the time limit."""
         try:
             future = self._calls.submit(lambda: make(running, wanted))
             return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)
@@ -57,7 +57,8 @@ class ModelFileReads:
 
 
 def family_of(config: Config) -> str:
-    """Of which this configuration is a version. Raises ConfigError."""
+    """Returns the identity of the part of a configuration that all versions of a cluster share.
+    Raises ConfigError."""
     try:
         return family(config, text_digest(config.model))
     except (OSError, ValueError) as error:
@@ -65,8 +66,8 @@ def family_of(config: Config) -> str:
 
 
 def with_model_of(deployed: Config, running: Config) -> Config:
-    """For an ingress: the configuration with which the application was deployed, and what its
-    engines run."""
+    """Returns the configuration of an ingress: the one with which the application was deployed,
+    with the model and the scheduler that its engines run."""
     model = msgspec.structs.replace(
         running.model,
         name=deployed.model.served_name,
@@ -76,9 +77,9 @@ def with_model_of(deployed: Config, running: Config) -> Config:
 
 
 def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[str]]:
-    """The configuration of the next version, and the keys of `settings` that differ and stay as
-    they are: defaults that nobody has written are no wish. Reads files of both models. Raises
-    UpgradeRefused."""
+    """Returns the configuration of the next version, and the keys of `settings` that differ but
+    stay as they are. Defaults that are not written in `settings` do not count as requests. Reads
+    files of both models. Raises UpgradeRefused."""
     try:
         requested = _load(settings)
     except ConfigError as error:
@@ -115,20 +116,19 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
 
 
 def version_identity(given: Config, config: Config, versions: Iterable[Version]) -> str:
-    """The identity of a version with the configuration `config`, which is `given` with the device
-    that was found. One that is known keeps the identity that it has, however it was given."""
+    """Returns the identity of a version with the configuration `config`, which is `given` with the
+    detected device. A known version keeps its identity, regardless of how it was given."""
     wanted = identity(config)
     for version in versions:
-        with contextlib.suppress(ConfigError):  # another release wrote it
+        with contextlib.suppress(ConfigError):  # another release wrote that version
             if identity(version.config) == wanted:
                 return version.identity
     return identity(given)
 
 
 def with_other_weights(running: Config, path: str) -> tuple[Config, list[str]]:
-    """The same for the weights of another folder of the same model, which the engines that are
-    there get in place of theirs. The folder is a whole model: engines that come later start from
-    it."""
+    """Like `upgraded`, for the weights of another folder of the same model, which existing engines
+    load in place of theirs. The folder must contain a whole model: new engines start from it."""
     model = msgspec.structs.replace(running.model, path=path, load_format="auto")
     settings = msgspec.to_builtins(msgspec.structs.replace(running, model=model))
     merged, kept = upgraded(running, settings)
@@ -146,8 +146,8 @@ def with_other_weights(running: Config, path: str) -> tuple[Config, list[str]]:
 
 
 def _load(data: Mapping[str, Any]) -> Config:
-    """The configuration with its models where it says: a relative path would mean another folder to
-    each process, by the folder in which it runs. Raises ConfigError."""
+    """Load the configuration without resolving relative model paths: each process would resolve
+    them against its own working directory. Raises ConfigError."""
     config, given = load(data), check_config(data)
     if not Path(given.model.path).is_absolute():
         config = msgspec.structs.replace(config, model=given.model)
@@ -158,7 +158,8 @@ def _load(data: Mapping[str, Any]) -> Config:
 
 
 def _refuse_relative(running: Config, requested: Config) -> None:
-    """The hub id of a model that runs may stay: nothing of its text changes."""
+    """Refuse relative model paths. An unchanged hub id of the running model may stay: its tokenizer
+    does not change."""
     for key, old, new in (
         ("model.path", running.model, requested.model),
         ("drafts.model.path", running.drafts.model, requested.drafts.model),

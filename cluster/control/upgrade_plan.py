@@ -1,28 +1,32 @@
-"""Which engine starts, leaves or is kept next, so that versions change. Pure: time is an argument.
+"""Decides which engine starts, leaves or stays next, so that versions change. Pure: time is an
+argument.
 
-Laws. Answers that have begun continue on engines of their version alone; ingresses see to that.
-So the last engine of a version ends only when no ingress needs it, and one is made again where the
-last one died while an ingress still needs it. There is at most one engine more than wanted:
+Rules. An unfinished response continues only on engines of its version; ingresses enforce that. So
+the last engine of a version ends only when no ingress needs the version, and if it dies while an
+ingress still needs it, a new one is started. There is at most one engine more than the target
+number:
 
     extra engine starts ---> it serves ---> one of an older version leaves ---> it has gone ---+
           ^                                                                                    |
           +---------------------------------- until none is older -----------------------------+
 
-Without room for an extra engine one of an older version leaves first, and its successor takes its
-place. So it does where engines of the older version are missing and do not start again.
+Without room for an extra engine, an engine of an older version leaves first, and its successor
+takes its place. The same happens if engines of the older version are missing and do not start
+again.
 
-Where versions differ in their weights alone, nothing starts: an engine leaves, gets the other
-weights, and joins again. The first one proves them; then half of the engines may do so at a time.
+If versions differ only in their weights, no process starts: an engine leaves, loads the other
+weights, and joins again. The first engine proves the new weights; then up to half of the engines
+may reload at a time.
 
-An engine that is made for answers goes before all others, also where there is no room for it: it
-waits for room, nothing else starts meanwhile, and another engine gives way:
+An engine that unfinished responses need has priority over all others, even if there is no room for
+it: it waits for room, nothing else starts meanwhile, and another engine gives way:
 
     one that starts;
-    else one that serves beside another one of its version: its requests continue there;
+    else one of several that serve the same version: its requests continue on the others;
     else the last one of a version: it gets no new requests, and ends when its answers have.
 
-Then it serves until no ingress needs it, and is replaced again. Where there is room for one engine
-alone, versions so take turns. An engine that gave way in vain is kept.
+The engine then serves until no ingress needs it, and is replaced again. If there is room for only
+one engine, the versions take turns. An engine that gave way unnecessarily is kept.
 """
 
 from __future__ import annotations
@@ -38,42 +42,44 @@ from swell.cluster.control.upgrade import UpgradeState, observe
 from swell.cluster.control.versions import UpgradeStage, Version
 
 ROOM_S = 10.0
-"""How long what was ended may hold its resources: meanwhile nothing more gives way."""
+"""How long ended engines may hold their resources: no other engine gives way meanwhile."""
 
 
 class UpgradePlan(msgspec.Struct, frozen=True):
-    """What to do now, by rank."""
+    """The next steps, by rank."""
 
     held: frozenset[int] = frozenset()
-    """Engines that leave, and end only when no ingress needs their version."""
+    """Leaving engines that end only when no ingress needs their version."""
     vacating: frozenset[int] = frozenset()
-    """Engines that leave, and count until they have gone: others take their places."""
+    """Leaving engines that count until they are gone: others take their places."""
     keep: tuple[int, ...] = ()
-    """Engines that leave, and are wanted again."""
+    """Leaving engines that stay after all."""
     cancel: tuple[int, ...] = ()
     leave: tuple[int, ...] = ()
-    """For another version."""
+    """Engines that leave because another version is the target."""
     reload: tuple[int, ...] = ()
-    """They leave to get the weights of the wanted version, and join again."""
+    """Engines that leave to load the weights of the target version, and join again."""
     retarget: tuple[int, ...] = ()
-    """They leave for weights that are not wanted any more, and get those that are."""
+    """Engines that are leaving for outdated weights, and load the weights of the target version
+    instead."""
     gives_way: int | None = None
-    """It leaves too, and may be kept."""
+    """The engine that leaves to make room. It may be kept."""
     start: Version | None = None
     is_extra: bool = False
-    """What starts does so beside those that are wanted."""
+    """`start` is an extra engine, in addition to the target number."""
     for_answers: bool = False
-    """What starts waits for room, and others give way."""
+    """`start` waits for room, and others give way."""
     takes_place: int | None = None
-    """An extra engine that counts from now on."""
+    """An extra engine that counts towards the target from now on."""
     is_reserved: bool = False
-    """All room is for an engine that waits: nothing else starts."""
+    """All room is reserved for an engine that waits: nothing else starts."""
     wait_s: float | None = None
-    """When to plan again if nothing happens; None: not before something does."""
+    """Seconds until the next plan if nothing happens; None: plan only after an event."""
 
     @property
     def changes_something(self) -> bool:
-        """What is next follows from the view after it."""
+        """Whether the plan changes the fleet, so that the next plan must be made at once from a new
+        view."""
         is_moved = self.gives_way is not None or self.start is not None
         return is_moved or bool(self.keep or self.cancel or self.leave or self.reload)
 
@@ -87,8 +93,9 @@ def plan(
     *,
     asleep: bool = False,
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """`target`: engines wanted. `needed`: names of versions by which answers have begun. `asleep`:
-    an operator wants engines to give their memory back: none takes it to read weights."""
+    """Plan the next steps. `target`: the target number of engines. `needed`: names of the versions
+    of unfinished responses. `asleep`: an operator has put engines to sleep, so none takes memory to
+    load weights."""
     state = observe(state, fleet, target, now)
     state, done = _decide(state, fleet, target, needed, now, asleep=asleep)
     leaving = {engine.rank for engine in _leaving(fleet)} | set(done.leave) | set(done.reload)
@@ -109,7 +116,7 @@ def _decide(
     *,
     asleep: bool,
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """All but what follows from who leaves."""
+    """Decide everything except `held` and `vacating`, which follow from the leaving engines."""
     record, staying = state.record, fleet.of(Place.SERVING)
     outdated = [engine.rank for engine in staying if engine.version != record.wanted]
     surplus = len(staying) - target
@@ -145,12 +152,12 @@ def _decide(
 
 
 def unmet(fleet: FleetView, needed: Sequence[str]) -> list[str]:
-    """Versions by which answers have begun, and of which no engine serves or starts."""
+    """Returns the versions of unfinished responses that no engine serves or is starting with."""
     there = {engine.version for engine in fleet.engines if engine.place is not Place.ENDING}
     return [name for name in needed if name not in there]
 
 
-# -------------------------------------------------------------------------------- answers
+# -------------------------------------------------------------------------------- responses
 
 
 def _with_room(fleet: FleetView) -> list[EngineStatus]:
@@ -159,7 +166,7 @@ def _with_room(fleet: FleetView) -> list[EngineStatus]:
 
 
 def _waiting(fleet: FleetView, needed: Sequence[str]) -> list[EngineStatus]:
-    """Engines that wait for room, and answers for them."""
+    """Returns the engines that wait for room and that unfinished responses need."""
     served = {engine.version for engine in _with_room(fleet)}
     return [
         engine
@@ -169,7 +176,7 @@ def _waiting(fleet: FleetView, needed: Sequence[str]) -> list[EngineStatus]:
 
 
 def _is_only_one(engine: EngineStatus, fleet: FleetView, needed: Sequence[str]) -> bool:
-    """Answers have begun by its version, and there is no other engine of it."""
+    """Whether unfinished responses need its version and no other engine runs it."""
     others = (each for each in _with_room(fleet) if each.rank != engine.rank)
     return engine.version in needed and all(each.version != engine.version for each in others)
 
@@ -182,7 +189,8 @@ def _give_way(
     done: UpgradePlan,
     now: float,
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """One that waits gets the room of another one, which goes before the next one does."""
+    """Decide which engine makes room for `waiting`. It must be gone before the next one gives
+    way."""
     starting = fleet.of(Place.STARTING)
     leaving = {engine.rank for engine in _leaving(fleet)}
     held = _last_of_version(fleet, leaving, state.starts.name)
@@ -206,8 +214,8 @@ def _give_way(
 
 
 def _is_going(engine: EngineStatus, held: Collection[int], gives_way: int | None) -> bool:
-    """Its room is free soon. Those whose answers must end first may take hours: they count if there
-    was no other that could give way."""
+    """Whether the engine's room will be free soon. A held engine may take hours until its responses
+    have finished, so it counts only if it is the one that gives way."""
     leaves = engine.intent in (Intent.LEAVE, Intent.DRAIN)
     is_held = engine.rank in held and engine.rank != gives_way
     return engine.place is Place.ENDING or (leaves and not is_held)
@@ -216,7 +224,7 @@ def _is_going(engine: EngineStatus, held: Collection[int], gives_way: int | None
 def _most_dispensable(
     staying: list[EngineStatus], wanted: str, needed: Sequence[str]
 ) -> int | None:
-    """Its rank; None: there is none."""
+    """Returns the rank of the engine that is needed least; None: no engine serves."""
     versions = [engine.version for engine in staying]
 
     def reluctance(engine: EngineStatus) -> tuple[bool, bool, bool, int]:
@@ -227,14 +235,15 @@ def _most_dispensable(
 
 
 def _with_place(done: UpgradePlan, waiting: EngineStatus, *, is_free: bool) -> UpgradePlan:
-    """`is_free`: the place of one that was wanted."""
+    """Let a waiting extra engine count towards the target, if the place that becomes free did.
+    `is_free`: whether it did."""
     return replace(done, takes_place=waiting.rank) if is_free and waiting.is_extra else done
 
 
 def _take_back(
     state: UpgradeState, fleet: FleetView, done: UpgradePlan
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """Nothing waits for the room of the engine that gives way: it is kept if it has not gone."""
+    """Keep the engine that gives way if it has not left: nothing waits for its room any more."""
     keep = tuple(rank for rank in fleet.can_be_kept if rank == state.gives_way)
     return replace(state, gives_way=None), replace(done, keep=keep)
 
@@ -247,12 +256,12 @@ def _start_for_answers(
     needed: Sequence[str],
     done: UpgradePlan,
 ) -> UpgradePlan:
-    """An engine of a version that is needed: in a free place, or an extra one."""
+    """Start an engine of a needed version, in a free place or as an extra one."""
     if any(engine.place is Place.ENDING and engine.is_present for engine in fleet.engines):
-        return done  # a successor of it is next
+        return done  # its successor comes first
     is_extra = fleet.num_present >= target
     if not is_extra and version == state.starts.name:
-        return done  # whatever replaces engines starts it
+        return done  # the regular replacement starts it
     if any(engine.is_extra for engine in fleet.engines):
         extras = (engine for engine in fleet.of(Place.STARTING) if engine.is_extra)
         ends = (e for e in extras if not (e.in_transition or _is_only_one(e, fleet, needed)))
@@ -261,11 +270,12 @@ def _start_for_answers(
     return replace(done, start=start, is_extra=is_extra, for_answers=True)
 
 
-# -------------------------------------------------------------------------------- the outdated
+# -------------------------------------------------------------------------------- outdated engines
 
 
 def _is_quiet(state: UpgradeState, fleet: FleetView, target: int) -> bool:
-    """As many engines serve as are wanted, or as there is room for, and nothing else happens."""
+    """Whether the target number of engines serves, or as many as there is room for, and nothing
+    else is in progress."""
     waits = [engine for engine in fleet.engines if engine.waits_for_room]
     is_idle = len(fleet.of(Place.SERVING)) + len(waits) == len(fleet.engines)
     is_whole = len(fleet.engines) == target and not waits
@@ -281,8 +291,8 @@ def _replace(
     *,
     asleep: bool,
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """One outdated engine by one of the wanted version, which starts first, or takes its place; or
-    it gets other weights."""
+    """Replace one outdated engine: its successor starts first or takes its place, or the engine
+    reloads."""
     record, wanted = state.record, state.record.wanted
     if reload := _to_reload(state, fleet, outdated):
         wait_s = state.wait_s(wanted, now)
@@ -306,9 +316,10 @@ def _replace(
 
 
 def _to_reload(state: UpgradeState, fleet: FleetView, outdated: Sequence[int]) -> tuple[int, ...]:
-    """Engines that get the wanted weights next. The last outdated one does so alone: until then
-    answers of its version continue there. A version that is wanted again, and that an engine could
-    not read again, is started anew."""
+    """Returns the engines that load the target weights next. The last outdated engine does not
+    reload together with others: until then responses of its version can continue there. Empty if an
+    earlier version is the target again and its weights could not be loaded twice: its engines are
+    replaced instead."""
     record = state.record
     if record.stage is not UpgradeStage.IN_PROGRESS and state.was_tried_again(record.wanted):
         return ()
@@ -320,13 +331,14 @@ def _to_reload(state: UpgradeState, fleet: FleetView, outdated: Sequence[int]) -
 
 
 def _lineage(state: UpgradeState) -> frozenset[str]:
-    """Names of versions whose engines may get the wanted weights in place of theirs."""
+    """Returns the names of versions whose engines may load the target weights in place of
+    theirs."""
     lineage = state.record.get(state.record.wanted).lineage
     return frozenset(each.name for each in state.record.versions if each.lineage == lineage)
 
 
 def _leaving_to_reload(fleet: FleetView) -> list[EngineStatus]:
-    """Those that have not left yet."""
+    """Returns the reloading engines that have not left yet."""
     leaving = (engine for engine in _leaving(fleet) if not engine.in_transition)
     return [engine for engine in leaving if engine.intent is Intent.RELOAD]
 
@@ -339,8 +351,8 @@ def _leaving(fleet: FleetView) -> list[EngineStatus]:
 def _last_of_version(
     fleet: FleetView, leaving: Collection[int], starts: str, reload: Collection[int] = ()
 ) -> frozenset[int]:
-    """Engines that leave, and whose answers could continue on no other one. `starts`: the version
-    of those that replace others; where all are of it, another one comes, unless they reload."""
+    """Returns the leaving engines whose responses no other engine can continue. `starts`: the
+    version of replacements; if all engines run it, a replacement will come, unless they reload."""
     is_reloading = bool(reload) or any(e.intent is Intent.RELOAD for e in fleet.engines)
     if not is_reloading and {engine.version for engine in fleet.engines} <= {starts}:
         return frozenset()

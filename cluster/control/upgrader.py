@@ -1,4 +1,5 @@
-"""Carries out upgrades for the manager; `upgrade.py` and `upgrade_plan.py` decide. No decisions."""
+"""Carries out upgrades for the manager. No decisions: those are in `upgrade.py` and
+`upgrade_plan.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from swell.configs.schema import Config
 from swell.coordinator.scaling_counts import UpgradeStatus
 
 _SAVE_TIMEOUT_S = 10.0
-"""How long the request may take to be stored: nothing is started before."""
+"""How long it may take to store the request; nothing starts before that."""
 
 
 class Grow(Protocol):
@@ -37,7 +38,7 @@ class Upgrader:
     """The versions of one manager's engines. All methods run in its event loop."""
 
     def __init__(self, identity: str, config: Config, fleet: Fleet, placement: Placement) -> None:
-        """`identity`: of the configuration with which the application was deployed."""
+        """`identity`: identity of the configuration with which the application was deployed."""
         self._identity, self._config = identity, config
         self._fleet, self._placement = fleet, placement
         self._state = upgrade.take_over(UpgradeRecord(), identity, config)
@@ -52,12 +53,12 @@ class Upgrader:
 
     @property
     def wanted(self) -> Version:
-        """The version of which all engines are to be."""
+        """The target version, which all engines must run."""
         return self.record.get(self.record.wanted)
 
     @property
     def serving(self) -> Version:
-        """A version of which an engine has served, if there is one."""
+        """The version with which replacements start: one that has served, if there is one."""
         return self._state.starts
 
     def take_over(self, record: UpgradeRecord) -> None:
@@ -66,7 +67,8 @@ class Upgrader:
             self._log.info("upgrade", stage=self.record.stage, version=self.record.wanted)
 
     async def adopt(self, target: int, drains: Sequence[DrainRecord]) -> list[EngineHandle]:
-        """As `Fleet.adopt`. An extra engine that an earlier manager began to start is one again."""
+        """Like `Fleet.adopt`. An engine that was starting as an extra one under an earlier manager
+        is marked as extra again."""
         versions, wanted = self.record.versions, self.wanted
         related = {each.name for each in versions if each.lineage == wanted.lineage}
         newcomers = await self._fleet.adopt(versions, drains, related - {wanted.name})
@@ -86,8 +88,9 @@ class Upgrader:
         *,
         in_place: bool = False,
     ) -> None:
-        """Want another version: returns when that outlives the manager. `in_place`: its weights are
-        others, and processes stay. Raises ScaleRefused; the engines stay as they are then."""
+        """Set another target version. Returns once the request is stored and survives the manager.
+        `in_place`: only the weights differ, and processes stay. Raises ScaleRefused and then
+        changes nothing."""
         if reason := await self._placement.refusal(Version.of(0, identity, config), target):
             raise UpgradeRefused(reason)
         if self._is_saving:
@@ -113,12 +116,13 @@ class Upgrader:
         self._log.info("upgrade", stage=self.record.stage, version=self.record.wanted)
 
     def set_needed(self, versions: Sequence[str]) -> bool:
-        """Versions by which answers have begun. Whether that is new."""
+        """Set the versions of unfinished responses. Returns whether they have changed."""
         before, self._needed = self._needed, frozenset(self.record.known(versions))
         return before != self._needed
 
     def reconcile(self, control: ControlState, grow: Grow) -> float | None:
-        """Begin what is next. Returns when to look again if nothing happens."""
+        """Start the next steps. Returns the seconds until the next plan if nothing happens
+        before."""
         if self._is_saving:
             return None
         fleet, now = self._fleet, asyncio.get_running_loop().time()
@@ -172,7 +176,8 @@ class Upgrader:
         self._state = upgrade.on_death(self._state, version, lived_s, now, reason)
 
     def take_failure(self, handle: EngineHandle, error: Exception, target: int) -> bool:
-        """An engine did not start. Returns whether that says nothing about its rank."""
+        """Handle a failed start. Returns whether it is handled; if False, it also counts for its
+        rank."""
         failure = Failure(
             handle.version_name,
             str(error),
@@ -190,12 +195,12 @@ class Upgrader:
 
     @property
     def status(self) -> UpgradeStatus:
-        """For the metrics."""
+        """The status for the metrics."""
         counts = self.record.counts
         return UpgradeStatus(self.record.phase, counts.done, counts.failed, counts.cancelled)
 
     def describe(self, missing: Trouble | None) -> dict[str, Any]:
-        """For `/admin/cluster`. `missing`: what keeps engines that are missing from being there."""
+        """Returns the status for `/admin/cluster`. `missing`: why engines are missing."""
         record, now = self.record, asyncio.get_running_loop().time()
         found = upgrade.trouble(self._state, self._needed, missing, now)
         return {

@@ -1,4 +1,4 @@
-"""Versions of a cluster's engines: what they run, and which of them is wanted. Pure."""
+"""Versions of a cluster's engines: what they run, and which version is the target. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import msgspec
 from swell.configs.schema import Config, load
 
 MAX_VERSIONS = 4
-"""That are remembered besides those in use: an ingress that was cut off for long may still need an
-earlier one. As many may be in use at once."""
+"""The number of versions that are remembered besides those in use, because an ingress that was cut
+off for long may still need an earlier one. Also the limit of versions in use at once."""
 
 
 class Version(msgspec.Struct, frozen=True, dict=True):
-    """Weights and limits. Engines of one version give the same answers."""
+    """Weights and limits. Engines of one version compute the same responses."""
 
     number: int
-    """Grows with each upgrade."""
+    """Increases with each upgrade."""
     identity: str
-    """Of the configuration as it was given; see `configs/identity.py`."""
+    """Identity of the configuration as it was given; see `configs/identity.py`."""
     settings: dict[str, Any]
-    """The configuration, with the device that was found."""
+    """The configuration, with the detected device."""
     base: str = ""
-    """Name of the version whose engines may get these weights in place of theirs; empty: none."""
+    """Name of the version whose engines may load these weights in place of theirs; empty: none."""
 
     @classmethod
     def of(cls, number: int, identity: str, config: Config, base: str = "") -> Version:
@@ -34,73 +34,75 @@ class Version(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def name(self) -> str:
-        """As rosters and answers have it."""
+        """The name that rosters and responses contain."""
         return f"{self.number}-{self.identity}"
 
     @property
     def lineage(self) -> str:
-        """Versions of one lineage differ in their weights alone, which engines change in place."""
+        """Versions of one lineage differ only in their weights, which engines can change in
+        place."""
         return self.base or self.name
 
     @cached_property
     def config(self) -> Config:
-        """Raises ConfigError if another release wrote it, with other keys."""
+        """The configuration. Raises ConfigError if another release wrote it, with other keys."""
         return load(self.settings)
 
 
 class UpgradeStage(enum.StrEnum):
     SETTLED = "idle"
-    """Every engine is of the wanted version."""
+    """Every engine runs the target version."""
     IN_PROGRESS = "in progress"
     ROLLING_BACK = "rolling back"
-    """The new version did not become ready, or was cancelled: engines of the one before are made
-    again."""
+    """The new version did not become ready, or was cancelled: engines of the previous version are
+    started again."""
     FAILED = "failed"
-    """It is rolled back."""
+    """The rollback is complete."""
 
 
 class UpgradeCounts(msgspec.Struct, frozen=True):
-    """How upgrades have ended since the cluster was there first."""
+    """The outcomes of upgrades since the cluster was first deployed."""
 
     done: int = 0
     failed: int = 0
-    """A version did not become ready. One that is being rolled back is counted."""
+    """Upgrades whose version did not become ready, including one that is still being rolled
+    back."""
     cancelled: int = 0
-    """An operator has requested the version before, or another one."""
+    """Upgrades that ended because an operator requested the previous or another version."""
 
     def plus(self, *, done: int = 0, failed: int = 0, cancelled: int = 0) -> UpgradeCounts:
         return UpgradeCounts(self.done + done, self.failed + failed, self.cancelled + cancelled)
 
 
 _CANCELLED = {UpgradeStage.ROLLING_BACK: "cancelling", UpgradeStage.FAILED: "cancelled"}
-"""Phases of an upgrade that was not given up for a failure."""
+"""Phases of an upgrade that an operator cancelled."""
 
 
 class UpgradeRecord(msgspec.Struct, frozen=True):
-    """What outlives a manager. Append-only: another release may read it."""
+    """The part of an upgrade that outlives a manager. Append-only: another release may read it."""
 
     versions: tuple[Version, ...] = ()
-    """The newest ones, by number; empty: no manager has written any."""
+    """The newest versions, by number; empty: no manager has written any."""
     wanted: str = ""
-    """Name of the version of which all engines are to be."""
+    """Name of the target version, which all engines must run."""
     previous: str = ""
-    """Of the one that was wanted before."""
+    """Name of the previous target version."""
     stage: UpgradeStage = UpgradeStage.SETTLED
     deployed: str = ""
-    """Identity of the configuration with which the application was deployed last."""
+    """Identity of the configuration with which the application was last deployed."""
     proven: tuple[str, ...] = ()
-    """Names of versions of which an engine has served."""
+    """Names of the versions that an engine has served."""
     in_place: bool = False
-    """There is no room for an extra engine: one leaves before the next one starts."""
+    """There is no room for an extra engine: one engine leaves before the next one starts."""
     error: str | None = None
     """Why the last upgrade failed."""
     is_cancelled: bool = False
-    """It is rolled back because an operator wants that."""
+    """The rollback was requested by an operator."""
     counts: UpgradeCounts = UpgradeCounts()
 
     @property
     def phase(self) -> str:
-        """As `/admin/cluster` names it."""
+        """The phase as `/admin/cluster` reports it."""
         return _CANCELLED.get(self.stage, self.stage) if self.is_cancelled else self.stage
 
     def find(self, name: str) -> Version | None:
