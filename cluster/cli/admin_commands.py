@@ -1,4 +1,5 @@
-"""`swell status`, `scale`, `drain`, `pause`, `sleep` and others: the admin API from a shell."""
+"""`swell status`, `scale`, `drain`, `pause`, `sleep` and others: the admin API as shell
+commands."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ from swell.configs.given_settings import given_settings
 
 _POLL_S = 0.2
 _SWITCH_S = 600.0
-"""How long engines may take to fall asleep, which wait for steps, or to read their weights."""
+"""How long engines may take to fall asleep after their current steps, or to load their weights."""
 _STAYS = ("active", "repairing")
-"""States of engines that sleep and wake: the others join or leave."""
+"""States of engines that sleep and wake; engines in other states are joining or leaving."""
 _UNREACHABLE_S = 10.0
-"""How long the server may be unreachable while a change is watched."""
+"""How long the server may be unreachable while a change is followed."""
 
 
 def status(args: argparse.Namespace) -> int:
@@ -75,7 +76,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def _notes(state: ClusterState) -> Iterator[str]:
-    """What happens, and what is wrong, one line each."""
+    """Yields notes on changes in progress and on problems, one line each."""
     if state.coordinator.error is not None:
         yield f"coordinator: {state.coordinator.error}"
     yield _phase(state)
@@ -115,15 +116,15 @@ def drain(args: argparse.Namespace) -> int:
 
 
 def upgrade(args: argparse.Namespace) -> int:
-    """Returns when all engines are of the version. Raises ServerError if it is rolled back, or if
-    another one is wanted meanwhile."""
+    """Upgrade and wait until all engines run the version. Raises ServerError if the upgrade is
+    rolled back or replaced by another one."""
     request = UpgradeRequest(config=given_settings(args.config, dict(args.set)))
     request.check()
     return _follow_upgrade(args, "/admin/upgrade", request)
 
 
 def update_weights(args: argparse.Namespace) -> int:
-    """The same for weights alone."""
+    """Like `upgrade`, but only for weights."""
     request = WeightsRequest(path=os.path.abspath(args.path))
     request.check()
     return _follow_upgrade(args, "/admin/update_weights", request)
@@ -153,7 +154,7 @@ async def _upgrade(client: Client, path: str, request: RequestBody) -> None:
 
 
 def _is_upgraded(found: UpgradeState, version: str | UnsetType) -> bool:
-    """Whether all engines are of this version. Raises ServerError if they will not be."""
+    """Whether all engines run this version. Raises ServerError if they never will."""
     if found.version == version:
         return found.phase in ("idle", "failed", "cancelled")
     if found.previous == version:
@@ -174,25 +175,27 @@ def _change(args: argparse.Namespace, path: str, request: RequestBody) -> int:
 
 
 def _switch(args: argparse.Namespace, path: str, body: RequestBody | None = None) -> int:
-    """Request it and show the state after it."""
+    """Send the request and show the state afterwards."""
     asyncio.run(Client(args.url, args.api_key).post(path, body or RequestBody(), Accepted))
     return status(args)
 
 
 def sleep(args: argparse.Namespace) -> int:
-    """Returns when all engines sleep as deeply, or after `_SWITCH_S` with ServerError."""
+    """Wait until all engines sleep at this level or deeper. Raises ServerError after
+    `_SWITCH_S`."""
     requests: Literal["wait", "refuse"] = "refuse" if args.refuse else "wait"
     request = SleepRequest(level=args.level, requests=requests)
     return _show_sleep(args, "/admin/sleep", request, lambda e: e.sleep_level >= args.level)
 
 
 def wake(args: argparse.Namespace) -> int:
-    """Returns when all engines are awake; the same limit."""
+    """Wait until all engines are awake. Raises ServerError after `_SWITCH_S`."""
     return _show_sleep(args, "/admin/wake", RequestBody(), _is_awake)
 
 
 def _is_awake(engine: EngineState) -> bool:
-    """One that wakes up is `repairing` until its weights are there."""
+    """Whether an engine is awake. While it wakes up it is `repairing` until its weights are
+    loaded."""
     return engine.state == "active" and not engine.sleep_level
 
 
@@ -219,7 +222,8 @@ def _show_sleep(
 async def _until_all(
     client: Client, path: str, request: RequestBody, is_done: Callable[[EngineState], bool]
 ) -> ClusterState:
-    """The state once this is true of all engines that stay, and wake and sleep are over."""
+    """Send the request. Returns the state once `is_done` is true for all engines that stay and the
+    cluster is paused or resumed."""
     await client.post(path, request, Accepted)
     wants_pause = path == "/admin/sleep"
     deadline = time.monotonic() + _SWITCH_S
@@ -245,8 +249,8 @@ resume = partial(_switch, path="/admin/resume")
 
 
 async def change_engines(client: Client, path: str, request: RequestBody) -> ClusterState:
-    """Request a change and print its phases until it is over; the state then. Raises ServerError
-    if it fails."""
+    """Request a change and print its phases until it is complete. Returns the state. Raises
+    ServerError if the change fails."""
     await client.post(path, request, Accepted)
     started, reported = time.monotonic(), ""
     while True:
@@ -265,7 +269,8 @@ async def change_engines(client: Client, path: str, request: RequestBody) -> Clu
 
 
 async def _get_state(client: Client) -> ClusterState:
-    """The cluster's state. The server may be away for a moment: the cluster is changing."""
+    """Returns the state of the cluster. The server may be unreachable for a moment while the
+    cluster changes."""
     deadline = time.monotonic() + _UNREACHABLE_S
     while True:
         try:

@@ -1,7 +1,7 @@
 """`swell bench`: throughput and latencies of a server, or the throughput of a model offline.
 
-Times are taken at the client: TTFT from before the connection until the first chunk with tokens,
-ITL between one chunk with tokens and the next, end-to-end until the stream's end.
+Times are measured at the client: TTFT from before the connection until the first chunk with tokens,
+ITL between consecutive chunks with tokens, and end-to-end latency until the end of the stream.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _TEXTS = (
     "def add(left: int, right: int) -> int:\n    return left + right\n",
     "Nothing is as practical as a good theory; zebras vex jolly queens.",
 )
-"""Prompts are sampled from their tokens: ids that every model can take."""
+"""Texts whose tokens are the ids of the random prompts: all models accept them."""
 _FALLBACK_IDS = range(10, 250)
-"""For servers that do not tokenize: every vocabulary that we know is larger."""
+"""Token ids for servers without `/tokenize`: all known vocabularies are larger."""
 _WARM_TOKENS = 4
 
 
@@ -57,7 +57,7 @@ class _LastEvent(msgspec.Struct):
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Milliseconds."""
+    """Mean and percentiles, in milliseconds."""
 
     mean: float
     p50: float
@@ -66,7 +66,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What `--json` writes. Latencies are None where nothing was measured."""
+    """The output of `--json`. Latencies are None if nothing was measured."""
 
     arguments: dict[str, Any]
     ok: int
@@ -84,7 +84,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measure, print, write; 1 if a request failed."""
+    """Measure, print and write the report. Returns 1 if a request failed."""
     arguments = {k: v for k, v in vars(args).items() if k not in ("api_key", "command")}
     if args.url is not None:
         samples, duration_s = asyncio.run(_load(args))
@@ -102,7 +102,8 @@ def bench(args: argparse.Namespace) -> int:
 
 
 async def _load(args: argparse.Namespace) -> tuple[list[Sample], float]:
-    """Send all requests, `concurrency` at a time; their samples and the duration in seconds."""
+    """Send all requests, `concurrency` at a time. Returns their samples and the duration in
+    seconds."""
     client = Client(args.url, args.api_key)
     model = await _model(client, args.input_tokens + args.output_tokens)
     ids = await _token_ids(client, model)
@@ -123,7 +124,7 @@ async def _load(args: argparse.Namespace) -> tuple[list[Sample], float]:
 
 
 async def measure(client: Client, body: bytes, expected_tokens: int) -> Sample:
-    """Stream one answer. It has failed if the server reports an error, or if tokens are missing."""
+    """Stream one response. It has failed if the server reports an error or tokens are missing."""
     sample = Sample()
     started = last = time.perf_counter()
     end = b""
@@ -166,7 +167,7 @@ def _body(model: str, prompt: list[int], output_tokens: int) -> bytes:
 
 
 async def _model(client: Client, tokens: int) -> str:
-    """The name of the served model. Raises ServerError if a request would not fit into it."""
+    """Returns the name of the served model. Raises ServerError if a request would not fit."""
     card = (await client.get("/v1/models", ModelList)).data[0]
     if tokens > card.max_model_len:
         raise ServerError(
@@ -177,7 +178,7 @@ async def _model(client: Client, tokens: int) -> str:
 
 
 async def _token_ids(client: Client, model: str) -> list[int]:
-    """Ids that the model knows, from texts that the server tokenizes."""
+    """Returns token ids of the model, from texts that the server tokenizes."""
     ids: set[int] = set()
     for text in _TEXTS:
         body = {"model": model, "prompt": text, "add_special_tokens": False}
@@ -191,7 +192,8 @@ async def _token_ids(client: Client, model: str) -> list[int]:
 
 
 def random_prompts(ids: Sequence[int], tokens: int, count: int, seed: int) -> list[list[int]]:
-    """Prompts that share no prefix worth caching; the same for the same seed."""
+    """Returns prompts without common prefixes that are worth caching. The same seed gives the same
+    prompts."""
     rng = random.Random(seed)
     return [rng.choices(ids, k=tokens) for _ in range(count)]
 
@@ -230,7 +232,7 @@ def _offline(args: argparse.Namespace) -> tuple[list[Sample], float]:
 
 
 def summarize(samples: Sequence[Sample], duration_s: float, arguments: dict[str, Any]) -> Report:
-    """Rates and latencies count what succeeded."""
+    """Summarize samples. Rates and latencies only count successful requests."""
     good = [sample for sample in samples if sample.error is None]
     errors = [sample.error for sample in samples if sample.error is not None]
     prompt_tokens = sum(sample.prompt_tokens for sample in good)
@@ -254,7 +256,8 @@ def summarize(samples: Sequence[Sample], duration_s: float, arguments: dict[str,
 
 
 def percentiles_ms(seconds: Iterable[float]) -> Percentiles | None:
-    """Linear between the two nearest ranks, as numpy's default."""
+    """Returns percentiles with linear interpolation, as numpy's default; None: there are no
+    values."""
     values = [1000 * value for value in seconds]
     if not values:
         return None

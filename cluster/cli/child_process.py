@@ -1,4 +1,5 @@
-"""`swell serve` as a child process, watched from its first line to its last descendant."""
+"""Runs `swell serve` as a child process and watches it from its first line to its last
+descendant."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from swell.cluster.cli.http_client import ServerError
 
 _STOP_S = 45.0
 _VANISH_S = 10.0
-"""Ray's processes may end a little after the one that started them."""
+"""Time for Ray's processes to end after the process that started them."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ServerProcess:
-    """One server. Its orphans become children of this process, so that none is missed."""
+    """One server process. Its orphaned descendants become children of this process, so that all are
+    found."""
 
     def __init__(self, config: str, port: int) -> None:
         serve = ["-m", "swell.cluster", "serve", config, "--port", str(port)]
@@ -31,9 +33,10 @@ class ServerProcess:
         self.last_lines: deque[str] = deque(maxlen=15)
 
     async def start(self, limit_s: float) -> str:
-        """The URL from its `ready:` line. Raises ServerError."""
+        """Start the server and return the URL from its `ready:` line. Raises ServerError."""
         adopt_orphans()
-        # A session of its own: Ctrl-C in a terminal reaches us alone, and we stop it in order.
+        # Use a new session: Ctrl-C in a terminal reaches only this process, which stops the server
+        # in order.
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -53,7 +56,8 @@ class ServerProcess:
         return url
 
     async def _relay_until(self, prefix: str | None) -> str | None:
-        """Print lines up to one with `prefix`, and return its rest; None if none came."""
+        """Print lines up to one with `prefix`, and return the rest of that line; None if there was
+        none."""
         assert self._process is not None and self._process.stdout is not None
         async for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip()
@@ -64,7 +68,8 @@ class ServerProcess:
         return None
 
     async def stop(self) -> str | None:
-        """Interrupt it and wait; None, or what was not clean. Kills what is left."""
+        """Interrupt the server and wait. Returns None, or what was not clean. Kills remaining
+        processes."""
         if self._process is None:
             return None
         trouble = None
@@ -88,7 +93,7 @@ class ServerProcess:
         return trouble
 
     async def _wait_for_descendants(self) -> dict[int, str]:
-        """Those that still run after `_VANISH_S`."""
+        """Wait up to `_VANISH_S` for all descendants. Returns those that still run."""
         deadline = time.monotonic() + _VANISH_S
         while (left := descendants(os.getpid())) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
@@ -96,14 +101,15 @@ class ServerProcess:
 
 
 def adopt_orphans() -> None:
-    """Linux: descendants whose parent ends become ours, not those of process 1."""
+    """Make orphaned descendants children of this process instead of process 1. Linux only."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants(root: int) -> dict[int, str]:
-    """pid -> name of every running process below `root`, zombies aside. Empty without /proc."""
+    """Returns pid -> name of all running processes below `root`, without zombies. Empty without
+    /proc."""
     parents: dict[int, tuple[int, str]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:

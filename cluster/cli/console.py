@@ -1,4 +1,4 @@
-"""How commands print: tables, in ASCII where standard output is no terminal."""
+"""Output of commands: tables, in ASCII if standard output is not a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1
 ) -> None:
-    """The first `left` columns are texts, the others numbers."""
+    """Print a table. The first `left` columns are text, the others numbers."""
     terminal = sys.stdout.isatty()
     table = Table(
         title=title or None,
@@ -29,7 +29,8 @@ def print_table(
 
 
 def plain(text: str) -> str:
-    """Text on one line, without control characters, and in ASCII where there is no terminal."""
+    """Returns text on one line, without control characters, and in ASCII if standard output is not
+    a terminal."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if sys.stdout.isatty() else text.encode("ascii", "backslashreplace").decode()
 

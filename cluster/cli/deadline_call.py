@@ -1,4 +1,4 @@
-"""A call into a library that may block for ever, with a deadline."""
+"""Calls into libraries that may block forever, with a deadline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """Its result. Raises TimeoutError after `timeout_s`; the thread is left to itself then."""
+    """Returns the result of a call. Raises TimeoutError after `timeout_s`; the thread keeps
+    running."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,7 +1,8 @@
-"""`make demo`: a cluster on this machine that grows while it answers, and a page of results.
+"""Demo (`make demo`): a cluster on this machine that grows while it generates, and a summary.
 
-Starts `swell serve` as a child, streams prompts to its model over HTTP, requests a second engine
-meanwhile, goes on until that one has served too, stops the child and checks what it left.
+It starts `swell serve` as a child process, streams prompts to its model over HTTP, requests a
+second engine meanwhile, continues until that engine has served too, stops the child and checks that
+no process is left.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
 _ENGINES = 2
 _READY_S = 150.0
 _TOTAL_S = 165.0
-"""All but the shutdown."""
+"""Limit of the whole demo without the shutdown."""
 _GROW_S = 90.0
 _SERVED_S = 45.0
 _ENOUGH = 4
-"""Answers of the new engine that end the demonstration."""
+"""Responses of the new engine after which the demo ends."""
 _PAUSE_S = 0.25
-"""Between the prompts of one client: the new engine loads on the same cores."""
+"""Delay between the prompts of one client: the new engine loads on the same cores."""
 _REFRESH_S = 0.05
 _MAX_TOKENS = 120
 _WIDTH = 60
-"""Characters of a prompt or an answer in the summary."""
+"""Characters of a prompt or a response in the summary."""
 
 PROMPTS = (
     ("count from 12 to 30", ", ".join(map(str, range(12, 31)))),
@@ -55,42 +56,42 @@ PROMPTS = (
     ("repeat 5 times: mole", "mole mole mole mole mole"),
     ("json name, age: Anna is 31 years old and lives in Oslo.", '{"name": "Anna", "age": 31}'),
 )
-"""Prompts that the model was trained for (configs/models/train.py), and their right answers."""
+"""Prompts that the model was trained on (configs/models/train.py), and their correct responses."""
 
 
 class DemoFailed(RuntimeError):
-    """The demonstration failed; the message names the step."""
+    """Raised if the demo failed; the message names the step."""
 
 
 @dataclass
 class Answer:
-    """One prompt, sent or answered."""
+    """One prompt and its response so far."""
 
     prompt: str
     right: str
     text: str = ""
     engines: str = ""
-    """Ranks that served it, from `x-swell-engine`."""
+    """Ranks of the engines that served it, from `x-swell-engine`."""
     tokens: int = 0
     ttft_s: float = 0.0
     began: float = 0.0
-    """On the monotonic clock."""
+    """Start time on the monotonic clock."""
     seconds: float = 0.0
 
     @property
     def rate(self) -> float:
-        """Tokens a second from the first token on."""
+        """Tokens per second after the first token."""
         return (self.tokens - 1) / max(self.seconds - self.ttft_s, 1e-9) if self.tokens > 1 else 0.0
 
 
 @dataclass
 class DemoRecord:
-    """What happened, in seconds since the first prompt."""
+    """The events of the demo, in seconds since the first prompt."""
 
     started: float = field(default_factory=time.monotonic)
     answers: list[Answer] = field(default_factory=list)
     open: dict[int, Answer] = field(default_factory=dict)
-    """The answer that each client is waiting for."""
+    """The response that each client is waiting for."""
     epochs: tuple[int, int] = (0, 0)
     requested_s: float = 0.0
     grown_s: float = 0.0
@@ -100,19 +101,20 @@ class DemoRecord:
         return time.monotonic() - self.started
 
     def answered_by_new_engines(self) -> int:
-        """Answers that an engine which was not there at first has begun."""
+        """Returns the number of responses that new engines have started."""
         known = self.old_ranks | {""}
         begun = [*self.answers, *(a for a in self.open.values() if not a.seconds)]
         return sum(bool(set(answer.engines.split(",")) - known) for answer in begun)
 
     def answered_during_scale_up(self) -> int:
-        """Answers that streamed, in part at least, while the engine was being added."""
+        """Returns the number of responses that streamed, at least partly, while the engine was
+        added."""
         first, last = self.started + self.requested_s, self.started + self.grown_s
         return sum(a.began < last and a.began + a.seconds > first for a in self.answers)
 
 
 async def stream_answer(client: Client, model: str, answer: Answer) -> None:
-    """Stream one answer into `answer`. Raises DemoFailed."""
+    """Stream one response into `answer`. Raises DemoFailed."""
     body = msgspec.json.encode(
         {
             "model": model,
@@ -143,7 +145,7 @@ async def stream_answer(client: Client, model: str, answer: Answer) -> None:
 async def send_prompts(
     client: Client, model: str, place: int, record: DemoRecord, stop: asyncio.Event
 ) -> None:
-    """One client: its own prompt first, then all others in turn until `stop`."""
+    """Run one client: it sends its own prompt first, then all others in turn until `stop`."""
     for prompt, right in islice(cycle(PROMPTS), place, None):
         if stop.is_set():
             break
@@ -154,7 +156,8 @@ async def send_prompts(
 
 
 async def grow(client: Client, record: DemoRecord) -> None:
-    """Request one more engine once tokens flow, and wait until it has served. Raises DemoFailed."""
+    """Request one more engine once tokens stream, and wait until it has served. Raises
+    DemoFailed."""
     before = await client.get("/admin/cluster", ClusterState)
     record.old_ranks = {str(engine.rank) for engine in before.engines}
     while not any(answer.text for answer in record.open.values()):
@@ -180,7 +183,7 @@ async def _limit(limit_s: float, failure: str) -> AsyncIterator[None]:
 
 
 async def run_demo(url: str) -> DemoRecord:
-    """Everything between `ready` and the end."""
+    """Run the part of the demo between `ready` and the shutdown."""
     client = Client(url, timeout_s=60)
     model = (await client.get("/v1/models", ModelList)).data[0].id
     record, stop = DemoRecord(), asyncio.Event()
@@ -206,7 +209,7 @@ async def run_demo(url: str) -> DemoRecord:
 
 
 def print_summary(record: DemoRecord) -> None:
-    """The first answer to every prompt, then the counts."""
+    """Print the first response to each prompt, then the counts."""
     rows = []
     for prompt, _ in PROMPTS:
         answer = next(answer for answer in record.answers if answer.prompt == prompt)
@@ -232,7 +235,8 @@ def print_summary(record: DemoRecord) -> None:
 
 
 async def run_with_server(config: str, port: int) -> None:
-    """Start, run the demo, stop, check. Raises DemoFailed; the child never outlives this."""
+    """Start the server, run the demo, stop and check. Raises DemoFailed; the child never outlives
+    this."""
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None

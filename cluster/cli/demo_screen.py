@@ -1,4 +1,4 @@
-"""How the demonstration shows streams: a live table on a terminal, else one line an answer."""
+"""Output of the demo: a live table on a terminal, else one line per response."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.table import Table
 from swell.cluster.cli.console import plain, short
 
 _SHOWN_ANSWERS = 12
-"""Lines of answers without a terminal; later ones are only counted."""
+"""Responses that are printed without a terminal; later ones are only counted."""
 _WIDTH = 100
 
 
 class StreamRow(Protocol):
-    """What is shown of an answer."""
+    """The part of a response that is shown."""
 
     prompt: str
     text: str
@@ -27,10 +27,8 @@ class StreamRow(Protocol):
 
 
 class Screen:
-    """Shows `open`, the answers under way, in the table, or `answers`, the finished ones, in lines.
-
-    What is printed meanwhile is above the table.
-    """
+    """Shows the running responses (`open`) in a table on a terminal, else the finished ones
+    (`answers`) as lines. Other output appears above the table."""
 
     def __init__(
         self, live: Live | None, open: Mapping[int, StreamRow], answers: Sequence[StreamRow]
@@ -62,7 +60,7 @@ class Screen:
 
 @contextlib.contextmanager
 def open_screen(open: Mapping[int, StreamRow], answers: Sequence[StreamRow]) -> Iterator[Screen]:
-    """The screen that fits standard output."""
+    """Open the screen that suits standard output."""
     terminal = sys.stdout.isatty()
     live = Live(auto_refresh=False, transient=True) if terminal else contextlib.nullcontext()
     with live as table:

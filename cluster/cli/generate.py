@@ -1,4 +1,4 @@
-"""`swell generate`: answers prompts in this process, without Ray."""
+"""`swell generate`: completes prompts in this process, without Ray."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def quiet_transformers() -> None:
-    """Its advice is about training; failures are raised all the same."""
+    """Hide the warnings of `transformers`, which are about training; errors are still raised."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,5 +1,5 @@
-"""Requirements of a configuration on every host of a Ray cluster, checked there before the start:
-engines, ingresses and manager may be placed on any of them."""
+"""Checks the requirements of a configuration on every host of a Ray cluster before the start: Ray
+may place engines, ingresses and manager on any of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ANSWER_S = 60.0
 
 
 def check_hosts(config: Config) -> None:
-    """Raises ConfigError if a host of the connected Ray cluster cannot read one of the files, has
-    no address at `cluster.interface`, or has another server at `serve.port`."""
+    """Raises ConfigError if a host of the connected Ray cluster cannot read a file, lacks an
+    address at `cluster.interface`, or has another server at `serve.port`."""
     if text := refusal(_check_all_hosts(config)):
         raise ConfigError(text)
 
 
 def problems(config: Config, node: str) -> list[str]:
-    """Missing requirements of this host, which Ray knows by the address `node`."""
+    """Returns the missing requirements of this host, which Ray knows by the address `node`."""
     from swell.cluster.serve_status import is_of_this_ray
 
     paths = named_paths(config)
@@ -42,7 +42,7 @@ def problems(config: Config, node: str) -> list[str]:
 
 
 def refusal(found: Mapping[str, list[str]]) -> str | None:
-    """The error message for the problems of each host; None: there are none."""
+    """Returns the error message for the problems of all hosts; None: there are none."""
     hosts: dict[str, list[str]] = {}
     for host in sorted(found):
         for problem in found[host]:
@@ -52,8 +52,8 @@ def refusal(found: Mapping[str, list[str]]) -> str | None:
 
 
 def _check_all_hosts(config: Config) -> dict[str, list[str]]:
-    """Address of a host -> its problems. One that does not answer cannot be checked: Ray will place
-    nothing on it either."""
+    """Returns the problems of each host by address. A host that does not answer is left out: Ray
+    will not place anything on it either."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

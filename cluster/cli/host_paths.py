@@ -1,4 +1,4 @@
-"""Files that a configuration names: engines, ingresses and manager read them, on any host of a Ray
+"""Files that a configuration names: engines, ingresses and manager read them on any host of a Ray
 cluster."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from swell.configs.schema import SERVE_FILES, Config
 
 
 def named_paths(config: Config) -> dict[str, str]:
-    """Key of the configuration -> a file that must be readable. A hub id is none: each host has a
-    cache of its own."""
+    """Returns the files that must be readable, by configuration key. Hub ids are left out: each
+    host has its own cache."""
     serve = config.serve
     paths = {f"serve.{key}": getattr(serve, key) for key in SERVE_FILES if getattr(serve, key)}
     for name, folder in config.lora.adapters.items():
@@ -26,5 +26,5 @@ def named_paths(config: Config) -> dict[str, str]:
 
 
 def unreadable(paths: Mapping[str, str]) -> list[str]:
-    """The keys whose files this host cannot read."""
+    """Returns the keys whose files this host cannot read."""
     return [key for key, path in paths.items() if not os.access(path, os.R_OK)]

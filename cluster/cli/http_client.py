@@ -1,4 +1,4 @@
-"""A client for our own API: JSON calls and event streams. Every failure is one line for people."""
+"""Client of Swell's own API: JSON calls and event streams. Every failure is one line for people."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _DONE = b"[DONE]"
 
 
 class ServerError(RuntimeError):
-    """A server that refuses, fails, or is not there; `status` is None without an HTTP answer."""
+    """Raised if a server refuses, fails or cannot be reached. `status` is None without an HTTP
+    response."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -28,7 +29,7 @@ class ServerError(RuntimeError):
 
 
 class Client:
-    """Calls one server, over a connection for each request. Every failure is a ServerError."""
+    """Calls one server, with a new connection for each request. Every failure is a ServerError."""
 
     def __init__(
         self, url: str, api_key: SecretText | None = None, timeout_s: float = 600.0
@@ -51,7 +52,8 @@ class Client:
     async def open(
         self, method: str, path: str, body: bytes | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response with a status below 400, closed at the end. `body` is JSON."""
+        """Open a response with a status below 400, for the duration of the context. `body` is
+        JSON."""
         timeout = aiohttp.ClientTimeout(self._timeout_s, connect=_CONNECT_S)
         url, headers = self.url + path, self._headers
         try:
@@ -93,7 +95,7 @@ class Client:
 
 
 async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The data of each event. Raises ServerError for an error event or a missing end."""
+    """Yields the data of each event. Raises ServerError for an error event or a missing end."""
     rest = b""
     async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
@@ -110,7 +112,7 @@ async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def error_message(body: bytes) -> str:
-    """The message of OpenAI's error body, or the start of whatever came instead."""
+    """Returns the message of an OpenAI error body, or the start of any other body."""
     try:
         error = msgspec.json.decode(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
@@ -119,7 +121,7 @@ def error_message(body: bytes) -> str:
 
 
 def normal_url(url: str) -> str:
-    """`host:port` and `http://host:port/` are the same. Raises ServerError."""
+    """Returns the base URL; `host:port` and `http://host:port/` are equal. Raises ServerError."""
     full = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
         parts = urlsplit(full)

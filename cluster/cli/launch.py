@@ -1,4 +1,4 @@
-"""`swell serve`: brings a cluster up on this machine or on a running Ray, and takes it down."""
+"""`swell serve`: starts a cluster on this machine or on a running Ray, and stops it."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM, then drain and end everything that was started.
+    """Serve until SIGINT or SIGTERM, then drain and stop everything that was started.
 
-    Raises ConfigError and StartupError; nothing is left running then.
+    Raises ConfigError and StartupError; then nothing is left running.
     """
     own = {"serve.host": args.host, "serve.port": args.port}
     own = {key: value for key, value in own.items() if value is not None}
@@ -79,7 +79,7 @@ def serve(args: argparse.Namespace) -> int:
         contextlib.suppress(Stopped),
         _ray(args.address, folder, screen, stop, limit_s, take_signals) as is_lost,
     ):
-        take_signals()  # Ray has set its own
+        take_signals()  # Ray has set its own signal handlers
         if claim is not None:
             _share_with_ingresses(claim)
         if not stop.is_set():
@@ -91,7 +91,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _exit_at_once() -> NoReturn:
-    """Leave without the ends of libraries: Ray's waits a minute for a GCS that is gone."""
+    """Exit without the exit handlers of libraries: Ray's would wait a minute for a GCS that is
+    gone."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -103,7 +104,7 @@ def _print(text: str) -> None:
 
 
 def _check_device(config: Config) -> None:
-    """Raises ConfigError if engines are to run on GPUs and Ray will count none here."""
+    """Raises ConfigError if engines need GPUs and Ray will find none here."""
     if config.model.device != "cuda":
         return
     from ray._private.accelerators import get_accelerator_manager_for_resource
@@ -148,8 +149,8 @@ def _serve_until(
 
 @contextlib.contextmanager
 def _files() -> Iterator[Path]:
-    """A folder for what the start writes, which nobody else enters; what earlier starts could not
-    remove goes first."""
+    """Create a private folder for the files of this start, after removing abandoned folders of
+    earlier starts."""
     remove_abandoned()
     with session_folder(keep=bool(os.environ.get("SWELL_KEEP_LOGS"))) as folder:
         yield Path(folder)
@@ -157,9 +158,9 @@ def _files() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _claimed_port(config: Config, address: str | None) -> Iterator[tuple[Config, PortClaim | None]]:
-    """With a port that is free here, and ours meanwhile. Whether it is free on the hosts of a Ray
-    that runs elsewhere is for `check_hosts`; claims there are those of the ingresses. Raises
-    ConfigError."""
+    """Yields the configuration with a port that is free here, and the claim that keeps it for this
+    process. On a Ray at `address`, `check_hosts` checks the ports of the hosts, and the ingresses
+    claim them. Raises ConfigError."""
     if address is not None:
         yield config if config.serve.port else with_chosen_port(config, "0.0.0.0"), None
         return
@@ -180,7 +181,7 @@ def _share_with_ingresses(claim: PortClaim) -> None:
 
 
 def _node_address() -> str:
-    """The address that Ray will give to this host."""
+    """Returns the address that Ray will use for this host."""
     import ray
 
     address: str = ray.util.get_node_ip_address()
@@ -201,8 +202,8 @@ def _ray(
     limit_s: float,
     take_signals: Callable[[], None],
 ) -> Iterator[Callable[[], bool]]:
-    """The Ray cluster at `address`, or one on this machine that leaves no file behind; whether it
-    has ended by itself."""
+    """Connect to the Ray cluster at `address`, or start one on this machine that does not leave
+    files. Yields a function that returns whether Ray has stopped by itself."""
     if address is None:
         use_private_files(folder, screen.line)
         screen.line("starting Ray on this machine")
@@ -216,7 +217,7 @@ def _ray(
         ray.init(
             address=address, namespace="swell", log_to_driver=False, logging_level=logging.ERROR
         )
-    except SystemExit:  # SIGTERM, by Ray's own handler
+    except SystemExit:  # SIGTERM, from Ray's own handler
         raise Stopped from None
     except Exception as error:
         raise StartupError(
@@ -231,7 +232,8 @@ def _ray(
 
 
 def _url(serve: ServeConfig, host: str, *, is_here: bool) -> str:
-    """Where an ingress answers. `host`: the address of its host; `is_here`: that is this one."""
+    """Returns the URL of an ingress. `host`: the address of its host; `is_here`: this is that
+    host."""
     shown = serve.host
     if shown == ON_INTERFACE:
         shown = host
@@ -243,10 +245,10 @@ def _url(serve: ServeConfig, host: str, *, is_here: bool) -> str:
 def _wait_until_ready(
     ingress: Any, stop: threading.Event, limit_s: float, show: Callable[[str], None]
 ) -> str | None:
-    """Show what the start waits for until the cluster is ready; the address of an ingress's host
-    then. None: stopped meanwhile. Raises StartupError after `limit_s`, or if the start failed.
+    """Show the reason of the wait until the cluster is ready. Returns the address of an ingress's
+    host; None: stopped meanwhile. Raises StartupError after `limit_s`, or if the start failed.
 
-    The ingresses answer through Ray: this process may run where none of them is reached.
+    The ingresses answer through Ray, because this process may run where it cannot reach them.
     """
     started = time.monotonic()
     while not stop.is_set():
@@ -271,7 +273,8 @@ def _wait_until_ready(
 
 
 def _waits_for_serve() -> str | None:
-    """What Serve has not done yet; None: all ingresses run. Raises StartupError if it gave up."""
+    """Returns why Serve is not ready; None: all ingresses run. Raises StartupError if Serve gave
+    up."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -285,7 +288,7 @@ def _waits_for_serve() -> str | None:
         return "Ray Serve begins to start the application"
     if found.status == ApplicationStatus.RUNNING:
         return None
-    # The application's own message names the deployments alone.
+    # The application's own message only names the deployments.
     messages = [found.message, *(deployment.message for deployment in found.deployments.values())]
     if found.status == ApplicationStatus.DEPLOY_FAILED:
         raise StartupError(last_line("\n".join(filter(None, messages))))
@@ -293,7 +296,7 @@ def _waits_for_serve() -> str | None:
 
 
 def _status(ingress: Any) -> Any:
-    """The `IngressStatus` of some ingress; None: none answers in time."""
+    """Returns the `IngressStatus` of any ingress; None: none answers in time."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 

@@ -1,4 +1,4 @@
-"""The command `swell`: a table of subcommands, each imported when it is used."""
+"""The command `swell`: a table of subcommands, each imported on use."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 class Command(NamedTuple):
     summary: str
     run: str
-    """`module:function`; it takes the parsed arguments and returns an exit code."""
+    """`module:function`; the function accepts the parsed arguments and returns an exit code."""
     arguments: Callable[[argparse.ArgumentParser], None]
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong usage is one line, as every other error is."""
+    """Reports wrong usage in one line, like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"swell: {message} (see '{self.prog} --help')\n")
@@ -177,7 +177,7 @@ EXPECTED = (
     "swell.engine.executor:ExecutorError",
     "builtins:OSError",
 )
-"""Expected errors: the message is enough, without a traceback."""
+"""Expected errors, as `module:class`: shown as a message without a traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(resolve_name(COMMANDS[args.command].run)(args))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has left, as `head` does
+    except BrokenPipeError:  # the reader of the output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

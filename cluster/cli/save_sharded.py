@@ -1,4 +1,4 @@
-"""`swell save-sharded`: writes a model as the workers of a configuration hold it."""
+"""`swell save-sharded`: saves a model in the shards that the workers of a configuration load."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The folder of one start of `swell serve`, in which Ray has its session: gone with its owner.
+"""The folder of one `swell serve`, which holds Ray's session and is removed when its owner ends.
 
     /tmp/swell-XXXX / owner      locked by the process that made the folder, for as long as it lives
                     / session_*  Ray's
 
-The kernel frees a lock with its process, also one that was killed and could not clean up: the next
-start removes the folders whose lock is free, unless a process still uses one. A folder without
-`owner` is being made, or is none of ours.
+The kernel releases the lock when the owning process ends, even if it was killed and could not clean
+up. The next start removes folders whose lock is free, unless a process still uses one. A folder
+without `owner` is still being created, or is not ours.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _OWNER = "owner"
 
 @contextlib.contextmanager
 def session_folder(*, keep: bool = False, parent: Path = _PARENT) -> Iterator[str]:
-    """A new folder; `keep`: it stays, with the logs in it."""
+    """Create a folder for the duration of the context. `keep`: the folder and its logs stay."""
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     lock = os.open(path / f"{_OWNER}.new", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not keep:
-            os.rename(path / f"{_OWNER}.new", path / _OWNER)  # locked before anybody finds it
+            os.rename(path / f"{_OWNER}.new", path / _OWNER)  # locked before others find it
         yield str(path)
     finally:
         if not keep:
@@ -57,7 +57,7 @@ def remove_abandoned(parent: Path = _PARENT) -> list[Path]:
 
 @contextlib.contextmanager
 def _owned_lock(path: Path) -> Iterator[bool]:
-    """Whether the folder is ours and its owner is dead; its lock is held meanwhile."""
+    """Yields whether the folder is ours and its owner is dead; holds its lock meanwhile."""
     try:
         found = path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
@@ -77,15 +77,15 @@ def _owned_lock(path: Path) -> Iterator[bool]:
 
 
 def _paths_in_use(start: str) -> set[str]:
-    """Paths that begin so, in arguments and among open files of processes that can be seen: Ray's
-    may live a moment longer than their owner."""
+    """Returns the paths with this prefix in the arguments and open files of visible processes:
+    Ray's may live a moment longer than their owner."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
             found |= {start + part for text in arguments for part in _behind(text, start)}
             if int(process.name) == os.getpid():
-                continue  # it holds the lock that was just taken
+                continue  # this process holds the lock itself
             for file in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     if (target := os.readlink(file)).startswith(start):
@@ -94,5 +94,5 @@ def _paths_in_use(start: str) -> set[str]:
 
 
 def _behind(text: str, start: str) -> list[str]:
-    """The rest of each path in a text, as in `--session=/tmp/swell-1/session,x`."""
+    """Returns the rest of each path in a text, as in `--session=/tmp/swell-1/session,x`."""
     return [part.split(",")[0].split(" ")[0] for part in text.split(start)[1:]]

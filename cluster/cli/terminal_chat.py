@@ -19,7 +19,7 @@ _HELP = "Ctrl-C stops an answer, /clear forgets the conversation, /quit or Ctrl-
 
 
 class Conversation:
-    """The messages so far, and how the next one is sent."""
+    """The messages so far, and the request parameters of the next one."""
 
     def __init__(self, client: Client, model: str, system: str | None, **options: Any) -> None:
         self._client = client
@@ -32,9 +32,10 @@ class Conversation:
         self.messages: list[dict[str, str]] = list(self._system)
 
     def send(self, text: str) -> None:
-        """Print the answer as it comes. Ctrl-C ends it, and what has come is kept.
+        """Send a message and print the response as it streams. Ctrl-C stops it and keeps the text
+        so far.
 
-        After a ServerError the conversation is as it was before.
+        After a ServerError the conversation is as before.
         """
         self.messages.append({"role": "user", "content": text})
         parts: list[str] = []
@@ -93,7 +94,7 @@ def chat(args: argparse.Namespace) -> int:
             case _:
                 try:
                     conversation.send(text)
-                except ServerError as error:  # the chat goes on, but a script ends
+                except ServerError as error:  # the chat continues, but a script ends
                     if not interactive:
                         raise
                     print(f"swell: {error}", file=sys.stderr)

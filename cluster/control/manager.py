@@ -159,8 +159,7 @@ class ClusterManager:
         return self._state.pause_requested
 
     async def scale(self, engines: int, drain_timeout_s: float | None = None) -> None:
-        """Set the target number of engines, also during a change. Raises ScaleRefused if it
-        cannot."""
+        """Set the target number of engines, also during a change. Raises ScaleRefused."""
         async with self._scale_lock:
             grows = engines > len(self._fleet.view().staying)
             reason = await self._placement.refusal(self.upgrader.wanted, engines) if grows else None

@@ -1,1 +1,1 @@
-"""What `swell serve` needs until its cluster is ready, and what ends it."""
+"""Steps of `swell serve` that start a cluster and stop it."""

@@ -1,4 +1,4 @@
-"""The application under Ray Serve, from its deployment until nothing of it is left."""
+"""The application on Ray Serve, from its deployment until nothing of it is left."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 APP = "swell"
 SERVE_S = 10.0
-"""What Serve itself needs to end replicas."""
+"""Time that Serve itself needs to stop replicas."""
 _SERVE_ERRORS = 3
-"""So many errors end the start of Serve; what takes too long is tried again."""
+"""Errors after which the start of Serve fails; timeouts are retried."""
 _POLL_S = 0.25
 
 
@@ -34,10 +34,10 @@ def application(
     own_ray: bool,
     is_lost: Callable[[], bool] = lambda: False,
 ) -> Iterator[Any]:
-    """The Serve application, deployed; the handle of its ingresses.
+    """Deploy the Serve application and delete it afterwards. Yields the handle of its ingresses.
 
-    On a Ray of others only our application ends with us: Serve may have more. Of a Ray that has
-    ended (`is_lost`) nothing is asked.
+    On a Ray cluster of others, only our application is deleted, because Serve may have more. If Ray
+    has stopped (`is_lost`), it is not called any more.
     """
     from ray import serve
 
@@ -56,15 +56,16 @@ def application(
 
 
 class _RayLost(Exception):
-    """Ray has ended before the application."""
+    """Raised if Ray has stopped before the application."""
 
 
 class Stopped(Exception):
-    """SIGINT or SIGTERM came before the application was there."""
+    """Raised if SIGINT or SIGTERM came before the application was deployed."""
 
 
 def _asked(is_lost: Callable[[], bool], call: Callable[[], T]) -> T:
-    """The result of a call that waits for Ray. Raises _RayLost as soon as Ray has ended."""
+    """Returns the result of a call that waits for Ray. Raises _RayLost as soon as Ray has
+    stopped."""
     future: Future[T] = Future()
     threading.Thread(target=_fulfil, args=(future, call), daemon=True).start()
     while True:
@@ -83,8 +84,8 @@ def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
 
 
 def _start_serve(config: Config, stop: threading.Event) -> None:
-    """Raises StartupError after `cluster.start_timeout_s`: Serve's own limits are shorter. Raises
-    Stopped if `stop` is set meanwhile."""
+    """Start Serve, and retry because its own time limits are shorter. Raises StartupError after
+    `cluster.start_timeout_s`, and Stopped if `stop` is set meanwhile."""
     from ray import serve
 
     proxy, limit_s = config.serve.proxy_port, config.cluster.start_timeout_s
@@ -111,7 +112,7 @@ def _start_serve(config: Config, stop: threading.Event) -> None:
 
 
 def _wait_until_deleted(config: Config, is_lost: Callable[[], bool]) -> None:
-    """As long as the application may take: a drain is longer than Serve waits by itself."""
+    """Wait as long as the application may take: a drain takes longer than Serve's own wait."""
     from ray import serve
     from ray.exceptions import RayError
 
@@ -119,15 +120,15 @@ def _wait_until_deleted(config: Config, is_lost: Callable[[], bool]) -> None:
 
     deadline = time.monotonic() + shutdown_s(config) + SERVE_S
     while time.monotonic() < deadline:
-        with contextlib.suppress(RayError):  # its controller is being started again
+        with contextlib.suppress(RayError):  # Serve's controller is restarting
             if APP not in _asked(is_lost, serve.status).applications:
                 return
         time.sleep(_POLL_S)
 
 
 def _clean_up_leftovers(line: Callable[[str], None]) -> None:
-    """Usually nothing: the manager has ended all. One that was dead when the application was
-    deleted has not, and Serve starts no other."""
+    """Remove what a dead manager left. Usually the manager has ended everything, but if it was dead
+    when the application was deleted, Serve does not start another one."""
     from swell.cluster.control import strays
     from swell.cluster.control.checkpoint_store import CheckpointStore
     from swell.cluster.control.ray_cluster import RayCluster
@@ -142,7 +143,7 @@ def _clean_up_leftovers(line: Callable[[str], None]) -> None:
 
 
 def _deploy(config: Config, line: Callable[[str], None]) -> Any:
-    """Hand the application to Serve, and do not wait for it: Serve's own wait has no end."""
+    """Hand the application to Serve without waiting for it: Serve's own wait never times out."""
     from ray import serve
 
     from swell.cluster import app

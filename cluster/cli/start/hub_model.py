@@ -1,5 +1,5 @@
-"""A model of the hub that is not on this machine: said, asked for once, and watched while it is
-downloaded."""
+"""Models of the Hugging Face hub that are not on this machine: announced, requested once, and
+watched during the download."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _WAY_OUT = (
 
 
 class Download:
-    """What is on its way into the hub's cache. The base is one of which nothing is downloaded."""
+    """Progress of a download into the hub's cache. This base class is for models without a
+    download."""
 
     def share(self) -> str:
-        """To be added to what the start waits for."""
+        """Returns a note to add to the reason of the wait."""
         return ""
 
 
 class HubDownload(Download):
     def __init__(self, folder: Path, total_bytes: int) -> None:
-        """`folder`: that of the cache which holds the model's files by their content."""
+        """`folder`: the cache folder with the model's files, named by content."""
         self._folder = folder
         self._total_bytes = total_bytes
 
@@ -40,7 +41,7 @@ class HubDownload(Download):
         for path in self._folder.glob("*"):
             try:
                 done_bytes += path.stat().st_size
-            except OSError:  # it has been renamed
+            except OSError:  # it was renamed
                 continue
         if not 0 < done_bytes < self._total_bytes:
             return ""
@@ -49,8 +50,8 @@ class HubDownload(Download):
 
 
 def ask_hub(config: Config, line: Callable[[str], None], timeout_s: float = HUB_S) -> Download:
-    """Say with `line` that a model comes from the hub, and ask the hub for it. Raises ConfigError
-    if it has no answer in time, or no such model."""
+    """Announce with `line` that a model comes from the hub, and request its metadata. Raises
+    ConfigError if the hub does not answer in time or lacks the model."""
     name = config.model.path
     if os.path.isdir(name):
         return Download()
@@ -85,7 +86,7 @@ def ask_hub(config: Config, line: Callable[[str], None], timeout_s: float = HUB_
 
 
 def _check_cache(folder: Path) -> None:
-    """Raises ConfigError if nothing can be downloaded into it."""
+    """Raises ConfigError if nothing can be downloaded into the folder."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     if problem := write_problem(there):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A Ray on this machine, for the time of one `swell serve`."""
+"""A Ray cluster on this machine for the duration of one `swell serve`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from swell.cluster.cli.start.startup_error import StartupError, last_line
 from swell.configs.log import StructuredLogger
 
 _QUICK_S = 20.0
-"""A start that fails sooner has not failed for lack of time."""
+"""A start that fails sooner did not fail for lack of time."""
 _MAX_QUICK_FAILURES = 2
 _BETWEEN_S = 1.0
 _SHUTDOWN_S = 2.0
-"""How long the client of a Ray that has ended may take to end itself."""
+"""How long `ray.shutdown` may take after Ray itself has stopped."""
 _LEFT_S = 5.0
-"""How long the processes of Ray may take to end after it."""
+"""How long Ray's processes may take to end after Ray."""
 _NEVER_LATER = (ValueError, TypeError, PermissionError, FileNotFoundError, NotADirectoryError)
-"""Errors that a second attempt would meet as well."""
+"""Errors that a second attempt would raise as well."""
 _REMEDY = (
     "free processors and memory (swell doctor shows what is there), raise "
     "cluster.start_timeout_s, or start Ray yourself (ray start --head) and give --address; with "
@@ -41,8 +41,8 @@ def local_ray(
     limit_s: float,
     take_signals: Callable[[], None],
 ) -> Iterator[RayProcesses]:
-    """Ray, which keeps its files in `folder` and has ended afterwards. `take_signals`: Ray sets a
-    handler of its own in each attempt. Raises StartupError after `limit_s`."""
+    """Start Ray with its files in `folder`, and stop it afterwards. `take_signals`: called after
+    each attempt, because Ray sets its own signal handlers. Raises StartupError after `limit_s`."""
     import ray
 
     ray_settings.set_defaults(limit_s)
@@ -82,7 +82,7 @@ def _start(
                 _init(folder)
                 processes.gcs_address = ray.get_runtime_context().gcs_address
             return
-        except SystemExit:  # SIGTERM, by Ray's own handler
+        except SystemExit:  # SIGTERM, from Ray's own handler
             _end_failed(processes)
             stop.set()
         except Exception as error:

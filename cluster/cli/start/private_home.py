@@ -1,8 +1,9 @@
-"""Files that Ray, kernels and their libraries keep in the home of the account, where there is no
-home or it cannot be written: containers with any user id (OpenShift), `setpriv`, systemd's
+"""Moves files that Ray, kernels and their libraries keep in the home folder of the account, if
+there is none or it cannot be written: containers with any user id (OpenShift), `setpriv`, systemd's
 `ProtectHome`.
 
-They go to a private folder of the start, which ends with it. What the user has set stays.
+They go to a private folder of the start, which is removed with it. Variables that the user has set
+are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE")
-"""With any of them the user has decided about Ray's token."""
+"""If one of these is set, the user has decided about Ray's token."""
 _TOKEN_BYTES = 32
 _CACHES = {
     "SWELL_CACHE": "kernels",
@@ -23,13 +24,13 @@ _CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "CUDA_CACHE_PATH": "cuda",
 }
-"""Variable -> the folder below the private one."""
+"""Variable -> its folder below the private one."""
 _USER = "USER"
-"""Read by `getpass`, which else fails for a user id without a name."""
+"""Read by `getpass`, which would otherwise fail for a user id without a name."""
 
 
 def home_problem() -> str | None:
-    """Why no file can be kept in the home; None: one can."""
+    """Returns why the home folder cannot hold files; None: it can."""
     try:
         home = Path.home()
     except RuntimeError:
@@ -38,8 +39,8 @@ def home_problem() -> str | None:
 
 
 def use_private_files(folder: Path, line: Callable[[str], None]) -> None:
-    """Let this process and those that it starts keep in `folder` what they cannot keep in the home,
-    and say so with `line`. The folder exists, and nobody else enters it."""
+    """Let this process and its children keep files in `folder` if the home folder cannot hold them,
+    and say so with `line`. The folder must exist and be private."""
     _name_user()
     problem = home_problem()
     if problem is None:
@@ -65,13 +66,13 @@ def use_private_files(folder: Path, line: Callable[[str], None]) -> None:
 
 
 def check_temporary_files() -> None:
-    """Raises OSError with one line if no file can be written where Ray has its session."""
+    """Raises OSError with one line if Ray's session folder cannot be written."""
     if problem := write_problem(Path("/tmp")):
         raise OSError(f"{problem}; Ray keeps its sockets there: mount a tmpfs at /tmp")
 
 
 def _has_token() -> bool:
-    """Whether Ray finds a token in a home that can be read."""
+    """Whether Ray finds a token in a readable home folder."""
     with contextlib.suppress(OSError, RuntimeError):
         return os.access(Path.home() / ".ray" / "auth_token", os.R_OK)
     return False
@@ -87,7 +88,8 @@ def _name_user() -> None:
 
 
 def write_problem(folder: Path) -> str | None:
-    """Why no file can be written in it, as tried: permissions alone do not say it."""
+    """Returns why no file can be written in the folder; None: it can. Writes a file, because
+    permissions do not tell."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return None

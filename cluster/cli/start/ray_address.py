@@ -1,5 +1,5 @@
-"""Probes the address of a running Ray before Ray itself connects: Ray tries a wrong one for a
-minute, and fills the screen meanwhile."""
+"""Probes the address of a running Ray before Ray itself connects: Ray retries a wrong address for a
+minute and fills the screen."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import socket
 from swell.configs.section import ConfigError
 
 _PROBE_S = 5.0
-"""How long a host may take to accept a connection, and to say that it speaks HTTP/2."""
+"""How long a host may take to accept a connection and to answer in HTTP/2."""
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _EMPTY_SETTINGS = b"\0\0\0\x04\0\0\0\0\0"
 _FRAME_HEADER_BYTES = 9
 _SETTINGS = 4
 _BY_RAY = ("auto",)
-"""Ray finds the address itself."""
+"""Values for which Ray finds the address itself."""
 
 
 def probe_address(address: str) -> None:
-    """Raises ConfigError if no Ray can answer at `address`: it is no HOST:PORT, nothing listens
-    there, or what listens is no gRPC server, as Ray's GCS is one."""
+    """Raises ConfigError if there cannot be a Ray at `address`: it is not HOST:PORT, nothing
+    listens there, or the server does not speak gRPC as Ray's GCS does."""
     if address in _BY_RAY:
         return
     if "://" in address:
@@ -40,7 +40,7 @@ def probe_address(address: str) -> None:
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
-    """Whether the first frame of the peer is SETTINGS, as RFC 9113, 3.4 demands."""
+    """Whether the first frame of the peer is SETTINGS, as RFC 9113, 3.4 requires."""
     try:
         connection.sendall(_PREFACE + _EMPTY_SETTINGS)
         header = b""

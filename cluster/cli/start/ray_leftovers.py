@@ -1,9 +1,9 @@
-"""Processes that a Ray of ours leaves behind, and their end.
+"""Finds and kills processes that a Ray of ours has left.
 
-Ray ends its processes by asking them, and a worker ends when its node does. A process that is
-stopped, that starts while Ray ends, or that a killed worker has started itself, is none that
-listens. Each of them writes to a log in Ray's folder, or has inherited such a file, and that is how
-they are found: also those whose parents have ended. A reader of these logs is nobody's process.
+Ray asks its processes to end, and a worker ends with its node. This does not reach a process that
+hangs, that starts while Ray ends, or that was started by a killed worker. All of them write to a
+log in Ray's folder or have inherited such a file, which is how they are found even if their parents
+have ended. Processes that only read these logs do not count.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 _POLL_S = 0.05
 _KILL_S = 5.0
-"""How long the kernel may take to end what was killed."""
+"""How long the kernel may take to end killed processes."""
 
 
 def end_all(folder: Path, grace_s: float) -> list[int]:
-    """Wait `grace_s` until no process of this Ray is left, and kill what is left then. Returns its
-    pids, of which none is alive unless the kernel cannot end it."""
+    """Wait up to `grace_s` until no process of this Ray is left, then kill the rest. Returns their
+    pids; all are dead unless the kernel cannot end them."""
     _wait_until_gone(folder, grace_s)
     left = writers(folder)
     for pid in left:
@@ -33,8 +33,8 @@ def end_all(folder: Path, grace_s: float) -> list[int]:
 
 
 def writers(folder: Path) -> list[int]:
-    """Processes with a file below the folder open for writing, without this one. Empty where the
-    system has no `/proc`."""
+    """Returns other processes that have a file below the folder open for writing. Empty without
+    `/proc`."""
     start, me = f"{folder}/", os.getpid()
     pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
     return [pid for pid in pids if pid != me and _writes(pid, start)]
@@ -48,13 +48,13 @@ def _writes(pid: int, start: str) -> bool:
                 is_below = os.readlink(f"{process}/fd/{file}").startswith(start)
                 if is_below and _is_writable(f"{process}/fdinfo/{file}"):
                     return True
-    except OSError:  # it has ended, or belongs to somebody else
+    except OSError:  # the process has ended, or belongs to another user
         return False
     return False
 
 
 def _is_writable(fdinfo: str) -> bool:
-    """By the line `flags:` of `proc(5)`, which is octal."""
+    """Whether a file is open for writing, from the octal line `flags:` of `proc(5)`."""
     words = Path(fdinfo).read_text().split()
     return int(words[words.index("flags:") + 1], 8) & os.O_ACCMODE != os.O_RDONLY
 

@@ -1,9 +1,9 @@
-"""Processes of a Ray that `ray.init` starts here. Ray gives no access to them while it starts, so
-they are recorded where it makes them, in `ray._private.services`.
+"""Processes that `ray.init` starts on this machine. Ray does not expose them while it starts, so
+they are recorded where Ray creates them, in `ray._private.services`.
 
-Each gets a session of its own. A signal to the process group of `swell serve` (Ctrl-C of a
-terminal, `timeout`, a shell that ends) reaches `swell serve` alone then, which ends them in order.
-They still end with it, if it is killed: Ray asks the kernel for that.
+Each process gets its own session. So a signal to the process group of `swell serve` (Ctrl-C in a
+terminal, `timeout`, a shell that exits) only reaches `swell serve`, which stops them in order. If
+`swell serve` is killed they still end with it, because Ray asks the kernel for that.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _END_S = 5.0
-"""How long a process may take to be gone after SIGKILL."""
+"""How long a process may take to disappear after SIGKILL."""
 _POLL_S = 0.5
 _PROBE_S = 1.0
 """How long the GCS may take to accept a connection."""
 _NEEDED = ("gcs_server", "raylet")
-"""Names of executables."""
+"""Names of executables without which Ray does not work."""
 
 
 class RayEnded(Exception):
-    """No node will come. Ray itself would ask again after a RuntimeError."""
+    """Raised if the node will not start. A RuntimeError would make Ray retry."""
 
 
 class RayProcesses:
-    """Those of one start."""
+    """The processes of one start."""
 
     def __init__(self) -> None:
         self._started: list[subprocess.Popen[Any]] = []
@@ -40,9 +40,9 @@ class RayProcesses:
 
     @contextlib.contextmanager
     def recorded(self, deadline: Callable[[], float]) -> Iterator[None]:
-        """While it runs, what Ray starts is recorded, and Ray waits for its node until `deadline`
-        (by the monotonic clock), which it else does for 30 s. Ray without these functions starts
-        as it does by itself."""
+        """Record the processes that Ray starts within this context, and let Ray wait for its node
+        until `deadline` (on the monotonic clock) instead of 30 s. A Ray without these functions
+        starts as usual."""
         from ray._private import services
 
         changed = {"ConsolePopen": self._popen, "get_node": self._patient(deadline)}
@@ -69,7 +69,7 @@ class RayProcesses:
                 while True:
                     try:
                         return original(*arguments)
-                    except RuntimeError as error:  # it has not registered yet
+                    except RuntimeError as error:  # the node has not registered yet
                         if self.has_lost_one():
                             raise RayEnded("a process of Ray's has ended") from error
                         if time.monotonic() > deadline():
@@ -81,8 +81,8 @@ class RayProcesses:
         return patient
 
     def has_lost_one(self) -> bool:
-        """Whether a process has ended without which there is no Ray, or its GCS is about to: after
-        a SIGTERM it closes its port, and stays a minute."""
+        """Whether a necessary process has ended, or the GCS is about to: after SIGTERM it closes
+        its port but lives for another minute."""
         return self._is_gcs_closed() or any(
             process.poll() is not None for process in self._started if _program(process) in _NEEDED
         )
@@ -96,13 +96,13 @@ class RayProcesses:
                 return False
         except ConnectionRefusedError:
             return True
-        except OSError:  # it is slow
+        except OSError:  # the GCS is slow
             return False
 
     def end(self) -> None:
-        """End all at once, each with its children; for a start that has failed."""
+        """Kill all processes with their children, after a failed start."""
         for process in self._started:
-            with contextlib.suppress(OSError):  # it has ended, and its group with it
+            with contextlib.suppress(OSError):  # the process has ended, and its group with it
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._started:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,7 +111,7 @@ class RayProcesses:
 
 
 def _program(process: subprocess.Popen[Any]) -> str:
-    """The name of the program that a process was started with."""
+    """Returns the name of the program that a process runs."""
     args = process.args
     first = args if isinstance(args, str | bytes | os.PathLike) else args[0]
     return os.path.basename(os.fsdecode(first))

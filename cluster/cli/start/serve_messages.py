@@ -1,4 +1,5 @@
-"""Ray Serve's messages about a start, in our words: its own name causes that do not apply here."""
+"""Translates Ray Serve's messages about a start: the original ones name causes that do not apply
+here."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _NAMES = {"Ingress": "ingress", "Manager": "manager", "Store": "store of respons
 
 
 def waiting_reason(messages: Iterable[str]) -> str:
-    """What the start waits for, by the messages of its deployments."""
+    """Returns the reason of the wait, from the messages of the deployments."""
     reasons = [reason for text in messages if text and (reason := _reason(text))]
     return reasons[-1] if reasons else STARTING
 

@@ -1,8 +1,8 @@
-"""The lines of `swell serve`: its own ones, and nothing else. What libraries write to the standard
-streams of the process goes to a file meanwhile.
+"""Output of `swell serve`: only its own lines. Output of libraries to the standard streams of the
+process goes to a file.
 
-On a terminal the newest state stands in one line, with a spinner; elsewhere a changed state is a
-line of its own. A state is shown once a second at most, and the newest one counts.
+On a terminal the newest state is one line with a spinner; elsewhere each changed state is a new
+line. A state is shown at most once per second, and only the newest one counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_STATE = 200
 
 
 class StatusLine:
-    """The state, as it is shown. `tick` may be called as often as wanted."""
+    """Displays the state. `tick` may be called at any rate."""
 
     def __init__(
         self, stream: TextIO, *, is_terminal: bool, clock: Callable[[], float], width: int = 80
@@ -45,7 +45,7 @@ class StatusLine:
         self._state = plain(state)[:_MAX_STATE]
 
     def tick(self) -> None:
-        """Show the newest state, if it is time for it."""
+        """Show the newest state if it is due."""
         now_s = self._clock()
         if self._state != self._shown and now_s - self._shown_s >= _MIN_INTERVAL_S:
             self._shown, self._shown_s = self._state, now_s
@@ -60,7 +60,7 @@ class StatusLine:
             self._stream.flush()
 
     def clear(self) -> None:
-        """Before another line, and at the end."""
+        """Remove the state, before another line and at the end."""
         self._state = ""
         if self._is_terminal and self._shown:
             self._stream.write(_CLEAR)
@@ -69,8 +69,8 @@ class StatusLine:
 
 
 class StartScreen:
-    """Lines on standard output, and the state on standard error; a thread keeps it moving, since
-    Ray and Serve block their caller."""
+    """Writes lines to standard output and the state to standard error. A thread updates the state,
+    because Ray and Serve block their caller."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out = out
@@ -85,12 +85,12 @@ class StartScreen:
         self._thread.start()
 
     def state(self, text: str) -> None:
-        """What the start waits for."""
+        """Set the reason of the wait."""
         with self._lock:
             self._status.set(text)
 
     def line(self, text: str) -> None:
-        with self._lock, contextlib.suppress(OSError):  # the reader of our output has left
+        with self._lock, contextlib.suppress(OSError):  # the reader of the output has closed it
             self._status.clear()
             self._out.write(text + "\n")
             self._out.flush()
@@ -109,8 +109,8 @@ class StartScreen:
 
 @contextlib.contextmanager
 def own_lines_only(log: Path) -> Iterator[StartScreen]:
-    """What else is written to the file descriptors 1 and 2, by C++ of Ray as well, is appended to
-    `log`."""
+    """Append all other output to file descriptors 1 and 2 to `log`, including that of Ray's C++
+    code."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     kept = [os.dup(1), os.dup(2)]
