@@ -1,1 +1,1 @@
-"""`swell doctor`: facts of every host are collected there, and checked here by pure functions."""
+"""`swell doctor`: collects facts on every host, and checks them here in pure functions."""

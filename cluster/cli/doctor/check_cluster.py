@@ -1,4 +1,4 @@
-"""The Ray cluster: hosts that answer, room, settings. Pure."""
+"""Checks of the Ray cluster: hosts that answer, room, settings. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from swell.cluster.control.room import bundles, refusal
 from swell.configs.schema import ClusterConfig
 
 SLOWEST_CHECKS_S = 300.0
-"""Longer, and what is placed by Ray on a lost host is replaced too late."""
+"""Longest acceptable detection of a lost host: after more time Ray replaces its actors too late."""
 
 
 def hosts(survey: Survey) -> list[Finding]:
@@ -41,7 +41,8 @@ def room(survey: Survey) -> list[Finding]:
 
 
 def free_resources(survey: Survey) -> list[Finding]:
-    """Running engines hold what this configuration may need; then nothing is said."""
+    """Check that the room is free. Skipped while engines run, because they hold what this
+    configuration may need."""
     config = survey.resolved
     if config is None or survey.address is None or survey.engines_running or room(survey)[0].remedy:
         return []
@@ -64,8 +65,9 @@ def token_authentication(survey: Survey) -> list[Finding]:
 
 
 def health_checks(survey: Survey) -> list[Finding]:
-    """The checks are those of the GCS. One that is not answered takes timeout and period. After an
-    outage TCP sends again within twice its duration: so half of the time is survived for sure."""
+    """Check how fast the GCS detects a lost host. An unanswered check takes the timeout plus the
+    period. TCP retransmits within twice the duration of an outage, so an outage of half the
+    detection time loses no host."""
     facts = survey.hosts.get(survey.head or "")
     if facts is None or facts.ray is None or len(survey.nodes) < 2:
         return []

@@ -1,4 +1,4 @@
-"""Files that every host needs, at the same path and with the same content. Pure."""
+"""Checks of files that every host needs at the same path with the same content. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def files(survey: Survey) -> list[Finding]:
 
 
 def model(survey: Survey) -> list[Finding]:
-    """Where its folder can be read: the others are named by `files`."""
+    """Check the model on hosts that can read its folder: `files` reports the others."""
     if survey.config is None:
         return []
     verdicts = {
@@ -46,8 +46,8 @@ def _model_problem(facts: HostFacts) -> str | None:
 
 
 def same_files(survey: Survey) -> list[Finding]:
-    """Among the hosts that have them: what is missing as a whole is named by `files`, and a model
-    that a host's cache does not have yet is downloaded at the start."""
+    """Check that hosts have the same files. Hosts without any of them are left out: `files` reports
+    missing ones, and a model that is not in a host's cache yet is downloaded at the start."""
     if survey.config is None:
         return []
     having = {

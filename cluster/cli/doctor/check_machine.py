@@ -1,4 +1,4 @@
-"""What a host has: cores, memory, shared memory, disk, files, GPUs. Pure."""
+"""Checks of the machine: cores, memory, shared memory, disk, files, GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from swell.configs.schema import ServeConfig
 
 MIB = 2**20
 SHM_FREE_BYTES = 256 * MIB
-"""For NCCL and gloo; containers often have 64 MiB in all."""
+"""Required for NCCL and gloo; containers often have only 64 MiB in total."""
 MEMORY_FREE_BYTES = 1024 * MIB
-"""For Ray's processes, Serve's controller, manager, an ingress, and a small KV cache."""
+"""Required for Ray's processes, Serve's controller, the manager, an ingress and a small KV
+cache."""
 WEIGHTS = (".safetensors", ".gguf")
 DISK_FREE_BYTES = 2 * 2**30
 DISK_FREE_PART = 0.05
-"""Ray takes a disk that is fuller for full."""
+"""Ray treats a disk with less free space as full."""
 RESERVED_FILES = 1024
-"""File descriptors of an ingress beside its connections."""
+"""File descriptors that an ingress needs in addition to its connections."""
 USED_GPU_PART = 0.05
-"""Of a GPU's memory, for what drivers and displays keep."""
+"""Share of a GPU's memory that drivers and displays may use."""
 
 
 def cores(survey: Survey) -> list[Finding]:
@@ -41,7 +42,7 @@ def _cores(facts: HostFacts) -> str:
 
 
 def memory(survey: Survey) -> list[Finding]:
-    """Engines that run already have what they need."""
+    """Check free memory. Running engines already have theirs."""
     weights = 0 if survey.engines_running else _weight_bytes(survey)
 
     def verdict(_host: str, facts: HostFacts) -> Verdict | None:
@@ -66,7 +67,7 @@ def _memory(facts: HostFacts) -> str:
 
 
 def _weight_bytes(survey: Survey) -> int:
-    """Bytes of weights that a host has to hold in its own memory: none where GPUs hold them."""
+    """Returns the bytes of weights that a host holds in its own memory: 0 if GPUs hold them."""
     config = survey.config
     if config is None or config.model.load_format == "dummy":
         return 0
@@ -160,7 +161,7 @@ def open_files(survey: Survey) -> list[Finding]:
 
 
 def gpu(survey: Survey) -> list[Finding]:
-    """Ray's count is what placement trusts."""
+    """Check the GPUs against Ray's count, which placement trusts."""
 
     def verdict(host: str, facts: HostFacts) -> Verdict | None:
         counted = int(survey.nodes.get(host, {}).get("GPU", 0))
@@ -183,7 +184,7 @@ def gpu(survey: Survey) -> list[Finding]:
 
 
 def gpu_versions(survey: Survey) -> list[Finding]:
-    """Of the hosts that report them: the others are named by `gpu`."""
+    """Check versions on hosts that report them: `gpu` reports the other hosts."""
     drivers = {
         host: f"driver {facts.gpus.gpus[0].driver}"
         for host, facts in survey.hosts.items()
@@ -226,7 +227,7 @@ def gpu_errors(survey: Survey) -> list[Finding]:
 
 
 def gpu_memory(survey: Survey) -> list[Finding]:
-    """Engines that run hold it rightly."""
+    """Check free GPU memory. Skipped while engines run, because they hold it."""
 
     def verdict(facts: HostFacts) -> Verdict | None:
         full = [
@@ -248,7 +249,7 @@ def _each(
     verdict: Callable[[str, HostFacts], Verdict | None],
     shown: Callable[[HostFacts], str],
 ) -> list[Finding]:
-    """What hosts have, which need not be the same, is shown of one of them if it differs."""
+    """Check each host. Values that may differ are shown for the first three hosts."""
     verdicts = {host: verdict(host, facts) for host, facts in survey.hosts.items()}
     texts = {host: shown(facts) for host, facts in survey.hosts.items()}
     value = next(iter(texts.values()), "")
@@ -260,7 +261,7 @@ def _each(
 def _each_with_health(
     survey: Survey, check: str, verdict: Callable[[HostFacts], Verdict | None], value: str
 ) -> list[Finding]:
-    """Of the hosts whose nvidia-smi lists GPUs; nothing where there is none."""
+    """Check each host whose nvidia-smi lists GPUs; empty if there is none."""
     hosts = [host for host, facts in survey.hosts.items() if facts.gpus.gpus]
     if not hosts:
         return []

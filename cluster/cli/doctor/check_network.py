@@ -1,4 +1,4 @@
-"""Addresses, ports, links and clocks. Pure."""
+"""Checks of addresses, ports, links and clocks. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from swell.cluster.cli.doctor.links import HTTP
 from swell.cluster.cli.doctor.survey import Survey
 
 CLOCK_LIMIT_S = 0.5
-"""More, and the order of log lines of two hosts misleads. Nothing else depends on it: every
-deadline is a duration."""
+"""Largest clock difference: with a greater one the order of log lines of two hosts is misleading.
+Nothing else depends on clocks, because all deadlines are durations."""
 MOST_LINKS = 20
-"""So many pairs are named; a firewall may be in the way of all."""
+"""Maximum number of broken pairs that are listed: a firewall may block all."""
 
 
 def interface(survey: Survey) -> list[Finding]:
@@ -35,7 +35,7 @@ def ports(survey: Survey) -> list[Finding]:
         host: Verdict(f"{listener.part}: {listener.error}", "a free port")
         for host, listeners in survey.listeners.items()
         for listener in listeners
-        if listener.error is not None and listener.part != HTTP  # of which `http-port` says why
+        if listener.error is not None and listener.part != HTTP  # `http-port` explains it
     }
     chosen = survey.config.cluster.ports if survey.config else None
     return to_findings(
@@ -44,7 +44,8 @@ def ports(survey: Survey) -> list[Finding]:
 
 
 def http_port(survey: Survey) -> list[Finding]:
-    """While engines run here, a port that is taken is likely their own ingress's."""
+    """Check the HTTP port. Skipped while engines run, because their own ingress probably has the
+    port."""
     if survey.config is None:
         return []
     serve = survey.config.serve
@@ -68,7 +69,7 @@ def http_links(survey: Survey) -> list[Finding]:
 
 
 def _links(survey: Survey, check: str, links: Sequence[Link]) -> list[Finding]:
-    """One finding for each direction of a pair that fails."""
+    """Returns one finding for each broken direction of a pair."""
     if not links:
         return []
     broken: dict[tuple[str, str], list[str]] = {}
@@ -100,8 +101,8 @@ def _tried(survey: Survey) -> str:
 
 
 def clocks(survey: Survey) -> list[Finding]:
-    """A host is as wrong as it differs from the median of itself and the others; of two, either may
-    be."""
+    """Check the clocks. The error of a host is its difference from the median of all hosts,
+    including itself; of two hosts either may be wrong."""
     ahead: dict[str, dict[str, list[float]]] = {}
     for link in survey.links:
         if link.error is None:

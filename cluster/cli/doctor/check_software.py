@@ -1,4 +1,4 @@
-"""Versions: in the supported range, and the same on all hosts. Pure."""
+"""Checks of versions: in the supported range and the same on all hosts. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COMPILER_MAJOR = 12
 
 
 def python(survey: Survey) -> list[Finding]:
-    """Ray refuses processes with another patch level, too."""
+    """Check Python. Ray also refuses processes with another patch level."""
     values = {host: facts.python for host, facts in survey.hosts.items()}
     specifier = survey.requirements.python
     verdicts = {
@@ -28,8 +28,8 @@ def python(survey: Survey) -> list[Finding]:
 
 
 def libraries(survey: Survey) -> list[Finding]:
-    """One finding for each library that is wrong somewhere. Of torch the part before `+` counts:
-    hosts without a GPU may have its build for CPU."""
+    """Returns one finding for each library with a wrong version on some host. For torch only the
+    part before `+` counts: hosts without a GPU may have its CPU build."""
     names = survey.requirements.libraries
     versions = {
         name: {
@@ -70,7 +70,8 @@ def torch(survey: Survey) -> list[Finding]:
 
 
 def compiler(survey: Survey) -> list[Finding]:
-    """CPU kernels are compiled where engines compute on CPUs."""
+    """Check the compiler, unless engines run on GPUs: CPU kernels are compiled where engines run on
+    CPUs."""
     config = survey.resolved
     if config is not None and config.model.device == "cuda":
         return []
@@ -85,7 +86,7 @@ def compiler(survey: Survey) -> list[Finding]:
 
 
 def _major(compiler: str | None) -> int:
-    """0: none; one whose version has no number is taken for new."""
+    """Returns the major version; 0: there is no compiler. An unknown version counts as new."""
     if compiler is None:
         return 0
     number = compiler.rpartition(" ")[2].partition(".")[0]
@@ -97,5 +98,5 @@ def _is_in(version: str, specifier: str) -> bool:
 
 
 def _one(values: Iterable[str]) -> str:
-    """The value that all share; empty without hosts."""
+    """Returns the value that all share; empty without hosts."""
     return next(iter(values), "")

@@ -1,4 +1,4 @@
-"""Every check of `swell doctor`, and what a finding is. `docs/operate/doctor.md` has the table."""
+"""All checks of `swell doctor`, and the result of a check. `docs/operate/doctor.md` has the table."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Level = Literal["ok", "warning", "error"]
 class Check(NamedTuple):
     question: str
     level: Level
-    """Of a finding that says no: an error keeps the cluster from serving as configured, now or
-    after the next fault; with a warning it serves, but slower or less safely."""
+    """Level of a failed check. Error: the cluster cannot serve as configured, now or after the next
+    fault. Warning: it serves, but slower or less safely."""
     remedy: str
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one check, for the hosts that share it."""
+    """The result of one check, for all hosts with the same result."""
 
     check: str
     level: Level
     hosts: tuple[str, ...]
-    """Ray's addresses of the hosts; empty: the cluster as a whole."""
+    """Ray's addresses of the hosts; empty: the whole cluster."""
     value: str
     expected: str = ""
     remedy: str = ""
 
 
 class Verdict(NamedTuple):
-    """Of a host that does not pass."""
+    """The problem of a host that fails a check."""
 
     value: str
     expected: str
@@ -241,8 +241,8 @@ def problem(check: str, hosts: Sequence[str], value: str, expected: str) -> Find
 def to_findings(
     check: str, hosts: Sequence[str], verdicts: Mapping[str, Verdict | None], value: str
 ) -> list[Finding]:
-    """One finding for the hosts that share a verdict; without any, one for all `hosts` with
-    `value`."""
+    """Returns one finding for each group of hosts with the same verdict. Without verdicts, returns
+    one passed finding for all `hosts` with `value`."""
     shared: dict[Verdict, list[str]] = {}
     for host, verdict in verdicts.items():
         if verdict is not None:
@@ -252,7 +252,7 @@ def to_findings(
 
 
 def minority(values: Mapping[str, str]) -> dict[str, Verdict]:
-    """Hosts whose value is not the most common one."""
+    """Returns the hosts whose value differs from the most common one."""
     if not values:
         return {}
     (common, _count) = Counter(values.values()).most_common(1)[0]

@@ -1,4 +1,4 @@
-"""`swell doctor`: what the hosts need before they can serve, each with its remedy."""
+"""`swell doctor`: checks what the hosts need before they can serve, and prints remedies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swell.configs.schema import Config, ConfigError, load
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print every finding; 1 if one is an error, 2 if the cluster cannot be asked."""
+    """Print all findings. Returns 1 if one is an error, 2 if the cluster does not answer."""
     report = examine(args.config, dict(args.set), args.address, args.timeout)
     (print_json if args.json else print_report)(report)
     return report.exit_code
@@ -29,8 +29,8 @@ def doctor(args: argparse.Namespace) -> int:
 def examine(
     source: str | None, overrides: dict[str, object], address: str | None, timeout_s: float
 ) -> Report:
-    """Without a configuration, or with one that is wrong, only what concerns the hosts. `source`
-    may also be a file for Ray Serve or KubeRay."""
+    """Run the checks. `source`: a configuration, or a file for Ray Serve or KubeRay. Without a
+    configuration, or with an invalid one, only the checks of hosts run."""
     config, found = _load(source, overrides)
     requirements = read_requirements()
     if address is None:

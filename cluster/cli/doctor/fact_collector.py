@@ -1,4 +1,4 @@
-"""The facts of the host on which this runs. It is not checked here, and every wait ends."""
+"""Collects the facts of the host on which this runs. No checks; every wait has a timeout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from swell.configs.process import available_cores, available_memory_bytes
 from swell.configs.schema import Config, ConfigError
 
 _TORCH_PART, _SMI_PART, _COMPILER_PART = 0.5, 0.25, 0.1
-"""Of the time that the host has: it answers what it knows if one of these programs hangs."""
+"""Shares of the host's time limit: if one of these programs hangs, the host still sends its other
+facts."""
 _TORCH_PROBE = """
 import json, torch
 from torch.cuda import nccl
@@ -51,7 +52,7 @@ print(json.dumps({
 
 
 def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
-    """`ray`: the settings of this host's Ray, if it has one."""
+    """Collect all facts. `ray`: settings of this host's Ray, if it has one."""
     config = request.config
     interface = config.cluster.interface if config else None
     try:
@@ -85,7 +86,8 @@ def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
 
 
 def collect_torch(timeout_s: float) -> TorchFacts:
-    """In a process of its own: this one needs no tensors, and a broken torch may crash or hang."""
+    """Collect the facts of torch in another process: this one does not need torch, and a broken
+    torch may crash or hang."""
     try:
         probe = subprocess.run(
             [sys.executable, "-c", _TORCH_PROBE],
@@ -103,7 +105,7 @@ def collect_torch(timeout_s: float) -> TorchFacts:
 
 
 def find_compiler(timeout_s: float) -> str | None:
-    """The path and the version of the C++ compiler; None: none that runs."""
+    """Returns the path and version of the C++ compiler; None: there is none that runs."""
     names = (os.environ.get("CXX"), "g++", "c++")
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
@@ -147,8 +149,8 @@ def _memory() -> MemoryFacts:
 
 
 def _disks(config: Config | None, ray: RayFacts | None) -> list[DiskFacts]:
-    """Of temporary files, of Ray's session, and of the hub's cache if it has to take the model; one
-    for each file system."""
+    """Returns the disks of temporary files, of Ray's session and, if the model must be downloaded,
+    of the hub's cache; one for each file system."""
     session = ray.session_folder if ray else None
     paths = [_existing(Path(name)) for name in (tempfile.gettempdir(), session) if name]
     if config and not Path(config.model.path).is_dir() and local_folder(config.model.path) is None:
@@ -160,7 +162,7 @@ def _disks(config: Config | None, ray: RayFacts | None) -> list[DiskFacts]:
 
 
 def _existing(path: Path) -> Path:
-    """It, or the nearest folder above it that exists."""
+    """Returns the path, or its nearest parent folder that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 

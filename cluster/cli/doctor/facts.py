@@ -1,5 +1,5 @@
-"""What is known of one host: collected there (`fact_collector.py`, `host_probe.py`), checked by
-who asked."""
+"""Facts of one host: collected on the host (`fact_collector.py`, `host_probe.py`), checked by the
+process that asked."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from swell.configs.secret import HoldsSecrets, SecretBytes
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all. A host with another version of Swell may send fewer fields, or more."""
+    """Base class of all facts. A host with another release of Swell may send fewer or more
+    fields."""
 
 
 class HostRequest(HoldsSecrets, Fact, frozen=True):
-    """What a host is asked for."""
+    """The request for the facts of a host."""
 
     node: str
     """The address by which Ray knows the host."""
     config: Config | None
     libraries: tuple[str, ...]
-    """Distributions whose versions count."""
+    """Distributions whose versions are requested."""
     salt: SecretBytes
-    """Of the digests: those of two runs differ, so that a printed one says nothing of a key."""
+    """Salt of the digests: it differs between runs, so a printed digest does not reveal a key."""
     timeout_s: float
     """How long the host may take to answer; each program that it runs gets a part of that."""
 
 
 class TorchFacts(Fact, frozen=True):
     error: str | None = None
-    """Why it cannot be imported."""
+    """Why torch cannot be imported."""
     version: str = ""
     cuda: str | None = None
-    """The CUDA version for which it was built; None: for CPU."""
+    """The CUDA version of the torch build; None: a CPU build."""
     nccl: str | None = None
     gpus: tuple[str, ...] = ()
-    """The names of those that torch can use."""
+    """The names of the GPUs that torch can use."""
 
 
 class Gpu(Fact, frozen=True):
-    """As `nvidia-smi` has it; None: it does not say."""
+    """One GPU as `nvidia-smi` reports it; None: not reported."""
 
     index: int
     name: str
@@ -47,12 +48,12 @@ class Gpu(Fact, frozen=True):
     memory_bytes: int | None
     used_bytes: int | None
     uncorrected_errors: int | None
-    """Memory errors since the driver was loaded that ECC did not correct."""
+    """Memory errors that ECC did not correct, since the driver was loaded."""
 
 
 class GpuFacts(Fact, frozen=True):
     error: str | None = None
-    """Why `nvidia-smi` has no answer; None also where there is no `nvidia-smi`."""
+    """Why `nvidia-smi` failed; None also if it is not installed."""
     installed: bool = False
     gpus: tuple[Gpu, ...] = ()
 
@@ -60,7 +61,7 @@ class GpuFacts(Fact, frozen=True):
 class FileFacts(Fact, frozen=True):
     size_bytes: int
     digest: str
-    """Of the content; of a file with weights, of the header that describes them."""
+    """Digest of the content; for weights, of the file header that describes them."""
 
 
 class DiskFacts(Fact, frozen=True):
@@ -71,11 +72,11 @@ class DiskFacts(Fact, frozen=True):
 
 class MemoryFacts(Fact, frozen=True):
     total_bytes: int
-    """Of the machine."""
+    """Memory of the machine."""
     free_bytes: int
-    """What a new process may allocate, within the limit."""
+    """Memory that a new process may allocate, within the limit."""
     limit_bytes: int | None = None
-    """Of the tightest control group of the process; None: there is no limit."""
+    """Limit of the tightest control group of the process; None: there is no limit."""
     limit_source: str = ""
     """The file that has the limit."""
 
@@ -84,7 +85,7 @@ class CpuFacts(Fact, frozen=True):
     affinity: int
     """Cores on which the process may run."""
     quota: float | None = None
-    """Cores' worth of time that its control groups allow; None: there is no limit."""
+    """CPU quota of its control groups, in cores; None: there is no limit."""
     quota_source: str = ""
     """The file that has the quota."""
 
@@ -96,63 +97,63 @@ class RayFacts(Fact, frozen=True):
     check_period_s: float
     check_timeout_s: float
     check_failures: int
-    """So many health checks in a row fail before the GCS takes a host for dead."""
+    """Failed health checks in a row after which the GCS declares a host dead."""
     force_stop_replicas: bool
     object_store_bytes: int
     session_folder: str | None
-    """Where Ray has its logs; None: unknown."""
+    """The folder of Ray's session, with its logs; None: unknown."""
 
 
 class HostFacts(Fact, frozen=True):
     swell_digest: str
-    """Of the source of the package `swell`."""
+    """Digest of the source of the package `swell`."""
     python: str
     libraries: dict[str, str | None]
-    """None: not installed."""
+    """Distribution -> version; None: not installed."""
     torch: TorchFacts
     gpus: GpuFacts
     compiler: str | None
-    """The compiler's path and version; None: there is none that runs."""
+    """The path and version of the compiler; None: there is none that runs."""
     cores: int
     shm: DiskFacts | None
     disks: tuple[DiskFacts, ...]
     open_files: int
-    """So many file descriptors a process of this host may have."""
+    """Limit of file descriptors of a process on this host; negative: unlimited."""
     addresses: tuple[str, ...]
     """`interface address`, of every interface."""
     address: str | None
-    """Where the host listens; None: it has no address at `cluster.interface`."""
+    """The address at which the host listens; None: it lacks an address at `cluster.interface`."""
     http_error: str | None
-    """Why no ingress could listen."""
+    """Why an ingress cannot listen; None: it can."""
     unreadable: dict[str, str]
-    """Key of the configuration -> the file that cannot be read."""
+    """Configuration key -> the file that cannot be read."""
     model_error: str | None
     files: dict[str, FileFacts]
-    """Every file of the model, and those that the configuration names by key."""
+    """Files of the model and adapters by name, and files that the configuration names by key."""
     cpu: CpuFacts | None = None
-    """Where `cores` comes from; None: a host with another version does not say."""
+    """The source of `cores`; None: the host has an older release."""
     memory: MemoryFacts | None = None
     home_error: str | None = None
-    """Why no file can be kept in the home of the account."""
+    """Why the home folder of the account cannot hold files; None: it can."""
     tmp_error: str | None = None
-    """Why no temporary file can be written."""
+    """Why temporary files cannot be written; None: they can."""
     ray: RayFacts | None = None
-    """None: asked without a Ray cluster."""
+    """Settings of Ray; None: collected without a Ray cluster."""
 
 
 class Part(Fact, frozen=True):
-    """A part of the ports of a host, at which some processes listen."""
+    """A range of ports of a host, at which processes of one kind listen."""
 
     name: str
     first: int
     last: int
-    """Both 0: any port that the kernel gives."""
+    """If `first` and `last` are 0: any port that the kernel chooses."""
     host: str
     """The address to listen at."""
 
 
 class Listener(Fact, frozen=True):
-    """A socket that was opened for the test of links, or the reason why not."""
+    """A socket that was opened for the test of links, or the reason why it could not be opened."""
 
     part: str
     host: str
@@ -161,7 +162,7 @@ class Listener(Fact, frozen=True):
 
 
 class Target(Fact, frozen=True):
-    """A listener, and the host that has it."""
+    """A listener and its host."""
 
     name: str
     part: str
@@ -170,7 +171,7 @@ class Target(Fact, frozen=True):
 
 
 class Link(Fact, frozen=True):
-    """What one attempt to connect gave."""
+    """The result of one attempt to connect."""
 
     source: str
     target: str
@@ -180,4 +181,4 @@ class Link(Fact, frozen=True):
     offset_s: float = 0.0
     """How far the target's clock is ahead of the source's."""
     round_trip_s: float = 0.0
-    """The offset is wrong by half of it at most."""
+    """The error of `offset_s` is at most half of this."""

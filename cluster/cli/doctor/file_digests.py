@@ -1,5 +1,5 @@
-"""Size and digest of the files that all hosts need alike, cheap also where they are large: of
-weights the header alone is read, which names every tensor, its type, its shape and its place."""
+"""Sizes and digests of the files that must be the same on all hosts. Fast even for large files: of
+weights only the header is read, which lists the name, type, shape and offset of every tensor."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _FLOORS = ("cluster", "configs", "coordinator", "engine", "kernels", "worker")
 _CODE = (".py", ".cpp", ".h")
 _WEIGHTS = ".safetensors"
 _READ_BYTES = 64 * 2**20
-"""Of a file this much at most is read: the tokenizers of large vocabularies have 40 MiB."""
+"""Maximum number of bytes read of a file: tokenizers of large vocabularies have 40 MiB."""
 _MOST_FILES = 2000
-"""Of a model folder; checkpoints have some hundred."""
+"""Maximum number of files of a model folder; checkpoints have some hundred."""
 _DIGEST_BYTES = 8
 
 
 def config_files(config: Config, salt: SecretBytes) -> dict[str, FileFacts]:
-    """By name: the files of the model and of adapters, and by key those that `serve` names. One
-    that cannot be read is missing."""
+    """Returns facts of the files of the model and of adapters, by name, and of files that `serve`
+    names, by configuration key. Files that cannot be read are left out."""
     found: dict[str, FileFacts] = {}
     folder = local_folder(config.model.path)
     if folder is not None:
@@ -41,7 +41,8 @@ def config_files(config: Config, salt: SecretBytes) -> dict[str, FileFacts]:
 
 
 def local_folder(path: str) -> Path | None:
-    """The model's folder, or what this host's cache has of a hub id; None: nothing yet."""
+    """Returns the model's folder, or the cached folder of a hub id on this host; None: not cached
+    yet."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import try_to_load_from_cache
@@ -55,7 +56,7 @@ def local_folder(path: str) -> Path | None:
 
 
 def source_digest() -> str:
-    """Of the source files of the package `swell` that this process runs."""
+    """Returns the digest of the source files of the package `swell` that this process runs."""
     top = Path(str(configs_package.__file__)).parents[1]
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for path in sorted(_source_files(top)):
@@ -65,7 +66,7 @@ def source_digest() -> str:
 
 
 def _source_files(top: Path) -> Iterator[Path]:
-    """Those of packages: scripts beside them are not installed."""
+    """Yields the source files of packages; scripts outside packages are not installed."""
     for floor in _FLOORS:
         for path in (top / floor).rglob("*"):
             if path.suffix in _CODE and (path.parent / "__init__.py").is_file():
@@ -73,7 +74,7 @@ def _source_files(top: Path) -> Iterator[Path]:
 
 
 def _model_files(folder: Path) -> Iterator[Path]:
-    """Not those of hidden folders, and no other formats of the same weights."""
+    """Yields the model's files, without subfolders and other formats of the same weights."""
     for path in folder.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt", _WEIGHTS):
             yield path

@@ -1,4 +1,4 @@
-"""The GPUs of this host as `nvidia-smi` reports them, which asks NVML."""
+"""Collects the GPUs of this host from `nvidia-smi`, which asks NVML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MIB = 2**20
 
 
 def collect_gpus(timeout_s: float, program: str = "nvidia-smi") -> GpuFacts:
-    """A healthy driver answers within some seconds, also where it has to be loaded."""
+    """Run `nvidia-smi`. A healthy driver answers within some seconds, even if it must be loaded."""
     path = shutil.which(program)
     if path is None:
         return GpuFacts()
@@ -43,7 +43,7 @@ def collect_gpus(timeout_s: float, program: str = "nvidia-smi") -> GpuFacts:
 
 
 def parse(text: str) -> tuple[Gpu, ...]:
-    """The rows of a query for `_FIELDS`. Raises ValueError."""
+    """Parse the rows of a query for `_FIELDS`. Raises ValueError."""
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
         cells = [cell.strip() for cell in line.split(",")]
@@ -65,5 +65,5 @@ def parse(text: str) -> tuple[Gpu, ...]:
 
 
 def _number(cell: str) -> int | None:
-    """`[N/A]` and the like are no numbers."""
+    """Returns a number; None for `[N/A]` and the like."""
     return int(cell) if cell.isdigit() else None

@@ -1,5 +1,5 @@
-"""What runs on every host of a Ray cluster while it is asked: an actor's body. Answers are JSON, so
-that another version of Swell there can be named instead of breaking them."""
+"""The actor that runs on every host of a Ray cluster during a survey. It answers in JSON, so that
+another release of Swell on a host is reported instead of breaking the answer."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ class HostProbe:
         self._listeners: LinkListeners | None = None
 
     def facts(self, request: HostRequest, object_store_bytes: int) -> bytes:
-        """`HostFacts`."""
+        """Returns `HostFacts`."""
         return msgspec.json.encode(collect(request, _ray_facts(object_store_bytes)))
 
     def listen(self, parts: list[Part]) -> bytes:
-        """`list[Listener]`, open until this process ends."""
+        """Open listeners that live as long as this process. Returns `list[Listener]`."""
         self._listeners = self._listeners or LinkListeners(self._token)
         return msgspec.json.encode([self._listeners.open(part) for part in parts])
 
     def connect(self, source: str, targets: list[Target], timeout_s: float) -> bytes:
-        """`list[Link]`."""
+        """Try to connect to the targets. Returns `list[Link]`."""
         return msgspec.json.encode(try_links(source, targets, self._token, timeout_s))
 
 
 def _ray_facts(object_store_bytes: int) -> RayFacts:
-    """The processes of a node have one environment, the GCS's on the head too."""
+    """Returns the settings of Ray. All processes of a node have the same environment, on the head
+    including the GCS."""
     from ray._private import worker
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
     from ray._raylet import Config  # type: ignore[attr-defined]

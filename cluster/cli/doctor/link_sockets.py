@@ -1,8 +1,9 @@
 """Real connections between hosts: listeners that know a token, and attempts to reach them.
 
-A connector sends the token and gets it back: what answers is no other server, and no box between.
-Then it asks for the time, some rounds. The round with the shortest trip says how far the clocks are
-apart: by what the listener's shows, less what the connector's shows in the middle of the trip.
+A connector sends the token and gets it back, which proves that neither another server nor a
+middlebox answers. Then it asks for the time in several rounds. The round with the shortest round
+trip gives the clock offset: the listener's time minus the connector's time in the middle of the
+round trip.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _ASK = b"?"
 _CONNECTION_S = 10.0
 """How long one connection may last at a listener."""
 _CONNECTORS = 32
-"""So many connections a host opens at a time."""
+"""Maximum number of connections that a host opens at the same time."""
 
 
 class LinkListeners:
@@ -45,7 +46,7 @@ class LinkListeners:
         self._servers: list[asyncio.Server] = []
 
     def open(self, part: Part) -> Listener:
-        """Listen at a free port of this part. What fails is the listener's error."""
+        """Listen at a free port of this part. If that fails, the result has the error."""
         ports = range(part.first, part.last + 1) if part.first else None
         try:
             bound = listening_socket(part.host, ports)
@@ -85,7 +86,7 @@ class LinkListeners:
 def try_links(
     source: str, targets: Sequence[Target], token: SecretBytes, timeout_s: float
 ) -> list[Link]:
-    """Connect to all of them, side by side; each attempt ends after `timeout_s`."""
+    """Connect to all targets concurrently; each attempt times out after `timeout_s`."""
     if not targets:
         return []
     with ThreadPoolExecutor(min(len(targets), _CONNECTORS)) as pool:
@@ -125,7 +126,7 @@ def _trips(
 
 
 def _trip(sock: socket.socket, deadline: float, clock: Callable[[], float]) -> tuple[float, float]:
-    """(round trip, offset of the other clock)."""
+    """Returns the round trip time and the offset of the other clock, in seconds."""
     sent, began = clock(), time.monotonic()
     sock.sendall(_ASK)
     (there,) = _TIME.unpack(_read(sock, _TIME.size, deadline))
@@ -134,7 +135,7 @@ def _trip(sock: socket.socket, deadline: float, clock: Callable[[], float]) -> t
 
 
 def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
-    """Raises TimeoutError, and ConnectionError where the other end has closed."""
+    """Returns `size` bytes. Raises TimeoutError, and ConnectionError if the peer has closed."""
     data = b""
     while len(data) < size:
         left_s = deadline - time.monotonic()

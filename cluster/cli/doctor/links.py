@@ -1,4 +1,4 @@
-"""Which hosts connect to which, and where they listen meanwhile: pure."""
+"""Decides which hosts connect to which, and at which ports they listen. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from swell.configs.schema import Config
 from swell.coordinator.ports import CHOSEN_PORTS
 
 HTTP = "http"
-"""The part at which clients connect; the others are for the hosts among each other."""
+"""The part for clients; the other parts are for connections between hosts."""
 _STEPS = 8
-"""So many places before and after a host are those to which it connects: of up to 17 hosts all."""
+"""Number of distances in the ring of hosts at which a host connects in both directions: up to 17
+hosts connect to all others."""
 
 
 def pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """(source, target). Each pair of hosts in both directions; of more than 17 hosts each connects
-    to those 1, 2, 4, 8 .. 128 places before and after it, in order of their names, so that every
-    switch between two halves of the hosts is crossed."""
+    """Returns pairs (source, target), in both directions. Up to 17 hosts form all pairs. With more
+    hosts, each one connects to those at distances 1, 2, 4, 8 .. 128 in the ring of sorted names, so
+    that every switch between two halves of the hosts is crossed."""
     ring = sorted(hosts)
     size = len(ring)
     powers_first = sorted(range(1, size // 2 + 1), key=lambda step: (step.bit_count() > 1, step))
@@ -35,7 +36,8 @@ def pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def parts(config: Config | None, address: str) -> list[Part]:
-    """Where a host listens whose address is this one: `docs/operate/network.md` has the sockets."""
+    """Returns the parts at which a host with this address listens: `docs/operate/network.md` has the
+    sockets."""
     chosen = config.cluster.port_range if config else None
     found = [
         _part("coordinator", coordinator_ports(chosen) or CHOSEN_PORTS, address),
@@ -59,7 +61,7 @@ def targets(
     addresses: Mapping[str, str],
     tried: Sequence[tuple[str, str]],
 ) -> dict[str, list[Target]]:
-    """By source: every open listener of the hosts that it connects to."""
+    """Returns the open listeners of the hosts to which each source connects, by source."""
     found: dict[str, list[Target]] = {source: [] for source, _ in tried}
     for source, name in tried:
         for listener in listeners.get(name, ()):
@@ -77,8 +79,8 @@ def _part(name: str, ports: range | None, host: str) -> Part:
 
 
 def _is_reachable(host: str) -> bool:
-    """Whether other hosts can connect to a socket that listens there; over IPv4 alone, as Swell's
-    own sockets do."""
+    """Whether other hosts can connect to a socket that listens there. Only IPv4, like Swell's own
+    sockets."""
     try:
         address = ip_address(host)
     except ValueError:

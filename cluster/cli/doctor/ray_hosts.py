@@ -1,5 +1,5 @@
-"""Collects the facts of every host of a Ray cluster, through one actor on each. A host that
-does not answer before a deadline is reported as such, and delays none of the others."""
+"""Collects the facts of every host of a Ray cluster through one actor on each. A host that does not
+answer before a deadline is reported, and does not delay the others."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _LINK_S = 5.0
 _HEAD = "node:__internal_head__"
 """Ray's resource of the host of its GCS."""
 _ENGINE, _PLACED = "-engine-", "CREATED"
-"""In the name of an engine's placement group, and the state of one that has its resources."""
+"""Part of the name of an engine's placement group, and the state of a group that has its
+resources."""
 _ENDED_BY_REQUEST = "EXPECTED_TERMINATION"
 
 
 class ClusterSilent(RuntimeError):
-    """The Ray cluster cannot be asked; the message is the reason, in one line."""
+    """Raised if the Ray cluster does not answer; the message is the reason, in one line."""
 
 
 def ask_cluster(
     address: str, config: Config | None, requirements: Requirements, timeout_s: float
 ) -> Survey:
-    """What all hosts of the cluster answer, each step within `timeout_s`. Raises
-    ClusterSilent."""
+    """Ask all hosts of the cluster; each step takes up to `timeout_s`. Raises ClusterSilent."""
     with _connected(address):
         try:
             nodes = within(_GCS_S, ray.nodes)
@@ -76,7 +76,7 @@ def ask_cluster(
 
 
 class _Inquiry:
-    """The questions to all hosts, one after the other."""
+    """The requests to all hosts, one step after the other."""
 
     def __init__(
         self, nodes: Mapping[str, dict[str, Any]], survey: Survey, timeout_s: float
@@ -114,7 +114,7 @@ class _Inquiry:
         )
 
     def _end(self) -> None:
-        """Those that this does not reach end with this process."""
+        """Kill the actors; those that this does not reach end with this process."""
         for probe in self._probes.values():
             ray.kill(probe)
 
@@ -150,7 +150,7 @@ class _Inquiry:
         return [link for name in sorted(answers) for link in answers[name]]
 
     def _answers(self, calls: Mapping[str, Any], kind: type[T], timeout_s: float) -> dict[str, T]:
-        """Those that come in time; why the others do not is noted."""
+        """Returns the answers that arrive in time, and records why the others do not."""
         names = {call: name for name, call in calls.items()}
         done = ray.wait(list(names), num_returns=len(names), timeout=timeout_s)[0] if names else []
         found = {}
@@ -166,7 +166,7 @@ class _Inquiry:
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[None]:
-    """What Ray prints of hosts that it loses meanwhile is no part of the report."""
+    """Connect to Ray. Its messages about lost hosts go to standard error, not into the report."""
     with contextlib.redirect_stdout(sys.stderr):
         yield from _connection(address)
 
@@ -189,7 +189,8 @@ def _connection(address: str) -> Iterator[None]:
 
 
 def _by_name(nodes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By address; several nodes of one address differ by the start of their ids."""
+    """Returns nodes by address; if several nodes have the same address, the start of the id is
+    appended."""
     found: dict[str, dict[str, Any]] = {}
     for node in sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
         name = node["NodeManagerAddress"]
@@ -198,7 +199,7 @@ def _by_name(nodes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _lost(nodes: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Hosts that have no living node, and were not taken out on purpose."""
+    """Returns the hosts without a living node that were not removed on purpose, and why."""
     alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     return {
         node["NodeManagerAddress"]: node.get("DeathReasonMessage") or "Ray takes it for dead"

@@ -1,4 +1,4 @@
-"""What `swell doctor` prints: a table with remedies, or one JSON object."""
+"""Output of `swell doctor`: a table with remedies, or one JSON object."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The object that `--json` prints."""
 
     address: str | None
-    """Of the Ray cluster; None: this machine alone was asked."""
+    """The address of the Ray cluster; None: only this machine was checked."""
     exit_code: int
-    """0: no finding is an error; 1: some are; 2: the cluster could not be asked."""
+    """0: no finding is an error; 1: some are; 2: the cluster did not answer."""
     errors: int
     warnings: int
     findings: list[Finding]
     links: list[Link]
-    """Every attempt of a host to connect to another one."""
+    """All attempts of hosts to connect to others."""
     hosts: dict[str, HostFacts]
-    """What each host that answered has said."""
+    """The facts of each host that answered."""
 
 
 def print_json(report: Report) -> None:

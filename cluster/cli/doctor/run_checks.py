@@ -1,5 +1,5 @@
-"""All checks, in the order in which people read their findings: each is a function from a `Survey`
-to findings, and has its check's name."""
+"""All checks, in the order of the report. Each one is a function from a `Survey` to findings, and
+has the name of its check."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ CHECK_FUNCTIONS: tuple[Callable[[Survey], list[Finding]], ...] = (
 
 
 def run_checks(survey: Survey) -> list[Finding]:
-    """What concerns a host is left out where no host has answered."""
+    """Run all checks. Checks of hosts return nothing if no host has answered."""
     return [finding for function in CHECK_FUNCTIONS for finding in function(survey)]

@@ -1,5 +1,5 @@
-"""The configuration in a file for Ray Serve or KubeRay, which is what `ray up` and Kubernetes
-deploy: `swell doctor` checks hosts with that file as it is."""
+"""Reads the configuration from a file for Ray Serve or KubeRay, as deployed by `ray up` and
+Kubernetes, so that `swell doctor` can check hosts with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUILDER = "swell.cluster.app:build"
 class _Application(msgspec.Struct):
     import_path: str = ""
     args: dict[str, Any] = {}
-    """`config`, and keys of the configuration (`section.key`)."""
+    """`config`, and overrides of the configuration (`section.key`)."""
 
 
 class _ServeFile(msgspec.Struct):
@@ -36,8 +36,8 @@ class _RayService(msgspec.Struct):
 
 
 def read_source(source: str) -> tuple[str, dict[str, Any]]:
-    """The configuration that such a file names, and its overrides; any other source is given back
-    as it is, without overrides. Raises ConfigError."""
+    """Returns the configuration that such a file names, and its overrides. Any other source is
+    returned unchanged, without overrides. Raises ConfigError."""
     data = _data_of(source)
     manifest = _convert(data, _RayService)
     if manifest is not None:
@@ -57,8 +57,8 @@ def read_source(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _data_of(source: str) -> Any:
-    """What the file holds; None for what is no YAML file, or cannot be read: read as a
-    configuration, it is refused with the reason."""
+    """Returns the content of a YAML file. None if it is another kind of file or cannot be read:
+    loading it as a configuration then reports the reason."""
     path = Path(os.path.expanduser(source))
     if path.suffix not in (".yaml", ".yml"):
         return None
@@ -71,5 +71,5 @@ def _data_of(source: str) -> Any:
 def _convert(data: Any, shape: type[T]) -> T | None:
     try:
         return msgspec.convert(data, shape)
-    except msgspec.ValidationError:  # another file
+    except msgspec.ValidationError:  # a file of another kind
         return None

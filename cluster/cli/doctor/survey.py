@@ -1,4 +1,4 @@
-"""Everything that was found out about the hosts, as one value: what the checks read."""
+"""Survey: everything that is known about the hosts, in one value. The checks read it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from swell.configs.schema import Config
 
 
 class Requirements(Fact, frozen=True):
-    """Supported versions, as the installed package declares them."""
+    """Supported versions, as declared by the installed package."""
 
     python: str
     libraries: dict[str, str]
-    """Distribution -> specifier, as `>=2.60,<3`."""
+    """Distribution -> specifier, such as `>=2.60,<3`."""
 
 
 class Survey(Fact, frozen=True):
     requirements: Requirements
     hosts: dict[str, HostFacts]
-    """By Ray's address of the host."""
+    """Facts by Ray's address of the host."""
     nodes: dict[str, dict[str, float]]
-    """Ray's resources of each of them, and of those that did not answer."""
+    """Ray's resources by host, including hosts that did not answer."""
     config: Config | None = None
     address: str | None = None
-    """Of the Ray cluster; None: this machine alone was asked."""
+    """The address of the Ray cluster; None: only this machine was checked."""
     silent: dict[str, str] = {}
-    """Hosts that did not answer, or not to all, and why."""
+    """Hosts that left some request unanswered, and why."""
     lost: dict[str, str] = {}
-    """Hosts that Ray takes for dead, and why."""
+    """Hosts that Ray declared dead, and why."""
     head: str | None = None
     """The host of Ray's GCS."""
     free: dict[str, dict[str, float]] = {}
-    """What of the resources of each host nothing has reserved."""
+    """The free resources of each host."""
     engines_running: int = 0
-    """Engines of any Swell that the Ray cluster has."""
+    """The number of running engines in the Ray cluster, of any Swell application."""
     listeners: dict[str, list[Listener]] = {}
     tried: list[tuple[str, str]] = []
     """(source, target) of all attempts to connect."""
@@ -54,7 +54,7 @@ class Survey(Fact, frozen=True):
 
 
 def read_requirements() -> Requirements:
-    """Of the installed package; nothing where it is not installed."""
+    """Returns the requirements of the installed package; empty if it is not installed."""
     try:
         found = importlib.metadata.metadata("swell")
         wanted = [Requirement(line) for line in importlib.metadata.requires("swell") or ()]

@@ -1,4 +1,4 @@
-"""Asks this machine alone, as `swell serve` without `--address` will use it."""
+"""Collects the facts of only this machine, which `swell serve` without `--address` will use."""
 
 from __future__ import annotations
 
