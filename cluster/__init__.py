@@ -1,1 +1,1 @@
-"""Text, HTTP, placement."""
+"""Text processing, the HTTP API, and the placement of engines."""

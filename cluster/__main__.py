@@ -1,4 +1,4 @@
-"""`python -m swell.cluster` is the same as `swell`."""
+"""Makes `python -m swell.cluster` the same as `swell`."""
 
 import sys
 

@@ -1,10 +1,11 @@
-"""The cluster as a Ray Serve application: Serve starts and ends it, and no token passes through it.
+"""The cluster as a Ray Serve application: Serve starts and stops it, but no tokens pass through
+Serve.
 
     Ingress (any number of replicas) --handle, rarely--> Manager (one) --places--> engines
                                      `-handle--> Store (one)
 
-Each ingress replica runs its own HTTP server on a shared port (`api/server/http_server.py`);
-Serve's proxy, where one runs, reaches the same routes.
+Each ingress replica runs its own HTTP server on a shared port (`api/server/http_server.py`).
+Serve's proxy, if it runs, serves the same routes.
 """
 
 from __future__ import annotations
@@ -70,19 +71,19 @@ from swell.coordinator.manager_state import Sleep
 from swell.coordinator.ports import free_port, next_free_port
 
 _SERVE_PROXY_PORT = 8000
-"""Where `serve run` starts Serve's proxy."""
+"""The port on which `serve run` starts Serve's proxy."""
 _OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 """OpenTelemetry's own variable."""
 _STOP_TIMEOUT_S = 20.0
-"""What it may take to end engines that have nothing left."""
+"""Time to stop engines that have no requests left."""
 _DRAIN_DELAY_S = 0.1
-"""Serve waits so long, and for calls through its handles, before an ingress hears that it ends."""
+"""How long Serve waits, for calls through its handles too, before it tells an ingress to stop."""
 _DISCOVERY_TIMEOUT_S = 60.0
-"""How long an ingress waits for the manager of its own configuration: while an application is
-deployed again, that of the old configuration may answer."""
+"""How long an ingress waits for the manager of its own configuration: during a redeployment the
+manager of the old configuration may answer."""
 _DISCOVERY_POLL_S = 0.2
 _SAVE_TIMEOUT_S = 2.0
-"""How long an answer to an operator may wait until the request is stored in the checkpoint."""
+"""How long a response to an operator may wait until the request is stored in the checkpoint."""
 
 
 class Contact(msgspec.Struct, frozen=True):
@@ -90,18 +91,18 @@ class Contact(msgspec.Struct, frozen=True):
 
     coordinator: CoordinatorContact
     port: int
-    """Where all ingresses of the application listen."""
+    """The port on which all ingresses of the application listen."""
     config: Config
-    """That of the engines, of which an ingress reads the model."""
+    """The configuration of the engines, from which an ingress takes the model."""
 
 
 class IngressStatus(msgspec.Struct, frozen=True):
-    """One ingress, as it answers through Ray."""
+    """The status of one ingress, as returned through Ray."""
 
     host: str
     """An address of its host."""
     not_ready: NotReady | None
-    """None: it reaches an engine that can make progress."""
+    """Why the ingress is not ready; None: it reaches an engine that can make progress."""
 
 
 class ManagerDeployment:
@@ -130,14 +131,15 @@ class ManagerDeployment:
         watch("the manager", config.cluster.stall_timeout_s)
 
     async def check_health(self) -> None:
-        """Serve calls it. One that hangs is ended by its watchdog; one that
-        another has followed is not healthy: Serve replaces it, unless it is ending it anyway. The
-        other one is perhaps gone, and took over last because it was frozen while it started."""
+        """Called by Serve. The watchdog kills a manager that hangs. A manager that no longer leads
+        is unhealthy, so Serve replaces it, unless it is ending it anyway: the new leader may be
+        gone, having taken over last because it was frozen while it started."""
         if not self._manager.leads:
             raise RuntimeError("another manager has taken over from this one")
 
     async def contact(self, wanted: str) -> Contact | None:
-        """None: this is the manager of another family of configurations."""
+        """Returns the contact of the cluster; None: this manager has another family of
+        configurations."""
         if wanted != self._family:
             return None
         contact = self._coordinator.contact
@@ -203,7 +205,7 @@ class ManagerDeployment:
         return await self._change(self._manager.resume)
 
     async def _change(self, change: Callable[[], Awaitable[None] | None]) -> ChangeResult:
-        """Accepted means stored in the checkpoint."""
+        """Make a change. Accepted means that it is stored in the checkpoint."""
         try:
             if (under_way := change()) is not None:
                 await under_way
@@ -213,12 +215,12 @@ class ManagerDeployment:
         return ChangeResult(self._manager.target)
 
     async def _save(self) -> None:
-        """Raises ScaleRefused if another manager has taken over."""
+        """Store the request. Raises ScaleRefused if another manager has taken over."""
         try:
             await asyncio.wait_for(self._manager.save(), _SAVE_TIMEOUT_S)
         except ScaleRefused:
             raise
-        except Exception as error:  # the change happens all the same, and is stored later
+        except Exception as error:  # the change happens anyway, and is stored later
             self._log.warning("checkpoint not written", error=f"{type(error).__name__}: {error}")
 
     async def __del__(self) -> None:
@@ -270,16 +272,17 @@ class IngressDeployment:
         watch("the ingress", config.cluster.stall_timeout_s)
 
     async def status(self) -> IngressStatus:
-        """For the command that starts the application: it may run where no ingress is reached."""
+        """Returns the status for the command that starts the application, which may run where it
+        cannot reach an ingress."""
         return IngressStatus(self._host, await self._ingress.not_ready())
 
     async def find_requests(self, id: str, asking: int) -> list[RequestStory]:
-        """For another ingress: what this one knows of a request."""
+        """Returns what this ingress knows of a request, for another ingress."""
         return self._ingress.find_requests(id, asking)
 
     async def check_health(self) -> None:
-        """Serve calls it. An ingress that hangs is ended by its watchdog, and one whose loops have
-        ended has ended with them (`configs/process.py`)."""
+        """Called by Serve. The watchdog kills an ingress that hangs; an ingress whose loops have
+        failed has already exited (`configs/process.py`)."""
         self._claim.renew()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -302,11 +305,11 @@ class StoreDeployment(StoreService):
         watch("the store", stall_timeout_s)
 
     async def check_health(self) -> None:
-        """Serve calls it. One that hangs is ended by its watchdog, and replaced."""
+        """Called by Serve. The watchdog kills a store that hangs, and Serve replaces it."""
 
 
 async def _discover_manager(manager: DeploymentHandle, wanted: str) -> Contact:
-    """Raises TimeoutError; Serve then tries another replica."""
+    """Find the manager. Raises TimeoutError; Serve then tries another replica."""
     async with asyncio.timeout(_DISCOVERY_TIMEOUT_S):
         while True:
             contact: Contact | None = await manager.contact.remote(wanted)
@@ -316,11 +319,11 @@ async def _discover_manager(manager: DeploymentHandle, wanted: str) -> Contact:
 
 
 def application(config: Config) -> serve.Application:
-    """The Serve application of a configuration whose port is known to be usable. With port 0 the
-    manager chooses one, and it stays the application's.
+    """Returns the Serve application of a configuration with a usable port. If the port is 0, the
+    manager chooses one, which the application keeps.
 
-    Stored responses and sessions have a process of their own: large bodies pass through neither the
-    manager nor the coordinator, and it loads nothing of ours but the store.
+    Stored responses and sessions have their own process: large bodies pass through neither the
+    manager nor the coordinator, and the process loads only the store.
     """
     hosts = _hosts()
     config = with_collector(_with_ingresses(config, hosts))
@@ -332,7 +335,7 @@ def application(config: Config) -> serve.Application:
         "graceful_shutdown_wait_loop_s": _DRAIN_DELAY_S,
         **options,
     }
-    if hosts > 1:  # Serve itself may place all of them on one node
+    if hosts > 1:  # otherwise Serve may place all of them on one node
         many["max_replicas_per_node"] = -(-(limits.ingress_replicas or 1) // hosts)
     family = family_of(config)
     manager = serve.deployment(name="Manager", **one)(ManagerDeployment).bind(config, family)
@@ -346,21 +349,21 @@ def application(config: Config) -> serve.Application:
 
 
 def _hosts() -> int:
-    """Nodes of the Ray cluster; 1 if this process is connected to none."""
+    """Returns the number of nodes of the Ray cluster; 1 if this process is not connected to one."""
     nodes = ray.nodes() if ray.is_initialized() else []
     return max(1, len([node for node in nodes if node["Alive"]]))
 
 
 def _with_ingresses(config: Config, hosts: int) -> Config:
-    """With a number of ingresses: by default one on each host."""
+    """Returns the configuration with the number of ingresses: by default one per host."""
     number = config.serve.ingress_replicas or hosts
     serve = msgspec.structs.replace(config.serve, ingress_replicas=number)
     return msgspec.structs.replace(config, serve=serve)
 
 
 def with_collector(config: Config) -> Config:
-    """With the collector that the environment of this command names, where none is configured:
-    ingresses may run on other hosts."""
+    """Returns the configuration with the OTLP collector from this command's environment, unless one
+    is configured: ingresses may run on other hosts."""
     endpoint = os.environ.get(_OTLP_ENDPOINT)
     if config.serve.otlp_endpoint is not None or not endpoint:
         return config
@@ -369,12 +372,13 @@ def with_collector(config: Config) -> Config:
 
 
 def shutdown_s(config: Config) -> float:
-    """How long the replicas may take to end: the drain, and the end of what was drained."""
+    """Returns how long the replicas may take to stop: the drain, and stopping the drained
+    engines."""
     return config.cluster.drain_timeout_s + _STOP_TIMEOUT_S
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """For `serve run swell.cluster.app:build config=FILE [section.key=value ...]`.
+    """Entry point of `serve run swell.cluster.app:build config=FILE [section.key=value ...]`.
 
     Serve's own proxy takes its port and serves the same routes; if `serve.port` is the same, the
     ingresses listen on the next free one.

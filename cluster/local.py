@@ -1,4 +1,4 @@
-"""Offline generation: one engine in this process, without Ray and without sockets."""
+"""Offline inference: one engine in this process, without Ray and without sockets."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ prepare_for_torch()
 class LLM:
     """One engine in this process.
 
-    `model` is a model folder, a hub id or a YAML file of ours; the overrides are the keys of
-    `--set`: `LLM("folder", **{"cache.prefix_caching": False})`. Use it as a context manager, or
-    call `close`, to give its memory back. Not thread-safe.
+    `model` is a model folder, a hub id or a Swell YAML file. The overrides are the keys of `--set`:
+    `LLM("folder", **{"cache.prefix_caching": False})`. Use it as a context manager, or call
+    `close`, to free its memory. Not thread-safe.
     """
 
     def __init__(self, model: str, **overrides: Any) -> None:
@@ -108,12 +108,13 @@ class LLM:
         adapter: str | Sequence[str] = "",
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer every prompt: strings, lists of token ids or embeddings (`read_prompt_embeds`), in
-        the order given.
+        """Generate a completion for every prompt: strings, lists of token ids or embeddings
+        (`read_prompt_embeds`). The outputs have the order of the prompts.
 
-        One `SamplingParams` for all, or one for each; so with `adapter`, the name of one in
-        `lora.adapters` or of `load_adapter`, or empty for the model alone. Raises BadRequest (a
-        ValueError) for what cannot be answered, before anything is computed.
+        `sampling_params` is one `SamplingParams` for all prompts, or a list with one for each. The
+        same holds for `adapter`: a name from `lora.adapters` or `load_adapter`, or empty for the
+        base model. Raises BadRequest (a ValueError) for invalid requests, before anything is
+        computed.
         """
         each: list[dict[str, Any]] = (
             [{"prompt": [], "embeds": [one]} for one in prompts]
@@ -143,8 +144,9 @@ class LLM:
         adapter: str = "",
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several; with `continue_final_message` the answer
-        goes on with the last message. `adapter`: as in `generate`, for all."""
+        """Generate a response to one conversation, or to each of several. With
+        `continue_final_message` the output continues the last message. `adapter`: as in `generate`,
+        for all conversations."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else messages
         options = TemplateOptions(
@@ -175,8 +177,9 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of every text: strings or lists of token ids, in the order given. Raises
-        BadRequest (a ValueError) for what cannot be embedded, and for a model that does not."""
+        """Returns the embedding of every prompt (strings or lists of token ids) in the same order.
+        Raises BadRequest (a ValueError) for prompts that cannot be embedded, and for other
+        models."""
         inputs = inputs_of(prompts)
         request = PoolingRequest(
             task="embed",
@@ -199,7 +202,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[ClassificationRequestOutput]:
-        """The probabilities of the classes of every text, as `embed` takes them."""
+        """Returns the class probabilities of every prompt; prompts as in `embed`."""
         inputs = inputs_of(prompts)
         request = PoolingRequest(
             task="classify",
@@ -222,8 +225,8 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = False,
     ) -> list[ScoringRequestOutput]:
-        """The score of each pair: of one text with all of `data_2`, or of two lists of equal
-        length. An embedding model gives the cosine of both embeddings."""
+        """Returns the score of each pair: one text with each of `data_2`, or two lists of equal
+        length. For an embedding model the score is the cosine of both embeddings."""
         firsts = [data_1] if isinstance(data_1, str) else list(data_1)
         seconds = [data_2] if isinstance(data_2, str) else list(data_2)
         if not seconds or len(firsts) not in (1, len(seconds)):
@@ -246,8 +249,8 @@ class LLM:
         ]
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Let `generate` know the adapter in a folder by this name, in place of one that had it;
-        it is loaded when it is used first. Needs `lora.enabled`. Raises ValueError."""
+        """Load the adapter of a folder under this name, replacing one with the same name. Its
+        weights are loaded at the first use. Needs `lora.enabled`. Raises ValueError."""
         path = str(Path(folder).absolute())
         adapter = check_adapter(name, path, self.config.lora.max_rank)
         self._loaded.load(adapter, in_place=True)
@@ -257,26 +260,25 @@ class LLM:
         self._loaded.unload(name)
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`. Level 1: the KV cache, and on a GPU the weights, which
-        move to the memory of the host. Level 2: the weights too, which are read again then. Raises
-        ValueError where that is not possible."""
+        """Free memory until `wake_up`. Level 1 frees the KV cache and on a GPU moves the weights to
+        host memory. Level 2 also drops the weights, which `wake_up` reads again. Raises ValueError
+        if the configuration does not support that."""
         if level not in (1, 2):
             raise ValueError(f"level={level!r}; there are 1 and 2")
         self._engine.set_sleep(level)
 
     def wake_up(self) -> None:
-        """The opposite of `sleep`: answers are the same as before. Raises ValueError for weights of
-        `update_weights` that turn out to be wrong; those before are used then."""
+        """Undo `sleep`; outputs are the same as before. Raises ValueError if the weights of
+        `update_weights` turn out to be wrong; the previous ones are then used."""
         self._engine.set_sleep(0)
 
     def is_sleeping(self) -> bool:
         return self._engine.sleep_level > 0
 
     def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Compute with other weights of the same model from now on: those of a folder, or all
-        tensors of a checkpoint by their names there. The KV cache becomes empty. While it sleeps
-        they are read by `wake_up`. Raises ValueError for weights that cannot be used: those before
-        stay."""
+        """Use other weights of the same model from now on: those of a folder, or all tensors of a
+        checkpoint by name. Clears the KV cache. While the engine sleeps, `wake_up` reads the
+        weights. Raises ValueError for weights that cannot be used; the previous ones then stay."""
         self._engine.update_weights(source)
 
     def _adapter(self, name: str) -> Adapter | None:
@@ -289,16 +291,17 @@ class LLM:
         return known[name]
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Those of a call without `sampling_params`: what the model's generation_config.json says,
-        and else neutral. A `SamplingParams` that is given is taken as it is, as in vLLM."""
+        """Returns the parameters of a call without `sampling_params`: those of the model's
+        generation_config.json, and neutral values for the rest. Given `SamplingParams` are used as
+        they are, as in vLLM."""
         return self._defaults.sampling_params()
 
     def check_idle(self) -> None:
-        """Raise AssertionError unless every block and slot of the engine is free."""
+        """Raises AssertionError unless all blocks and slots of the engine are free."""
         self._engine.core.check_idle()
 
     def close(self) -> None:
-        """End the workers and give their memory back; may be called twice."""
+        """Stop the workers and free their memory; may be called twice."""
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -314,19 +317,19 @@ class LLM:
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        """Those of each prompt."""
+        """Returns the parameters of each prompt."""
         if params is None:
             params = self.get_default_sampling_params()
         return each_of("sampling params", params, SamplingParams, count)
 
     def _process(self, requests: Sequence[GenerationRequest]) -> list[RequestParams]:
-        """Check everything."""
+        """Check and process all requests."""
         if self._pooling is not None:
             raise generation_refusal(self._pooling.spec)
         return [self._input_processor.process(request) for request in requests]
 
     def _pool(self, request: PoolingRequest, use_tqdm: bool) -> list[RequestOutput]:
-        """One answer for each input."""
+        """Returns one output for each input."""
         if self._pooling is None:
             raise pooling_refusal()
         whole = self._pooling.process(request)
@@ -335,7 +338,7 @@ class LLM:
 
 
 def _common(output: RequestOutput) -> dict[str, Any]:
-    """The fields that all outputs of requests that pool have."""
+    """Returns the fields that all pooling outputs have."""
     return {
         "request_id": output.request_id,
         "prompt_token_ids": output.prompt_token_ids,

@@ -1,4 +1,4 @@
-"""The engine of offline generation: its core, and what becomes of its outputs."""
+"""The engine of offline generation: the engine core and the processing of its outputs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _KIND = RequestOutputKind.FINAL_ONLY
 
 
 class LocalEngine:
-    """Computes lists of requests, one after the other. Not thread-safe."""
+    """Runs lists of requests, one list at a time. Not thread-safe."""
 
     def __init__(self, config: Config, detokenizer: Detokenizer) -> None:
-        """Loads the model."""
+        """Load the model."""
         self._config = config
         executor = build_executor(config)
         self.limits = executor.start()
@@ -42,23 +42,23 @@ class LocalEngine:
         self._clean = True
         """Nothing is left of an earlier call."""
         self._folders: list[tempfile.TemporaryDirectory[str]] = []
-        """Of weights that were given as tensors: they are read again after a sleep."""
+        """Folders of weights that were given as tensors: they are read again after a sleep."""
 
     @property
     def sleep_level(self) -> int:
-        """0: it is awake."""
+        """The sleep level; 0: awake."""
         return self.core.sleep_level
 
     def set_sleep(self, level: int) -> None:
-        """Sleep at least as deeply as this, or wake up at level 0. Raises ValueError where engines
-        of this configuration cannot, and for weights that cannot be read."""
+        """Sleep at this level or deeper, or wake up with level 0. Raises ValueError if engines of
+        this configuration cannot sleep so deeply, or if weights cannot be read."""
         if level and (refusal := sleep_refusal(self._config, level)):
             raise ValueError(refusal)
         if not level or level > self.core.sleep_level:
             self._change_workers(lambda: self.core.set_sleep(level))
 
     def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
-        """See `LLM.update_weights`."""
+        """Use other weights; see `LLM.update_weights`."""
         if refusal := sleep_refusal(self._config, 2):
             raise ValueError(f"new weights are refused, as a sleep at level 2 is: {refusal}")
         try:
@@ -74,19 +74,20 @@ class LocalEngine:
             self._remove_folders(self.core.weight_folders)
 
     def _change_workers(self, change: Callable[[], object]) -> None:
-        """After an interrupt in the middle the workers may hold anything: the next call resets."""
+        """Run a change of the workers. If it is interrupted, their state is unknown: the next call
+        resets."""
         clean, self._clean = self._clean, False
         try:
             change()
             self._clean = clean
-        except ValueError:  # it is refused, and nothing has changed
+        except ValueError:  # the change is refused, and nothing has changed
             self._clean = clean
             raise
         finally:
             self._remove_folders(self.core.weight_folders)
 
     def close(self) -> None:
-        """End the workers; may be called twice."""
+        """Stop the workers; may be called twice."""
         self.core.shutdown()
         self._remove_folders(())
 
@@ -96,12 +97,12 @@ class LocalEngine:
             folder.cleanup()
 
     def run(self, processed: Sequence[RequestParams], use_tqdm: bool) -> list[RequestOutput]:
-        """Queue everything; what is queued is answered, or dropped. Raises RuntimeError while the
-        engine sleeps."""
+        """Run all requests: each one is completed, or dropped after an error. Raises RuntimeError
+        while the engine sleeps."""
         if level := self.core.sleep_level:
             raise RuntimeError(f"the engine sleeps at level {level}; call wake_up() first")
         parents = {str(next(self._ids)): ParentRequest(one.params, _KIND) for one in processed}
-        if not self._clean:  # the user's interrupt came while the last call was being forgotten
+        if not self._clean:  # an interrupt came while the last call was cleaning up
             self._reset()
         with Progress(disable=not use_tqdm, transient=False) as progress:
             bar = progress.add_task("answers", total=len(parents))
@@ -120,7 +121,7 @@ class LocalEngine:
                             progress.update(bar, completed=len(answers))
                 self._clean = True
             except BaseException:
-                # Workers that have ended cannot begin anew, which the next call says.
+                # Workers that have stopped cannot be reset: the next call raises that.
                 with suppress(ExecutorError):
                     self._reset()
                 raise
@@ -146,7 +147,7 @@ class LocalEngine:
         output: RequestOutput,
         answers: dict[str, RequestOutput],
     ) -> None:
-        """Children become answers. Of a failed answer the other children end with it."""
+        """Merge child outputs into responses. If one child fails, the others are aborted."""
         external_id = output.request_id
         answer = parents[external_id].add(output)
         if answer is None:
@@ -159,8 +160,8 @@ class LocalEngine:
             self.core.abort_requests(ids)
 
     def _reset(self) -> None:
-        """Start again, with an empty cache: an interrupt may have come between any two lines, so
-        nothing that was kept about requests can be trusted. It may come here too."""
+        """Reset the engine, with an empty cache. An interrupt may have come between any two lines,
+        so no state of requests can be trusted. It may also come here."""
         self._clean = False
         self.processor = OutputProcessor(self._detokenizer)
         self.core.reset()

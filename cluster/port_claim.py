@@ -1,21 +1,21 @@
-"""Who may listen at a host and port of this machine, for as long as an application lives.
+"""Claims of ports: which application may listen at a host and port of this machine.
 
-The ingresses of one application share a port (SO_REUSEPORT), and the kernel would let those of any
-other application of the same user share it too, and deal connections between the two. So whoever
-is about to listen, or to start an application that will, makes a claim first:
+The ingresses of one application share a port (SO_REUSEPORT). The kernel would let any other
+application of the same user share it too, and would distribute connections between both. So a
+process makes a claim before it listens, or before it starts an application that will:
 
     /tmp/swell-ports-UID / gate              locked while claims are read and made
-                         / NETWORK-PORT-HOST one claim; whoever holds it has a shared lock on it
+                         / NETWORK-PORT-HOST one claim; each holder has a shared lock on it
 
-- Claims of one *owner* (an application of one Ray cluster) may be held by many processes. Two
-  owners never hold claims that overlap: the same port in the same network namespace, and hosts that
-  are the same or of which one means all addresses.
-- A claim is alive while somebody holds it. One that all holders have left without `release`, as
-  when an ingress is killed, lives on for `LEASE_S` behind the last `renew` if its *supervisor* (the
-  raylet, which outlives ingresses) does: a successor may have to come yet.
-- The kernel drops the locks of the dead, so no claim outlives its Ray by more than that.
+- Claims of one *owner* (an application of one Ray cluster) may be held by many processes. Claims of
+  two owners never overlap. Claims overlap if they have the same port in the same network namespace,
+  and if the hosts are the same or one of them means all addresses.
+- A claim is alive while a process holds it. If all holders are gone without `release`, for example
+  because an ingress was killed, the claim lives for `LEASE_S` after the last `renew` if its
+  *supervisor* (the raylet, which outlives ingresses) lives: a successor may still come.
+- The kernel drops the locks of dead processes, so a claim outlives its Ray by at most that time.
 
-Another user's sockets never share a port with ours, so claims are those of one user.
+Sockets of another user never share a port with ours, so claims are per user.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ import msgspec
 from swell.configs.schema import ConfigError
 
 LEASE_S = 120.0
-"""Longer than Serve takes to replace an ingress, on a busy host too."""
+"""Longer than Serve takes to replace an ingress, even on a busy host."""
 _WILDCARDS = ("0.0.0.0", "::", "")
 _ANY = "any"
 _GATE_S = 10.0
-"""How long others may take for their claims; each reads and writes some lines."""
+"""How long other processes may hold the gate; each reads and writes a few lines."""
 _POLL_S = 0.01
 
 
 class Supervisor(msgspec.Struct, frozen=True):
-    """A process, which no other one with the same number is."""
+    """A process, distinguished from later ones with the same pid."""
 
     pid: int
     started: str
-    """In ticks since the boot; empty: it is gone."""
+    """Start time in clock ticks since boot; empty: the process is gone."""
 
     @classmethod
     def of(cls, pid: int) -> Supervisor:
@@ -65,7 +65,7 @@ class _Record(msgspec.Struct, frozen=True):
     owner: str
     supervisor: Supervisor
     pid: int
-    """The process that wrote it last, for people."""
+    """The process that last wrote the record, for error messages."""
 
 
 class PortClaims:
@@ -74,20 +74,20 @@ class PortClaims:
     def __init__(
         self, folder: Path | None = None, now: Callable[[], float] = time.time, network: str = ""
     ) -> None:
-        """`now`: the clock of files."""
+        """`now`: the clock of file times."""
         self._folder = folder or Path(f"/tmp/swell-ports-{os.getuid()}")
         self._now = now
         self._network = network or str(os.stat("/proc/self/ns/net").st_ino)
 
     def check(self, host: str, port: int, is_own: Callable[[str], bool]) -> None:
-        """Raises ConfigError if an owner has a claim that overlaps, and is not one's own."""
+        """Raises ConfigError if there is an overlapping claim whose owner is not `is_own`."""
         if self._folder.exists():
             with self._gate():
                 self._check(_name(host), host, port, is_own)
 
     def claim(self, host: str, port: int, owner: str, supervisor: int) -> PortClaim:
-        """A claim that this process holds. `supervisor`: the process that outlives it as long as
-        the application does. Raises ConfigError if another owner has one that overlaps."""
+        """Make a claim that this process holds. `supervisor`: the process that lives as long as the
+        application. Raises ConfigError if another owner has an overlapping claim."""
         with self._gate():
             self._check(_name(host), host, port, owner.__eq__)
             path = self._folder / f"{self._network}-{port}-{_name(host)}"
@@ -112,7 +112,7 @@ class PortClaims:
                 )
 
     def _living(self, path: Path) -> _Record | None:
-        """The claim, if it is alive; else its file is removed."""
+        """Returns the claim if it is alive; else removes its file and returns None."""
         try:
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -133,7 +133,8 @@ class PortClaims:
 
     @contextlib.contextmanager
     def _gate(self) -> Iterator[None]:
-        """One process at a time. Raises ConfigError where there is no folder of our own."""
+        """Let one process at a time read and make claims. Raises ConfigError if the folder is not
+        private."""
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir(mode=0o700)
         found = self._folder.lstat()
@@ -171,30 +172,31 @@ class PortClaim:
         self._supervisor = supervisor
 
     def write(self) -> None:
-        """Under the gate."""
+        """Write the record. The caller holds the gate."""
         data = msgspec.json.encode(_Record(self._owner, self._supervisor, os.getpid()))
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, data, 0)
         self.renew()
 
     def renew(self) -> None:
-        """The claim outlives this process by `LEASE_S` from now."""
+        """Extend the claim: it outlives this process by `LEASE_S` from now."""
         now_s = self._claims._now()
         os.utime(self._lock, (now_s, now_s))
 
     def set_owner(self, owner: str) -> None:
-        """The same claim under another name; no other process may hold it."""
+        """Give the claim to another owner; no other process may hold it."""
         with self._claims._gate():
             self._owner = owner
             self.write()
 
     def release(self, *, ends: bool) -> None:
-        """Hold it no more. `ends`: the application ends, so no successor is waited for."""
+        """Stop holding the claim. `ends`: the application ends, so the claim does not wait for a
+        successor."""
         if self._lock < 0:
             return
         try:
             if ends:
-                # Others of the application may hold it.
+                # Other processes of the application may hold the claim.
                 with self._claims._gate(), contextlib.suppress(BlockingIOError):
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     self._path.unlink(missing_ok=True)
@@ -204,7 +206,7 @@ class PortClaim:
 
 
 def _read(lock: int) -> _Record | None:
-    """None: it was never written whole."""
+    """Returns the record; None: it was never written completely."""
     try:
         return msgspec.json.decode(os.pread(lock, 4096, 0), type=_Record)
     except msgspec.MsgspecError:
@@ -212,7 +214,7 @@ def _read(lock: int) -> _Record | None:
 
 
 def _name(host: str) -> str:
-    """One name for each address at which one may listen."""
+    """Returns the same name for all spellings of an address."""
     if host in _WILDCARDS:
         return _ANY
     try:

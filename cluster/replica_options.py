@@ -1,8 +1,8 @@
-"""How Ray Serve supervises a replica of ours.
+"""Options with which Ray Serve supervises our replicas.
 
-A replica that stands still is ended by its watchdog (`watchdog.py`). Serve finds out that one has
-ended, and gives up one that it has not heard for long: its host may be cut off from the controller
-while clients reach it.
+The watchdog of a replica kills it if it hangs (`watchdog.py`). Serve detects dead replicas, and
+gives up a replica after a long silence: its host may be cut off from the controller while clients
+still reach it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Any
 from swell.configs.schema import ClusterConfig
 
 _HEALTH_CHECKS = 3
-"""As many in a row must fail before Serve replaces a replica."""
+"""Failed checks in a row after which Serve replaces a replica."""
 _SHORTEST_PERIOD_S, _LONGEST_PERIOD_S = 3.0, 10.0
-"""Between two checks."""
+"""Bounds of the time between two checks."""
 _UNHEARD_S = 90.0
-"""How long Serve's controller hears nothing of a replica before it ends it. After an outage TCP
-sends again within twice its duration: so one of 40 s ends nobody."""
+"""How long Serve's controller waits without hearing from a replica before it kills it. TCP
+retransmits within twice the duration of an outage, so an outage of 40 s kills none."""
 _OUTLASTS = "RAY_grpc_keepalive_timeout_ms"
 _OUTLASTS_MS = "120000"
-"""How long a replica keeps a connection whose other end does not answer. With Ray's own 20 s it
-ends within an outage, and Serve takes the reset that follows for the end of the replica."""
+"""How long a replica keeps a connection whose peer does not answer. With Ray's default of 20 s it
+would close during an outage, and Serve would take the following reset for the death of the
+replica."""
 
 
 def replica_options(cluster: ClusterConfig, shutdown_s: float) -> dict[str, Any]:
-    """Options of a deployment whose replicas may take `shutdown_s` to end."""
+    """Returns the options of a deployment whose replicas may take `shutdown_s` to stop."""
     check_s = max(_SHORTEST_PERIOD_S, cluster.stall_timeout_s / (2 * _HEALTH_CHECKS))
     of_actor: dict[str, Any] = {"num_cpus": 0}
-    if _OUTLASTS not in os.environ:  # of Ray's processes too, whose settings these are
+    if _OUTLASTS not in os.environ:  # else Ray's own processes have the setting too
         of_actor["runtime_env"] = {"env_vars": {_OUTLASTS: _OUTLASTS_MS}}
     return {
         "ray_actor_options": of_actor,

@@ -1,4 +1,4 @@
-"""How an ingress asks the others, through Ray Serve, which knows the replicas."""
+"""Lets an ingress ask the others, through Ray Serve, which knows the replicas."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from swell.cluster.api.admin.protocol import RequestStory
 from swell.configs.log import StructuredLogger
 
 _PEERS_TIMEOUT_S = 5.0
-"""How long an ingress waits for what the others know."""
+"""How long an ingress waits for the answers of the others."""
 _PEER_TIMEOUT_S = 3.0
-"""The same, once Serve has named them."""
+"""How long the replicas may take to answer, once Serve has listed them."""
 _NAMES_POLL_S = 0.2
-"""Until Serve has named them."""
+"""Time between two attempts until Serve has listed the replicas."""
 
 
 class ReplicaPeers:
-    """`PeerStories` through Serve, which knows the replicas; it is asked for them at first use."""
+    """`PeerStories` through Serve, which lists the replicas at the first use."""
 
     def __init__(self, replicas: int) -> None:
         context = serve.get_replica_context()
@@ -29,7 +29,7 @@ class ReplicaPeers:
         self._replicas = replicas
         self._handle: DeploymentHandle | None = None
         self._lock = asyncio.Lock()
-        """Held while Serve is asked: the first call of a handle prepares it."""
+        """Held while Serve is called: the first call of a handle prepares it."""
         self._log = StructuredLogger("cluster.app")
 
     async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
@@ -41,12 +41,12 @@ class ReplicaPeers:
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         for failure in failed:
             self._log.warning("an ingress is silent", error=f"{type(failure).__name__}: {failure}")
-        # Serve leaves out replicas that it has just found to be away.
+        # Serve leaves out replicas that it has just found to be gone.
         complete = not failed and len(answers) >= self._replicas
         return [story for one in answers if isinstance(one, list) for story in one], complete
 
     async def _ask(self, id: str, asking: int) -> list[Any]:
-        """What each replica answers, or the error of its call."""
+        """Returns the answer of each replica, or the error of its call."""
         while True:
             try:
                 async with self._lock:
@@ -55,7 +55,7 @@ class ReplicaPeers:
                     timeout_s=_PEER_TIMEOUT_S, return_exceptions=True
                 )
                 return answers
-            except DeploymentUnavailableError:  # Serve has not named the replicas yet
+            except DeploymentUnavailableError:  # Serve has not listed the replicas yet
                 await asyncio.sleep(_NAMES_POLL_S)
 
     def _broadcast(self, id: str, asking: int) -> DeploymentBroadcastResponse:

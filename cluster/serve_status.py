@@ -1,4 +1,4 @@
-"""What Ray Serve says of applications of ours. No decisions."""
+"""Reads the status of our applications from Ray Serve. No decisions."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from ray.serve.schema import ApplicationStatus
 from swell.configs.log import StructuredLogger
 
 _INGRESS_ACTOR = re.compile(r"SERVE_REPLICA::(.+)#Ingress#")
-"""The name that Serve gives to the actor of an ingress, with that of the application."""
+"""The name that Serve gives to the actor of an ingress; it contains the application's name."""
 _TIMEOUT_S = 10.0
-"""How long Serve's controller may take to give the status of an application."""
+"""How long Serve's controller may take to return the status of an application."""
 _POLL_S = 0.5
-"""Between two calls for it."""
+"""Time between two attempts."""
 
 
 def application_owner(name: str) -> str:
-    """How claims of ports (`port_claim.py`) call an application of this Ray."""
+    """Returns the owner of port claims (`port_claim.py`) of an application of this Ray."""
     return f"{name} of Ray's {ray.get_runtime_context().get_session_name()}"
 
 
 def is_of_this_ray(owner: str) -> bool:
-    """Then its ingresses decide, which know their application."""
+    """Whether an owner is an application of this Ray. Its ingresses then check the claim, because
+    they know their application."""
     return ray.is_initialized() and owner == application_owner(owner.partition(" of Ray's ")[0])
 
 
 async def is_deleting(name: str) -> bool:
-    """Whether Serve deletes it; else it replaces one replica, or the whole by another version, and
-    a successor comes. A controller that has just died is back after some seconds; if none answers,
-    none is there that could start a successor."""
+    """Whether Serve is deleting the application. If not, it replaces one replica, or the whole
+    application by another version, and a successor will come. A controller that has just died is
+    back after some seconds; if none answers, none can start a successor."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_TIMEOUT_S):
             while True:
@@ -48,8 +49,8 @@ async def is_deleting(name: str) -> bool:
 
 
 def is_built_again() -> bool:
-    """Whether an application of ours that runs here is being deployed anew: then its ingresses have
-    their port already. Serve does not name the application that it builds."""
+    """Whether an application of ours that runs here is being redeployed, so that its ingresses
+    already have their port. Serve does not tell the name of the application that it builds."""
     if not ray.is_initialized():
         return False
     actors = ray.util.list_named_actors(all_namespaces=True)

@@ -1,8 +1,8 @@
-"""A process of Ray Serve that stands still is ended by another process of its host, its watchdog.
+"""Kills a process of Ray Serve that hangs, from another process on its host: its watchdog.
 
-Serve's controller may be on another host: where it hears nothing of a replica, that may be the
-link, and clients may reach the replica all the same. So the controller is patient, and whether a
-replica makes progress is found where no link is between (`watchdog_process.py`).
+Serve's controller may be on another host. If it does not hear from a replica, only the link may be
+broken, and clients may still reach the replica. So the controller is patient, and the progress of a
+replica is checked on its own host, without a link (`watchdog_process.py`).
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from swell.configs.process import exit_on_error_async
 
 _PROGRAM = (sys.executable, "-I", "-S", str(Path(watchdog_process.__file__)))
 _REPORTS = 10
-"""Reports of progress within the limit."""
+"""The number of progress reports within the limit."""
 _LONGEST_PERIOD_S = 1.0
-"""Between two of them."""
+"""The longest time between two reports."""
 _SHORTEST_LIMIT_S = 3.0
-"""A replica that is busy may take so long."""
+"""The smallest limit: a busy replica may block its loop for this long."""
 
 
 def watch(name: str, stall_timeout_s: float) -> None:
-    """From here on the calling event loop may not stand still for longer, or for 3 s if that is
-    less. `name`: see `Watchdog`."""
+    """Kill this process if the calling event loop hangs for `stall_timeout_s`, or for 3 s if that
+    is longer. `name`: see `Watchdog`."""
     Watchdog(name, max(_SHORTEST_LIMIT_S, stall_timeout_s)).start()
 
 
 class Watchdog:
-    """Reports the progress of an event loop to a process that ends this one if it hears of none for
-    `limit_s`. A watchdog that has ended is replaced."""
+    """Reports the progress of an event loop to a process that kills this one after `limit_s`
+    without a report. A watchdog that has died is replaced."""
 
     def __init__(self, name: str, limit_s: float) -> None:
-        """`name`: what its message calls this process."""
+        """`name`: the name of this process in the watchdog's message."""
         self._name = name
         self._limit_s = limit_s
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe = -1
-        """The writing end."""
+        """The write end."""
         self._task: asyncio.Task[None] | None = None
         self._log = StructuredLogger("cluster.watchdog")
 
     @property
     def pid(self) -> int | None:
-        """That of the watchdog."""
+        """The pid of the watchdog."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Call it in the loop that is to be watched, once it does what may not take long."""
+        """Start the watchdog. Call this in the loop to watch, after work that may take long."""
         self._start_process()
         work = exit_on_error_async(self._report_forever, "watchdog")
         self._task = asyncio.create_task(work)
 
     async def stop(self) -> None:
-        """End the watchdog; nothing is watched from here on."""
+        """Stop the watchdog."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -74,7 +74,7 @@ class Watchdog:
         while True:
             try:
                 os.write(self._pipe, b".")
-            except BlockingIOError:  # it stands still itself, and has enough to read
+            except BlockingIOError:  # the watchdog hangs itself, and has enough to read
                 pass
             except BrokenPipeError:
                 self._replace()
@@ -90,7 +90,8 @@ class Watchdog:
         words = (os.getpid(), threading.get_native_id(), self._limit_s, self._name)
         theirs, self._pipe = os.pipe()
         try:
-            # A session of its own: a signal for the group of this process stops no watchdog.
+            # Use a new session: a signal to the process group of this process does not stop the
+            # watchdog.
             self._process = subprocess.Popen(
                 [*_PROGRAM, *map(str, words)],
                 stdin=theirs,
@@ -103,7 +104,7 @@ class Watchdog:
 
     @staticmethod
     def _end_process(process: subprocess.Popen[bytes]) -> None:
-        """It reads the end of the pipe; one that is stopped does not."""
+        """Wait until the watchdog reads the end of the pipe. Kill it if it hangs."""
         try:
             process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:

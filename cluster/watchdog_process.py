@@ -1,13 +1,12 @@
-"""The program of a watchdog: ends the process that started it if the event loop of that process
-stands still.
+"""The program of a watchdog: kills the process that started it if that process's event loop hangs.
 
     python watchdog_process.py PARENT THREAD LIMIT_S NAME
 
-Standard input is a pipe from that loop: a byte is progress, and its end is the end of the process.
-Silence is the time without a byte, less what the loop's thread THREAD waited for a core: a busy
-machine is no reason to end anybody. A late turn of this program counts as two turns at most, so a
-machine that stood still as a whole ends nobody either. It imports nothing but the standard library,
-so that it starts in some milliseconds and takes little memory.
+Standard input is a pipe from that loop: a byte is progress, and the end of the pipe is the end of
+the process. Silence is the time without a byte, minus the time that the loop's thread THREAD waited
+for a core, so that a busy machine does not kill anything. A late wakeup of this program counts as
+two polls at most, so that suspending the whole machine does not kill either. The program imports
+only the standard library, so that it starts within milliseconds and uses little memory.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import sys
 import time
 
 _TURNS = 20
-"""Looks within the limit."""
+"""The number of polls within the limit."""
 _PR_SET_PDEATHSIG = 1
-"""Of `prctl`: a signal for this process when the one that started it ends."""
+"""Option of `prctl`: a signal for this process when its parent ends."""
 
 
 def watch(pipe: int, parent: int, thread: int, limit_s: float) -> bool:
-    """Whether the loop has stood still for `limit_s`; False: its process has ended."""
+    """Wait until the loop has hung for `limit_s`, and return True; False: its process has ended."""
     turn_s = limit_s / _TURNS
     silent_s, waited_s = 0.0, _waited_for_a_core_s(parent, thread)
     while silent_s < limit_s:
@@ -44,7 +43,8 @@ def watch(pipe: int, parent: int, thread: int, limit_s: float) -> bool:
 
 
 def _waited_for_a_core_s(process: int, thread: int) -> float:
-    """How long a thread could have run and had no core, in all; 0 where the system does not say."""
+    """Returns how long a thread was runnable without a core, in total; 0 if the system does not
+    report it."""
     try:
         with open(f"/proc/{process}/task/{thread}/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -53,18 +53,19 @@ def _waited_for_a_core_s(process: int, thread: int) -> float:
 
 
 def _end_with_parent(signal_number: int) -> None:
-    """Let the kernel send this signal when the process that started this program ends: it also
-    reaches a program that is stopped, and would not read the end of the pipe. 0: none."""
+    """Let the kernel send this signal when the parent ends; 0: none. The signal also reaches a
+    watchdog that hangs and would not read the end of the pipe."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def main(arguments: list[str]) -> None:
-    """Raises ValueError for arguments that are not those of the module's usage line."""
+    """Run the watchdog. Raises ValueError for arguments that do not match the module's usage
+    line."""
     (parent, thread), limit_s, name = map(int, arguments[:2]), float(arguments[2]), arguments[3]
     _end_with_parent(signal.SIGKILL)
     if watch(sys.stdin.fileno(), parent, thread, limit_s) and os.getppid() == parent:
-        _end_with_parent(0)  # the message is still to come
+        _end_with_parent(0)  # the message is still to be printed
         os.kill(parent, signal.SIGKILL)
         print(
             f"{name} (pid {parent}): its event loop stood still for {limit_s:g} s "
