@@ -132,8 +132,8 @@ class ManagerDeployment:
 
     async def check_health(self) -> None:
         """Called by Serve. The watchdog kills a manager that hangs. A manager that no longer leads
-        is unhealthy, so Serve replaces it, unless it is ending it anyway: the new leader may be
-        gone, having taken over last because it was frozen while it started."""
+        is unhealthy, so Serve replaces it, unless Serve is stopping it anyway: the new leader may
+        be gone, having taken over last because it was frozen while it started."""
         if not self._manager.leads:
             raise RuntimeError("another manager has taken over from this one")
 

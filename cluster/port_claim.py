@@ -190,7 +190,7 @@ class PortClaim:
             self.write()
 
     def release(self, *, ends: bool) -> None:
-        """Stop holding the claim. `ends`: the application ends, so the claim does not wait for a
+        """Stop holding the claim. `ends`: the application stops, so the claim does not wait for a
         successor."""
         if self._lock < 0:
             return

@@ -2,11 +2,11 @@
 
     python watchdog_process.py PARENT THREAD LIMIT_S NAME
 
-Standard input is a pipe from that loop: a byte is progress, and the end of the pipe is the end of
-the process. Silence is the time without a byte, minus the time that the loop's thread THREAD waited
-for a core, so that a busy machine does not kill anything. A late wakeup of this program counts as
-two polls at most, so that suspending the whole machine does not kill either. The program imports
-only the standard library, so that it starts within milliseconds and uses little memory.
+Standard input is a pipe from that loop: a byte is progress, and the end of the pipe means that the
+process has exited. Silence is the time without a byte, minus the time that the loop's thread THREAD
+waited for a core, so that a busy machine does not kill anything. A late wakeup of this program
+counts as two polls at most, so that suspending the whole machine does not kill either. The program
+imports only the standard library, so that it starts within milliseconds and uses little memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import time
 _TURNS = 20
 """The number of polls within the limit."""
 _PR_SET_PDEATHSIG = 1
-"""Option of `prctl`: a signal for this process when its parent ends."""
+"""Option of `prctl`: a signal for this process when its parent dies."""
 
 
 def watch(pipe: int, parent: int, thread: int, limit_s: float) -> bool:
-    """Wait until the loop has hung for `limit_s`, and return True; False: its process has ended."""
+    """Wait until the loop has hung for `limit_s`, and return True; False: its process has
+    exited."""
     turn_s = limit_s / _TURNS
     silent_s, waited_s = 0.0, _waited_for_a_core_s(parent, thread)
     while silent_s < limit_s:
@@ -53,7 +54,7 @@ def _waited_for_a_core_s(process: int, thread: int) -> float:
 
 
 def _end_with_parent(signal_number: int) -> None:
-    """Let the kernel send this signal when the parent ends; 0: none. The signal also reaches a
+    """Let the kernel send this signal when the parent dies; 0: none. The signal also reaches a
     watchdog that hangs and would not read the end of the pipe."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)

@@ -256,7 +256,7 @@ def summarize(samples: Sequence[Sample], duration_s: float, arguments: dict[str,
 
 
 def percentiles_ms(seconds: Iterable[float]) -> Percentiles | None:
-    """Returns percentiles with linear interpolation, as numpy's default; None: there are no
+    """Returns percentiles with linear interpolation, as numpy does by default; None: there are no
     values."""
     values = [1000 * value for value in seconds]
     if not values:

@@ -17,13 +17,13 @@ from swell.cluster.cli.http_client import ServerError
 
 _STOP_S = 45.0
 _VANISH_S = 10.0
-"""Time for Ray's processes to end after the process that started them."""
+"""Time for Ray's processes to exit after the process that started them."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ServerProcess:
-    """One server process. Its orphaned descendants become children of this process, so that all are
-    found."""
+    """One server process. Its orphaned descendants become children of this process, so that `stop`
+    finds all of them."""
 
     def __init__(self, config: str, port: int) -> None:
         serve = ["-m", "swell.cluster", "serve", config, "--port", str(port)]

@@ -38,7 +38,7 @@ _TOTAL_S = 165.0
 _GROW_S = 90.0
 _SERVED_S = 45.0
 _ENOUGH = 4
-"""Responses of the new engine after which the demo ends."""
+"""Responses of the new engine after which the demo stops."""
 _PAUSE_S = 0.25
 """Delay between the prompts of one client: the new engine loads on the same cores."""
 _REFRESH_S = 0.05

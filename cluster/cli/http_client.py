@@ -95,7 +95,8 @@ class Client:
 
 
 async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yields the data of each event. Raises ServerError for an error event or a missing end."""
+    """Yields the data of each event. Raises ServerError for an error event, or if the final
+    `[DONE]` is missing."""
     rest = b""
     async for piece in response.content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")

@@ -91,8 +91,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _exit_at_once() -> NoReturn:
-    """Exit without the exit handlers of libraries: Ray's would wait a minute for a GCS that is
-    gone."""
+    """Exit without the exit handlers of libraries: Ray's would wait a minute for a GCS that has
+    exited."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()

@@ -1,11 +1,11 @@
-"""The folder of one `swell serve`, which holds Ray's session and is removed when its owner ends.
+"""The folder of one `swell serve`, which holds Ray's session and is removed when its owner exits.
 
     /tmp/swell-XXXX / owner      locked by the process that made the folder, for as long as it lives
                     / session_*  Ray's
 
-The kernel releases the lock when the owning process ends, even if it was killed and could not clean
-up. The next start removes folders whose lock is free, unless a process still uses one. A folder
-without `owner` is still being created, or is not ours.
+The kernel releases the lock when the owning process exits, even if it was killed and could not
+clean up. The next start removes folders whose lock is free, unless a process still uses one. A
+folder without `owner` is still being created, or is not ours.
 """
 
 from __future__ import annotations

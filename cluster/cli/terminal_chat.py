@@ -94,7 +94,7 @@ def chat(args: argparse.Namespace) -> int:
             case _:
                 try:
                     conversation.send(text)
-                except ServerError as error:  # the chat continues, but a script ends
+                except ServerError as error:  # an interactive chat continues, but a script stops
                     if not interactive:
                         raise
                     print(f"swell: {error}", file=sys.stderr)

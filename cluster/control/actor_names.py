@@ -69,7 +69,7 @@ def candidates(
 def find_strays(
     actors: Iterable[str], groups: Iterable[str], namespace: str, known: Collection[str] = ()
 ) -> list[str]:
-    """Returns the names that a manager has to end, sorted: all actors of its namespace and all
+    """Returns the names that a manager must terminate, sorted: all actors of its namespace and all
     groups of its engines that are not in `known`."""
     ours = {*actors, *(name for name in groups if is_group(name, namespace))}
     return sorted(ours.difference(known))

@@ -3,7 +3,7 @@
 A manager stores a request before it reports the request as accepted, so its successor continues
 with it even if all other processes died. The keys and the port of the coordinator are stored for
 the same reason: engines and ingresses know only that coordinator. `CheckpointStore.clear` deletes
-everything when the application ends.
+everything when the application stops.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class CheckpointStore:
         return await self._get_or_make(b"port", int, choose)
 
     async def clear(self) -> None:
-        """Delete everything when the application ends, including data of earlier configurations."""
+        """Delete everything when the application stops, including data of earlier
+        configurations."""
         await self._ray.kv_delete(self._name(b""))
 
     async def _get_or_make(self, name: bytes, kind: type[T], make: Callable[[], T]) -> T:

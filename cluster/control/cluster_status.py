@@ -16,8 +16,8 @@ from swell.coordinator.wire import ClusterView, EngineReport
 
 @dataclass(frozen=True)
 class Leftovers:
-    """Actors and placement groups of ended engines that Ray may still have. They are ended
-    again."""
+    """Actors and placement groups of terminated engines that may still exist in Ray. Their
+    termination is retried."""
 
     names: list[str]
     """Names of these actors and placement groups, as far as they are known."""

@@ -81,7 +81,7 @@ class ControlState(msgspec.Struct, frozen=True):
     sleep: Sleep = Sleep()
     """The requested sleep level of paused engines."""
     has_served: bool = False
-    """The cluster has served once: from then on a failed start never ends the application."""
+    """The cluster has served once: from then on a failed start never stops the application."""
     backoff: Backoff = msgspec.field(default_factory=Backoff)
 
 
@@ -188,8 +188,8 @@ def check_awake(state: ControlState) -> None:
 
 
 def follow_load(state: ControlState, engines: int, limits: ClusterConfig) -> ControlState:
-    """Set the target of the autoscaler. A failed start does not end this change: it is retried with
-    a growing delay as long as the load requires it."""
+    """Set the target of the autoscaler. A failed start does not fail this change: it is retried
+    with a growing delay as long as the load requires it."""
     change = Change(engines, engines, limits.drain_timeout_s, ChangeStage.REQUESTED)
     return replace(state, change=change)
 

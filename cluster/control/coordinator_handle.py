@@ -206,7 +206,7 @@ class CoordinatorHandle:
         manager was suspended. The successor has `stall_timeout_s` to answer, and each further one
         twice as long, up to `start_timeout_s`, because it may hang too or its machine may be slow.
         A manager that cannot reach Ray's GCS may be cut off, so it does not kill: Ray would carry
-        that out much later and end a coordinator that serves."""
+        that out much later and kill a coordinator that serves."""
         loop, limits = asyncio.get_running_loop(), self._config.cluster
         async with self._probe_lock:
             try:

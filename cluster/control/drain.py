@@ -19,8 +19,8 @@ _IDLE_POLLS = 2
 flight."""
 
 Detach = Callable[[list[EngineHandle], int | None], Awaitable[None]]
-"""Takes engines out of the roster and ends them. With an epoch: only if the roster still has that
-epoch, under which they were found idle."""
+"""Takes engines out of the roster and terminates them. With an epoch: only if the roster still has
+that epoch, under which they were idle."""
 
 
 class Drain:
@@ -39,8 +39,8 @@ class Drain:
         self._engines, self._detach = engines, detach
         self.held: Mapping[int, bool] = {}
         """Leaving engines that are the last ones of their version: rank -> whether unfinished
-        responses need that version. `MAX_DRAIN_S` limits their drain, not the drain time, and one
-        that is needed does not end when idle. Replaced as a whole."""
+        responses need that version. `MAX_DRAIN_S` limits their drain, not the drain time, and an
+        idle engine stays as long as its version is needed. Replaced as a whole."""
         self._log = StructuredLogger("cluster.drain")
 
     @property

@@ -60,7 +60,7 @@ class EngineHandle:
     actor: Actor | None = None
     group: Group | None = None
     in_doubt: bool = False
-    """A call that asked Ray to create or end a part of the engine has not been answered."""
+    """Ray has not answered a call to create or terminate a part of the engine."""
     ready: EngineReady | None = None
     waits_for_room: str | None = None
     """Why the engine cannot be placed yet; None: it is placed, or will be in a moment."""

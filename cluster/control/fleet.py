@@ -69,7 +69,7 @@ class Fleet:
 
     @property
     def handles(self) -> list[EngineHandle]:
-        """All engines that must be ended at some time."""
+        """All engines that must be terminated at some time."""
         return [*self.engines.values(), *self.starting.values(), *self.ending.values()]
 
     def view(self) -> FleetView:
@@ -196,7 +196,7 @@ class Fleet:
 
     async def _forget_earlier(self, handles: list[EngineHandle]) -> None:
         """Remove the previous incarnations of these engines from the roster: a coordinator that
-        restarted before their servers stopped takes them for members."""
+        restarted before their servers stopped treats them as members."""
         if ranks := [handle.rank for handle in handles if handle.previous is not None]:
             with contextlib.suppress(Exception):  # if it fails, their join is refused
                 await self._coordinator.remove_failed(ranks)
@@ -213,7 +213,8 @@ class Fleet:
                 raise
 
     def cancel_start(self, rank: int) -> None:
-        """Cancel and end a starting engine that is not joining yet and is no longer needed."""
+        """Cancel and terminate a starting engine that is not joining yet and is no longer
+        needed."""
         handle = self.starting[rank]
         handle.intent = Intent.LEAVE
         if handle.starting is not None:
@@ -224,7 +225,7 @@ class Fleet:
         try:
             if await self._placement.may_end():  # else the next manager may have adopted it
                 await self._placement.end(handle)
-                # A restarted coordinator takes every engine that reports to it for a member.
+                # A restarted coordinator treats every engine that reports to it as a member.
                 await self._coordinator.remove_failed([handle.rank])
         finally:
             del self.starting[handle.rank]
@@ -325,8 +326,8 @@ class Fleet:
         await self._drain.wait_idle(timeout_s)
 
     async def _detach(self, handles: list[EngineHandle], idle_epoch: int | None) -> None:
-        """Remove engines from the roster, except those that died or were kept meanwhile. Then end
-        them, or start to reload them. `idle_epoch`: see `CoordinatorHandle.detach`."""
+        """Remove engines from the roster, except those that died or were kept meanwhile. Then
+        terminate them, or start to reload them. `idle_epoch`: see `CoordinatorHandle.detach`."""
         async with self.group_change_lock:
             handles = [h for h in handles if h.leaving and self.engines.get(h.rank) is h]
             with self.transition(handles):
@@ -360,7 +361,7 @@ class Fleet:
         handle.exit_watcher = self.tasks.spawn(watch())
 
     async def on_engine_dead(self, handle: EngineHandle, why: str, stopped_s: float = 0) -> None:
-        """Remove and end an engine that died, or that has hung for `stopped_s` seconds."""
+        """Remove and terminate an engine that died, or that has hung for `stopped_s` seconds."""
         rank = handle.rank
         if self.starting.get(rank) is handle:
             await self._coordinator.remove_failed([rank])
@@ -375,7 +376,7 @@ class Fleet:
         finally:
             try:
                 await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))
-            finally:  # an engine that could not be ended must not count forever
+            finally:  # an engine that cannot be terminated must not count forever
                 del self.ending[rank]
                 self.on_change()
 

@@ -69,7 +69,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """All engines that must be ended at some time, by rank."""
+    """All engines that must be terminated at some time, by rank."""
 
     engines: tuple[EngineStatus, ...] = ()
     is_committing: bool = False

@@ -3,7 +3,7 @@
     target --- start ---> starting --- join ---> serving --- leave ---> leaving --- detach ---> gone
                             |                      |   ^                  |
                     failed or cancelled            |   +----- keep -------+
-                                  died, or found to have stopped: removed at once, replaced
+                                  died or hung: removed at once, replaced
 
 This is the shell: `control_state.py` decides. One task plans and starts the missing engines. Starts
 and drains run concurrently, so a slow one does not delay the others. Another task follows the
@@ -52,7 +52,7 @@ from swell.coordinator.wire import ClusterView
 
 _ANSWER_TIMEOUT_S = 2.0
 """How long `describe` waits for the coordinator before it returns the last known state, and how
-long a pause waits to learn whether another manager has taken over."""
+long a pause waits to learn who leads."""
 _PAUSE_S = 1.0
 """Delay before a failed step is retried."""
 
@@ -123,12 +123,12 @@ class ClusterManager:
                 self._fleet.tasks.spawn(exit_on_error_async(loop, f"manager: {name}"))
 
     async def leave(self) -> None:
-        """Stop working without ending anything: a successor takes over."""
+        """Stop working without terminating anything: a successor takes over."""
         await self._fleet.tasks.cancel()
 
     async def stop(self) -> None:
-        """Let the engines finish their requests, then end them and the coordinator, unless another
-        manager leads. A `start` in progress completes first, so its engines are ended too.
+        """Let the engines finish their requests, then terminate them and the coordinator, unless
+        another manager leads. A `start` in progress completes first.
 
         Serve stops the ingresses at the same time: they refuse new requests and finish their
         streams.
@@ -139,7 +139,7 @@ class ClusterManager:
                 return
             try:
                 await self._fleet.wait_idle(self._limits.drain_timeout_s)
-            except Exception as error:  # an engine that cannot be drained is ended anyway
+            except Exception as error:  # an engine that cannot be drained is terminated anyway
                 self._log.warning("not drained", error=f"{type(error).__name__}: {error}")
             if not await self._checkpoints.is_leader():
                 return
@@ -159,7 +159,7 @@ class ClusterManager:
         return self._state.pause_requested
 
     async def scale(self, engines: int, drain_timeout_s: float | None = None) -> None:
-        """Set the target number of engines, also during a change. Raises ScaleRefused."""
+        """Set the target number of engines, even during a change. Raises ScaleRefused."""
         async with self._scale_lock:
             grows = engines > len(self._fleet.view().staying)
             reason = await self._placement.refusal(self.upgrader.wanted, engines) if grows else None
@@ -264,8 +264,8 @@ class ClusterManager:
         return describe(self._view, handles, coordinator=coordinator, **plans)
 
     async def not_ready_reason(self) -> tuple[str, bool]:
-        """Returns one line for people who wait for the cluster, and whether the first start has
-        failed for good. It is retried even then, for callers that keep waiting."""
+        """Returns one line for waiting people, and whether the first start has failed for good. It
+        is retried even then, for callers that keep waiting."""
         trouble = self.trouble
         if trouble is not None and trouble.exhausted and not self._state.has_served:
             return trouble.reason, True
@@ -367,8 +367,8 @@ class ClusterManager:
                 await self._reopen_coordinator()
 
     async def _reopen_coordinator(self) -> None:
-        """Find or restart a coordinator that is dead for good, unless another manager leads: one
-        with another configuration ends the old coordinator itself."""
+        """Restart a coordinator that is dead for good, unless another manager leads: one with
+        another configuration terminates the old coordinator."""
         if not await self._checkpoints.is_leader():
             await self._step_down()
             return
@@ -383,7 +383,7 @@ class ClusterManager:
         await self._fleet.tasks.cancel()
 
     async def _on_membership(self, now: Membership) -> None:
-        """Correct the coordinator's state: after a restart it knows only what engines report."""
+        """Correct the coordinator's state, which after a restart is only what engines report."""
         if not now.manager_state.is_led_by(self._checkpoints.manager_id()):
             await self._step_down()
             return

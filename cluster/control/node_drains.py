@@ -62,7 +62,7 @@ def _time_to_finish(
     has_others: bool,
 ) -> float | None:
     """Returns the drain time, if the engine must leave now; None: there is more time. If no other
-    engine can accept new requests, it serves until the end."""
+    engine can accept new requests, it serves until the host goes."""
     assert engine.node is not None
     left_s = draining[engine.node] - HANDOVER_S
     if left_s > (drain_timeout_s if has_others else 0.0):

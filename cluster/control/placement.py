@@ -46,8 +46,7 @@ _STATUS_S = 2.0
 _RESERVE_TIMEOUT_S = 10.0
 """How long resources may take to become free: killed processes hold them for some seconds."""
 _ROOM_S = 2.0
-"""Time until an engine counts as waiting for room, and between two checks of its missing
-resources."""
+"""Time until an engine counts as waiting for room, and between checks of its needs."""
 _POLL_S = 0.1
 _START_BITS = 32
 """Number of random bits in a name, which make each start unique."""
@@ -71,10 +70,10 @@ class Placement:
         self._ray = ray
         self._ground = ground
         self._known: set[str] = set()
-        """Names of engines that were placed or adopted here and have not ended."""
+        """Names of engines that were placed or adopted here and not terminated."""
         self.may_end: Callable[[], Awaitable[bool]] = _always
-        """Called before an engine that seems to hang is ended: if this manager is cut off from Ray,
-        the engine may serve another manager."""
+        """Called before a hanging engine is terminated: if this manager is cut off from Ray, the
+        engine may serve another one."""
         self.on_waiting: Callable[[], None] = _ignore
         """Called when an engine starts or stops waiting for room."""
         known, look_s = lambda: {*self._known, coordinator.name}, config.cluster.stall_timeout_s
@@ -104,7 +103,8 @@ class Placement:
         self, versions: Sequence[Version]
     ) -> tuple[list[EngineHandle], list[EngineHandle]]:
         """Returns engines of these versions that an earlier manager left: those that serve, and
-        those that load or have not joined yet. Ends everything else with a name of this cluster."""
+        those that load or have not joined yet. Terminates everything else with a name of this
+        cluster."""
         self._known.clear()
         roster = (await self._coordinator.view()).roster
         actors = await self._ray.actor_names(self._namespace)
@@ -184,7 +184,7 @@ class Placement:
 
     async def start(self, handle: EngineHandle) -> None:
         """Reserve resources, start the processes and load. Raises StartFailed after cleaning up. If
-        cancelled, it leaves everything to the caller, which ends the engine.
+        cancelled, it leaves everything to the caller, which terminates the engine.
 
         An engine that was adopted while it loaded only has to finish. An engine whose processes run
         another version loads the weights of its new one; if it cannot use them this raises
@@ -242,7 +242,7 @@ class Placement:
 
     def _extra_wait_s(self, handle: EngineHandle) -> float | None:
         """Returns the time limit, if any. An upgrade can continue without an extra engine, and
-        unfinished responses that need an engine end within that time too."""
+        unfinished responses wait only that long for an engine."""
         is_apart = handle.is_extra or handle.for_answers
         return self._config.cluster.start_timeout_s if is_apart else None
 
@@ -297,7 +297,7 @@ class Placement:
         handle.in_doubt = False
 
     async def status(self, handle: EngineHandle) -> str:
-        """Returns what a starting engine is doing, for people who wait for it."""
+        """Returns what a starting engine is doing, for waiting people."""
         if handle.actor is None:
             return handle.waits_for_room or "waiting for resources"
         try:
@@ -327,7 +327,7 @@ class Placement:
             await self._destroy(handle)
 
     async def kill(self, handle: EngineHandle) -> None:
-        """End an engine that may hang: its process first, else `RayPort.kill` takes seconds."""
+        """Kill an engine that may hang: its process first, because `RayPort.kill` takes seconds."""
         _cancel_watcher(handle)
         if handle.ended is None and not await self.may_end():
             return
@@ -341,7 +341,7 @@ class Placement:
             await self._destroy(handle)
 
     async def close(self, handles: list[EngineHandle]) -> None:
-        """End these engines, and everything that Ray is still creating for them."""
+        """Terminate these engines, and parts of them that Ray is still creating."""
         await asyncio.gather(*(self.end(handle) for handle in handles))
         if not self.strays.is_done:
             await self.strays.collect()

@@ -3,14 +3,14 @@
 `ray_cluster.py` implements it with the real Ray, and the simulator (`tests/simulator/`) with
 tables. `tests/cluster/control/test_ray_contract.py` checks both against these docstrings.
 
-Actor names are unique in a namespace, names of placement groups in the whole Ray cluster. Ray ends
-both asynchronously. The death of an actor does not remove its placement group, which keeps its
-resources. Removing a group ends the actors in it.
+Actor names are unique in a namespace, names of placement groups in the whole Ray cluster. Ray
+terminates both asynchronously. The death of an actor does not remove its placement group, which
+keeps its resources. Removing a group terminates the actors in it.
 
 Coroutines raise `GcsUnavailable`, a TimeoutError, if Ray's GCS (its control store) does not answer
-for some seconds, and also if they are cancelled meanwhile. The requested action may still happen
-afterwards, but a change never happens after a later change or listing of this process. Plain
-methods block while the GCS is unavailable.
+for some seconds. After that, or after a cancellation, the requested action may still happen, but a
+change never happens after a later change or listing of this process. Plain methods block while the
+GCS is unavailable.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RayPort(Protocol):
 
     async def kill_process(self, pid: int, node: str) -> None:
         """Kill a process of a node and return when its memory is free. It is not an error if the
-        process has already ended. On another node a helper does it. Raises an `ActorError` if no
+        process is already dead. On another node a helper does it. Raises an `ActorError` if no
         helper can."""
 
     # ---------------------------------------------------------------- resources
@@ -84,7 +84,7 @@ class RayPort(Protocol):
         process may live for some seconds."""
 
     async def find_actor(self, name: str, namespace: str) -> Actor | None:
-        """Returns an actor by name; None: it has ended, or never existed."""
+        """Returns an actor by name; None: it is dead, or never existed."""
 
     async def create_engine(
         self,
@@ -119,7 +119,7 @@ class RayPort(Protocol):
 
     async def kill(self, actor: Actor, *, restart: bool = False) -> None:
         """Kill an actor without its own clean-up. `restart`: Ray restarts it, if it can be
-        restarted. It is not an error if the actor has already ended."""
+        restarted. It is not an error if the actor is already dead."""
 
     # ---------------------------------------------------------------- the GCS's key-value store
 

@@ -1,7 +1,7 @@
-"""Ends actors and placement groups that no manager knows.
+"""Terminates actors and placement groups that no manager knows.
 
-An engine that was ended may still exist: Ray's GCS was unavailable, or the manager was cancelled
-while Ray created the engine. The collector handles everything that is in doubt, and retries with a
+A terminated engine may still exist: Ray's GCS was unavailable, or the manager was cancelled while
+Ray created the engine. The collector handles everything that is in doubt, and retries with a
 growing delay. A call of an earlier manager may reach Ray long after that manager died, when a
 network partition heals, so the collector also checks periodically.
 """
@@ -18,13 +18,13 @@ from swell.cluster.control.ray_port import Group, RayPort
 from swell.configs.log import StructuredLogger, first_line
 
 _TIMEOUT_S = 15.0
-"""How long ended strays may take to disappear."""
+"""How long terminated strays may take to disappear."""
 _POLL_S = 0.1
 
 
 class StrayCollector:
-    """Ends everything with a name of one cluster that its manager does not know: engines of an
-    earlier manager or of another configuration, and placement groups whose engines are dead."""
+    """Terminates everything with a name of one cluster that its manager does not know: engines of
+    an earlier manager or of another configuration, and placement groups whose engines are dead."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class StrayCollector:
         return Leftovers(list(self._left), self._reason, self._failures, wait_s)
 
     def suspect(self, reason: str) -> None:
-        """Report that strays may be left: `collect_forever` ends them."""
+        """Report that strays may be left: `collect_forever` terminates them."""
         self._reason = reason
         self._due.set()
 
     async def collect_forever(self) -> None:
-        """End strays whenever some may be left, and retry until none is."""
+        """Terminate strays whenever some may be left, and retry until none is."""
         while True:
             try:
                 await asyncio.wait_for(self._due.wait(), self._period_s)
@@ -95,8 +95,9 @@ class StrayCollector:
         return bool(actor_names.find_strays(actors, groups, self._namespace, self._known()))
 
     async def collect(self) -> bool:
-        """End all strays, and wait for some seconds until they are gone. Returns whether there were
-        any. If some are left, or if the GCS does not answer, `collect_forever` continues."""
+        """Terminate all strays, and wait for some seconds until they are gone. Returns whether
+        there were any. If some are left, or if the GCS does not answer, `collect_forever`
+        continues."""
         ended: set[str] = set()
         self._due.clear()
         try:
@@ -115,7 +116,8 @@ class StrayCollector:
         return bool(ended)
 
     async def _end_strays(self, ended: set[str]) -> bool:
-        """End each stray once and add its name to `ended`. Returns whether some are still there."""
+        """Terminate each stray once and add its name to `ended`. Returns whether some are still
+        there."""
         actors = await self._ray.actor_names(self._namespace)
         groups = await self._ray.groups()
         # Read the known names last: an engine may have been planned meanwhile.
@@ -134,7 +136,7 @@ class StrayCollector:
 
 
 async def end(ray: RayPort, name: str, namespace: str, group: Group | None) -> None:
-    """End the actor with this name, if there is one, and this placement group."""
+    """Terminate the actor with this name, if there is one, and this placement group."""
     actor = await ray.find_actor(name, namespace)
     if actor is not None:
         await ray.kill(actor)
@@ -143,7 +145,7 @@ async def end(ray: RayPort, name: str, namespace: str, group: Group | None) -> N
 
 
 async def end_all(ray: RayPort, namespace: str) -> list[str]:
-    """End everything of an application that no longer has a manager. Returns the names."""
+    """Terminate everything of an application that no longer has a manager. Returns the names."""
     actors, groups = await ray.actor_names(namespace), await ray.groups()
     names = actor_names.find_strays(actors, groups, namespace)
     for name in names:

@@ -53,9 +53,9 @@ class UpgradeState(msgspec.Struct, frozen=True):
     gives_way: int | None = None
     """Rank of the engine that leaves to make room for one that unfinished responses need."""
     freed_at: float = float("-inf")
-    """When an engine was last seen ending."""
+    """When an engine was last seen terminating."""
     is_freeing: bool = False
-    """An engine was ending at the last observation."""
+    """An engine was terminating at the last observation."""
 
     @property
     def is_untried(self) -> bool:

@@ -2,11 +2,11 @@
 argument.
 
 Rules. An unfinished response continues only on engines of its version; ingresses enforce that. So
-the last engine of a version ends only when no ingress needs the version, and if it dies while an
+the last engine of a version stops only when no ingress needs the version, and if it dies while an
 ingress still needs it, a new one is started. There is at most one engine more than the target
 number:
 
-    extra engine starts ---> it serves ---> one of an older version leaves ---> it has gone ---+
+    extra engine starts ---> it serves ---> one of an older version leaves ---> it is gone  ---+
           ^                                                                                    |
           +---------------------------------- until none is older -----------------------------+
 
@@ -23,7 +23,7 @@ it: it waits for room, nothing else starts meanwhile, and another engine gives w
 
     one that starts;
     else one of several that serve the same version: its requests continue on the others;
-    else the last one of a version: it gets no new requests, and ends when its answers have.
+    else the last one of a version: it gets no new requests, and stops when it is idle.
 
 The engine then serves until no ingress needs it, and is replaced again. If there is room for only
 one engine, the versions take turns. An engine that gave way unnecessarily is kept.
@@ -42,14 +42,14 @@ from swell.cluster.control.upgrade import UpgradeState, observe
 from swell.cluster.control.versions import UpgradeStage, Version
 
 ROOM_S = 10.0
-"""How long ended engines may hold their resources: no other engine gives way meanwhile."""
+"""How long terminated engines may hold their resources: no other engine gives way meanwhile."""
 
 
 class UpgradePlan(msgspec.Struct, frozen=True):
     """The next steps, by rank."""
 
     held: frozenset[int] = frozenset()
-    """Leaving engines that end only when no ingress needs their version."""
+    """Leaving engines that stop only when no ingress needs their version."""
     vacating: frozenset[int] = frozenset()
     """Leaving engines that count until they are gone: others take their places."""
     keep: tuple[int, ...] = ()

@@ -68,7 +68,7 @@ class UpgradeCounts(msgspec.Struct, frozen=True):
     """Upgrades whose version did not become ready, including one that is still being rolled
     back."""
     cancelled: int = 0
-    """Upgrades that ended because an operator requested the previous or another version."""
+    """Upgrades that were given up because an operator requested the previous or another version."""
 
     def plus(self, *, done: int = 0, failed: int = 0, cancelled: int = 0) -> UpgradeCounts:
         return UpgradeCounts(self.done + done, self.failed + failed, self.cancelled + cancelled)

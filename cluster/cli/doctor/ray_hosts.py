@@ -114,7 +114,7 @@ class _Inquiry:
         )
 
     def _end(self) -> None:
-        """Kill the actors; those that this does not reach end with this process."""
+        """Kill the actors; actors that this does not reach exit with this process."""
         for probe in self._probes.values():
             ray.kill(probe)
 

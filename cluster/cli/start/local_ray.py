@@ -23,7 +23,7 @@ _BETWEEN_S = 1.0
 _SHUTDOWN_S = 2.0
 """How long `ray.shutdown` may take after Ray itself has stopped."""
 _LEFT_S = 5.0
-"""How long Ray's processes may take to end after Ray."""
+"""How long Ray's processes may take to exit after Ray has stopped."""
 _NEVER_LATER = (ValueError, TypeError, PermissionError, FileNotFoundError, NotADirectoryError)
 """Errors that a second attempt would raise as well."""
 _REMEDY = (

@@ -1,9 +1,9 @@
 """Finds and kills processes that a Ray of ours has left.
 
-Ray asks its processes to end, and a worker ends with its node. This does not reach a process that
-hangs, that starts while Ray ends, or that was started by a killed worker. All of them write to a
+Ray asks its processes to exit, and a worker exits with its node. This does not reach a process that
+hangs, that starts while Ray stops, or that was started by a killed worker. All of them write to a
 log in Ray's folder or have inherited such a file, which is how they are found even if their parents
-have ended. Processes that only read these logs do not count.
+have exited. Processes that only read these logs do not count.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 _POLL_S = 0.05
 _KILL_S = 5.0
-"""How long the kernel may take to end killed processes."""
+"""How long the kernel may take to remove killed processes."""
 
 
 def end_all(folder: Path, grace_s: float) -> list[int]:
     """Wait up to `grace_s` until no process of this Ray is left, then kill the rest. Returns their
-    pids; all are dead unless the kernel cannot end them."""
+    pids; all are dead unless the kernel cannot kill them."""
     _wait_until_gone(folder, grace_s)
     left = writers(folder)
     for pid in left:
@@ -48,7 +48,7 @@ def _writes(pid: int, start: str) -> bool:
                 is_below = os.readlink(f"{process}/fd/{file}").startswith(start)
                 if is_below and _is_writable(f"{process}/fdinfo/{file}"):
                     return True
-    except OSError:  # the process has ended, or belongs to another user
+    except OSError:  # the process has exited, or belongs to another user
         return False
     return False
 

@@ -3,7 +3,7 @@ they are recorded where Ray creates them, in `ray._private.services`.
 
 Each process gets its own session. So a signal to the process group of `swell serve` (Ctrl-C in a
 terminal, `timeout`, a shell that exits) only reaches `swell serve`, which stops them in order. If
-`swell serve` is killed they still end with it, because Ray asks the kernel for that.
+`swell serve` is killed they still exit with it, because Ray asks the kernel for that.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RayProcesses:
         return patient
 
     def has_lost_one(self) -> bool:
-        """Whether a necessary process has ended, or the GCS is about to: after SIGTERM it closes
+        """Whether a necessary process has exited, or the GCS is about to: after SIGTERM it closes
         its port but lives for another minute."""
         return self._is_gcs_closed() or any(
             process.poll() is not None for process in self._started if _program(process) in _NEEDED
@@ -102,7 +102,7 @@ class RayProcesses:
     def end(self) -> None:
         """Kill all processes with their children, after a failed start."""
         for process in self._started:
-            with contextlib.suppress(OSError):  # the process has ended, and its group with it
+            with contextlib.suppress(OSError):  # the process has exited, and its group with it
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self._started:
             with contextlib.suppress(subprocess.TimeoutExpired):
