@@ -132,8 +132,8 @@ class ManagerDeployment:
 
     async def check_health(self) -> None:
         """Called by Serve. The watchdog kills a manager that hangs. A manager that no longer leads
-        is unhealthy, so Serve replaces it, unless Serve is stopping it anyway: the new leader may
-        be gone, having taken over last because it was frozen while it started."""
+        is unhealthy, so Serve replaces it, unless Serve is stopping it anyway. Its successor may be
+        gone: perhaps it hung during its start, and took over late."""
         if not self._manager.leads:
             raise RuntimeError("another manager has taken over from this one")
 

@@ -80,7 +80,7 @@ class PortClaims:
         self._network = network or str(os.stat("/proc/self/ns/net").st_ino)
 
     def check(self, host: str, port: int, is_own: Callable[[str], bool]) -> None:
-        """Raises ConfigError if there is an overlapping claim whose owner is not `is_own`."""
+        """Raises ConfigError if there is an overlapping claim of an owner that is not `is_own`."""
         if self._folder.exists():
             with self._gate():
                 self._check(_name(host), host, port, is_own)

@@ -30,7 +30,7 @@ def replica_options(cluster: ClusterConfig, shutdown_s: float) -> dict[str, Any]
     """Returns the options of a deployment whose replicas may take `shutdown_s` to stop."""
     check_s = max(_SHORTEST_PERIOD_S, cluster.stall_timeout_s / (2 * _HEALTH_CHECKS))
     of_actor: dict[str, Any] = {"num_cpus": 0}
-    if _OUTLASTS not in os.environ:  # else Ray's own processes have the setting too
+    if _OUTLASTS not in os.environ:  # else replicas inherit it from Ray's processes
         of_actor["runtime_env"] = {"env_vars": {_OUTLASTS: _OUTLASTS_MS}}
     return {
         "ray_actor_options": of_actor,

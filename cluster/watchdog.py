@@ -54,7 +54,7 @@ class Watchdog:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the watchdog. Call this in the loop to watch, after work that may take long."""
+        """Start the watchdog. Call this in the loop to watch, after its slow initialization."""
         self._start_process()
         work = exit_on_error_async(self._report_forever, "watchdog")
         self._task = asyncio.create_task(work)

@@ -12,19 +12,30 @@ import pytest
 
 from tests.test_layers import ROOT
 
-<<<<<<< HEAD
 @@=======
 CHECKED: tuple[str, ...] = (
+    "cluster/__init__.py",
+    "cluster/__main__.py",
     "cluster/api",
+    "cluster/app.py",
+    "cluster/cli",
+    "cluster/client",
+    "cluster/control",
+    "cluster/local.py",
+    "cluster/local_engine.py",
+    "cluster/port_claim.py",
+    "cluster/replica_options.py",
+    "cluster/replica_peers.py",
+    "cluster/serve_status.py",
+    "cluster/text",
+    "cluster/watchdog.py",
+    "cluster/watchdog_process.py",
     "configs",
     "coordinator",
     "engine",
     "kernels",
     "worker",
 )
-=======
-CHECKED: tuple[str, ...] = ("cluster/client", "cluster/text")
->>>>>>> 908aba1 (Tests: client and text are among the folders whose words are checked)
 """Folders and files whose words are checked."""
 
 OPENINGS = re.compile(

@@ -58,7 +58,7 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
 
     @property
     def age(self) -> tuple[int, int]:
-        """Compares with the age of a `ManagerState`: the greater one is newer."""
+        """Age, comparable with that of a `ManagerState`: the greater one is newer."""
         return self.term, self.number
 
     def manager_state(self, phase: str, scaling: ScalingCounts) -> ManagerState:

@@ -21,8 +21,8 @@ _PAUSE_S = 1.0
 `_LONGEST_PAUSE_S`."""
 _LONGEST_PAUSE_S = 10.0
 _FRESH_S = 30.0
-"""Maximum age of a failure that is reported as current: longer than a delay and the next
-failure."""
+"""Maximum age of a failure that is reported as current: longer than a delay plus the next failing
+attempt."""
 _OWNER_BITS = 64
 
 
@@ -96,14 +96,14 @@ class CheckpointWriter:
         return ManagerId(self.owner, self._newest.term)
 
     async def is_leader(self) -> bool:
-        """Whether no other manager has taken over. If the store does not answer, none can have
-        taken over."""
+        """Whether no other manager has taken over. True if the store does not answer, because then
+        none can take over."""
         owner = await self._read_owner()
         return owner is None or owner in ("", self.owner)
 
     async def is_leader_within(self, timeout_s: float) -> bool:
-        """Like `is_leader`, for a caller that cannot wait long: if the store is slow, no successor
-        can have taken over either."""
+        """Like `is_leader`, for a caller that cannot wait long. True after the timeout: while the
+        store is slow, no successor can take over either."""
         try:
             return await asyncio.wait_for(self.is_leader(), timeout_s)
         except TimeoutError:

@@ -4,7 +4,7 @@ The manager follows one change of the number of engines, the newest one:
 
                +------------------- scale: the newest target replaces the older one --------------+
                v                                                                                  |
-           REQUESTED --- plan ---> IN_PROGRESS --- all are there, none leaves ---> SETTLED -------+
+           REQUESTED --- plan ---> IN_PROGRESS --- all serve, none is leaving ---> SETTLED -------+
                                        |                                                          |
                                        +--- one of its engines does not start ---> FAILED --------+
 

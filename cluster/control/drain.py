@@ -39,8 +39,8 @@ class Drain:
         self._engines, self._detach = engines, detach
         self.held: Mapping[int, bool] = {}
         """Leaving engines that are the last ones of their version: rank -> whether unfinished
-        responses need that version. `MAX_DRAIN_S` limits their drain, not the drain time, and an
-        idle engine stays as long as its version is needed. Replaced as a whole."""
+        responses need that version. Only `MAX_DRAIN_S` limits their drain, not the requested drain
+        time. An idle engine stays as long as its version is needed. Replaced as a whole."""
         self._log = StructuredLogger("cluster.drain")
 
     @property
@@ -61,7 +61,7 @@ class Drain:
         self._begin(handle, timeout_s)
 
     def set_time(self, timeout_s: float) -> None:
-        """Set the drain time of leaving engines, except selected and reloading ones."""
+        """Restart the drain time of engines with `Intent.LEAVE`, with this length."""
         for handle in [each for each in self.leaving if each.intent is Intent.LEAVE]:
             self._begin(handle, timeout_s)
 

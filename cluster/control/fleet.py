@@ -275,7 +275,7 @@ class Fleet:
         self._drain.add(self.engines[rank], timeout_s, Intent.RELOAD)
 
     def set_drain_time(self, timeout_s: float) -> None:
-        """Set the drain time of leaving engines, except selected and reloading ones."""
+        """Restart the drain time of engines with `Intent.LEAVE`, with this length."""
         self._drain.set_time(timeout_s)
 
     @property

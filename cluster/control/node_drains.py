@@ -3,7 +3,7 @@
     notice --- move ---> its replacement starts elsewhere, it serves on --- leave ---> gone
                                      |                                       ^
                                      +-- the replacement serves, or ---------+
-                                         only the time to finish is left
+                                         only the drain time is left
 
 The notice of a host is short for spot capacity (half a minute to two minutes), and longer than a
 drain if an operator or Ray's autoscaler drains the node. An engine that left at once would not

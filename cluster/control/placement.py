@@ -73,7 +73,7 @@ class Placement:
         """Names of engines that were placed or adopted here and not terminated."""
         self.may_end: Callable[[], Awaitable[bool]] = _always
         """Called before a hanging engine is terminated: if this manager is cut off from Ray, the
-        engine may serve another one."""
+        engine may serve another manager."""
         self.on_waiting: Callable[[], None] = _ignore
         """Called when an engine starts or stops waiting for room."""
         known, look_s = lambda: {*self._known, coordinator.name}, config.cluster.stall_timeout_s

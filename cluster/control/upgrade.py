@@ -66,7 +66,8 @@ class UpgradeState(msgspec.Struct, frozen=True):
     @property
     def starts(self) -> Version:
         """The version of an engine that replaces another one: the new version only after it has
-        served, unless the previous one cannot be used."""
+        served, unless there is no room for an extra engine or the previous version does not
+        start."""
         record = self.record
         is_direct = record.in_place or self.failing == record.previous
         if self.is_untried and not is_direct and record.previous in record.proven:

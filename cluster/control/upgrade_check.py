@@ -57,8 +57,8 @@ class ModelFileReads:
 
 
 def family_of(config: Config) -> str:
-    """Returns the identity of the part of a configuration that all versions of a cluster share.
-    Raises ConfigError."""
+    """Returns the family: a hash of the part of a configuration that all versions of a cluster
+    share. Raises ConfigError."""
     try:
         return family(config, text_digest(config.model))
     except (OSError, ValueError) as error:

@@ -46,8 +46,9 @@ def _model_problem(facts: HostFacts) -> str | None:
 
 
 def same_files(survey: Survey) -> list[Finding]:
-    """Check that hosts have the same files. Hosts without any of them are left out: `files` reports
-    missing ones, and a model that is not in a host's cache yet is downloaded at the start."""
+    """Check that hosts have the same files. Hosts that cannot read one are left out, because
+    `files` reports them. So are hosts without any: a model that is not in a host's cache yet is
+    downloaded at the start."""
     if survey.config is None:
         return []
     having = {

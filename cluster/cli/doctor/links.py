@@ -20,8 +20,8 @@ hosts connect to all others."""
 
 def pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
     """Returns pairs (source, target), in both directions. Up to 17 hosts form all pairs. With more
-    hosts, each one connects to those at distances 1, 2, 4, 8 .. 128 in the ring of sorted names, so
-    that every switch between two halves of the hosts is crossed."""
+    hosts, each one connects at eight distances in the ring of sorted names, powers of two first (1,
+    2, 4 .. 128), so that every switch between two halves of the hosts is crossed."""
     ring = sorted(hosts)
     size = len(ring)
     powers_first = sorted(range(1, size // 2 + 1), key=lambda step: (step.bit_count() > 1, step))
