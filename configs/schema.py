@@ -171,8 +171,8 @@ class ClusterConfig(Section, frozen=True):
     or an IPv4 network, such as `10.1.0.0/16`. On each host all of them listen on its first address
     there. None: on the address of the host's Ray node."""
     ports: Text | None = None
-    """`A-B`: the ports on which they listen, at least 16 and not used by other programs; see
-    `docs/operate/network.md`. None: 20000-31999 for the coordinator, and any port for the others."""
+    """`A-B`: the ports on which they listen, at least 16 and not used by other programs
+    (`docs/operate/network.md`). None: 20000-31999 for the coordinator, any port for the others."""
 
     @property
     def port_range(self) -> range | None:

@@ -118,11 +118,11 @@ class ServeConfig(SessionLimits, frozen=True):
     request_chat_template: bool = False
     """Whether a request may contain a chat template: it is a program that may run for long."""
     tool_parser: Text = "auto"
-    """Format of the model's tool calls: a name in `docs/reference/formats.md`, such as hermes or qwen3_coder;
-    `auto` detects it from the chat template; `none`."""
+    """Format of the model's tool calls: a name in `docs/reference/formats.md`, such as hermes or
+    qwen3_coder; `auto` detects it from the chat template; `none`."""
     reasoning_parser: Text = "auto"
-    """Format of the model's reasoning: a name in `docs/reference/formats.md`, such as think or harmony;
-    `auto` and `none` as above."""
+    """Format of the model's reasoning: a name in `docs/reference/formats.md`, such as think or
+    harmony; `auto` and `none` as above."""
     stored_responses: NonNegative = 1000
     """Maximum number of answers of `/v1/responses` that are stored, for requests that continue or
     retrieve them; 0: none. The least recently used ones are dropped first."""

@@ -1,4 +1,5 @@
-"""All checks of `swell doctor`, and the result of a check. `docs/operate/doctor.md` has the table."""
+"""All checks of `swell doctor`, and the result of a check. `docs/operate/doctor.md` has the
+table."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def parts(config: Config | None, address: str) -> list[Part]:
-    """Returns the parts at which a host with this address listens: `docs/operate/network.md` has the
-    sockets."""
+    """Returns the parts at which a host with this address listens: `docs/operate/network.md` has
+    the sockets."""
     chosen = config.cluster.port_range if config else None
     found = [
         _part("coordinator", coordinator_ports(chosen) or CHOSEN_PORTS, address),
