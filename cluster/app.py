@@ -25,16 +25,16 @@ from swell.cluster.api.admin.protocol import ChangeResult, RequestStory
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.api.server_info import NotReady
-from swell.cluster.api.store_service import StoreService
+from swell.cluster.api.store.store_service import StoreService
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
-from swell.cluster.control.checkpoint_store import CheckpointStore
-from swell.cluster.control.control_state import ScaleRefused
-from swell.cluster.control.coordinator_handle import CoordinatorHandle
-from swell.cluster.control.http_port import claim_port, listening_host, with_host, with_port
+from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.manager import ClusterManager
-from swell.cluster.control.placement import Placement
-from swell.cluster.control.ray_cluster import RayCluster
-from swell.cluster.control.room import resolve_device
+from swell.cluster.control.plan.control_state import ScaleRefused
+from swell.cluster.control.plan.room import resolve_device
+from swell.cluster.control.ray.checkpoint_store import CheckpointStore
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.ray.http_port import claim_port, listening_host, with_host, with_port
+from swell.cluster.control.ray.ray_cluster import RayCluster
 from swell.cluster.control.upgrade_check import (
     Make,
     ModelFileReads,
@@ -54,21 +54,21 @@ from swell.cluster.serve_status import (
     is_of_this_ray,
 )
 from swell.cluster.text.adapters import AdapterRefused
-from swell.cluster.text.tokenizer import import_without_torch
+from swell.cluster.text.tokens.tokenizer import import_without_torch
 from swell.cluster.watchdog import watch
 from swell.configs.identity import identity
-from swell.configs.log import StructuredLogger, configure_logging
 from swell.configs.lora import Adapter
-from swell.configs.network import host_address, ingress_ports
-from swell.configs.process import allow_many_files, freeze_gc
+from swell.configs.runtime.log import StructuredLogger, configure_logging
+from swell.configs.runtime.network import host_address, ingress_ports
+from swell.configs.runtime.process import allow_many_files, freeze_gc
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from swell.configs.serve import ServeConfig
 from swell.configs.sleep_check import sleep_refusal
-from swell.coordinator.contact import CoordinatorContact
 from swell.coordinator.coordinator import find
-from swell.coordinator.ground import ThreadGround
 from swell.coordinator.manager_state import Sleep
-from swell.coordinator.ports import free_port, next_free_port
+from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.ports import free_port, next_free_port
 
 _SERVE_PROXY_PORT = 8000
 """The port on which `serve run` starts Serve's proxy."""
@@ -282,7 +282,7 @@ class IngressDeployment:
 
     async def check_health(self) -> None:
         """Called by Serve. The watchdog kills an ingress that hangs; an ingress whose loops have
-        failed has already exited (`configs/process.py`)."""
+        failed has already exited (`configs/runtime/process.py`)."""
         self._claim.renew()
 
     def __serve_build_asgi_app__(self) -> Any:

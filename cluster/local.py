@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from swell.cluster.client.outputs import CompletionOutput, RequestOutput
-from swell.cluster.client.pooling_outputs import (
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.requests.pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -21,17 +21,16 @@ from swell.cluster.client.pooling_outputs import (
 )
 from swell.cluster.local_engine import LocalEngine
 from swell.cluster.text.adapters import LoadedAdapters
-from swell.cluster.text.chat_template import TemplateOptions
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.generation_config import read_generation_config
-from swell.cluster.text.generation_request import (
+from swell.cluster.text.model_folder import check
+from swell.cluster.text.params.sampling_params import SamplingParams, bad_value
+from swell.cluster.text.prompt.chat_template import TemplateOptions
+from swell.cluster.text.prompt.generation_request import (
     Conversation,
     GenerationRequest,
 )
-from swell.cluster.text.input_processor import InputProcessor, RequestParams
-from swell.cluster.text.model_folder import check
-from swell.cluster.text.offline_inputs import cut_to, each_of, fields_of, inputs_of
-from swell.cluster.text.pooling_processor import (
+from swell.cluster.text.prompt.input_processor import InputProcessor, RequestParams
+from swell.cluster.text.prompt.offline_inputs import cut_to, each_of, fields_of, inputs_of
+from swell.cluster.text.prompt.pooling_processor import (
     Input,
     PoolingProcessor,
     PoolingRequest,
@@ -39,14 +38,15 @@ from swell.cluster.text.pooling_processor import (
     load_pooling,
     pooling_refusal,
 )
-from swell.cluster.text.prompt_embeds import EmbedsPrompts, load_embeds_width
-from swell.cluster.text.prompts import PromptProcessor
-from swell.cluster.text.sampling_params import SamplingParams, bad_value
-from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
-from swell.cluster.text.truncation import TEMPLATE_TEXT
-from swell.configs.adapter_files import adapters_of, check_adapter
+from swell.cluster.text.prompt.prompt_embeds import EmbedsPrompts, load_embeds_width
+from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
+from swell.cluster.text.tokens.detokenizer import Detokenizer
+from swell.cluster.text.tokens.generation_config import read_generation_config
+from swell.cluster.text.tokens.tokenizer import load_eos_token_ids, load_tokenizer
+from swell.configs.files.adapter_files import adapters_of, check_adapter
 from swell.configs.lora import Adapter
-from swell.configs.process import prepare_for_torch
+from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import load
 from swell.configs.section import ConfigError
 

@@ -11,17 +11,17 @@ from typing import Any
 
 from rich.progress import Progress
 
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import RequestOutput, RequestOutputKind
-from swell.cluster.client.parallel_sampling import ParentRequest
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.input_processor import RequestParams
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import RequestOutput, RequestOutputKind
+from swell.cluster.client.requests.parallel_sampling import ParentRequest
 from swell.cluster.text.model_folder import check
+from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.configs.schema import Config
 from swell.configs.sleep_check import sleep_refusal
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, build_executor
-from swell.worker.new_weights import save_weights, with_weights_of
+from swell.worker.memory.new_weights import save_weights, with_weights_of
 
 _CLIENT = b"local"
 _KIND = RequestOutputKind.FINAL_ONLY

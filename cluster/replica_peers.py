@@ -10,7 +10,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from swell.cluster.api.admin.protocol import RequestStory
-from swell.configs.log import StructuredLogger
+from swell.configs.runtime.log import StructuredLogger
 
 _PEERS_TIMEOUT_S = 5.0
 """How long an ingress waits for the answers of the others."""

@@ -10,7 +10,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from swell.configs.log import StructuredLogger
+from swell.configs.runtime.log import StructuredLogger
 
 _INGRESS_ACTOR = re.compile(r"SERVE_REPLICA::(.+)#Ingress#")
 """The name that Serve gives to the actor of an ingress; it contains the application's name."""

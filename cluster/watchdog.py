@@ -16,8 +16,8 @@ import threading
 from pathlib import Path
 
 from swell.cluster import watchdog_process
-from swell.configs.log import StructuredLogger
-from swell.configs.process import exit_on_error_async
+from swell.configs.runtime.log import StructuredLogger
+from swell.configs.runtime.process import exit_on_error_async
 
 _PROGRAM = (sys.executable, "-I", "-S", str(Path(watchdog_process.__file__)))
 _REPORTS = 10

@@ -17,13 +17,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from swell.configs import model_path
 from swell.configs.autoscaling import AutoscalingConfig, check_autoscaling
 from swell.configs.drafts import DraftsConfig, check_drafts
+from swell.configs.files import model_path
+from swell.configs.files.yaml_text import read_yaml, read_yaml_file
 from swell.configs.lora import LoraConfig, check_lora
-from swell.configs.network import check_interface, ingress_ports, parse_ports
 from swell.configs.parallel import ParallelConfig as ParallelConfig
 from swell.configs.parallel import check_parallel
+from swell.configs.runtime.network import check_interface, ingress_ports, parse_ports
 from swell.configs.scheduler import SchedulerConfig, check_scheduler
 from swell.configs.section import ConfigError as ConfigError
 from swell.configs.section import (
@@ -40,7 +41,6 @@ from swell.configs.serve import MAX_BODY_BYTES as MAX_BODY_BYTES
 from swell.configs.serve import SERVE_FILES as SERVE_FILES
 from swell.configs.serve import ServeConfig as ServeConfig
 from swell.configs.shown import did_you_mean, shown
-from swell.configs.yaml_text import read_yaml, read_yaml_file
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@,]+/?\Z", re.IGNORECASE)
 """The origin of a web page: scheme, host and port."""

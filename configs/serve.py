@@ -22,7 +22,7 @@ from swell.configs.sessions import SessionLimits
 SERVE_FILES = ("api_keys_file", "admin_keys_file", "chat_template")
 """Keys of `serve` with names of files, which must exist on every host."""
 MAX_BODY_BYTES = 32 * 1024 * 1024
-"""Half of the maximum size of a message to an engine (`coordinator/handshakes.py`)."""
+"""Half of the maximum size of a message to an engine (`coordinator/transport/handshakes.py`)."""
 
 
 TruncatePrompts = Literal["none", "end", "start"]

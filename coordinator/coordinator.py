@@ -7,15 +7,15 @@ import os
 import ray
 from ray.exceptions import RayError
 
-from swell.configs.log import configure_logging
-from swell.configs.network import coordinator_ports, host_address
+from swell.configs.runtime.log import configure_logging
+from swell.configs.runtime.network import coordinator_ports, host_address
 from swell.configs.schema import ClusterConfig
-from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
-from swell.coordinator.ground import ThreadGround
 from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import CoordinatorService, Membership
 from swell.coordinator.state_machine import JoinResult
+from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.ground import ThreadGround
 from swell.coordinator.wire import ClusterView
 
 _DISCOVERY = "discovery"

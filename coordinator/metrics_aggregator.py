@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from itertools import accumulate
 
-from swell.coordinator.listening_clock import ListeningClock
+from swell.coordinator.transport.listening_clock import ListeningClock
 from swell.coordinator.wire import Counts
 
 _EXPIRY_S = 3600.0

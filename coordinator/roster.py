@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from swell.coordinator.channel import ChannelAddress
+from swell.coordinator.transport.channel import ChannelAddress
 
 MAX_LEFT = 256
 """Maximum number of engines that a roster lists as left: more than leave between two views."""

@@ -14,24 +14,24 @@ from collections.abc import Callable
 
 import msgspec
 
-from swell.configs.log import StructuredLogger
+from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
-from swell.coordinator.channel import ChannelAddress, Inbox, make_keys
 from swell.coordinator.cluster_state import load_report_s
-from swell.coordinator.contact import CoordinatorEndpoint
-from swell.coordinator.engine_monitor import StalledEngine
-from swell.coordinator.ground import Ground, ThreadGround
-from swell.coordinator.listening_clock import ListeningClock
-from swell.coordinator.loop_calls import LoopCalls
 from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState, NotLeading
 from swell.coordinator.metrics_aggregator import MetricsAggregator
-from swell.coordinator.null_waves import NullCoordinator
+from swell.coordinator.monitors.engine_monitor import StalledEngine
 from swell.coordinator.recovery import recovery_s
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.state_machine import CoordinatorStateMachine, JoinResult
 from swell.coordinator.subscribers import Subscribers
-from swell.coordinator.wave_interface import CoordinatorWaves, RankedCommands
-from swell.coordinator.waves import WaveCoordinator
+from swell.coordinator.transport.channel import ChannelAddress, Inbox, make_keys
+from swell.coordinator.transport.contact import CoordinatorEndpoint
+from swell.coordinator.transport.ground import Ground, ThreadGround
+from swell.coordinator.transport.listening_clock import ListeningClock
+from swell.coordinator.transport.loop_calls import LoopCalls
+from swell.coordinator.wave_protocol.null_waves import NullCoordinator
+from swell.coordinator.wave_protocol.wave_interface import CoordinatorWaves, RankedCommands
+from swell.coordinator.wave_protocol.waves import WaveCoordinator
 from swell.coordinator.wire import (
     FIRST_TOKENS,
     ClusterView,

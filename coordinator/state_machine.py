@@ -19,12 +19,17 @@ import msgspec
 from swell.configs.schema import ClusterConfig
 from swell.coordinator import roster as rosters
 from swell.coordinator.cluster_state import ClusterState
-from swell.coordinator.engine_monitor import STUCK_FACTOR, EngineMonitor, StalledEngine
-from swell.coordinator.forming_monitor import FormingMonitor, Remedy
 from swell.coordinator.forming_reasons import named, not_followed, not_formed, not_joined
 from swell.coordinator.manager_state import ManagerState
+from swell.coordinator.monitors.engine_monitor import STUCK_FACTOR, EngineMonitor, StalledEngine
+from swell.coordinator.monitors.forming_monitor import FormingMonitor, Remedy
 from swell.coordinator.roster import Member, MemberState, Roster
-from swell.coordinator.wave_interface import CoordinatorWaves, GroupState, Phase, RankedCommands
+from swell.coordinator.wave_protocol.wave_interface import (
+    CoordinatorWaves,
+    GroupState,
+    Phase,
+    RankedCommands,
+)
 from swell.coordinator.wire import (
     Broken,
     ClusterReports,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from swell.coordinator.listening_clock import ListeningClock
+from swell.coordinator.transport.listening_clock import ListeningClock
 
 _TIMEOUT_HEARTBEATS = 5
 """Number of heartbeats after which a silent ingress is removed."""

@@ -22,7 +22,7 @@ from swell.configs.lora import Adapter, LoraConfig
 from swell.configs.shown import shown
 from swell.engine.executor.adapter_loads import late_reason
 from swell.engine.request import MAX_FAILED_ATTEMPTS
-from swell.engine.step_builder import StartedRequest
+from swell.engine.scheduling.step_builder import StartedRequest
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.wire import AdapterLoaded, LoadAdapter
 

@@ -9,20 +9,20 @@ from collections.abc import Awaitable, Callable, Iterable
 import msgspec
 
 from swell.configs.schema import Config
-from swell.coordinator.ground import THREADS, Ground, drive
-from swell.coordinator.null_waves import NullMember
-from swell.coordinator.wave_interface import EngineWaves
-from swell.coordinator.waves import WaveMember
+from swell.coordinator.transport.ground import THREADS, Ground, drive
+from swell.coordinator.wave_protocol.null_waves import NullMember
+from swell.coordinator.wave_protocol.wave_interface import EngineWaves
+from swell.coordinator.wave_protocol.waves import WaveMember
 from swell.coordinator.wire import CoordinatorMessage
 from swell.engine.adapter_admission import AdapterAdmission, Failed, shown_to_users
-from swell.engine.drafter import make_drafter
 from swell.engine.executor import Executor, ExecutorError, ExecutorLimits, WorkerLost
-from swell.engine.handover_files import make_claim
-from swell.engine.handover_reads import ReadsOfFiles
+from swell.engine.kv.handover_files import make_claim
+from swell.engine.kv.handover_reads import ReadsOfFiles
 from swell.engine.request import Request
-from swell.engine.request_validation import invalid_reason, wrong_kind
-from swell.engine.scheduler import Scheduler
-from swell.engine.step_builder import ScheduledStep, StartedRequest
+from swell.engine.scheduling.drafter import make_drafter
+from swell.engine.scheduling.request_validation import invalid_reason, wrong_kind
+from swell.engine.scheduling.scheduler import Scheduler
+from swell.engine.scheduling.step_builder import ScheduledStep, StartedRequest
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.wire import (
     AdapterLoaded,

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from swell.engine.block_hash import pack_tokens
+from swell.engine.kv.block_hash import pack_tokens
 from swell.engine.wire import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -14,10 +14,10 @@ from swell.engine.wire import (
     JourneyEvent,
     JourneyEventType,
 )
-from swell.worker.sample.wire import Extra, TokenLogprobs
+from swell.worker.sampler_wire import Extra, TokenLogprobs
 
 if TYPE_CHECKING:
-    from swell.engine.drafter import RowDrafts
+    from swell.engine.scheduling.drafter import RowDrafts
 
 MAX_FAILED_ATTEMPTS = 2
 """Maximum number of consecutive losses of engines or workers during steps of a request, without a

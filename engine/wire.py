@@ -4,7 +4,7 @@ An ingress sends `EngineCoreRequest`, `AbortRequests`, `UtilityCall`, `ReplaceCl
 `KeepAlive`. An engine sends each ingress at most one `EngineCoreOutputs` per step, and answers each
 `KeepAlive` with a `KeepAliveReply`. The messages between the coordinator and an engine are in
 `coordinator/wire.py`. New fields must be appended, and defaults must never change: trailing fields
-with default values are not sent (`coordinator/codec.py`).
+with default values are not sent (`coordinator/transport/codec.py`).
 
 Message loss is always detected. Both sides count the messages of an ingress's connection to an
 engine, in both directions, and each keep-alive and its reply carry the counts. If a connection
@@ -19,7 +19,7 @@ import enum
 import msgspec
 
 from swell.configs.lora import Adapter
-from swell.worker.sample.wire import Extra, PromptEmbeds, SamplerParams
+from swell.worker.sampler_wire import Extra, PromptEmbeds, SamplerParams
 
 
 class EngineCoreRequestType(enum.IntEnum):

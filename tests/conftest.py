@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from swell.configs import process
-from swell.configs.process import freeze_gc, prepare_for_torch
+from swell.configs.runtime import process
+from swell.configs.runtime.process import freeze_gc, prepare_for_torch
 from tests import reaper
 from tests.sharing import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.sharing import pytest_runtest_setup as pytest_runtest_setup
@@ -54,7 +54,7 @@ def pytest_collection_finish() -> None:
 def _tests_stay_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that gives memory back would collect them too. It need not: no engine of a test is
     excluded."""
-    for module in ("swell.worker.sleep", "swell.worker.worker"):
+    for module in ("swell.worker.memory.sleep", "swell.worker.worker"):
         monkeypatch.setattr(f"{module}.collect_frozen", gc.collect)
 
 

@@ -7,7 +7,7 @@ import base64
 import torch
 from safetensors.torch import save
 
-from swell.cluster.text.prompt_embeds import EmbedsPrompt, read_prompt_embeds
+from swell.cluster.text.prompt.prompt_embeds import EmbedsPrompt, read_prompt_embeds
 
 
 def encoded(embeds: torch.Tensor) -> str:

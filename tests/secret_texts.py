@@ -19,7 +19,7 @@ from msgspec import inspect
 from rich.pretty import pretty_repr
 from zmq.utils import z85
 
-from swell.configs.log import KeyValueFormatter, StructuredLogger
+from swell.configs.runtime.log import KeyValueFormatter, StructuredLogger
 from tests.test_layers import FILES, ROOT
 
 SECRET_TYPES = frozenset({"SecretBytes", "SecretText", "SessionKey", "StoreKey"})

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, list[str]] = {
         "engine.*",
         "coordinator.*",
         "configs.*",
-        "worker.sample.wire",  # SamplerParams, Extra: fields of an engine's requests and outputs
+        "worker.sampler_wire",  # SamplerParams, Extra: fields of an engine's requests and outputs
     ],
     "cluster/cli/*": ["cluster.*"],
     "cluster/cli/save_sharded.py": ["worker.sharded.saving"],  # a worker's job, without an engine
@@ -50,14 +50,14 @@ MAY_IMPORT: dict[str, list[str]] = {
     "cluster/local_engine.py": [
         "cluster.client.*",
         "cluster.text.*",
-        "worker.new_weights",  # tensors of a caller in this process, written for the workers
+        "worker.memory.new_weights",  # tensors of a caller in this process, written for the workers
     ],
     "cluster/client/*": ["cluster.client.*", "cluster.text.*"],
     "cluster/text/*": ["cluster.text.*"],
     "coordinator/*": ["coordinator.*", "configs.*"],
-    "engine/*": ["engine.*", "coordinator.*", "configs.*", "worker.wire", "worker.sample.wire"],
+    "engine/*": ["engine.*", "coordinator.*", "configs.*", "worker.wire", "worker.sampler_wire"],
     "engine/executor/*": ["worker.worker", "worker.actor"],
-    "worker/*": ["worker.*", "kernels.*", "coordinator.channel", "configs.*"],
+    "worker/*": ["worker.*", "kernels.*", "coordinator.transport.channel", "configs.*"],
     "kernels/*": ["kernels.*"],
     "configs/*": ["configs.*"],
 }
@@ -68,10 +68,10 @@ LIBRARIES: dict[str, list[str]] = {
         "cluster/app.py",
         "cluster/replica_peers.py",
         "cluster/serve_status.py",
-        "cluster/control/ray_cluster.py",
+        "cluster/control/ray/ray_cluster.py",
         "cluster/cli/*",
         "coordinator/coordinator.py",
-        "engine/actor.py",
+        "engine/serving/actor.py",
         "engine/executor/process_killer.py",
         "engine/executor/ray.py",
         "engine/executor/ray_worker.py",
@@ -83,44 +83,44 @@ LIBRARIES: dict[str, list[str]] = {
         "engine/executor/inproc.py",
     ],
     "transformers": [
-        "cluster/text/tokenizer.py",
+        "cluster/text/tokens/tokenizer.py",
         "worker/loader.py",
         "worker/models/generic*.py",
         "worker/sample/vocabulary.py",
     ],
     "llguidance": [
         "cluster/text/json_grammar/string_patterns.py",
-        "cluster/text/user_grammar.py",
-        "cluster/text/grammar_check.py",
+        "cluster/text/grammar/user_grammar.py",
+        "cluster/text/grammar/grammar_check.py",
         "worker/sample/grammar.py",
         "worker/sample/vocabulary.py",
     ],
     "prometheus_client": ["*/metrics.py"],
     "opentelemetry": ["cluster/api/tracing/otlp.py"],
-    "zmq": ["coordinator/authenticator.py", "coordinator/channel.py"],
+    "zmq": ["coordinator/transport/authenticator.py", "coordinator/transport/channel.py"],
 }
 
 ON_A_GROUND: dict[str, tuple[str, ...]] = {
     # Pattern of files that run on a `Ground` and on ports -> the shells among them, which implement
     # these. All others take the clock, random bits, threads and processes from there.
     "cluster/client/*": (),
-    "cluster/control/*": ("cluster/control/ray_cluster.py",),
+    "cluster/control/*": ("cluster/control/ray/ray_cluster.py",),
     "coordinator/*": (
-        "coordinator/authenticator.py",
-        "coordinator/channel.py",
+        "coordinator/transport/authenticator.py",
+        "coordinator/transport/channel.py",
         "coordinator/coordinator.py",
-        "coordinator/ground.py",
-        "coordinator/ports.py",
+        "coordinator/transport/ground.py",
+        "coordinator/transport/ports.py",
     ),
     "engine/*": (
-        "engine/actor.py",
+        "engine/serving/actor.py",
         "engine/executor/heartbeat_listener.py",
         "engine/executor/inline.py",
         "engine/executor/inproc.py",
         "engine/executor/process_killer.py",
         "engine/executor/ray.py",
         "engine/executor/ray_worker.py",
-        "engine/handover_files.py",
+        "engine/kv/handover_files.py",
     ),
 }
 OF_A_GROUND = ("ray", "time", "secrets", "random", "threading", "multiprocessing", "os", "signal")
@@ -188,7 +188,7 @@ FILES = our_files()
 def test_the_law_sees_files_of_every_floor() -> None:
     assert {name.partition("/")[0] for name in FILES} == set(FLOORS)
     assert len(FILES) > 60
-    assert "swell.worker.wire" in set(imports("engine/scheduler.py"))
+    assert "swell.worker.wire" in set(imports("engine/scheduling/scheduler.py"))
     assert "torch" in set(imports("worker/runner.py"))
     assert "swell.engine.executor.ray" in set(named_modules("engine/executor/__init__.py"))
 
@@ -285,14 +285,14 @@ def test_the_door_of_kernels_is_empty() -> None:
     ("modules", "absent"),
     [
         (
-            "swell.engine.core, swell.engine.scheduler, swell.engine.server",
+            "swell.engine.core, swell.engine.scheduling.scheduler, swell.engine.serving.server",
             ["torch", "ray", "transformers", "numpy", "prometheus_client"],
         ),
         ("swell.cluster.local", ["ray"]),
         ("swell.coordinator.service", ["torch", "ray", "transformers"]),
-        ("swell.cluster.client.router", ["torch", "ray", "transformers"]),
+        ("swell.cluster.client.routing.router", ["torch", "ray", "transformers"]),
         ("swell.cluster.control.manager", ["torch", "ray", "transformers"]),
-        ("swell.cluster.text.structured_output", ["torch", "ray", "transformers"]),
+        ("swell.cluster.text.grammar.structured_output", ["torch", "ray", "transformers"]),
         ("swell.worker.wire", ["torch", "ray", "zmq"]),
         ("swell.worker.worker", ["ray", "llguidance"]),
         ("tests.gpu.test_engine", ["ray", "llguidance", "prometheus_client", "hypothesis"]),

@@ -11,7 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.configs.secret import HIDDEN, HoldsSecrets, SecretBytes, SecretText, secret_fields
+from swell.configs.runtime.secret import (
+    HIDDEN,
+    HoldsSecrets,
+    SecretBytes,
+    SecretText,
+    secret_fields,
+)
 from tests.secret_texts import (
     SECRET_TYPES,
     Holder,
@@ -32,17 +38,17 @@ NAMED_BYTES = re.compile(r"(^|_)(keys?|tokens?|hash(es)?|digests?)(_|$)")
 NO_SECRETS: dict[tuple[str, str], str] = {
     # (file, name of the field or parameter) -> why it is none
     ("*", "cache_salt"): "of a request, which is shown with it or not at all",
-    ("cluster/client/router.py", "salt"): "the same",
-    ("cluster/client/prompt_blocks.py", "salt"): "the same",
-    ("engine/block_hash.py", "salt"): "the same",
+    ("cluster/client/routing/router.py", "salt"): "the same",
+    ("cluster/client/routing/prompt_blocks.py", "salt"): "the same",
+    ("engine/kv/block_hash.py", "salt"): "the same",
     ("*", "block_hashes"): "of a prefix: an index alone has them",
-    ("engine/block_hash.py", "hashes"): "the same",
-    ("engine/block_pool.py", "_block_hashes"): "the same",
+    ("engine/kv/block_hash.py", "hashes"): "the same",
+    ("engine/kv/block_pool.py", "_block_hashes"): "the same",
     ("cluster/client/*.py", "key"): "of a conversation, on a ring of hashes",
     ("cluster/control/*.py", "key"): "of an entry in Ray's GCS",
     ("cluster/text/schema/strict_json.py", "token"): "a part of a text",
-    ("cluster/api/sessions/session_store.py", "tokens"): "ids of tokens",
-    ("coordinator/authenticator.py", "public_key"): "what it says",
+    ("cluster/api/store/session_store.py", "tokens"): "ids of tokens",
+    ("coordinator/transport/authenticator.py", "public_key"): "what it says",
 }
 
 

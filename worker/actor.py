@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import ray
 
-from swell.configs.network import host_address
-from swell.configs.process import freeze_gc, prepare_for_torch
+from swell.configs.runtime.network import host_address
+from swell.configs.runtime.process import freeze_gc, prepare_for_torch
 from swell.configs.schema import Config
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet
+from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys, Outlet
 from swell.worker.wire import WorkerCommand, WorkerLimits, WorkerProgress
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from swell.configs.schema import Config
-from swell.worker import kv_cache
 from swell.worker.drafting.draft_model import NoDraftModel
-from swell.worker.experts import max_share_bytes
-from swell.worker.routed_experts import RouteLayout
+from swell.worker.moe.experts import max_share_bytes
+from swell.worker.moe.routed_experts import RouteLayout
+from swell.worker.step import kv_cache
 
 
 def moe_layers(model: Any) -> list[Any]:

@@ -23,12 +23,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from swell.configs.json_text import parse_json
-from swell.configs.log import first_line
+from swell.configs.files.json_text import parse_json
+from swell.configs.files.sharded_index import is_sharded, read_index, refuse_other_model
+from swell.configs.runtime.log import first_line
 from swell.configs.schema import ModelConfig
-from swell.configs.sharded_index import is_sharded, read_index, refuse_other_model
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.weight_shard import WeightShard
-from swell.worker.mesh import Mesh
 from swell.worker.model_folder import model_folder
 from swell.worker.quantization import refuse_quantized, refuse_type
 from swell.worker.sharded.loading import load_saved_experts, load_sharded

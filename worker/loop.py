@@ -14,10 +14,10 @@ import threading
 from collections import deque
 from typing import Any
 
-from swell.configs.process import exit_on_error
-from swell.configs.waker import Waker
-from swell.coordinator.channel import Outlet
-from swell.worker.groups import GroupError
+from swell.configs.runtime.process import exit_on_error
+from swell.configs.runtime.waker import Waker
+from swell.coordinator.transport.channel import Outlet
+from swell.worker.comm.groups import GroupError
 from swell.worker.wire import (
     AbortGroups,
     AdapterLoaded,

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 
-from swell.configs.adapter_files import (
+from swell.configs.files.adapter_files import (
     MERGE,
     AdapterFiles,
     AdapterModule,
@@ -23,9 +23,9 @@ from swell.configs.adapter_files import (
     adapters_of,
     read_adapter,
 )
-from swell.configs.hanging_calls import HangingCalls, TooManyCalls
-from swell.configs.log import first_line
 from swell.configs.lora import Adapter, LoraConfig
+from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls
+from swell.configs.runtime.log import first_line
 from swell.configs.shown import shown
 from swell.kernels.lora import LoraTokens
 from swell.worker.layers.lora import AdaptedTokens, LayerLora, LoraMatrices, LoraPart, NoLora

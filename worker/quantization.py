@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from swell.configs.json_text import parse_json
+from swell.configs.files.json_text import parse_json
 
 KEYS = ("quantization_config", "compression_config", "quantization", "quant_config")
 """Keys of config.json, or of the config of one of its parts."""

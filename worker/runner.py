@@ -16,30 +16,30 @@ from torch import Tensor
 
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
-from swell.worker.block_files import BlockFiles
-from swell.worker.block_tables import BlockTables
-from swell.worker.dp_sync import DPSync, DPSyncResult
+from swell.worker.comm.groups import GroupError
+from swell.worker.comm.mesh import Mesh
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
 from swell.worker.drafting.draft_runner import StepHidden
-from swell.worker.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
-from swell.worker.feedback import PendingSends, make_feedback
-from swell.worker.forward import HeadOutput, make_forward
-from swell.worker.groups import GroupError
-from swell.worker.input_batch import BatchBuilder, InputBatch
 from swell.worker.lora import NO_ADAPTERS, AdapterNotLoaded, AdapterSlots, NoAdapters
-from swell.worker.mesh import Mesh
-from swell.worker.multi_step import FurtherPasses, OutputOfPasses, RowEnds
-from swell.worker.offload_store import OffloadStore
+from swell.worker.memory.block_files import BlockFiles
+from swell.worker.memory.offload_store import OffloadStore
+from swell.worker.moe.dp_sync import DPSync, DPSyncResult
+from swell.worker.moe.routed_experts import RoutedExpertsReader, RouteRecorder
 from swell.worker.pool.pooler import Pooler
 from swell.worker.pool.reader import PoolingReader
-from swell.worker.prompt_embeds import PromptEmbedsTable
-from swell.worker.request_states import RequestStates
-from swell.worker.routed_experts import RoutedExpertsReader, RouteRecorder
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sample.logprobs import make_readers
 from swell.worker.sample.sampler import Sampler, SamplerOutput
-from swell.worker.sample.wire import SamplerParams
-from swell.worker.staging import AsyncCopy
+from swell.worker.sampler_wire import SamplerParams
+from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
+from swell.worker.step.feedback import PendingSends, make_feedback
+from swell.worker.step.forward import HeadOutput, make_forward
+from swell.worker.step.input_batch import BatchBuilder, InputBatch
+from swell.worker.step.multi_step import FurtherPasses, OutputOfPasses, RowEnds
+from swell.worker.step.prompt_embeds import PromptEmbedsTable
+from swell.worker.step.request_states import RequestStates
+from swell.worker.step.staging import AsyncCopy
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRow, SchedulerOutput
 
 

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 import msgspec
 
 from swell.configs.lora import Adapter
-from swell.configs.secret import HoldsSecrets, SecretBytes
-from swell.worker.sample.wire import Extra, PromptEmbeds, SamplerParams
+from swell.configs.runtime.secret import HoldsSecrets, SecretBytes
+from swell.worker.sampler_wire import Extra, PromptEmbeds, SamplerParams
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):

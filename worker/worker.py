@@ -10,20 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from swell.configs.log import first_line
-from swell.configs.network import prepare_for_nccl
 from swell.configs.pooling import PoolingSpec
-from swell.configs.process import available_cores
+from swell.configs.runtime.log import first_line
+from swell.configs.runtime.network import prepare_for_nccl
+from swell.configs.runtime.process import available_cores
 from swell.configs.schema import Config
 from swell.kernels import backends
-from swell.worker import kv_cache
-from swell.worker.block_files import BlockFiles
 from swell.worker.cache_size import block_bytes, count_cache_blocks, moe_layers
+from swell.worker.comm.mesh import GroupError, Mesh
+from swell.worker.comm.stores import Stores, reachable
 from swell.worker.device import device_of
-from swell.worker.dp_sync import make_dp_sync
 from swell.worker.drafting.draft_loading import load_draft_model
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
-from swell.worker.experts import rebalance
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import (
     LoadedWeights,
@@ -33,15 +31,17 @@ from swell.worker.loader import (
     resolve_dtype,
 )
 from swell.worker.lora import NO_ADAPTERS, NoAdapters, OnLoaded, make_adapters
-from swell.worker.mesh import GroupError, Mesh
+from swell.worker.memory.block_files import BlockFiles
+from swell.worker.memory.new_weights import ModelShape, with_weights_of
+from swell.worker.memory.offload_store import OffloadStore, count_offload_blocks
+from swell.worker.memory.sleep import SleepingWeights, collect_frozen, freed_by, give_back
 from swell.worker.models import build_model
-from swell.worker.new_weights import ModelShape, with_weights_of
-from swell.worker.offload_store import OffloadStore, count_offload_blocks
+from swell.worker.moe.dp_sync import make_dp_sync
+from swell.worker.moe.experts import rebalance
+from swell.worker.moe.routed_experts import RouteRecorder
 from swell.worker.pool.pooler import Pooler, load_pooler, max_text_tokens, read_model_pooling
-from swell.worker.routed_experts import RouteRecorder
 from swell.worker.runner import ModelRunner
-from swell.worker.sleep import SleepingWeights, collect_frozen, freed_by, give_back
-from swell.worker.stores import Stores, reachable
+from swell.worker.step import kv_cache
 from swell.worker.vector_math import initialize_vector_math
 from swell.worker.wire import (
     AsyncModelRunnerOutput,

@@ -16,15 +16,15 @@ from swell.cluster.api.admin.adapter_routes import AdapterRoutes
 from swell.cluster.api.admin.peers import PeerStories
 from swell.cluster.api.admin.protocol import RequestStory
 from swell.cluster.api.admin.serving import AdminRoutes
-from swell.cluster.api.answer_identity import AnswerIdentity
-from swell.cluster.api.body_reader import Body, body_bytes, warn_of_keywords
+from swell.cluster.api.answers.answer_identity import AnswerIdentity
+from swell.cluster.api.answers.disconnect import with_deadline
+from swell.cluster.api.bodies.body_reader import Body, body_bytes, warn_of_keywords
 from swell.cluster.api.chat import convert as chat_convert
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.chat.serving import ChatResponseWriter
 from swell.cluster.api.completions import convert as completion_convert
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.completions.serving import CompletionResponseWriter
-from swell.cluster.api.disconnect import with_deadline
 from swell.cluster.api.keep_alive import KeepAliveMiddleware
 from swell.cluster.api.messages import convert as messages_convert
 from swell.cluster.api.messages.message import TokenCount
@@ -45,10 +45,10 @@ from swell.cluster.api.services import Services
 from swell.cluster.api.sessions.session_routes import SessionRoutes
 from swell.cluster.api.tokenize import TokenizeRoutes
 from swell.cluster.client.engine_core_client import ConnectEngines
-from swell.cluster.text.generation_request import GenerationRequest
-from swell.cluster.text.input_processor import RequestParams
-from swell.cluster.text.text_services import TextServices
-from swell.cluster.text.truncation import TEMPLATE_TEXT
+from swell.cluster.text.prompt.generation_request import GenerationRequest
+from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.prompt.text_services import TextServices
+from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
 from swell.configs.schema import Config
 
 

@@ -7,8 +7,8 @@ from base64 import b64encode
 
 from msgspec import UNSET, UnsetType
 
-from swell.cluster.api.protocol_base import Body
-from swell.cluster.client.routed_experts import RoutedExpertsTable
+from swell.cluster.api.bodies.protocol_base import Body
+from swell.cluster.client.requests.routed_experts import RoutedExpertsTable
 
 
 class RoutedExpertsBody(Body, kw_only=True):

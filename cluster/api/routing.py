@@ -15,7 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swell.cluster.api.http_errors import HTTPError, error_body, error_info
+from swell.cluster.api.answers.sse import DONE, PING, event
+from swell.cluster.api.bodies.http_errors import HTTPError, error_body, error_info
+from swell.cluster.api.bodies.protocol_base import named_event
 from swell.cluster.api.keep_alive import (
     EarlyHead,
     keep_alive_of,
@@ -25,11 +27,9 @@ from swell.cluster.api.keep_alive import (
 )
 from swell.cluster.api.messages.message import Ping, messages_error, messages_status
 from swell.cluster.api.messages.models import ANTHROPIC_VERSION
-from swell.cluster.api.protocol_base import named_event
 from swell.cluster.api.responses.events import ErrorEvent
-from swell.cluster.api.sse import DONE, PING, event
-from swell.cluster.text.field_path import rename_roots
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.params.field_path import rename_roots
+from swell.cluster.text.params.sampling_params import BadRequest, shown
 
 Handler = Callable[[Request], Awaitable[Any]]
 

@@ -10,30 +10,30 @@ from starlette.requests import Request
 
 from swell.cluster.api.adapter_names import AdapterNames
 from swell.cluster.api.admin.peers import NoPeers, PeerStories
-from swell.cluster.api.answer_identity import AnswerIdentity
-from swell.cluster.api.body_reader import BodyReader
-from swell.cluster.api.disconnect import with_deadline
-from swell.cluster.api.request_recorder import RequestRecorder
+from swell.cluster.api.answers.answer_identity import AnswerIdentity
+from swell.cluster.api.answers.disconnect import with_deadline
+from swell.cluster.api.answers.request_recorder import RequestRecorder
+from swell.cluster.api.answers.serving_handler import ServingHandler
+from swell.cluster.api.bodies.body_reader import BodyReader
 from swell.cluster.api.resumable.resumable_answers import ResumableAnswers
 from swell.cluster.api.routing import arm_keep_alive
 from swell.cluster.api.server.access import Access
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
-from swell.cluster.api.serving_handler import ServingHandler
 from swell.cluster.api.tracing.exporter import make_exporter
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.deadline import HEADER as TIMEOUT
-from swell.cluster.client.deadline import deadline_of
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats
-from swell.cluster.client.request_history import RequestHistory
-from swell.cluster.text.generation_request import GenerationRequest
-from swell.cluster.text.input_processor import AsyncInputProcessor, RequestParams
-from swell.cluster.text.offload import OffloadPools
-from swell.cluster.text.pooling_processor import generation_refusal, pooling_refusal
+from swell.cluster.client.requests.deadline import HEADER as TIMEOUT
+from swell.cluster.client.requests.deadline import deadline_of
+from swell.cluster.client.requests.request_history import RequestHistory
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.prompt.generation_request import GenerationRequest
+from swell.cluster.text.prompt.input_processor import AsyncInputProcessor, RequestParams
+from swell.cluster.text.prompt.offload import OffloadPools
+from swell.cluster.text.prompt.pooling_processor import generation_refusal, pooling_refusal
+from swell.cluster.text.prompt.text_services import TextServices
 from swell.cluster.text.reasoning_tokens import ReasoningTokens
-from swell.cluster.text.sampling_params import BadRequest
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.cluster.text.text_services import TextServices
 from swell.configs.lora import Adapter
 from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector

@@ -9,13 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.api.body_reader import body_bytes
-from swell.cluster.api.protocol_base import Body
+from swell.cluster.api.bodies.body_reader import body_bytes
+from swell.cluster.api.bodies.protocol_base import Body
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
-from swell.cluster.text.chat_template import TemplateOptions
-from swell.cluster.text.generation_request import Conversation, Prompt
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.prompt.chat_template import TemplateOptions
+from swell.cluster.text.prompt.generation_request import Conversation, Prompt
+from swell.cluster.text.prompt.truncation import TokenizeOptions
 from swell.cluster.text.schema.chat_messages import (
     ChatMessage,
     ToolDefinition,
@@ -24,7 +25,6 @@ from swell.cluster.text.schema.chat_messages import (
 )
 from swell.cluster.text.schema.known_fields import DETOKENIZE, TOKENIZE
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.cluster.text.truncation import TokenizeOptions
 
 
 class TokenizeRequest(RequestBody, kw_only=True):

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from swell.configs.secret import SecretText
+from swell.configs.runtime.secret import SecretText
 
 T = TypeVar("T")
 

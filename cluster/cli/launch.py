@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from swell.cluster.api.server.api_keys import key_file_warnings
 from swell.cluster.api.server.http_server import fd_warning
 from swell.cluster.api.server_info import START_FAILED
-from swell.cluster.cli.host_checks import check_hosts
+from swell.cluster.cli.doctor.host_checks import check_hosts
 from swell.cluster.cli.session_folder import remove_abandoned, session_folder
 from swell.cluster.cli.start.application import APP, SERVE_S, Stopped, application
 from swell.cluster.cli.start.hub_model import Download, ask_hub
@@ -28,7 +28,7 @@ from swell.cluster.cli.start.ray_address import probe_address
 from swell.cluster.cli.start.serve_messages import waiting_reason
 from swell.cluster.cli.start.start_screen import StartScreen, own_lines_only
 from swell.cluster.cli.start.startup_error import StartupError, last_line
-from swell.cluster.control.http_port import (
+from swell.cluster.control.ray.http_port import (
     ON_INTERFACE,
     claim_port,
     listening_host,

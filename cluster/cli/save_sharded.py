@@ -9,7 +9,7 @@ from rich.progress import DownloadColumn, Progress
 
 from swell.cluster.cli.generate import quiet_transformers
 from swell.cluster.text.model_folder import check
-from swell.configs.process import prepare_for_torch
+from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import ConfigError, load
 
 

@@ -7,25 +7,25 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from swell.cluster.client.admission import Admission, TooManyWaiting
-from swell.cluster.client.answer_version import AnswerVersion
-from swell.cluster.client.deadline import RequestTimedOut
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.engine_core_client import ConnectEngines, EngineCallFailed, EngineCalls
 from swell.cluster.client.metrics import PrometheusStats
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import RequestOutputCollector, RequestOutputKind
-from swell.cluster.client.readiness import ReadinessTracker, ReadyState
 from swell.cluster.client.request_placer import RequestPlacer
-from swell.cluster.client.request_state import EngineGone, MigrationReason, RequestState
-from swell.cluster.client.router import NoEngine
-from swell.cluster.text.detokenizer import Detokenizer, TextStart
+from swell.cluster.client.requests.answer_version import AnswerVersion
+from swell.cluster.client.requests.deadline import RequestTimedOut
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import RequestOutputCollector, RequestOutputKind
+from swell.cluster.client.requests.request_state import EngineGone, MigrationReason, RequestState
+from swell.cluster.client.routing.admission import Admission, TooManyWaiting
+from swell.cluster.client.routing.readiness import ReadinessTracker, ReadyState
+from swell.cluster.client.routing.router import NoEngine
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.parsers.base import Parser
-from swell.cluster.text.sampling_params import SamplingParams
-from swell.configs.log import StructuredLogger
+from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
+from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
-from swell.coordinator.ground import THREADS, Ground
 from swell.coordinator.roster import Roster
+from swell.coordinator.transport.ground import THREADS, Ground
 from swell.coordinator.wire import ClusterView, EngineLoad
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, FinishReason
 

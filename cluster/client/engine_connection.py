@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from swell.configs.log import StructuredLogger
-from swell.coordinator.channel import AsyncOutlet, ChannelKeys
-from swell.coordinator.ground import Ground
+from swell.configs.runtime.log import StructuredLogger
 from swell.coordinator.roster import Member
+from swell.coordinator.transport.channel import AsyncOutlet, ChannelKeys
+from swell.coordinator.transport.ground import Ground
 from swell.engine.wire import (
     EngineAnswer,
     EngineCoreOutputs,

@@ -14,18 +14,18 @@ from swell.cluster.client.engine_connection import (
     OnMessagesLost,
     OnOutputs,
 )
-from swell.configs.log import StructuredLogger
-from swell.configs.process import exit_on_error_async
-from swell.coordinator.call_table import CallTable
-from swell.coordinator.channel import (
+from swell.configs.runtime.log import StructuredLogger
+from swell.configs.runtime.process import exit_on_error_async
+from swell.coordinator.roster import Roster
+from swell.coordinator.transport.call_table import CallTable
+from swell.coordinator.transport.channel import (
     AsyncOutlet,
     ChannelAddress,
     ChannelKeys,
     ChannelTimeout,
 )
-from swell.coordinator.finder import CoordinatorFinder, FindCoordinator, find_nothing
-from swell.coordinator.ground import THREADS, Ground
-from swell.coordinator.roster import Roster
+from swell.coordinator.transport.finder import CoordinatorFinder, FindCoordinator, find_nothing
+from swell.coordinator.transport.ground import THREADS, Ground
 from swell.coordinator.wire import (
     ClusterReports,
     ClusterView,

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from swell.cluster.client.stats import IterationStats, StatsSink
+from swell.cluster.client.requests.stats import IterationStats, StatsSink
 from swell.cluster.text.schema.known_fields import IGNORED_FIELDS
 from swell.coordinator.metrics_aggregator import add, highest
 from swell.coordinator.wire import Counts

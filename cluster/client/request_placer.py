@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from swell.cluster.client.admission import Backlog
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.engine_core_client import EngineCoreClient
-from swell.cluster.client.handover import HANDED_OVER
 from swell.cluster.client.metrics import PrometheusStats
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.placement_queue import PlacementQueue
-from swell.cluster.client.request_state import EngineGone, MigrationReason, RequestState
-from swell.cluster.client.router import NoEngine, Router
-from swell.configs.log import StructuredLogger
+from swell.cluster.client.requests.handover import HANDED_OVER
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.request_state import EngineGone, MigrationReason, RequestState
+from swell.cluster.client.routing.admission import Backlog
+from swell.cluster.client.routing.placement_queue import PlacementQueue
+from swell.cluster.client.routing.router import NoEngine, Router
+from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.wire import ClusterView, EngineLoad

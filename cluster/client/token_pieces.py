@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from swell.engine.wire import EngineCoreOutput
-from swell.worker.sample.wire import TokenLogprobs
+from swell.worker.sampler_wire import TokenLogprobs
 
 
 def one_by_one(output: EngineCoreOutput) -> Sequence[EngineCoreOutput]:

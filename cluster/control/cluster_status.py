@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.control.backoff import Trouble
-from swell.cluster.control.engine_handle import EngineHandle
+from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.plan.backoff import Trouble
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
 

@@ -7,14 +7,15 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from swell.cluster.control import control_state, room, scaling_status
-from swell.cluster.control.autoscaler import Autoscaler
-from swell.cluster.control.control_state import ControlState, Leadership
-from swell.cluster.control.fleet import Fleet
-from swell.cluster.control.load_signals import LoadSeries
-from swell.cluster.control.node_drains import Moves, plan_moves
-from swell.cluster.control.placement import Placement
-from swell.configs.log import StructuredLogger
+from swell.cluster.control import scaling_status
+from swell.cluster.control.engines.fleet import Fleet
+from swell.cluster.control.engines.placement import Placement
+from swell.cluster.control.plan import control_state, room
+from swell.cluster.control.plan.autoscaler import Autoscaler
+from swell.cluster.control.plan.control_state import ControlState, Leadership
+from swell.cluster.control.plan.load_signals import LoadSeries
+from swell.cluster.control.plan.node_drains import Moves, plan_moves
+from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.scaling_counts import ScalingCounts, UpgradeStatus
 from swell.coordinator.service import Membership

@@ -21,33 +21,33 @@ import contextlib
 from functools import partial
 from typing import Any
 
-from swell.cluster.control import control_state
-from swell.cluster.control.backoff import Trouble
-from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
-from swell.cluster.control.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.cluster_status import describe
-from swell.cluster.control.control_state import (
+from swell.cluster.control.elasticity import Elasticity
+from swell.cluster.control.engines.engine_handle import EngineHandle, StartFailed
+from swell.cluster.control.engines.fleet import Fleet
+from swell.cluster.control.engines.placement import Placement
+from swell.cluster.control.plan import control_state
+from swell.cluster.control.plan.backoff import Trouble
+from swell.cluster.control.plan.control_state import (
     ControlState,
     Leadership,
     Plan,
     ScaleRefused,
     StartFailure,
 )
-from swell.cluster.control.coordinator_handle import CoordinatorHandle
-from swell.cluster.control.elasticity import Elasticity
-from swell.cluster.control.engine_handle import EngineHandle, StartFailed
-from swell.cluster.control.fleet import Fleet
-from swell.cluster.control.fleet_view import Intent
-from swell.cluster.control.placement import Placement
+from swell.cluster.control.plan.fleet_view import Intent
+from swell.cluster.control.ray.checkpoint_store import CheckpointStore, ClusterCheckpoint
+from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.upgrader import Upgrader
 from swell.cluster.text.adapters import LoadedAdapters
-from swell.configs.log import StructuredLogger
-from swell.configs.process import exit_on_error_async
+from swell.configs.runtime.log import StructuredLogger
+from swell.configs.runtime.process import exit_on_error_async
 from swell.configs.schema import Config
-from swell.coordinator.ground import Ground
 from swell.coordinator.manager_state import ManagerState, NotLeading, Sleep
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import Membership
+from swell.coordinator.transport.ground import Ground
 from swell.coordinator.wire import ClusterView
 
 _ANSWER_TIMEOUT_S = 2.0

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from swell.cluster.control.autoscaler import Autoscaler
-from swell.cluster.control.engine_handle import EngineHandle
+from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.plan.autoscaler import Autoscaler
 from swell.configs.schema import Config
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.control.upgrade import UpgradeRefused
-from swell.cluster.control.versions import Version
+from swell.cluster.control.plan.upgrade import UpgradeRefused
+from swell.cluster.control.plan.versions import Version
 from swell.cluster.text.model_folder import check
-from swell.cluster.text.text_files import text_digest, text_files
-from swell.configs.hanging_calls import HangingCalls, TooManyCalls
+from swell.cluster.text.prompt.text_files import text_digest, text_files
 from swell.configs.identity import family, identity, versioned_keys
+from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls
 from swell.configs.schema import Config, ConfigError, ModelConfig, load
 from swell.configs.schema import check as check_config
 

@@ -7,18 +7,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from swell.cluster.control import upgrade, upgrade_plan
-from swell.cluster.control.backoff import Trouble
 from swell.cluster.control.cluster_status import upgrade_trouble
-from swell.cluster.control.control_state import Change, ControlState, ScaleRefused
-from swell.cluster.control.drain_record import DrainRecord
-from swell.cluster.control.engine_handle import EngineHandle, NoRoom, StartFailed
-from swell.cluster.control.fleet import Fleet
-from swell.cluster.control.placement import Placement
-from swell.cluster.control.upgrade import Failure, UpgradeRefused
-from swell.cluster.control.upgrade_plan import UpgradePlan
-from swell.cluster.control.versions import UpgradeRecord, UpgradeStage, Version
-from swell.configs.log import StructuredLogger
+from swell.cluster.control.engines.engine_handle import EngineHandle, NoRoom, StartFailed
+from swell.cluster.control.engines.fleet import Fleet
+from swell.cluster.control.engines.placement import Placement
+from swell.cluster.control.plan import upgrade, upgrade_plan
+from swell.cluster.control.plan.backoff import Trouble
+from swell.cluster.control.plan.control_state import Change, ControlState, ScaleRefused
+from swell.cluster.control.plan.drain_record import DrainRecord
+from swell.cluster.control.plan.upgrade import Failure, UpgradeRefused
+from swell.cluster.control.plan.upgrade_plan import UpgradePlan
+from swell.cluster.control.plan.versions import UpgradeRecord, UpgradeStage, Version
+from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.scaling_counts import UpgradeStatus
 

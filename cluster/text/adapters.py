@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 
-from swell.cluster.text.sampling_params import DERIVED_SALT
+from swell.cluster.text.params.sampling_params import DERIVED_SALT
 from swell.configs.lora import MAX_ADAPTERS, Adapter, LoraConfig
 from swell.configs.shown import shown
 

@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any
 
 from swell.cluster.text.control_tokens import ControlTokens, Segment
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.sampling_params import BadRequest
 
 Change = Callable[[str], str]
 """A change of one text of the client."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, models
 
-from swell.cluster.text.tokenizer import encode_text
+from swell.cluster.text.tokens.tokenizer import encode_text
 
 _BRACKETS = frozenset("<>[]{}|｜")
 _MARK = re.compile(r"<[|｜]|[<\[]/?(think|tool|arg_)", re.IGNORECASE)

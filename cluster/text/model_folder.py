@@ -9,19 +9,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from swell.cluster.text.generation_config import read_generation_config
-from swell.cluster.text.tokenizer import load_model_eos_token_ids
-from swell.configs import model_path
-from swell.configs.adapter_files import check_adapters
-from swell.configs.bounded_files import (
+from swell.cluster.text.tokens.generation_config import read_generation_config
+from swell.cluster.text.tokens.tokenizer import load_model_eos_token_ids
+from swell.configs.files import model_path
+from swell.configs.files.adapter_files import check_adapters
+from swell.configs.files.bounded_files import (
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
     open_regular,
     read_file,
 )
-from swell.configs.json_text import parse_json
+from swell.configs.files.json_text import parse_json
+from swell.configs.files.sharded_index import INDEX_NAME, check_sharded, is_sharded
 from swell.configs.schema import Config, ConfigError
-from swell.configs.sharded_index import INDEX_NAME, check_sharded, is_sharded
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

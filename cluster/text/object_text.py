@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.text.parsers.json_values import ScalarValue, StringValue
+from swell.cluster.text.parsers.notations.json_values import ScalarValue, StringValue
+from swell.cluster.text.parsers.notations.structure import StructureReader
 from swell.cluster.text.parsers.reading import NotRead, Reading
-from swell.cluster.text.parsers.structure import StructureReader
 
 MAX_DEPTH = 100
 """Limit on nesting; readers of JSON have limits of their own, at 200 or more."""

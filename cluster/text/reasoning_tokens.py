@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swell.cluster.text.input_processor import InputProcessor
-from swell.cluster.text.offload import OffloadPools
-from swell.cluster.text.sampling_params import BadRequest
-from swell.cluster.text.truncation import TEMPLATE_TEXT
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.prompt.input_processor import InputProcessor
+from swell.cluster.text.prompt.offload import OffloadPools
+from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
 
 
 class ReasoningTokens:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from swell.configs.process import exit_on_error
-from swell.configs.waker import Waker
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox
+from swell.configs.runtime.process import exit_on_error
+from swell.configs.runtime.waker import Waker
+from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys, Inbox
 from swell.engine.executor.worker_monitor import WorkerMonitor
 from swell.worker.wire import AbortGroups, WorkerHeartbeat, WorkerMessage
 

@@ -10,7 +10,7 @@ from typing import Any
 from swell.configs.schema import Config
 
 _ENGINE = "-engine-"
-"""Part of the name of every engine's placement group (`cluster/control/actor_names.py`)."""
+"""Part of the name of every engine's placement group (`cluster/control/engines/actor_names.py`)."""
 _PLACED = "CREATED"
 """The state of a placement group whose resources are reserved."""
 

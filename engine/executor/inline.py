@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from swell.configs.process import prepare_for_torch
+from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
     Executor,

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from swell.configs.log import StructuredLogger
-from swell.configs.process import prepare_for_torch
+from swell.configs.runtime.log import StructuredLogger
+from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
     Executor,

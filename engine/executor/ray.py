@@ -18,10 +18,10 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from swell.configs.log import StructuredLogger, first_line
-from swell.configs.network import other_ports
+from swell.configs.runtime.log import StructuredLogger, first_line
+from swell.configs.runtime.network import other_ports
 from swell.configs.schema import Config, ConfigError
-from swell.coordinator.channel import ChannelKeys, Inbox
+from swell.coordinator.transport.channel import ChannelKeys, Inbox
 from swell.engine.executor import (
     Executor,
     ExecutorError,

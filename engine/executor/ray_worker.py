@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from swell.configs.log import first_line
+from swell.configs.runtime.log import first_line
 
 
 @dataclass(eq=False, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swell.coordinator.progress_monitor import ProgressMonitor
+from swell.coordinator.monitors.progress_monitor import ProgressMonitor
 
 
 @dataclass(slots=True)

@@ -29,13 +29,13 @@ from swell.cluster.client.engine_core_client import (
     OnView,
     VersionsInUse,
 )
-from swell.cluster.control.http_port import claim_port
-from swell.configs.log import configure_logging
-from swell.configs.process import prepare_for_torch
+from swell.cluster.control.ray.http_port import claim_port
+from swell.configs.runtime.log import configure_logging
+from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import load, parse_override
-from swell.coordinator.channel import ChannelAddress
-from swell.coordinator.ground import THREADS, drive
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.transport.ground import THREADS, drive
 from swell.coordinator.wire import ClusterView
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor

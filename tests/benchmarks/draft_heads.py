@@ -36,7 +36,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from swell.cluster.local import LLM
-from swell.configs.process import available_cores
+from swell.configs.runtime.process import available_cores
 from tests.benchmarks.draft_model import Weights, enlarge_tensor, enlarged
 from tests.benchmarks.drafts import NANO, compare
 

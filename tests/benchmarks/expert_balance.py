@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from swell.configs.schema import ParallelConfig
-from swell.worker.expert_balance import balance, imbalance
-from swell.worker.experts import holdings, move_experts
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.moe import ExpertTraits, MoE
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.layers.weight_shard import materialize
-from swell.worker.mesh import Mesh
+from swell.worker.moe.expert_balance import balance, imbalance
+from swell.worker.moe.experts import holdings, move_experts
 from swell.worker.wire import GroupPlan
 from tests.worker.test_mesh import in_threads
 

@@ -23,7 +23,7 @@ from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

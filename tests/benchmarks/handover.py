@@ -17,7 +17,7 @@ from typing import Any
 
 from swell.cluster.local import LLM
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.benchmarks import models
 
 PROMPT_TOKENS, MORE_TOKENS, BLOCK_TOKENS = 4000, 16, 16

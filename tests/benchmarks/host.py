@@ -22,13 +22,13 @@ import torch
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
-from swell.coordinator.channel import Inbox, Outlet, make_keys
-from swell.engine.scheduler import Scheduler
-from swell.engine.step_builder import ScheduledStep
+from swell.coordinator.transport.channel import Inbox, Outlet, make_keys
+from swell.engine.scheduling.scheduler import Scheduler
+from swell.engine.scheduling.step_builder import ScheduledStep
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, EngineMessage
-from swell.worker.mesh import Mesh, SoloGroup
+from swell.worker.comm.mesh import Mesh, SoloGroup
 from swell.worker.runner import ModelRunner
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import (
     ModelRunnerOutput,
     NewRow,

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from swell.configs.process import prepare_for_torch
+from swell.configs.runtime.process import prepare_for_torch
 
 prepare_for_torch()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.sampling_params import StructuredOutputs
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 from swell.worker.sample.logits_processor import LogitsProcessor
 from swell.worker.sample.sampler import Sampler
 

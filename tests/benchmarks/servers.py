@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from swell.coordinator.ports import free_port
+from swell.coordinator.transport.ports import free_port
 from tests.benchmarks.case import CONTENDERS, Setup
 from tests.benchmarks.children import START_S, Child, ContenderFailed, cpu_time_s
 from tests.benchmarks.interleaved import OURS, Contender, log

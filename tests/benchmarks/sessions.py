@@ -16,7 +16,7 @@ from typing import Any
 
 from swell.cluster.local import LLM
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.benchmarks import models
 
 SESSION_TOKENS, CHUNK_TOKENS, OTHERS = 4000, 16, 3

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
-from swell.engine.scheduler import Scheduler
+from swell.engine.scheduling.scheduler import Scheduler
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import ModelRunnerOutput
 
 

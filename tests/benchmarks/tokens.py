@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import uvloop
 
+from swell.cluster.api.answers.sse import ChatStream
 from swell.cluster.api.ingress import build_ingress
-from swell.cluster.api.sse import ChatStream
 from swell.cluster.client.engine_connection import EngineId, OnMessagesLost, OnOutputs
 from swell.cluster.client.engine_core_client import (
     EnginesInUse,
@@ -29,11 +29,11 @@ from swell.cluster.client.engine_core_client import (
     OnView,
     VersionsInUse,
 )
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.tokenizer import load_tokenizer
+from swell.cluster.text.tokens.detokenizer import Detokenizer
+from swell.cluster.text.tokens.tokenizer import load_tokenizer
 from swell.configs.schema import load
-from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 

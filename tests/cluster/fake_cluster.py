@@ -30,8 +30,8 @@ from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.text.adapters import AdapterRefused, LoadedAdapters
 from swell.configs.schema import Config, load
 from swell.coordinator import roster as rosters
-from swell.coordinator.channel import Inbox, make_keys
 from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.transport.channel import Inbox, make_keys
 from swell.coordinator.wire import ClusterView, CoordinatorMessage, OtherIngressCounts, Subscribe
 from swell.engine.wire import (
     AbortRequests,
@@ -45,7 +45,7 @@ from swell.engine.wire import (
     KeepAliveReply,
 )
 from swell.engine.wire import JourneyEventType as Kind
-from swell.worker.sample.wire import Extra, PromptLogprobs, RoutedExperts, TokenLogprobs
+from swell.worker.sampler_wire import Extra, PromptLogprobs, RoutedExperts, TokenLogprobs
 from tests.engine.fake_worker import next_token
 
 LOOK_S = 0.002

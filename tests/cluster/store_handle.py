@@ -6,9 +6,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from swell.cluster.api.sessions import session_store
-from swell.cluster.api.sessions.session_store import ReportSessions, SessionStore
-from swell.cluster.api.store_service import StoreService
+from swell.cluster.api.store import session_store
+from swell.cluster.api.store.session_store import ReportSessions, SessionStore
+from swell.cluster.api.store.store_service import StoreService
 from swell.configs.serve import ServeConfig
 from swell.configs.sessions import SessionLimits
 

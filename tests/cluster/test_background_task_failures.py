@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.app import IngressDeployment, ManagerDeployment, StoreDeployment
-from swell.cluster.client.output_processor import OutputProcessor
+from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.configs.schema import ServeConfig
 from swell.coordinator import roster as rosters
 from tests.cluster.control.fake_manager import ManagerHarness, run

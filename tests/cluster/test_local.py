@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from swell.cluster.client.output_processor import RequestState
+from swell.cluster.client.requests.output_processor import RequestState
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.sampling_params import BadRequest
-from swell.cluster.text.tokenizer import load_tokenizer
-from swell.cluster.text.validate_params import MAX_VOCABULARY_LOGPROBS
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.params.validate_params import MAX_VOCABULARY_LOGPROBS
+from swell.cluster.text.tokens.tokenizer import load_tokenizer
 from swell.configs.schema import ConfigError
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError

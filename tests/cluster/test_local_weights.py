@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.schema import ModelConfig
 from swell.worker.loader import load_weights
-from swell.worker.new_weights import save_weights
+from swell.worker.memory.new_weights import save_weights
 from tests.device import on_device
 from tests.pooled_models import make as make_pooled
 from tests.worker import tiny_models

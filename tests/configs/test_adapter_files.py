@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.configs.adapter_files import (
+from swell.configs.files.adapter_files import (
     MAX_CONFIG_BYTES,
     MAX_HEADER_BYTES,
     adapters_of,

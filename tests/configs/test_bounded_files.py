@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swell.configs.bounded_files import digest_file, read_file
+from swell.configs.files.bounded_files import digest_file, read_file
 
 LIMIT = 1000
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.configs.cgroups import CpuQuota, MemoryLimit, cpu_quota, memory_limit
-from swell.configs.process import available_cores, available_memory_bytes
+from swell.configs.runtime.cgroups import CpuQuota, MemoryLimit, cpu_quota, memory_limit
+from swell.configs.runtime.process import available_cores, available_memory_bytes
 
 GIB = 2**30
 V1_NO_LIMIT = "9223372036854771712"
@@ -176,8 +176,8 @@ def test_damaged_files_are_no_limit_and_no_error(
 
 PROBE = """
 import torch
-from swell.configs.process import available_cores
-from swell.worker.kv_cache import free_bytes
+from swell.configs.runtime.process import available_cores
+from swell.worker.step.kv_cache import free_bytes
 print(free_bytes(torch.device("cpu"), 1), available_cores())
 """
 

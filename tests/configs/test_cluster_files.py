@@ -16,7 +16,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
-from swell.cluster.control.node_drains import HANDOVER_S
+from swell.cluster.control.plan.node_drains import HANDOVER_S
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from tests.cluster.cli.test_documented_commands import options
 from tests.test_layers import ROOT

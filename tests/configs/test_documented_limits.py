@@ -8,14 +8,17 @@ import pytest
 
 from swell.cluster.api.admin import serving
 from swell.cluster.api.openapi.document import openapi_document
-from swell.cluster.cli.doctor import ray_hosts
-from swell.cluster.client.admission import WINDOW_S
-from swell.cluster.control import autoscaler, backoff, load_signals, node_drains, placement
+from swell.cluster.cli.doctor.probes import ray_hosts
+from swell.cluster.client.routing.admission import WINDOW_S
+from swell.cluster.control.engines import placement
+from swell.cluster.control.plan import autoscaler, backoff, load_signals, node_drains
 from swell.cluster.text.json_grammar import number_ranges, string_terminals
 from swell.cluster.text.schema import strict_json
-from swell.configs import network, schema, yaml_text
-from swell.coordinator import handshakes
-from swell.coordinator.ports import CHOSEN_PORTS
+from swell.configs import schema
+from swell.configs.files import yaml_text
+from swell.configs.runtime import network
+from swell.coordinator.transport import handshakes
+from swell.coordinator.transport.ports import CHOSEN_PORTS
 from tests.test_layers import ROOT
 
 MIB = 2**20

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from swell.configs.hanging_calls import HangingCalls, TooManyCalls
+from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls
 
 LIMIT = 2
 SOON_S = 60.0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.cluster.text.model_folder import check
-from swell.configs.model_path import is_path, resolved
+from swell.configs.files.model_path import is_path, resolved
 from swell.configs.schema import ConfigError, load
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=12)

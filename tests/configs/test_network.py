@@ -8,9 +8,9 @@ import socket
 import msgspec
 import pytest
 
-from swell.cluster.control.http_port import claim_port
-from swell.configs import network
-from swell.configs.network import (
+from swell.cluster.control.ray.http_port import claim_port
+from swell.configs.runtime import network
+from swell.configs.runtime.network import (
     NCCL_INTERFACE,
     PortsTakenError,
     bind_free_port,

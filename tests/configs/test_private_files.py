@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swell.configs.private_files import enter_folder, open_file
+from swell.configs.files.private_files import enter_folder, open_file
 
 ANOTHER = 65_534
 

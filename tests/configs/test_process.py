@@ -9,15 +9,15 @@ import threading
 
 import pytest
 
-from swell.configs.process import LOOP_FAILED_EXIT_CODE, exit_on_error, exit_on_error_async
+from swell.configs.runtime.process import LOOP_FAILED_EXIT_CODE, exit_on_error, exit_on_error_async
 from tests.conftest import Deaths
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import threading, time
-from swell.configs.log import configure_logging
-from swell.configs.process import exit_on_error
+from swell.configs.runtime.log import configure_logging
+from swell.configs.runtime.process import exit_on_error
 configure_logging()
 def work():
     raise ZeroDivisionError("planted")

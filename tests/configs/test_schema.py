@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.configs.log import KeyValueFormatter, StructuredLogger
+from swell.configs.runtime.log import KeyValueFormatter, StructuredLogger
 from swell.configs.schema import Config, ConfigError, load, parse_override
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.cli.doctor.serve_file import read_source
-from swell.configs.schema import Config, ConfigError, load, parse_override
-from swell.configs.yaml_text import (
+from swell.cluster.cli.doctor.probes.serve_file import read_source
+from swell.configs.files.yaml_text import (
     MAX_DEPTH,
     MAX_NODES,
     MAX_PLAIN_CHARS,
@@ -23,6 +22,7 @@ from swell.configs.yaml_text import (
     read_yaml,
     read_yaml_file,
 )
+from swell.configs.schema import Config, ConfigError, load, parse_override
 from tests.test_layers import ROOT
 
 MODEL = "model: {path: m}\n"

@@ -29,13 +29,13 @@ from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import Config, load
-from swell.coordinator.channel import make_keys
-from swell.coordinator.contact import CoordinatorEndpoint
-from swell.coordinator.ports import free_port
 from swell.coordinator.service import CoordinatorService
+from swell.coordinator.transport.channel import make_keys
+from swell.coordinator.transport.contact import CoordinatorEndpoint
+from swell.coordinator.transport.ports import free_port
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
-from swell.engine.server import EngineServer
+from swell.engine.serving.server import EngineServer
 from tests.cluster.store_handle import StoreOfTest
 from tests.e2e.cluster import NANO
 

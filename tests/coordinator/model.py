@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
-from swell.coordinator.wave_interface import Phase
-from swell.coordinator.waves import WaveCoordinator, WaveMember
+from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.coordinator.wave_protocol.waves import WaveCoordinator, WaveMember
 from swell.coordinator.wire import Pause, ReconfigureDistributedRequest, Resume, StartDPWave
 from tests.coordinator.model_state import (
     Bounds,

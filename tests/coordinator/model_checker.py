@@ -13,8 +13,8 @@ import time
 from array import array
 from dataclasses import dataclass
 
-from swell.coordinator.wave_interface import Phase
-from swell.coordinator.waves import WaveCoordinator, WaveMember
+from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.coordinator.wave_protocol.waves import WaveCoordinator, WaveMember
 from tests.coordinator.model import Model
 from tests.coordinator.model_state import Bounds, State, Transition, Violation
 from tests.coordinator.model_transitions import check, is_quiescent, moves

@@ -6,8 +6,8 @@ import inspect
 import textwrap
 from typing import Any, NamedTuple
 
-from swell.coordinator import waves
-from swell.coordinator.waves import WaveCoordinator, WaveMember
+from swell.coordinator.wave_protocol import waves
+from swell.coordinator.wave_protocol.waves import WaveCoordinator, WaveMember
 
 
 class Rule(NamedTuple):

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from swell.coordinator.wave_interface import Phase
+from swell.coordinator.wave_protocol.wave_interface import Phase
 
 Packed = tuple[Any, ...]
 """A message: its class and its fields, hashable."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 
-from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member
-from swell.coordinator.wave_interface import GroupState, Phase
-from swell.coordinator.waves import WaveCoordinator
+from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.wave_protocol.wave_interface import GroupState, Phase
+from swell.coordinator.wave_protocol.waves import WaveCoordinator
 from swell.coordinator.wire import (
     Broken,
     EngineHello,

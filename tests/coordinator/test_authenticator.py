@@ -14,9 +14,15 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from swell.coordinator import authenticator
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Outlet, make_keys
-from swell.coordinator.handshakes import MAX_MESSAGE_BYTES, MAX_PENDING, PendingHandshakes
+from swell.coordinator.transport import authenticator
+from swell.coordinator.transport.channel import (
+    ChannelAddress,
+    ChannelKeys,
+    Inbox,
+    Outlet,
+    make_keys,
+)
+from swell.coordinator.transport.handshakes import MAX_MESSAGE_BYTES, MAX_PENDING, PendingHandshakes
 from tests.coordinator.test_channel import NEVER_S, SOON_S, take
 from tests.strangers import Door, Recorder, greeting, knock_with_keys, knocks, visit
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from swell.coordinator.call_table import CallTable
-from swell.coordinator.channel import ChannelTimeout
+from swell.coordinator.transport.call_table import CallTable
+from swell.coordinator.transport.channel import ChannelTimeout
 
 
 def test_answers_find_their_calls_by_id_in_any_order() -> None:

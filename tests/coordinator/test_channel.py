@@ -17,9 +17,9 @@ import msgspec
 import pytest
 import zmq
 
-from swell.configs.network import PortsTakenError, coordinator_ports, other_ports
-from swell.coordinator import channel
-from swell.coordinator.channel import (
+from swell.configs.runtime.network import PortsTakenError, coordinator_ports, other_ports
+from swell.coordinator.transport import channel
+from swell.coordinator.transport.channel import (
     AsyncOutlet,
     ChannelAddress,
     ChannelKeys,
@@ -28,7 +28,7 @@ from swell.coordinator.channel import (
     make_keys,
     this_machine,
 )
-from swell.coordinator.ports import free_port
+from swell.coordinator.transport.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.coordinator.codec import FrameDecoder, encode
+from swell.coordinator.transport.codec import FrameDecoder, encode
 from swell.engine.wire import EngineAnswer, EngineCoreOutputs, EngineCoreRequest, EngineMessage
-from swell.worker.sample.wire import PoolingParams, SamplerParams
+from swell.worker.sampler_wire import PoolingParams, SamplerParams
 
 _OF_TYPE: Mapping[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),

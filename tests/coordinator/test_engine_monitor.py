@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swell.coordinator.engine_monitor import EngineMonitor
+from swell.coordinator.monitors.engine_monitor import EngineMonitor
 from swell.coordinator.wire import EngineReport
 
 LIMIT_S = 4.0

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.contact import CoordinatorContact
-from swell.coordinator.finder import CoordinatorFinder
+from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.finder import CoordinatorFinder
 
 SILENCE_S = 10.0
 ADDRESS = ChannelAddress("machine", "ipc", "tcp://192.0.2.1:1")

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from swell.configs.schema import load
-from swell.coordinator.forming_monitor import cover
+from swell.coordinator.monitors.forming_monitor import cover
 from swell.coordinator.roster import Member
 from swell.coordinator.state_machine import CoordinatorStateMachine
-from swell.coordinator.wave_interface import GroupState, Phase
-from swell.coordinator.waves import WaveCoordinator
+from swell.coordinator.wave_protocol.wave_interface import GroupState, Phase
+from swell.coordinator.wave_protocol.waves import WaveCoordinator
 from swell.coordinator.wire import Broken, EngineReport, Joined, ReconfigureDistributedRequest
 from tests.coordinator.test_state_machine import form, member
 

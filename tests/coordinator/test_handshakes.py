@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.coordinator.handshakes import PendingHandshakes, zap_reply
+from swell.coordinator.transport.handshakes import PendingHandshakes, zap_reply
 
 OURS, THEIRS = b"o" * 32, b"t" * 32
 REQUEST = [b"1.0", b"7", b"swell", b"10.0.0.1", b"identity", b"CURVE", OURS]

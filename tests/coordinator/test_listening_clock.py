@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.coordinator.listening_clock import ListeningClock
+from swell.coordinator.transport.listening_clock import ListeningClock
 
 LIMIT_S = 8.0
 

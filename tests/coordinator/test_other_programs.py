@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swell.coordinator.channel import (
+from swell.coordinator.transport.channel import (
     AsyncOutlet,
     ChannelAddress,
     ChannelKeys,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.coordinator.progress_monitor import ProgressMonitor
+from swell.coordinator.monitors.progress_monitor import ProgressMonitor
 
 LIMIT_S = 4.0
 STEP_S = LIMIT_S / 8

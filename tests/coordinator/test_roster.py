@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.coordinator import roster as functions
-from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import (
     MAX_LEFT,
     Member,
@@ -18,6 +17,7 @@ from swell.coordinator.roster import (
     leave,
     remove,
 )
+from swell.coordinator.transport.channel import ChannelAddress
 
 ADDRESS = ChannelAddress("machine", "ipc://@a", "tcp://127.0.0.1:1")
 

@@ -11,17 +11,17 @@ import msgspec
 import pytest
 
 from swell.configs.schema import load
-from swell.coordinator import channel
-from swell.coordinator.channel import ChannelAddress, Outlet, make_keys
-from swell.coordinator.codec import encode
-from swell.coordinator.contact import CoordinatorEndpoint
-from swell.coordinator.ground import ThreadGround
 from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
 from swell.coordinator.recovery import recovery_s
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.state_machine import CoordinatorStateMachine
-from swell.coordinator.wave_interface import Phase
+from swell.coordinator.transport import channel
+from swell.coordinator.transport.channel import ChannelAddress, Outlet, make_keys
+from swell.coordinator.transport.codec import encode
+from swell.coordinator.transport.contact import CoordinatorEndpoint
+from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import (
     ClusterReports,
     ClusterView,

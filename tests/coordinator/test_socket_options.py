@@ -9,7 +9,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from swell.coordinator.socket_options import connect_soon
+from swell.coordinator.transport.socket_options import connect_soon
 
 SOON_S = 60.0
 """A deadline that only a failure reaches."""

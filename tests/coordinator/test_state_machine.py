@@ -7,11 +7,11 @@ import pytest
 
 from swell.configs.lora import Adapter
 from swell.configs.schema import load
-from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.state_machine import CoordinatorStateMachine
-from swell.coordinator.wave_interface import GroupState, Phase
-from swell.coordinator.waves import WaveCoordinator
+from swell.coordinator.wave_protocol.null_waves import NullCoordinator
+from swell.coordinator.wave_protocol.wave_interface import GroupState, Phase
+from swell.coordinator.wave_protocol.waves import WaveCoordinator
 from swell.coordinator.wire import (
     Broken,
     ClusterReports,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.coordinator.null_waves import NullCoordinator
 from swell.coordinator.state_machine import CoordinatorStateMachine
-from swell.coordinator.wave_interface import Phase
-from swell.coordinator.waves import WaveCoordinator
+from swell.coordinator.wave_protocol.null_waves import NullCoordinator
+from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.coordinator.wave_protocol.waves import WaveCoordinator
 from swell.coordinator.wire import Broken, EngineReport, Joined, Paused, Repaired
 from tests.coordinator.test_state_machine import CONFIG, member
 

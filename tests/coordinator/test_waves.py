@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from swell.coordinator.wave_interface import GroupState, Phase
-from swell.coordinator.waves import WaveCoordinator, WaveMember
+from swell.coordinator.wave_protocol.wave_interface import GroupState, Phase
+from swell.coordinator.wave_protocol.waves import WaveCoordinator, WaveMember
 from swell.coordinator.wire import (
     Pause,
     ReconfigureDistributedRequest,

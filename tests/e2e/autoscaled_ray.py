@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from swell.coordinator.ports import free_port
+from swell.coordinator.transport.ports import free_port
 from tests import reaper
 
 _START_S = 60.0

@@ -20,7 +20,7 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from swell.cluster.app import Contact, application
 from swell.cluster.control.upgrade_check import family_of
 from swell.configs.schema import load
-from swell.coordinator.ports import free_port
+from swell.coordinator.transport.ports import free_port
 from tests.e2e.cluster import NANO
 from tests.faults.process import HTTP, alive, listeners
 

@@ -19,9 +19,9 @@ import msgspec
 import pytest
 import zmq
 
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Outlet, make_keys
+from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys, Outlet, make_keys
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.e2e.cluster import NANO, ROOT, Cluster
 from tests.faults.process import title
 from tests.marked_page import END, marker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swell.engine.block_pool import BlockPool
+from swell.engine.kv.block_pool import BlockPool
 
 
 def cached_run(pool: BlockPool, names: Sequence[bytes]) -> list[int]:

@@ -18,27 +18,27 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from swell.cluster.client.handover import Handover
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import (
+from swell.cluster.client.requests.handover import Handover
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import (
     CompletionOutput,
     LogprobTable,
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
 )
-from swell.cluster.client.parallel_sampling import ParentRequest
-from swell.cluster.client.request_state import MigrationReason
-from swell.cluster.client.routed_experts import RoutedExpertsTable
+from swell.cluster.client.requests.parallel_sampling import ParentRequest
+from swell.cluster.client.requests.request_state import MigrationReason
+from swell.cluster.client.requests.routed_experts import RoutedExpertsTable
 from swell.cluster.local import LLM
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.generation_request import Conversation, GenerationRequest
-from swell.cluster.text.tokenizer import load_tokenizer
-from swell.cluster.text.truncation import TEMPLATE_TEXT
+from swell.cluster.text.prompt.generation_request import Conversation, GenerationRequest
+from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
+from swell.cluster.text.tokens.detokenizer import Detokenizer
+from swell.cluster.text.tokens.tokenizer import load_tokenizer
 from swell.engine.wire import EngineCoreRequest
 from swell.kernels.logprobs import LogprobsTensors
 from swell.worker.sample import logprobs, sampler
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.device import DEVICE, on_device
 from tests.engine.depth import keeping_depth
 from tests.engine.features import RequestSpec

@@ -16,7 +16,7 @@ from swell.configs.schema import Config, load
 from swell.engine.core import EngineCore
 from swell.engine.executor import Executor, ExecutorLimits, Progress, WorkerInfo
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.multi_step import FurtherPasses, OutputOfPasses, RowEnds
+from swell.worker.step.multi_step import FurtherPasses, OutputOfPasses, RowEnds
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,

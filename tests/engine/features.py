@@ -11,7 +11,7 @@ import msgspec
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.sampling_params import SamplingParams, StructuredOutputs
+from swell.cluster.text.params.sampling_params import SamplingParams, StructuredOutputs
 
 STEADY = settings(
     derandomize=True,

@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass, field
 
 from swell.configs.schema import Config, load
-from swell.coordinator.channel import Outlet
-from swell.coordinator.contact import CoordinatorEndpoint
 from swell.coordinator.service import CoordinatorService
+from swell.coordinator.transport.channel import Outlet
+from swell.coordinator.transport.contact import CoordinatorEndpoint
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits, GroupBroken, WorkerLost
-from swell.engine.server import EngineServer
+from swell.engine.serving.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, EngineCoreRequest, KeepAlive
 from swell.worker.wire import (
     AsyncModelRunnerOutput,

@@ -12,17 +12,17 @@ import msgspec
 import pytest
 import ray
 
-from swell.cluster.control.actor_names import EngineName
-from swell.configs import process
+from swell.cluster.control.engines.actor_names import EngineName
+from swell.configs.runtime import process
 from swell.configs.schema import Config, load
-from swell.coordinator.channel import make_keys
-from swell.coordinator.contact import CoordinatorContact
-from swell.coordinator.ground import ThreadGround
+from swell.coordinator.transport.channel import make_keys
+from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.ground import ThreadGround
 from swell.coordinator.wire import CoordinatorMessage
-from swell.engine import actor
-from swell.engine.ready import EngineReady, NewWeightsRefused
+from swell.engine.serving import actor
+from swell.engine.serving.ready import EngineReady, NewWeightsRefused
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.changed_weights import add_noise, copy_of, lose_a_tensor
 from tests.e2e.cluster import NANO
 

@@ -14,7 +14,7 @@ from swell.engine.adapter_admission import LOAD_TIMEOUT_S, AdapterAdmission
 from swell.engine.executor.adapter_loads import AdapterLoads
 from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import AdapterLoaded, LoadAdapter
 
 CONFIG = LoraConfig(enabled=True, max_adapters=2)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import Extra, PromptLogprobs, SamplerParams
+from swell.worker.sampler_wire import Extra, PromptLogprobs, SamplerParams
 from swell.worker.wire import ModelRunnerOutput
 from tests.engine.fake_worker import expected, make_core, regroup, run
 

@@ -13,11 +13,11 @@ import pytest
 
 import swell.worker.worker
 from swell.configs.schema import load
-from swell.coordinator.channel import Inbox, Outlet, make_keys
-from swell.coordinator.ground import THREADS
 from swell.coordinator.roster import Member
-from swell.coordinator.wave_interface import Phase
-from swell.coordinator.waves import WaveMember
+from swell.coordinator.transport.channel import Inbox, Outlet, make_keys
+from swell.coordinator.transport.ground import THREADS
+from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.coordinator.wave_protocol.waves import WaveMember
 from swell.coordinator.wire import (
     CoordinatorMessage,
     EngineCommand,
@@ -28,15 +28,15 @@ from swell.coordinator.wire import (
     ReconfigureDistributedRequest,
     StartDPWave,
 )
-from swell.engine import actor
-from swell.engine.coordinator_client import CoordinatorClient, EngineSnapshot
 from swell.engine.executor import ExecutorError, GroupBroken
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
 from swell.engine.executor.inproc import WorkerThread
-from swell.worker.groups import GroupError
+from swell.engine.serving import actor
+from swell.engine.serving.coordinator_client import CoordinatorClient, EngineSnapshot
+from swell.worker.comm.groups import GroupError
+from swell.worker.comm.transport import PeerWaiter
 from swell.worker.loop import HeartbeatThread as WorkerHeartbeatThread
 from swell.worker.loop import WorkerLoop
-from swell.worker.transport import PeerWaiter
 from swell.worker.wire import WorkerCommand, WorkerHeartbeat, WorkerMessage
 from tests.conftest import Deaths
 

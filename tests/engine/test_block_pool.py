@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from swell.engine.block_hash import extend_block_hashes, pack_tokens
-from swell.engine.block_pool import BlockPool
+from swell.engine.kv.block_hash import extend_block_hashes, pack_tokens
+from swell.engine.kv.block_pool import BlockPool
 from tests.engine.conservation import cached_run
 
 NUM_BLOCKS, MAX_KEPT = 6, 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swell.engine.client_tracker import ClientTracker
+from swell.engine.serving.client_tracker import ClientTracker
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.text.params.sampling_params import SamplingParams
 from tests.engine.engine_harness import NANO, engine
 from tests.engine.test_draft_model import drafter_of
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.client.requests.outputs import RequestOutputKind
 from swell.cluster.local import LLM
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.configs.schema import load
 from swell.configs.section import ConfigError
-from swell.engine.drafter import Drafter
+from swell.engine.scheduling.drafter import Drafter
 from swell.worker.sharded import saving
 from tests.engine.engine_harness import NANO, EngineHarness, engine
 from tests.engine.features import RequestSpec

@@ -8,14 +8,14 @@ from typing import get_args, get_type_hints
 import msgspec
 import pytest
 
-from swell.engine import drafter
-from swell.engine.drafter import DRAFTERS, Drafter, ProposingDrafter, make_drafter
-from swell.engine.engine_report import report_of
-from swell.engine.ngram import NgramDrafter
 from swell.engine.proposer import Proposer
 from swell.engine.request import Request
+from swell.engine.scheduling import drafter
+from swell.engine.scheduling.drafter import DRAFTERS, Drafter, ProposingDrafter, make_drafter
+from swell.engine.scheduling.ngram import NgramDrafter
+from swell.engine.serving.engine_report import report_of
 from swell.engine.wire import EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import PromptLogprobs, SamplerParams, TokenLogprobs
+from swell.worker.sampler_wire import PromptLogprobs, SamplerParams, TokenLogprobs
 from tests.engine.fake_worker import expected, make_core, run, token_ids
 from tests.engine.planted_drafts import plant
 

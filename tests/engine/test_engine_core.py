@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.coordinator.ground import THREADS, drive
+from swell.coordinator.transport.ground import THREADS, drive
 from swell.engine.wire import EngineCoreRequest, FinishReason, JourneyEvent
 from swell.engine.wire import JourneyEventType as Kind
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import GroupPlan
 from tests.engine.conservation import check_blocks
 from tests.engine.fake_worker import expected, make_core, regroup, run, token_ids

@@ -17,13 +17,13 @@ from msgspec import structs
 
 from swell.configs.drafts import DraftModelConfig
 from swell.configs.schema import Config, load
-from swell.coordinator.channel import Outlet
 from swell.coordinator.service import CoordinatorService
+from swell.coordinator.transport.channel import Outlet
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
-from swell.engine.server import EngineServer
+from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import PromptLogprobs, RoutedExperts, SamplerParams, TokenLogprobs
+from swell.worker.sampler_wire import PromptLogprobs, RoutedExperts, SamplerParams, TokenLogprobs
 from tests.engine.planted_drafts import plant
 
 pytestmark = pytest.mark.slow

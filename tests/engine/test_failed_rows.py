@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.engine import scheduler as module
 from swell.engine.core import EngineCore
+from swell.engine.scheduling import scheduler as module
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker import runner
-from swell.worker.groups import GroupError
+from swell.worker.comm.groups import GroupError
 from swell.worker.sample import grammar
 from swell.worker.sample.logit_bias import LogitBias
-from swell.worker.sample.wire import Grammar, SamplerParams
+from swell.worker.sampler_wire import Grammar, SamplerParams
 from swell.worker.wire import ModelRunnerOutput, SchedulerOutput
 from tests.device import DEVICE
 from tests.engine.conservation import cached_run, check_blocks

@@ -25,9 +25,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.client.requests.outputs import RequestOutputKind
 from swell.cluster.local import LLM
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.text.params.sampling_params import SamplingParams
 from tests.device import DEVICE
 from tests.engine.depth import record_depth
 from tests.engine.engine_harness import (

@@ -11,7 +11,7 @@ import pytest
 
 from swell.engine.executor import GroupBroken
 from swell.engine.wire import EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, GroupPlan
 from tests.engine.engine_harness import CLIENT, LLM, engine
 

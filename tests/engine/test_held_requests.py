@@ -11,11 +11,11 @@ from swell.coordinator.wire import EngineReport, Pause
 from swell.engine import core as core_module
 from swell.engine.adapter_admission import LOAD_TIMEOUT_S
 from swell.engine.core import EngineCore
-from swell.engine.engine_report import report_of
 from swell.engine.executor import ExecutorLimits, WorkerLost
 from swell.engine.request import MAX_FAILED_ATTEMPTS
+from swell.engine.serving.engine_report import report_of
 from swell.engine.wire import EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import AdapterLoaded, LoadAdapter
 from tests.engine.fake_worker import VOCAB, FakeExecutor, expected, run, token_ids
 

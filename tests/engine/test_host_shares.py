@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.control.actor_names import EngineName
+from swell.cluster.control.engines.actor_names import EngineName
 from swell.configs.schema import load
 from swell.engine.executor.host_shares import workers_by_node
 

@@ -12,8 +12,8 @@ from swell.engine.core import EngineCore
 from swell.engine.executor import GroupBroken, build_executor
 from swell.engine.executor.inline import InlineExecutor
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.groups import GroupError
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.comm.groups import GroupError
+from swell.worker.sampler_wire import SamplerParams
 from tests.engine.fake_worker import regroup
 from tests.worker import tiny_models
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.engine.engine_harness import CLIENT, engine
 
 BLOCK, BLOCKS = 16, 24

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from swell.coordinator.manager_state import NO_MANAGER
-from swell.coordinator.wave_interface import Phase
+from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.engine.fake_worker import expected
 from tests.engine.lockstep_cluster import Cluster
 

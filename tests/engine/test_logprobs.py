@@ -17,7 +17,7 @@ import transformers
 
 from swell.engine.wire import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from swell.worker.sample import logprobs as module
-from swell.worker.sample.wire import PromptLogprobs, SamplerParams, TokenLogprobs
+from swell.worker.sampler_wire import PromptLogprobs, SamplerParams, TokenLogprobs
 from swell.worker.wire import ModelRunnerOutput, WorkerMessage
 from tests.engine.test_token_exact import PROMPTS, SPLITS, Engine, tokens
 from tests.worker import tiny_models

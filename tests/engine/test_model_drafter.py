@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from swell.configs.drafts import MAX_DRAFTS
-from swell.engine import drafter
 from swell.engine.core import EngineCore
-from swell.engine.model_drafter import GuessedTokens
+from swell.engine.scheduling import drafter
+from swell.engine.scheduling.model_drafter import GuessedTokens
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.engine.conservation import check_blocks
 from tests.engine.fake_worker import expected, make_core, regroup, run, token_ids
 

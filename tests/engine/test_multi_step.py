@@ -13,10 +13,10 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from swell.engine.scheduler import NANS_IN_LOGITS
+from swell.engine.scheduling.scheduler import NANS_IN_LOGITS
 from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.runner import ModelRunner
-from swell.worker.sample.wire import SamplerParams, TokenLogprobs
+from swell.worker.sampler_wire import SamplerParams, TokenLogprobs
 from tests.device import DEVICE
 from tests.engine.fake_worker import expected, make_core, run, token_ids
 from tests.engine.test_nan_logits import NAN, spoil

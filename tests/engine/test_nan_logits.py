@@ -13,10 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from swell.engine.scheduler import NANS_IN_LOGITS
+from swell.engine.scheduling.scheduler import NANS_IN_LOGITS
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.kernels import backends as backends
-from swell.worker.sample.wire import SamplerParams, TokenLogprobs
+from swell.worker.sampler_wire import SamplerParams, TokenLogprobs
 from tests.engine.test_token_exact import Engine
 from tests.worker import tiny_models
 

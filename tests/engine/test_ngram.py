@@ -8,8 +8,8 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.engine import ngram
-from swell.engine.ngram import NgramProposer
+from swell.engine.scheduling import ngram
+from swell.engine.scheduling.ngram import NgramProposer
 
 
 def by_search(tokens: list[int], count: int, min_match: int, max_match: int) -> list[int]:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.engine.core import EngineCore
-from swell.engine.offload_tiers import OffloadTiers
+from swell.engine.kv.offload_tiers import OffloadTiers
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import BlockCopy
 from tests.engine.conservation import check_blocks
 from tests.engine.fake_worker import expected, make_core, regroup, run, token_ids

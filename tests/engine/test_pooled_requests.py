@@ -6,11 +6,11 @@ import pytest
 
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
-from swell.engine.request_validation import invalid_reason, wrong_kind
-from swell.engine.scheduler import Scheduler
-from swell.engine.step_builder import ScheduledStep
+from swell.engine.scheduling.request_validation import invalid_reason, wrong_kind
+from swell.engine.scheduling.scheduler import Scheduler
+from swell.engine.scheduling.step_builder import ScheduledStep
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import PooledValues, PoolingParams, SamplerParams
+from swell.worker.sampler_wire import PooledValues, PoolingParams, SamplerParams
 from swell.worker.wire import ModelRunnerOutput
 
 POOLS = SamplerParams(pooling=PoolingParams())

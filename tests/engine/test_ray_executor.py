@@ -16,14 +16,14 @@ import ray
 import transformers
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from swell.configs.adapter_files import WEIGHTS_NAME, adapter_digest
+from swell.configs.files.adapter_files import WEIGHTS_NAME, adapter_digest
 from swell.configs.lora import Adapter
 from swell.configs.schema import load
-from swell.coordinator.channel import make_keys
+from swell.coordinator.transport.channel import make_keys
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost, build_executor
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import SchedulerOutput
 from tests import adapters
 from tests.engine.fake_worker import regroup

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from swell.coordinator.channel import Inbox, make_keys
-from swell.coordinator.wave_interface import Phase
-from swell.coordinator.waves import WaveMember
+from swell.coordinator.transport.channel import Inbox, make_keys
+from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.coordinator.wave_protocol.waves import WaveMember
 from swell.coordinator.wire import (
     Broken,
     CoordinatorMessage,

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster.text import sampling_params as ingress
-from swell.cluster.text import validate_params as limits
+from swell.cluster.text.params import sampling_params as ingress
+from swell.cluster.text.params import validate_params as limits
 from swell.configs.lora import Adapter
-from swell.engine import request_validation as validate
+from swell.engine.scheduling import request_validation as validate
 from swell.engine.wire import EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import (
+from swell.worker.sampler_wire import (
     GRAMMAR_LIMITS,
     Grammar,
     PoolingParams,

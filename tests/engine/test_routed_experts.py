@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 
-from swell.cluster.client.outputs import RequestOutputKind
-from swell.cluster.client.routed_experts import RoutedExpertsTable
+from swell.cluster.client.requests.outputs import RequestOutputKind
+from swell.cluster.client.requests.routed_experts import RoutedExpertsTable
 from swell.cluster.local import LLM
-from swell.cluster.text.sampling_params import BadRequest, SamplingParams
+from swell.cluster.text.params.sampling_params import BadRequest, SamplingParams
 from tests.engine.engine_harness import NANO, NANO_MOE, Answer, EngineHarness, engine
 from tests.engine.features import COUNT, GREET, PROMPTS, UPPER, RequestSpec, request_spec
 from tests.engine.planted_drafts import Teacher, plant

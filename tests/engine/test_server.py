@@ -12,13 +12,19 @@ import msgspec
 import pytest
 
 from swell.configs.schema import Config, load
-from swell.coordinator.channel import ChannelAddress, ChannelKeys, Inbox, Outlet, make_keys
 from swell.coordinator.service import CoordinatorService
+from swell.coordinator.transport.channel import (
+    ChannelAddress,
+    ChannelKeys,
+    Inbox,
+    Outlet,
+    make_keys,
+)
 from swell.coordinator.wire import ClusterView, CoordinatorMessage, EngineReport, Subscribe
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, ExecutorLimits
-from swell.engine.load_reporter import LoadReporter
-from swell.engine.server import EngineServer
+from swell.engine.serving.load_reporter import LoadReporter
+from swell.engine.serving.server import EngineServer
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutputs,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swell.engine.core import EngineCore
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.engine.conservation import check_blocks
 from tests.engine.fake_worker import expected, make_core, regroup, run, token_ids
 

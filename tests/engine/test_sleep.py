@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from swell.cluster.local import LLM
-from swell.cluster.text.sampling_params import SamplingParams
-from swell.configs.process import freeze_gc
+from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.configs.runtime.process import freeze_gc
 from swell.configs.schema import CacheConfig, Config, ModelConfig
 from swell.coordinator.manager_state import ManagerState, Sleep
 from swell.coordinator.wire import (
@@ -33,7 +33,7 @@ from swell.coordinator.wire import (
 )
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
 from swell.worker.cache_size import moe_layers
-from swell.worker.sleep import SleepingWeights, collect_frozen
+from swell.worker.memory.sleep import SleepingWeights, collect_frozen
 from swell.worker.wire import GroupPlan, Regrouped
 from swell.worker.worker import Worker
 from tests.engine.fake_worker import expected
@@ -260,7 +260,7 @@ def test_a_process_that_has_excluded_its_objects_from_collections_gives_weights_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Literal["native", "transformers"]
 ) -> None:
     """As workers do when they have started. Models of transformers have cycles."""
-    for module in ("swell.worker.sleep", "swell.worker.worker"):
+    for module in ("swell.worker.memory.sleep", "swell.worker.worker"):
         monkeypatch.setattr(f"{module}.collect_frozen", collect_frozen)
     tiny_models.make(tmp_path, "llama")
     model = ModelConfig(path=str(tmp_path), device="cpu", backend=backend)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swell.configs.schema import ClusterConfig
-from swell.coordinator.wave_interface import Phase
-from swell.engine.standalone_monitor import StandaloneMonitor
+from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.engine.serving.standalone_monitor import StandaloneMonitor
 
 LIMIT_S = 4.0
 TURN_S = 0.5

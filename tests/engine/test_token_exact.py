@@ -19,7 +19,7 @@ from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.device import DEVICE, on_device
 from tests.engine.depth import keeping_depth, record_depth
 from tests.worker import tiny_models

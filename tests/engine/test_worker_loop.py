@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from swell.configs.lora import Adapter
-from swell.coordinator.channel import Inbox, Outlet, make_keys
+from swell.coordinator.transport.channel import Inbox, Outlet, make_keys
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
-from swell.worker.groups import GroupError
+from swell.worker.comm.groups import GroupError
 from swell.worker.loop import HeartbeatThread, WorkerLoop
 from swell.worker.wire import (
     AdapterLoaded,

@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError
 
 from swell.configs.lora import Adapter
 from swell.configs.schema import load
-from swell.coordinator.channel import Outlet, make_keys
+from swell.coordinator.transport.channel import Outlet, make_keys
 from swell.engine.executor import ExecutorError
 from swell.engine.executor import ray as executor_module
 from swell.engine.executor.adapter_loads import AdapterLoads

@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from swell.engine.scheduler import NANS_IN_LOGITS
+from swell.engine.scheduling.scheduler import NANS_IN_LOGITS
 from swell.engine.wire import EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import Grammar, SamplerParams
+from swell.worker.sampler_wire import Grammar, SamplerParams
 from tests.engine.test_nan_logits import BAD, NAN, spoil
 from tests.engine.test_token_exact import NEW_TOKENS, PROMPTS, Engine, tokens
 from tests.gpu.memory import allocated

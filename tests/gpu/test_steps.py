@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from swell.cluster.local import LLM
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.runner import ModelRunner
-from swell.worker.sample.wire import PoolingParams, SamplerParams
+from swell.worker.sampler_wire import PoolingParams, SamplerParams
 from tests.cluster.test_local_weights import make
 from tests.engine.test_token_exact import PROMPTS, Engine
 from tests.gpu.memory import allocated

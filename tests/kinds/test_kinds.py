@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
+from swell.cluster.text.tokens.tokenizer import load_eos_token_ids, load_tokenizer
 from tests.kinds import KINDS, kind
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def test_a_folder_is_read_as_any_models(name: str) -> None:
 
 READ_WITHOUT_TORCH = """
 import json, sys
-from swell.cluster.text.tokenizer import import_without_torch, load_tokenizer
+from swell.cluster.text.tokens.tokenizer import import_without_torch, load_tokenizer
 import_without_torch()
 folders, text, question = json.load(sys.stdin)
 for folder in folders:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from swell.cluster.client.prompt_blocks import PromptBlocks
-from swell.cluster.client.routable_engines import Candidates
-from swell.cluster.client.router import Router
+from swell.cluster.client.routing.prompt_blocks import PromptBlocks
+from swell.cluster.client.routing.routable_engines import Candidates
+from swell.cluster.client.routing.router import Router
 
 
 class LeastLoaded(Router):

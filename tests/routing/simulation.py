@@ -15,10 +15,10 @@ from functools import partial
 from itertools import count
 from statistics import fmean, quantiles
 
-from swell.cluster.client.routed_engine import Route
-from swell.cluster.client.router import Router
-from swell.coordinator.channel import ChannelAddress
+from swell.cluster.client.routing.routed_engine import Route
+from swell.cluster.client.routing.router import Router
 from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import ClusterView, EngineReport
 from tests.routing.trace import Conversation, Turn
 

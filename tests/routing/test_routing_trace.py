@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swell.engine.block_hash import extend_block_hashes, pack_tokens
+from swell.engine.kv.block_hash import extend_block_hashes, pack_tokens
 from tests.routing.policies import POLICIES
 from tests.routing.simulation import BLOCK_TOKENS, Simulation, SimulationConfig, SimulationResult
 from tests.routing.trace import TraceConfig, generate

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from swell.engine.block_hash import extend_block_hashes, pack_tokens
+from swell.engine.kv.block_hash import extend_block_hashes, pack_tokens
 
 
 @dataclass(frozen=True)

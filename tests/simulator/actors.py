@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from swell.cluster.control.actor_errors import ActorError
-from swell.cluster.control.checkpoint_store import CheckpointStore
-from swell.cluster.control.control_state import ChangeStage, ControlState
-from swell.cluster.control.coordinator_handle import CoordinatorHandle
-from swell.cluster.control.engine_handle import EngineHandle
+from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.manager import ClusterManager
-from swell.cluster.control.placement import Placement
+from swell.cluster.control.plan.control_state import ChangeStage, ControlState
+from swell.cluster.control.ray.actor_errors import ActorError
+from swell.cluster.control.ray.checkpoint_store import CheckpointStore
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
-from swell.coordinator.finder import FindCoordinator
 from swell.coordinator.manager_state import NO_MANAGER, ManagerId
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import CoordinatorService
-from swell.coordinator.wave_interface import RankedCommands
+from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.finder import FindCoordinator
+from swell.coordinator.wave_protocol.wave_interface import RankedCommands
 from swell.coordinator.wire import ClusterView
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
-from swell.engine.ready import EngineReady, NewWeightsRefused
-from swell.engine.server import EngineServer
+from swell.engine.serving.ready import EngineReady, NewWeightsRefused
+from swell.engine.serving.server import EngineServer
 from tests.simulator.ground import SimGround
 from tests.simulator.kernel import WORLD
 from tests.simulator.model import BROKEN_WEIGHTS, SimExecutor, folder_of, weights_in
@@ -133,7 +133,7 @@ def finder(plane: ControlPlane, process: Process, known: CoordinatorContact) -> 
 
 
 class SimEngine:
-    """As `engine/actor.py`."""
+    """As `engine/serving/actor.py`."""
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
-"""The ends of channels, as `swell.coordinator.channel` has them: frames are really encoded and
-decoded, and travel over the simulated network. `test_channel_contract.py` holds both to the same.
+"""The ends of channels, as `swell.coordinator.transport.channel` has them: frames are really
+encoded and decoded, and travel over the simulated network. `test_channel_contract.py` holds both to
+the same.
 
 Where ZeroMQ would block the thread, nothing blocks here: an inbox whose address is taken listens
 later, and a closing outlet tries to deliver while its process goes on.
@@ -12,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from swell.configs import process as process_setup
-from swell.coordinator.channel import _MAX_BURST, ChannelAddress
-from swell.coordinator.codec import FrameDecoder, encode
+from swell.configs.runtime import process as process_setup
+from swell.coordinator.transport.channel import _MAX_BURST, ChannelAddress
+from swell.coordinator.transport.codec import FrameDecoder, encode
 from tests.simulator.connection import Side
 from tests.simulator.network import Network
 from tests.simulator.process import Process

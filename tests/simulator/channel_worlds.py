@@ -14,7 +14,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from swell.coordinator.channel import AsyncOutlet, ChannelAddress, Inbox, Outlet, make_keys
+from swell.coordinator.transport.channel import (
+    AsyncOutlet,
+    ChannelAddress,
+    Inbox,
+    Outlet,
+    make_keys,
+)
 from tests.simulator.channel import SimAsyncOutlet, SimInbox, SimOutlet
 from tests.simulator.kernel import Kernel
 from tests.simulator.network import Network, NetworkOptions

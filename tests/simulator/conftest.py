@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.coordinator.channel import DEFAULT_SILENCE_S, ChannelAddress
+from swell.coordinator.transport.channel import DEFAULT_SILENCE_S, ChannelAddress
 from tests.simulator.channel_worlds import ChannelWorld, Seen, SimWorld, ZmqWorld
 
 

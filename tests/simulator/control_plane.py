@@ -12,15 +12,15 @@ from typing import Any
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient, OnView
-from swell.cluster.client.merged_outputs import MergedOutputs
-from swell.cluster.client.outputs import CompletionOutput, RequestOutputKind
-from swell.cluster.client.request_state import RequestState
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.client.requests.merged_outputs import MergedOutputs
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutputKind
+from swell.cluster.client.requests.request_state import RequestState
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.configs.schema import Config, load
-from swell.coordinator.contact import CoordinatorContact
+from swell.coordinator.transport.contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.simulator.actors import SimCoordinator, SimEngine, SimManager, finder
 from tests.simulator.ground import SimGround
 from tests.simulator.groups import SimGroups

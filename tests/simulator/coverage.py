@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
-from swell.cluster.client.request_state import MigrationReason
-from swell.cluster.control.versions import UpgradeStage
+from swell.cluster.client.requests.request_state import MigrationReason
+from swell.cluster.control.plan.versions import UpgradeStage
 from swell.coordinator.roster import MemberState
-from swell.coordinator.wave_interface import GroupState, Phase
+from swell.coordinator.wave_protocol.wave_interface import GroupState, Phase
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import JourneyEventType
 from tests.simulator.control_plane import ControlPlane, SimIngress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from swell.coordinator.channel import ChannelKeys
+from swell.coordinator.transport.channel import ChannelKeys
 from tests.simulator.ground import SimGround
 from tests.simulator.kernel import Kernel
 from tests.simulator.network import Network, NetworkOptions

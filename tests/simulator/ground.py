@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
 from tests.simulator.channel import SimAsyncOutlet, SimEnd, SimInbox, SimOutlet, SimWaker
 from tests.simulator.network import Network
 from tests.simulator.process import Process
@@ -36,7 +36,7 @@ class SimLoopHandle:
 
 
 class SimGround:
-    """`swell.coordinator.ground.Ground` of one process."""
+    """`swell.coordinator.transport.ground.Ground` of one process."""
 
     def __init__(self, process: Process, net: Network) -> None:
         self.process, self.net = process, net

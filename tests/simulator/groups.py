@@ -19,9 +19,9 @@ from tests.simulator.network import Network
 from tests.simulator.process import Process
 
 GROUP_TIMEOUT_S = 120.0
-"""As `swell.worker.mesh.GROUP_TIMEOUT_S`."""
+"""As `swell.worker.comm.mesh.GROUP_TIMEOUT_S`."""
 _CONNECT_S = 20.0
-"""As `swell.worker.transport.CONNECT_S`."""
+"""As `swell.worker.comm.transport.CONNECT_S`."""
 _POLL_S = 0.05
 _DELAY_S = 0.0005
 """From a member to its peers."""

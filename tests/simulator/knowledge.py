@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from swell.coordinator.wave_interface import Phase
+from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import EngineReport
-from swell.engine.server import EngineServer
+from swell.engine.serving.server import EngineServer
 from tests.simulator.actors import SimCoordinator, weights_of
 from tests.simulator.calm import Calm, Durations
 from tests.simulator.control_plane import HEARTBEAT_S, ControlPlane, SimRequest

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from itertools import count
 
-from swell.cluster.control.versions import UpgradeStage
+from swell.cluster.control.plan.versions import UpgradeStage
 from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import JourneyEventType
 from tests.simulator.actors import SimEngine, weights_of

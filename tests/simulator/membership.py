@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from swell.cluster.control.versions import UpgradeStage
+from swell.cluster.control.plan.versions import UpgradeStage
 from swell.coordinator.roster import Member, MemberState
-from swell.coordinator.wave_interface import Phase
+from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import ClusterView
 from tests.simulator.actors import SimCoordinator, SimEngine
 from tests.simulator.calm import Calm, Durations

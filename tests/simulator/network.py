@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swell.coordinator.channel import ChannelAddress
-from swell.coordinator.handshakes import HANDSHAKE_S
-from swell.coordinator.socket_options import CONNECT_S
+from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.transport.handshakes import HANDSHAKE_S
+from swell.coordinator.transport.socket_options import CONNECT_S
 from tests.simulator.connection import READY, Side
 from tests.simulator.kernel import WORLD, Kernel
 from tests.simulator.process import Process

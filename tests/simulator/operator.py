@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from swell.cluster.control.control_state import TAKEN_OVER, ScaleRefused
+from swell.cluster.control.plan.control_state import TAKEN_OVER, ScaleRefused
 from swell.coordinator.manager_state import Sleep
 from tests.simulator.actors import identity, with_weights
 from tests.simulator.kernel import WORLD

@@ -14,27 +14,28 @@ import msgspec
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_connection import EngineConnection
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
-from swell.cluster.client.journey import Journey
-from swell.cluster.client.output_processor import OutputProcessor
 from swell.cluster.client.request_placer import RequestPlacer
-from swell.cluster.client.request_state import RequestState
-from swell.cluster.client.routable_engines import RoutableEngines
-from swell.cluster.client.router import Router
-from swell.cluster.control import actor_names, control_state, upgrade, upgrade_plan
-from swell.cluster.control.coordinator_handle import CoordinatorHandle
-from swell.cluster.control.fleet import Fleet
+from swell.cluster.client.requests.journey import Journey
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.request_state import RequestState
+from swell.cluster.client.routing.routable_engines import RoutableEngines
+from swell.cluster.client.routing.router import Router
+from swell.cluster.control.engines import actor_names
+from swell.cluster.control.engines.fleet import Fleet
+from swell.cluster.control.engines.strays import StrayCollector
 from swell.cluster.control.manager import ClusterManager
-from swell.cluster.control.strays import StrayCollector
+from swell.cluster.control.plan import control_state, upgrade, upgrade_plan
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.coordinator import roster as rosters
-from swell.coordinator.engine_monitor import EngineMonitor
+from swell.coordinator.monitors.engine_monitor import EngineMonitor
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.state_machine import CoordinatorStateMachine
 from swell.coordinator.subscribers import Subscribers
-from swell.engine.client_tracker import ClientTracker
-from swell.engine.coordinator_client import CoordinatorClient
 from swell.engine.core import EngineCore
-from swell.engine.load_reporter import LoadReporter
-from swell.engine.server import EngineServer
+from swell.engine.serving.client_tracker import ClientTracker
+from swell.engine.serving.coordinator_client import CoordinatorClient
+from swell.engine.serving.load_reporter import LoadReporter
+from swell.engine.serving.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, KeepAliveReply
 from tests.simulator.faults import FAULTS
 from tests.simulator.laws import judge

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from random import Random
 from typing import Any, Protocol
 
-from swell.configs import process as process_setup
+from swell.configs.runtime import process as process_setup
 from tests.simulator.kernel import WORLD, Call, Kernel, Owner, ProcessExited
 
 _MAX_OFFSET_S = 1e4

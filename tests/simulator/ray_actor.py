@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from swell.cluster.control.actor_errors import ActorDied, ActorRaised
+from swell.cluster.control.ray.actor_errors import ActorDied, ActorRaised
 from tests.simulator.kernel import WORLD
 from tests.simulator.process import Process
 

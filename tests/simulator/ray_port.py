@@ -1,4 +1,4 @@
-"""`swell.cluster.control.ray_port.RayPort`, as one process of the simulation sees it.
+"""`swell.cluster.control.ray.ray_port.RayPort`, as one process of the simulation sees it.
 
 A coroutine waits for the GCS, and fails after some seconds: what it asks for may be done yet.
 """
@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from swell.cluster.control.actor_errors import ActorUnavailable, GcsUnavailable
+from swell.cluster.control.ray.actor_errors import ActorUnavailable, GcsUnavailable
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.channel import ChannelKeys
-from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.channel import ChannelKeys
+from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
 from tests.simulator.process import Process
 from tests.simulator.ray import SimGroup, SimRayCluster
 from tests.simulator.ray_actor import SimActor

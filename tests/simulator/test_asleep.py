@@ -9,7 +9,7 @@ import pytest
 
 from swell.coordinator.roster import MemberState
 from swell.engine.request import MAX_FAILED_ATTEMPTS
-from swell.engine.server import EngineServer
+from swell.engine.serving.server import EngineServer
 from swell.worker.wire import Regrouped
 from tests.simulator.control_plane import ControlPlane
 from tests.simulator.kernel import WORLD

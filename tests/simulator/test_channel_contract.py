@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from swell.coordinator.channel import _LINGER_MS, _MAX_BURST
+from swell.coordinator.transport.channel import _LINGER_MS, _MAX_BURST
 from tests.simulator.channel_worlds import (
     LONG_S,
     ChannelWorld,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from swell.coordinator.channel import make_keys
-from swell.coordinator.ground import Ground, ThreadGround, drive
+from swell.coordinator.transport.channel import make_keys
+from swell.coordinator.transport.ground import Ground, ThreadGround, drive
 from tests.simulator.ground import SimGround
 from tests.simulator.kernel import Kernel
 from tests.simulator.network import Network

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from swell.coordinator.finder import CoordinatorFinder
+from swell.coordinator.transport.finder import CoordinatorFinder
 from tests.simulator.control_plane import ControlPlane
 from tests.simulator.kernel import WORLD
 from tests.simulator.laws import Run

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swell.configs import process as process_setup
+from swell.configs.runtime import process as process_setup
 from tests.simulator.kernel import Kernel
 from tests.simulator.process import Process, simulated_exits
 

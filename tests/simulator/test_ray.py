@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.control.actor_errors import ActorDied, GcsUnavailable
+from swell.cluster.control.ray.actor_errors import ActorDied, GcsUnavailable
 from swell.configs.schema import ClusterConfig, load
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.contact import CoordinatorContact
+from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.transport.contact import CoordinatorContact
 from tests.simulator.kernel import WORLD, Kernel
 from tests.simulator.network import Network
 from tests.simulator.process import Process

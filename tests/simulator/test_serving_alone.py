@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from swell.coordinator.wave_interface import Phase
-from swell.engine.standalone_monitor import StandaloneMonitor
+from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.engine.serving.standalone_monitor import StandaloneMonitor
 from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S
 from tests.simulator.laws import Run
 from tests.simulator.process import simulated_exits

@@ -7,9 +7,9 @@ since which an ingress reaches an engine that could serve. A clock at half the r
 from __future__ import annotations
 
 from swell.coordinator.roster import MemberState
-from swell.coordinator.wave_interface import Phase
+from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import ClusterView
-from swell.engine.server import EngineServer
+from swell.engine.serving.server import EngineServer
 from tests.simulator.actors import SimEngine
 from tests.simulator.calm import Calm
 from tests.simulator.control_plane import (

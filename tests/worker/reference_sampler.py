@@ -14,7 +14,7 @@ import torch
 from swell.kernels.sample import sample_tokens, uniform_noise
 from swell.worker.sample.allowed_token_ids import NOT_ALLOWED_LOGIT
 from swell.worker.sample.logits_processor import BANNED_BIAS
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import NewRow
 
 

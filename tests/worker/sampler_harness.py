@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from swell.worker.block_tables import BlockTables
-from swell.worker.input_batch import BatchBuilder, InputBatch
-from swell.worker.request_states import RequestStates
 from swell.worker.sample.sampler import Sampler
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
+from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.input_batch import BatchBuilder, InputBatch
+from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import SchedulerOutput
 from tests.worker.reference_sampler import ReferenceRow
 

@@ -9,11 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from swell.configs.schema import load
-from swell.worker import transport
-from swell.worker.group_secret import GroupSecret
-from swell.worker.groups import make_group
-from swell.worker.mesh import GroupError, Mesh
-from swell.worker.transport import connect
+from swell.worker.comm import transport
+from swell.worker.comm.group_secret import GroupSecret
+from swell.worker.comm.groups import make_group
+from swell.worker.comm.mesh import GroupError, Mesh
+from swell.worker.comm.transport import connect
 from swell.worker.wire import GroupPlan
 from swell.worker.worker import Worker
 from tests.worker.test_mesh import in_threads

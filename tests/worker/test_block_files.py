@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from swell.configs.schema import CacheConfig, load
-from swell.engine.handover_files import make_claim
-from swell.worker import block_files
-from swell.worker.block_files import MAX_AGE_S, BlockFiles
+from swell.engine.kv.handover_files import make_claim
+from swell.worker.memory import block_files
+from swell.worker.memory.block_files import MAX_AGE_S, BlockFiles
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, BlockFile
 
 NAME, BLOCKS = "ab" * 16, 10

@@ -12,7 +12,7 @@ from swell.kernels.logprobs import LogprobsTensors
 from swell.worker.drafts import StepDrafts
 from swell.worker.sample.logprobs import PendingLogprobs
 from swell.worker.sample.sampler import SamplerOutput
-from swell.worker.sample.wire import TokenLogprobs
+from swell.worker.sampler_wire import TokenLogprobs
 from swell.worker.wire import ModelRunnerOutput, SchedulerOutput
 
 

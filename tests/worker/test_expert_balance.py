@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from swell.configs.schema import load
-from swell.worker import experts
-from swell.worker.expert_balance import ExpertPlacement, balance, imbalance
-from swell.worker.experts import place_experts
-from swell.worker.groups import GroupError
+from swell.worker.comm.groups import GroupError
+from swell.worker.moe import experts
+from swell.worker.moe.expert_balance import ExpertPlacement, balance, imbalance
+from swell.worker.moe.experts import place_experts
 from swell.worker.sharded import saving
 from tests.worker.moe_engines import NEW_TOKENS, PROMPTS, Engine, EngineGroup, answers
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.worker import forward
+from swell.worker.step import forward
 from tests.kernels.load import load_backend
 from tests.worker import tiny_models
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from swell.cluster.text.sampling_params import StructuredOutputs
-from swell.cluster.text.structured_output import compile_grammar
-from swell.worker.block_tables import BlockTables
-from swell.worker.failed_rows import FailedRows
-from swell.worker.input_batch import BatchBuilder, InputBatch
-from swell.worker.request_states import RequestStates
+from swell.cluster.text.grammar.structured_output import compile_grammar
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 from swell.worker.sample import grammar as module
 from swell.worker.sample.sampler import Sampler
-from swell.worker.sample.wire import Grammar, SamplerParams
+from swell.worker.sampler_wire import Grammar, SamplerParams
+from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.failed_rows import FailedRows
+from swell.worker.step.input_batch import BatchBuilder, InputBatch
+from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import NewRow, SchedulerOutput
 from tests.structured_schemas import SCHEMAS
 

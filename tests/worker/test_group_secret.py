@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from swell.worker import transport
-from swell.worker.gloo_sockets import refuse_connections
-from swell.worker.group_secret import TOKEN_BYTES, ForeignAddress, GroupSecret
-from swell.worker.mesh import GroupError, Mesh
-from swell.worker.transport import ForeignMember, connect
+from swell.worker.comm import transport
+from swell.worker.comm.gloo_sockets import refuse_connections
+from swell.worker.comm.group_secret import TOKEN_BYTES, ForeignAddress, GroupSecret
+from swell.worker.comm.mesh import GroupError, Mesh
+from swell.worker.comm.transport import ForeignMember, connect
 from swell.worker.wire import GroupPlan
 from tests.worker.test_addresses import PAIR
 from tests.worker.test_mesh import in_threads

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.worker import forward as graphs
+from swell.worker.step import forward as graphs
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from swell.configs.schema import ParallelConfig
+from swell.worker.comm.mesh import Group, Mesh, SoloGroup
 from swell.worker.layers.embedding import ParallelLMHead
 from swell.worker.layers.weight_shard import materialize
-from swell.worker.mesh import Group, Mesh, SoloGroup
 from tests.worker.test_mesh import in_threads
 
 pytestmark = pytest.mark.slow

@@ -10,10 +10,10 @@ import torch
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from swell.configs.schema import ParallelConfig
-from swell.worker.mesh import Mesh
+from swell.worker.comm.mesh import Mesh
 from swell.worker.sample import allowed_token_ids as allowed
 from swell.worker.sample.logits_processor import BANNED_BIAS
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import NewRow, SchedulerOutput
 from tests.kernels.load import load_backend
 from tests.worker import test_model_runner as runner_parts

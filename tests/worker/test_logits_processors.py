@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from swell.worker.sample import allowed_token_ids as allowed
 from swell.worker.sample import logit_bias as edits
 from swell.worker.sample import penalties
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.worker.reference_sampler import ReferenceRow
 from tests.worker.sampler_harness import EVERYTHING, NOTHING, ROWS, VOCAB, SamplerHarness
 

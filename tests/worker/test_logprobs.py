@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.worker.block_tables import BlockTables
-from swell.worker.input_batch import BatchBuilder, InputBatch
-from swell.worker.request_states import RequestStates
 from swell.worker.sample import logprobs as module
 from swell.worker.sample.logprobs import PromptLogprobsReader, SampledLogprobs, rank_tokens
 from swell.worker.sample.sampler import SamplerOutput
-from swell.worker.sample.wire import Extra, PromptLogprobs, SamplerParams, TokenLogprobs
+from swell.worker.sampler_wire import Extra, PromptLogprobs, SamplerParams, TokenLogprobs
+from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.input_batch import BatchBuilder, InputBatch
+from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import ModelRunnerOutput, NewRow, SchedulerOutput
 
 pytestmark = pytest.mark.slow

@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.sampling_params import BadRequest
 from swell.engine.executor import ExecutorError
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.forward import CapturedForward
 from swell.worker.lora import AdapterNotLoaded, AdapterSlots, NoAdapters
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
+from swell.worker.step.forward import CapturedForward
 from swell.worker.wire import NewRow, SchedulerOutput
 from tests import adapters
 from tests.device import DEVICE, on_device

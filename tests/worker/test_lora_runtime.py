@@ -14,11 +14,11 @@ import pytest
 import transformers
 
 from swell.cluster.local import LLM
-from swell.configs.adapter_files import adapter_digest
+from swell.configs.files.adapter_files import adapter_digest
 from swell.configs.lora import Adapter
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.lora import AdapterNotLoaded, Adapters
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import AdapterLoaded, LoadAdapter
 from tests import adapters
 from tests.worker.test_lora import GREEDY, KINDS, PROMPTS, Folders, ids_of

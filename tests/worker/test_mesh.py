@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from swell.configs.schema import ParallelConfig
-from swell.worker import transport
-from swell.worker.mesh import Group, GroupError, Mesh, SoloGroup
+from swell.worker.comm import transport
+from swell.worker.comm.mesh import Group, GroupError, Mesh, SoloGroup
 from swell.worker.wire import GroupPlan
 
 pytestmark = pytest.mark.slow

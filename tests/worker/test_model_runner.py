@@ -15,17 +15,17 @@ from torch import nn
 
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig, ParallelConfig
-from swell.worker import kv_cache
-from swell.worker.block_tables import BlockTables
-from swell.worker.feedback import MAX_OUTSTANDING, FirstStageFeedback
-from swell.worker.input_batch import BatchBuilder
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.attention import Attention
-from swell.worker.mesh import Mesh
-from swell.worker.models.intermediate import IntermediateTensors
-from swell.worker.request_states import RequestStates
 from swell.worker.runner import ModelRunner
-from swell.worker.sample.wire import SamplerParams
-from swell.worker.staging import StagedTable
+from swell.worker.sampler_wire import SamplerParams
+from swell.worker.step import kv_cache
+from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.feedback import MAX_OUTSTANDING, FirstStageFeedback
+from swell.worker.step.input_batch import BatchBuilder
+from swell.worker.step.intermediate import IntermediateTensors
+from swell.worker.step.request_states import RequestStates
+from swell.worker.step.staging import StagedTable
 from swell.worker.wire import BlockGrowth, NewRow, SchedulerOutput
 
 pytestmark = pytest.mark.slow

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.kernels.inputs import Inputs, Sizes
-from swell.worker.input_batch import InputBatch
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import load_config, load_weights
-from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
 from swell.worker.models.generic import refuse_config
-from swell.worker.models.intermediate import IntermediateTensors, stage_layers
+from swell.worker.step.input_batch import InputBatch
+from swell.worker.step.intermediate import IntermediateTensors, stage_layers
 from swell.worker.wire import SchedulerOutput
 from tests.worker import tiny_models
 

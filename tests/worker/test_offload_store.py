@@ -13,10 +13,10 @@ import torch
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.schema import load
-from swell.engine.offload_tiers import OffloadTiers
-from swell.worker import offload_store
+from swell.engine.kv.offload_tiers import OffloadTiers
 from swell.worker.layers.attention import Attention
-from swell.worker.offload_store import (
+from swell.worker.memory import offload_store
+from swell.worker.memory.offload_store import (
     OffloadStore,
     batches_of,
     count_offload_blocks,

@@ -13,7 +13,7 @@ from swell.configs.schema import ConfigError, load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.wire import EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import Activation, PooledValues, PoolingParams, SamplerParams
+from swell.worker.sampler_wire import Activation, PooledValues, PoolingParams, SamplerParams
 from tests.device import is_enough, on_device
 from tests.pooled_models import ENCODERS, VOCABULARY, make, pooled
 

@@ -14,12 +14,12 @@ import torch
 import transformers
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.prompt_embeds import EmbedsPrompts
-from swell.cluster.text.sampling_params import BadRequest
-from swell.worker.failed_rows import NON_REQUEST_ERRORS
-from swell.worker.prompt_embeds import PromptEmbedsTable
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.prompt.prompt_embeds import EmbedsPrompts
 from swell.worker.sample.sampler import Sampler
-from swell.worker.sample.wire import PromptEmbeds, SamplerParams
+from swell.worker.sampler_wire import PromptEmbeds, SamplerParams
+from swell.worker.step.failed_rows import NON_REQUEST_ERRORS
+from swell.worker.step.prompt_embeds import PromptEmbedsTable
 from swell.worker.wire import NewRow, SchedulerOutput
 from tests.device import on_device
 from tests.embeds import prompt_of

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from swell.kernels.sample import sample_tokens, uniform_noise
-from swell.worker.block_tables import BlockTables
-from swell.worker.input_batch import BatchBuilder, InputBatch
-from swell.worker.request_states import RequestStates
 from swell.worker.sample import sampler as module
 from swell.worker.sample.sampler import Sampler
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
+from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.input_batch import BatchBuilder, InputBatch
+from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import NewRow, SchedulerOutput
 
 pytestmark = pytest.mark.slow

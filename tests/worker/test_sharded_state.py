@@ -14,13 +14,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from swell.configs.files.sharded_index import INDEX_NAME, MAX_INDEX_BYTES, digest_of, file_names
 from swell.configs.schema import Config, ModelConfig, ParallelConfig, load
-from swell.configs.sharded_index import INDEX_NAME, MAX_INDEX_BYTES, digest_of, file_names
 from swell.kernels import backends
 from swell.kernels.linear import panel
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import LoadedWeights, load_config, load_weights, resolve_dtype
-from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
 from swell.worker.sharded import new_folder as new_folders
 from swell.worker.sharded import saving
@@ -231,7 +231,7 @@ def test_mapped_weights_leave_less_for_the_cache(
     saved: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system counts pages of files as available."""
-    from swell.worker import kv_cache
+    from swell.worker.step import kv_cache
 
     monkeypatch.setattr(kv_cache, "free_bytes", lambda *_: 50_000_000)
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import StructuredOutputs
-from swell.cluster.text.structured_output import compile_grammar
-from swell.cluster.text.token_texts import TokenTexts
-from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
+from swell.cluster.text.grammar.structured_output import compile_grammar
+from swell.cluster.text.params.sampling_params import StructuredOutputs
+from swell.cluster.text.tokens.detokenizer import Detokenizer
+from swell.cluster.text.tokens.token_texts import TokenTexts
+from swell.cluster.text.tokens.tokenizer import load_eos_token_ids, load_tokenizer
 from swell.worker.sample.vocabulary import load_vocabulary
 from tests.kinds import KINDS, kind
 from tests.worker.test_grammar import END, NANO, TOKENIZER, Answers, lark

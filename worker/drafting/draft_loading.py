@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from swell.configs.drafts import BY_WORKERS, DraftModelConfig
+from swell.configs.files.sharded_index import is_sharded
 from swell.configs.pooling import PoolingSpec
 from swell.configs.schema import Config, ModelConfig, ParallelConfig
 from swell.configs.section import ConfigError
-from swell.configs.sharded_index import is_sharded
+from swell.worker.comm.mesh import Mesh
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, DraftModel, NoDraftModel
 from swell.worker.drafting.draft_runner import DraftRunner
 from swell.worker.drafting.eagle_model import (
@@ -34,7 +35,6 @@ from swell.worker.loader import (
     resolve_dtype,
 )
 from swell.worker.loader import max_model_len as max_length
-from swell.worker.mesh import Mesh
 from swell.worker.models import build_model, resolve_ties
 
 _KEY = re.compile(rf"(?<![.\w])model\.({'|'.join(DraftModelConfig.__struct_fields__)})\b")

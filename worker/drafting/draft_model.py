@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swell.worker import kv_cache
-from swell.worker.block_tables import BlockTables
 from swell.worker.drafting.draft_runner import NoDraftRunner
-from swell.worker.request_states import RequestStates
+from swell.worker.step import kv_cache
+from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.request_states import RequestStates
 
 MakeRunner = Callable[[Any, RequestStates, BlockTables, int], NoDraftRunner]
 """(model, states, blocks, most tokens of a step) -> the runner that computes the model."""

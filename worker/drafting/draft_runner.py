@@ -28,13 +28,13 @@ from typing import Any
 from torch import Tensor
 
 from swell.configs.schema import ParallelConfig
-from swell.worker.block_tables import BlockTables
-from swell.worker.forward import HeadOutput, make_forward
-from swell.worker.input_batch import BatchBuilder
-from swell.worker.mesh import Mesh
-from swell.worker.request_states import RequestStates
+from swell.worker.comm.mesh import Mesh
 from swell.worker.sample.proposals import PendingProposals
 from swell.worker.sample.sampler import SamplerOutput
+from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.forward import HeadOutput, make_forward
+from swell.worker.step.input_batch import BatchBuilder
+from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import SchedulerOutput
 
 

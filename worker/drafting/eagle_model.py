@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from swell.configs.schema import ParallelConfig
 from swell.kernels.linear import embedding
+from swell.worker.comm.mesh import Mesh
 from swell.worker.drafting.draft_runner import StepHidden
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -36,7 +37,6 @@ from swell.worker.layers.mlp import GatedMLP
 from swell.worker.layers.norm import RMSNorm
 from swell.worker.layers.rotary import RotaryEmbedding
 from swell.worker.layers.weight_shard import WeightShard, materialize, replicated_shard
-from swell.worker.mesh import Mesh
 from swell.worker.models.llama import (
     LlamaAttention,
     LlamaLayer,
@@ -46,7 +46,7 @@ from swell.worker.models.llama import (
 from swell.worker.models.llama_traits import Traits
 
 if TYPE_CHECKING:
-    from swell.worker.input_batch import InputBatch
+    from swell.worker.step.input_batch import InputBatch
 
 EMBEDDING, HEAD, FUSION = "embed_tokens", "lm_head", "fc"
 OFFSETS = "d2t"

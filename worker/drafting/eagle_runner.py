@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from swell.kernels.host import to_device
-from swell.worker.block_tables import BlockTables
 from swell.worker.drafting.draft_runner import GuessingRunner, StepHidden
-from swell.worker.input_batch import BatchBuilder, InputBatch
-from swell.worker.request_states import RequestStates
+from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.input_batch import BatchBuilder, InputBatch
+from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import SchedulerOutput
 
 

@@ -25,20 +25,20 @@ from torch import Tensor, nn
 
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.worker.cache_size import moe_layers
+from swell.worker.comm.groups import make_group
+from swell.worker.comm.mesh import Mesh
 from swell.worker.drafting.draft_runner import StepHidden
 from swell.worker.drafting.eagle_model import EMBEDDING, HEAD
-from swell.worker.groups import make_group
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import VocabParallelEmbedding
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.norm import RMSNorm
 from swell.worker.layers.weight_shard import WeightShard, materialize
-from swell.worker.mesh import Mesh
 from swell.worker.models import build_model
-from swell.worker.models.intermediate import IntermediateTensors
+from swell.worker.step.intermediate import IntermediateTensors
 
 if TYPE_CHECKING:
-    from swell.worker.input_batch import InputBatch
+    from swell.worker.step.input_batch import InputBatch
 
 _LAYER, _NORM = "model.layers.1", "model.norm"
 _NOT_PLAIN = (

@@ -12,9 +12,8 @@ from swell.kernels.cache import write_kv
 class Attention(nn.Module):
     """Writes this step's K and V into the cache, then attends to all K and V of each row.
 
-    `worker/kv_cache.py` binds the caches; they are neither parameters nor buffers, so that moving
-    or saving the model does not affect them.
-    """
+    `worker/step/kv_cache.py` binds the caches; they are neither parameters nor buffers, so that
+    moving or saving the model does not affect them."""
 
     # [blocks, kv_heads, block_tokens, head_dim]
     k_cache: Tensor

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 
 from swell.kernels.linear import embedding, linear, linear_argmax
+from swell.worker.comm.mesh import Group
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter
-from swell.worker.mesh import Group
 
 
 class _VocabRows(PackedWeight):

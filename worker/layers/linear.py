@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from swell.kernels.linear import linear
+from swell.worker.comm.mesh import Group
 from swell.worker.layers.lora import NO_LORA, LoraPart, NoLora
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.layers.weight_shard import (
@@ -25,7 +26,6 @@ from swell.worker.layers.weight_shard import (
     empty_parameter,
     replicated_shard,
 )
-from swell.worker.mesh import Group
 
 
 @dataclass(frozen=True)

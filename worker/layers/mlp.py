@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from swell.kernels.activation import gelu, silu_and_mul
+from swell.worker.comm.mesh import Group
 from swell.worker.layers.linear import (
     ColumnParallelLinear,
     LinearLayer,
@@ -16,7 +17,6 @@ from swell.worker.layers.linear import (
     RowParallelLinear,
 )
 from swell.worker.layers.weight_shard import WeightShard
-from swell.worker.mesh import Group
 
 
 class FeedForward(nn.Module, ABC):

@@ -2,7 +2,7 @@
 
 Attention is data parallel: each engine has its own tokens, the same on all its tensor ranks. Each
 expert of a layer is on one of the stage's workers in all engines (`mesh.expert`), in any placement
-(see `worker/experts.py`); or copies of it are on several workers, each for the tokens of some
+(see `worker/moe/experts.py`); or copies of it are on several workers, each for the tokens of some
 engines. With T tokens in this engine, P the largest number of tokens in any engine, k choices per
 token and the engines of `mesh.data`:
 
@@ -29,11 +29,11 @@ import torch
 
 from swell.kernels.linear import PackedTensor, Weight, pack, panel
 from swell.kernels.moe import combine_experts, expert_outputs, route
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.mlp import FeedForward
 from swell.worker.layers.packed_weight import Packable
 from swell.worker.layers.weight_shard import ALL, WeightShard
-from swell.worker.mesh import Mesh
 
 PlainExpert = tuple[torch.Tensor, torch.Tensor]
 """The weights of one expert while they are loaded or sent: gate over up [2 * size, hidden], down

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from swell.worker.mesh import Group
+from swell.worker.comm.mesh import Group
 
 ALL = slice(None)
 

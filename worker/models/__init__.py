@@ -40,7 +40,7 @@ from torch import nn
 
 from swell.configs.pooling import DECODERS, PoolingSpec
 from swell.configs.schema import ModelConfig
-from swell.worker.mesh import Mesh
+from swell.worker.comm.mesh import Mesh
 
 NATIVE = {
     "LlamaForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",

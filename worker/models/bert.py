@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from swell.kernels.attention import WHOLE_ROW
 from swell.kernels.host import to_device
 from swell.kernels.linear import embedding
+from swell.worker.comm.mesh import Group, Mesh
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import VocabParallelEmbedding
 from swell.worker.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -31,12 +32,11 @@ from swell.worker.layers.weight_shard import (
     materialize,
     replicated_shard,
 )
-from swell.worker.mesh import Group, Mesh
 
 if TYPE_CHECKING:
     from swell.kernels.attention import AttentionMetadata
-    from swell.worker.input_batch import InputBatch
-    from swell.worker.models.intermediate import IntermediateTensors
+    from swell.worker.step.input_batch import InputBatch
+    from swell.worker.step.intermediate import IntermediateTensors
 
 
 class BertEmbeddings(nn.Module):

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from swell.configs.log import first_line
+from swell.configs.runtime.log import first_line
 from swell.kernels.sample import greedy_sample
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from swell.worker.layers.weight_shard import WeightShard, replicated_shard
-from swell.worker.mesh import Mesh
 from swell.worker.models import generic_masks, generic_probe
 from swell.worker.models.generic_attention import Mode, PagedAttentionHook, UnsupportedModelError
 from swell.worker.models.generic_build import materialize, on_meta
 from swell.worker.models.generic_masks import UnsupportedMaskError
 from swell.worker.models.generic_parallel import StageBoundary, split_stages, split_tensors
 from swell.worker.models.generic_weights import WeightsMapper
-from swell.worker.models.intermediate import IntermediateTensors
+from swell.worker.step.intermediate import IntermediateTensors
 
 if TYPE_CHECKING:
-    from swell.worker.input_batch import InputBatch
     from swell.worker.layers.attention import Attention
-    from swell.worker.prompt_embeds import EmbedsOverride
+    from swell.worker.step.input_batch import InputBatch
+    from swell.worker.step.prompt_embeds import EmbedsOverride
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that differ only in their masks."""

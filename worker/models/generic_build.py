@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swell.configs.log import first_line
+from swell.configs.runtime.log import first_line
 from swell.worker.models import generic_attention
 
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")

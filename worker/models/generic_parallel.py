@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from swell.worker.comm.mesh import Group, Mesh
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from swell.worker.layers.weight_shard import divide
-from swell.worker.mesh import Group, Mesh
-from swell.worker.models.intermediate import stage_layers
+from swell.worker.step.intermediate import stage_layers
 
 
 def _columns(linear: nn.Linear, group: Group, name: str) -> nn.Module:

@@ -18,6 +18,7 @@ from torch import nn
 
 from swell.kernels.linear import embedding
 from swell.kernels.rope import apply_rope
+from swell.worker.comm.mesh import Group, Mesh
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from swell.worker.layers.linear import LinearLayer, QKVParallelLinear, RowParallelLinear
@@ -26,13 +27,12 @@ from swell.worker.layers.mlp import FeedForward, GatedMLP
 from swell.worker.layers.norm import RMSNorm
 from swell.worker.layers.rotary import RotaryEmbedding
 from swell.worker.layers.weight_shard import WeightShard, materialize
-from swell.worker.mesh import Group, Mesh
-from swell.worker.models.intermediate import IntermediateTensors, stage_layers
 from swell.worker.models.llama_traits import TRAITS, Traits
+from swell.worker.step.intermediate import IntermediateTensors, stage_layers
 
 if TYPE_CHECKING:
     from swell.kernels.attention import AttentionMetadata
-    from swell.worker.input_batch import InputBatch
+    from swell.worker.step.input_batch import InputBatch
 
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from swell.kernels.activation import gelu, gelu_and_mul
 from swell.kernels.attention import WHOLE_ROW
 from swell.kernels.rope import apply_rope
+from swell.worker.comm.mesh import Group, Mesh
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import VocabParallelEmbedding
 from swell.worker.layers.linear import (
@@ -30,13 +31,12 @@ from swell.worker.layers.linear import (
 from swell.worker.layers.norm import LayerNorm
 from swell.worker.layers.rotary import RotaryEmbedding
 from swell.worker.layers.weight_shard import WeightShard, materialize
-from swell.worker.mesh import Group, Mesh
 from swell.worker.models.bert import check_encoder
 
 if TYPE_CHECKING:
     from swell.kernels.attention import AttentionMetadata
-    from swell.worker.input_batch import InputBatch
-    from swell.worker.models.intermediate import IntermediateTensors
+    from swell.worker.step.input_batch import InputBatch
+    from swell.worker.step.intermediate import IntermediateTensors
 
 Angles = tuple[Tensor, Tensor]
 """cos and sin of the tokens' positions, [T, head_dim / 2] each."""

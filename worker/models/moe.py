@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from swell.worker.experts import place_experts
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.mlp import FeedForward
 from swell.worker.layers.moe import ExpertTraits, MoE, PlainExpert
 from swell.worker.layers.weight_shard import WeightShard
-from swell.worker.mesh import Mesh
 from swell.worker.models.llama import LlamaForCausalLM
 from swell.worker.models.llama_traits import Traits
+from swell.worker.moe.experts import place_experts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from swell.configs.json_text import parse_json
+from swell.configs.files.json_text import parse_json
 from swell.configs.pooling import DenseSpec, PoolingSpec, read_pooling
 from swell.configs.schema import ConfigError, ModelConfig
 from swell.worker.layers.linear import ReplicatedLinear
@@ -22,7 +22,7 @@ from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.layers.weight_shard import WeightShard, materialize
 from swell.worker.loader import HUB_FILES, load_weight_shards
 from swell.worker.model_folder import model_folder
-from swell.worker.sample.wire import Activation, PoolingParams
+from swell.worker.sampler_wire import Activation, PoolingParams
 
 TEXT_FILES = ("*.json",)
 

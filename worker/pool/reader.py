@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from swell.kernels.host import to_device
-from swell.worker.input_batch import InputBatch
 from swell.worker.pool.pooler import ACTIVATIONS, Pooler
-from swell.worker.request_states import RequestStates
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
-from swell.worker.sample.wire import Activation, Extra, PooledValues, PoolingParams
+from swell.worker.sampler_wire import Activation, Extra, PooledValues, PoolingParams
+from swell.worker.step.input_batch import InputBatch
+from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import NewRow, SchedulerOutput
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from swell.kernels.bitmask import apply_bitmask
 from swell.kernels.host import to_device
-from swell.worker.input_batch import InputBatch
-from swell.worker.request_states import RequestStates
 from swell.worker.sample.logits_processor import BANNED_BIAS, LogitsProcessor
-from swell.worker.slot_set import SlotSet
+from swell.worker.step.input_batch import InputBatch
+from swell.worker.step.request_states import RequestStates
+from swell.worker.step.slot_set import SlotSet
 from swell.worker.wire import NewRow
 
 NOT_ALLOWED_LOGIT = 1e6 * BANNED_BIAS

@@ -21,20 +21,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.configs.log import StructuredLogger
-from swell.configs.process import available_cores
+from swell.configs.runtime.log import StructuredLogger
+from swell.configs.runtime.process import available_cores
 from swell.kernels.bitmask import apply_bitmask
 from swell.kernels.host import to_device
+from swell.worker.comm.groups import Group
 from swell.worker.drafts import StepDrafts
-from swell.worker.failed_rows import FailedRows, describe
-from swell.worker.groups import Group
-from swell.worker.input_batch import InputBatch
-from swell.worker.request_states import RequestStates
 from swell.worker.sample.logits_processor import LogitsProcessor, PendingExtra
 from swell.worker.sample.vocabulary import load_vocabulary
-from swell.worker.sample.wire import GRAMMAR_LIMITS
-from swell.worker.slot_set import SlotSet
-from swell.worker.staging import AsyncCopy
+from swell.worker.sampler_wire import GRAMMAR_LIMITS
+from swell.worker.step.failed_rows import FailedRows, describe
+from swell.worker.step.input_batch import InputBatch
+from swell.worker.step.request_states import RequestStates
+from swell.worker.step.slot_set import SlotSet
+from swell.worker.step.staging import AsyncCopy
 from swell.worker.wire import NewRow
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 from torch import Tensor
 
-from swell.worker.input_batch import InputBatch
-from swell.worker.sample.wire import Extra
+from swell.worker.sampler_wire import Extra
+from swell.worker.step.input_batch import InputBatch
 from swell.worker.wire import NewRow, SchedulerOutput
 
 BANNED_BIAS = -1e30

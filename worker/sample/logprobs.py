@@ -18,11 +18,11 @@ from torch import Tensor
 
 from swell.kernels.host import to_device
 from swell.kernels.logprobs import LogprobsTensors, rank_tokens
-from swell.worker.input_batch import InputBatch
-from swell.worker.request_states import RequestStates
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
-from swell.worker.sample.wire import Extra, PromptLogprobs, TokenLogprobs
-from swell.worker.slot_set import SlotSet
+from swell.worker.sampler_wire import Extra, PromptLogprobs, TokenLogprobs
+from swell.worker.step.input_batch import InputBatch
+from swell.worker.step.request_states import RequestStates
+from swell.worker.step.slot_set import SlotSet
 from swell.worker.wire import NewRow, SchedulerOutput
 
 SLICE_POSITIONS = 256

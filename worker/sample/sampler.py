@@ -10,10 +10,7 @@ import msgspec
 from torch import Tensor
 
 from swell.kernels.sample import greedy_sample, sample_tokens, uniform_noise
-from swell.worker.failed_rows import FailedRows
-from swell.worker.groups import Group, SoloGroup
-from swell.worker.input_batch import InputBatch
-from swell.worker.request_states import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, RequestStates
+from swell.worker.comm.groups import Group, SoloGroup
 from swell.worker.sample.allowed_token_ids import AllowedTokenIds
 from swell.worker.sample.grammar import GrammarMask
 from swell.worker.sample.logit_bias import LogitBias
@@ -21,7 +18,10 @@ from swell.worker.sample.logits_processor import LogitsProcessor, PendingExtra
 from swell.worker.sample.logprobs import SampledLogprobs
 from swell.worker.sample.penalties import Penalties
 from swell.worker.sample.proposals import PendingProposals
-from swell.worker.sample.wire import Extra
+from swell.worker.sampler_wire import Extra
+from swell.worker.step.failed_rows import FailedRows
+from swell.worker.step.input_batch import InputBatch
+from swell.worker.step.request_states import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, RequestStates
 from swell.worker.wire import ModelRunnerOutput, NewRow
 
 

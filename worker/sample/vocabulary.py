@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from swell.configs.json_text import parse_json
+from swell.configs.files.json_text import parse_json
 from swell.worker.model_folder import model_folder
 
 if TYPE_CHECKING:

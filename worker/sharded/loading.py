@@ -13,9 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from swell.configs.log import StructuredLogger
-from swell.configs.schema import ParallelConfig
-from swell.configs.sharded_index import (
+from swell.configs.files.sharded_index import (
     AGAIN,
     INDEX_NAME,
     Packing,
@@ -25,9 +23,11 @@ from swell.configs.sharded_index import (
     read_index,
     refuse_other_split,
 )
+from swell.configs.runtime.log import StructuredLogger
+from swell.configs.schema import ParallelConfig
 from swell.kernels.linear import LAYOUT_VERSION, PackedTensor, Weight, panel
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.weight_shard import WeightShard
-from swell.worker.mesh import Mesh
 from swell.worker.sharded.state import StateTensor, state_of
 from swell.worker.sharded.tensor_file import TensorFile, data_of
 

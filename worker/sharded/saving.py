@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 import torch
 
-from swell.configs.json_text import parse_json
-from swell.configs.schema import Config
-from swell.configs.sharded_index import (
+from swell.configs.files.json_text import parse_json
+from swell.configs.files.sharded_index import (
     FORMAT,
     INDEX_NAME,
     ShardedIndex,
@@ -28,10 +27,11 @@ from swell.configs.sharded_index import (
     file_name,
     is_sharded,
 )
+from swell.configs.schema import Config
 from swell.kernels.linear import Weight
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import load_config, load_experts, load_weights, resolve_dtype
-from swell.worker.mesh import Mesh
 from swell.worker.model_folder import model_folder
 from swell.worker.models import backend_of, build_model, resolve_ties
 from swell.worker.pool.pooler import read_model_pooling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
+from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
 
 _MANAGER_TIMEOUT_S = 30.0
 """The timeout of a call to the manager: longer than Serve needs to replace it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from swell.cluster.api.protocol_base import Body
-from swell.cluster.api.timings import Timings
+from swell.cluster.api.bodies.protocol_base import Body
+from swell.cluster.api.bodies.timings import Timings
 
 
 class ChangeResult(msgspec.Struct, frozen=True):

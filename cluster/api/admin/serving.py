@@ -16,13 +16,13 @@ from starlette.routing import Route
 from swell.cluster.api.admin import change_requests as changes
 from swell.cluster.api.admin import protocol as admin
 from swell.cluster.api.admin.manager_calls import call_manager
-from swell.cluster.api.body_reader import read_short_body
-from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
-from swell.cluster.api.query import checked_query
+from swell.cluster.api.bodies.body_reader import read_short_body
+from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
+from swell.cluster.api.bodies.query import checked_query
 from swell.cluster.api.routing import Handler, json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.client.engine_core_client import EngineCallFailed
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.params.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.strict_json import check_strict

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.text.chat_template import TemplateOptions
-from swell.cluster.text.generation_request import Conversation, GenerationRequest
+from swell.cluster.text.prompt.chat_template import TemplateOptions
+from swell.cluster.text.prompt.generation_request import Conversation, GenerationRequest
 
 
 def to_generation_request(

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from swell.cluster.api.generation_body import GenerationBody
-from swell.cluster.api.logprobs import ChatLogprobs, PromptLogprobs
-from swell.cluster.api.protocol_base import Body, Usage
+from swell.cluster.api.answers.logprobs import ChatLogprobs, PromptLogprobs
+from swell.cluster.api.bodies.generation_body import GenerationBody
+from swell.cluster.api.bodies.protocol_base import Body, Usage
+from swell.cluster.api.bodies.timings import Timings
 from swell.cluster.api.routed_experts_body import RoutedExpertsBody
-from swell.cluster.api.timings import Timings
-from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.schema.chat_messages import (
     ChatMessage,
     ToolChoice,

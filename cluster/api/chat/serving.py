@@ -9,6 +9,11 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET
 
+from swell.cluster.api.answers.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs_body
+from swell.cluster.api.answers.output_parts import PartReader
+from swell.cluster.api.answers.response_writer import ResponseWriter, choice_usage, usage_of
+from swell.cluster.api.answers.sse import DONE, TEXT_ONLY, ChatStream, ChunkFields
+from swell.cluster.api.bodies.protocol_base import CompletionTokensDetails, Usage
 from swell.cluster.api.chat.protocol import (
     CalledFunction,
     ChatChoice,
@@ -20,13 +25,8 @@ from swell.cluster.api.chat.protocol import (
     ToolCall,
     ToolCallDelta,
 )
-from swell.cluster.api.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs_body
-from swell.cluster.api.output_parts import PartReader
-from swell.cluster.api.protocol_base import CompletionTokensDetails, Usage
-from swell.cluster.api.response_writer import ResponseWriter, choice_usage, usage_of
 from swell.cluster.api.routed_experts_body import routed_experts_body
-from swell.cluster.api.sse import DONE, TEXT_ONLY, ChatStream, ChunkFields
-from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers import deltas as parts
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.schema.chat_messages import call_rules

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.text.generation_request import MAX_PROMPTS, GenerationRequest, split_prompts
-from swell.cluster.text.prompt_embeds import read_prompt_embeds
-from swell.cluster.text.sampling_params import bad_value
-from swell.cluster.text.validate_params import check_length
+from swell.cluster.text.params.sampling_params import bad_value
+from swell.cluster.text.params.validate_params import check_length
+from swell.cluster.text.prompt.generation_request import (
+    MAX_PROMPTS,
+    GenerationRequest,
+    split_prompts,
+)
+from swell.cluster.text.prompt.prompt_embeds import read_prompt_embeds
 
 
 def to_generation_request(

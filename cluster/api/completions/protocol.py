@@ -11,13 +11,13 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, UnsetType
 
-from swell.cluster.api.generation_body import GenerationBody
-from swell.cluster.api.logprobs import CompletionLogprobs, PromptLogprobs
-from swell.cluster.api.protocol_base import Body, Usage
+from swell.cluster.api.answers.logprobs import CompletionLogprobs, PromptLogprobs
+from swell.cluster.api.bodies.generation_body import GenerationBody
+from swell.cluster.api.bodies.protocol_base import Body, Usage
+from swell.cluster.api.bodies.timings import Timings
 from swell.cluster.api.routed_experts_body import RoutedExpertsBody
-from swell.cluster.api.timings import Timings
-from swell.cluster.text.generation_request import split_prompts
-from swell.cluster.text.sampling_params import BadRequest, bad_value
+from swell.cluster.text.params.sampling_params import BadRequest, bad_value
+from swell.cluster.text.prompt.generation_request import split_prompts
 from swell.cluster.text.schema.chat_messages import missing_field
 from swell.cluster.text.schema.known_fields import COMPLETIONS
 from swell.cluster.text.schema.request_body import neutral

@@ -7,17 +7,17 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import UNSET
 
-from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
-from swell.cluster.api.logprobs import (
+from swell.cluster.api.answers.logprobs import (
     CompletionLogprobs,
     completion_logprobs,
     prompt_logprobs_body,
 )
-from swell.cluster.api.protocol_base import Usage, usage
-from swell.cluster.api.response_writer import ResponseWriter, choice_usage
+from swell.cluster.api.answers.response_writer import ResponseWriter, choice_usage
+from swell.cluster.api.answers.sse import DONE, ChunkFields, CompletionStream
+from swell.cluster.api.bodies.protocol_base import Usage, usage
+from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
 from swell.cluster.api.routed_experts_body import routed_experts_body
-from swell.cluster.api.sse import DONE, ChunkFields, CompletionStream
-from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 
 
 class CompletionResponseWriter(ResponseWriter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from swell.cluster.text.sampling_params import bad_value
+from swell.cluster.text.params.sampling_params import bad_value
 from swell.cluster.text.schema.chat_messages import check_named
 from swell.cluster.text.schema.request_body import HistoryPart, neutral
 

@@ -23,11 +23,11 @@ from swell.cluster.api.messages.protocol import (
     MessagesRequest,
     ToolChoice,
 )
-from swell.cluster.text.chat_template import TemplateOptions
-from swell.cluster.text.generation_request import Conversation, GenerationRequest
-from swell.cluster.text.sampling_params import SamplingParams, StructuredOutputs
+from swell.cluster.text.params.sampling_params import SamplingParams, StructuredOutputs
+from swell.cluster.text.prompt.chat_template import TemplateOptions
+from swell.cluster.text.prompt.generation_request import Conversation, GenerationRequest
+from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
 from swell.cluster.text.schema import chat_messages as chat
-from swell.cluster.text.truncation import TEMPLATE_TEXT
 
 _MERGED_ROLES = ("user", "assistant")
 """Roles whose adjacent messages are merged, as in Anthropic's API."""

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, UnsetType
 
-from swell.cluster.api.protocol_base import Body, Usage
-from swell.cluster.api.timings import Timings
+from swell.cluster.api.bodies.protocol_base import Body, Usage
+from swell.cluster.api.bodies.timings import Timings
 
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
+from swell.cluster.api.bodies.sampling_fields import check_routing
+from swell.cluster.api.bodies.timings import IncludeTimings
 from swell.cluster.api.messages.blocks import (
     ContentBlock,
     RedactedThinkingBlock,
@@ -17,19 +19,17 @@ from swell.cluster.api.messages.blocks import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from swell.cluster.api.sampling_fields import check_routing
-from swell.cluster.api.timings import IncludeTimings
-from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
-from swell.cluster.text.schema.chat_messages import missing_field
-from swell.cluster.text.schema.known_fields import MESSAGES
-from swell.cluster.text.schema.request_body import HistoryPart, NotServed, RequestBody, neutral
-from swell.cluster.text.validate_params import (
+from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.params.validate_params import (
     MAX_STOP_CHARS,
     MAX_STOP_CHARS_TOTAL,
     MAX_STOP_STRINGS,
     check_length,
     check_total_chars,
 )
+from swell.cluster.text.schema.chat_messages import missing_field
+from swell.cluster.text.schema.known_fields import MESSAGES
+from swell.cluster.text.schema.request_body import HistoryPart, NotServed, RequestBody, neutral
 
 MAX_TOOLS = 1024
 MIN_THINKING_TOKENS = 1024

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from swell.cluster.api.http_errors import ErrorInfo
+from swell.cluster.api.answers.output_parts import PartReader
+from swell.cluster.api.answers.response_writer import ResponseWriter, usage_of
+from swell.cluster.api.bodies.http_errors import ErrorInfo
+from swell.cluster.api.bodies.protocol_base import Usage, named_event
 from swell.cluster.api.messages.content import ContentEvents, blocks
 from swell.cluster.api.messages.message import (
     Ending,
@@ -25,10 +28,7 @@ from swell.cluster.api.messages.message import (
     messages_error,
 )
 from swell.cluster.api.messages.protocol import MessagesRequest
-from swell.cluster.api.output_parts import PartReader
-from swell.cluster.api.protocol_base import Usage, named_event
-from swell.cluster.api.response_writer import ResponseWriter, usage_of
-from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers.base import Parser
 
 

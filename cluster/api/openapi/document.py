@@ -16,7 +16,7 @@ from swell.cluster.api.openapi.fields import annotate_fields, annotate_limits
 from swell.cluster.api.openapi.operations import JSON, OPERATIONS, Operation
 from swell.cluster.api.resumable.event_id import LAST_EVENT_ID
 from swell.cluster.api.resumable.resumable_request import IDEMPOTENCY_KEY, MAX_KEY_CHARS
-from swell.cluster.client import deadline
+from swell.cluster.client.requests import deadline
 from swell.cluster.text.schema.unknown_fields import UnknownFields
 
 _SCHEMAS = "#/components/schemas/{name}"

@@ -15,9 +15,9 @@ from swell.cluster.api.admin.change_requests import (
     SwitchRequest,
     UnloadAdapterRequest,
 )
+from swell.cluster.text.params.validate_params import RANGES, Integers, Numbers
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, describe_neutral
 from swell.cluster.text.schema.unknown_fields import UnknownFields
-from swell.cluster.text.validate_params import RANGES, Integers, Numbers
 
 Schemas = dict[str, dict[str, Any]]
 _OPERATORS = (

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from swell.cluster.api import tokenize
 from swell.cluster.api.admin import change_requests as changes
 from swell.cluster.api.admin import protocol as admin
+from swell.cluster.api.bodies.protocol_base import ErrorBody
 from swell.cluster.api.chat import protocol as chat
 from swell.cluster.api.completions import protocol as completions
 from swell.cluster.api.messages import protocol as anthropic
 from swell.cluster.api.messages.message import Message, MessagesError, StreamEvent, TokenCount
 from swell.cluster.api.pooling import protocol as pooling
-from swell.cluster.api.protocol_base import ErrorBody
 from swell.cluster.api.responses import protocol as responses
 from swell.cluster.api.responses.events import ResponseEvent
 from swell.cluster.api.responses.response import ResponseBody, ResponseDeleted, ResponseItemList

@@ -12,10 +12,10 @@ from swell.cluster.api.pooling.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from swell.cluster.text.generation_request import split_prompts
-from swell.cluster.text.pooling_processor import Input, PoolingRequest, Task
-from swell.cluster.text.sampling_params import BadRequest, bad_value
-from swell.cluster.text.truncation import TokenizeOptions, Truncation
+from swell.cluster.text.params.sampling_params import BadRequest, bad_value
+from swell.cluster.text.prompt.generation_request import split_prompts
+from swell.cluster.text.prompt.pooling_processor import Input, PoolingRequest, Task
+from swell.cluster.text.prompt.truncation import TokenizeOptions, Truncation
 from swell.configs.serve import TruncatePrompts
 
 _TRUNCATE: dict[str, TruncatePrompts] = {

@@ -10,8 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.routing import Route
 
-from swell.cluster.api.body_reader import body_bytes
-from swell.cluster.api.disconnect import with_deadline
+from swell.cluster.api.answers.disconnect import with_deadline
+from swell.cluster.api.bodies.body_reader import body_bytes
 from swell.cluster.api.pooling import convert
 from swell.cluster.api.pooling.protocol import (
     ClassifyRequest,
@@ -27,8 +27,8 @@ from swell.cluster.api.pooling.serving import (
 )
 from swell.cluster.api.routing import request_id, route
 from swell.cluster.api.services import Services
-from swell.cluster.text.input_processor import RequestParams
-from swell.cluster.text.pooling_processor import PoolingProcessor, PoolingRequest
+from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.prompt.pooling_processor import PoolingProcessor, PoolingRequest
 
 
 class PoolingRoutes:

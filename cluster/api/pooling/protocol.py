@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from swell.cluster.api.protocol_base import Body, Usage
-from swell.cluster.api.sampling_fields import check_routing
-from swell.cluster.api.timings import IncludeTimings, Timings
+from swell.cluster.api.bodies.protocol_base import Body, Usage
+from swell.cluster.api.bodies.sampling_fields import check_routing
+from swell.cluster.api.bodies.timings import IncludeTimings, Timings
 from swell.cluster.text.schema.known_fields import EMBEDDING, SCORING
 from swell.cluster.text.schema.request_body import RequestBody
 

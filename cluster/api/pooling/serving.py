@@ -6,6 +6,8 @@ import base64
 
 import msgspec
 
+from swell.cluster.api.answers.response_writer import AnswerWriter
+from swell.cluster.api.bodies.protocol_base import Usage
 from swell.cluster.api.pooling.convert import Pairs
 from swell.cluster.api.pooling.protocol import (
     Classification,
@@ -22,10 +24,8 @@ from swell.cluster.api.pooling.protocol import (
     ScoreList,
     ScoreRequest,
 )
-from swell.cluster.api.protocol_base import Usage
-from swell.cluster.api.response_writer import AnswerWriter
-from swell.cluster.client.outputs import RequestOutput
-from swell.cluster.client.pooling_outputs import cosines, float_values
+from swell.cluster.client.requests.outputs import RequestOutput
+from swell.cluster.client.requests.pooling_outputs import cosines, float_values
 
 
 class EmbeddingWriter(AnswerWriter):

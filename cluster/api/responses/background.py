@@ -12,14 +12,16 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from swell.cluster.api.answers.event_stream import EventStreamResponse
+from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.event_stream import EventStreamResponse
-from swell.cluster.api.http_errors import HTTPError
 from swell.cluster.api.responses.convert import chat_request
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import ResponseBody
-from swell.cluster.api.responses.response_store import (
+from swell.cluster.api.responses.store_client import ResponseStoreClient, response_id_of
+from swell.cluster.api.routing import REQUEST_ID, request_id
+from swell.cluster.api.store.response_store import (
     HEARTBEAT_S,
     IDLE_HEARTBEAT_S,
     Begin,
@@ -31,13 +33,11 @@ from swell.cluster.api.responses.response_store import (
     StoredResponse,
     StoreKey,
 )
-from swell.cluster.api.responses.store_client import ResponseStoreClient, response_id_of
-from swell.cluster.api.routing import REQUEST_ID, request_id
-from swell.cluster.api.store_calls import StoreUnavailable
+from swell.cluster.api.store.store_calls import StoreUnavailable
 from swell.cluster.api.tracing.trace_context import trace_headers
 from swell.cluster.text.schema.decode import decode
-from swell.configs.log import StructuredLogger
 from swell.configs.lora import Adapter
+from swell.configs.runtime.log import StructuredLogger
 
 Work = Coroutine[None, None, None]
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from swell.cluster.api.bodies.generation_body import JsonSchemaFormat, ResponseFormat
+from swell.cluster.api.bodies.sampling_fields import SamplingFields
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.generation_body import JsonSchemaFormat, ResponseFormat
 from swell.cluster.api.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -25,9 +26,8 @@ from swell.cluster.api.responses.protocol import (
     ResponsesRequest,
     TextFormat,
 )
-from swell.cluster.api.sampling_fields import SamplingFields
-from swell.cluster.text.field_path import join_path, split_path
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.field_path import join_path, split_path
+from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.schema import chat_messages as chat
 
 _SHARED_FIELDS = (

@@ -16,8 +16,8 @@
 
 from __future__ import annotations
 
-from swell.cluster.api.logprobs import ChatTokenLogprob
-from swell.cluster.api.protocol_base import Body
+from swell.cluster.api.answers.logprobs import ChatTokenLogprob
+from swell.cluster.api.bodies.protocol_base import Body
 from swell.cluster.api.responses.items import OutputItem, OutputText, ReasoningText
 from swell.cluster.api.responses.response import ResponseBody
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any, Literal
 
-from swell.cluster.api.logprobs import ChatTokenLogprob
-from swell.cluster.api.protocol_base import Body
+from swell.cluster.api.answers.logprobs import ChatTokenLogprob
+from swell.cluster.api.bodies.protocol_base import Body
 from swell.cluster.text.randomness import SYSTEM_RANDOM
 
 Status = Literal["in_progress", "completed", "incomplete"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.api.logprobs import ChatTokenLogprob
+from swell.cluster.api.answers.logprobs import ChatTokenLogprob
 from swell.cluster.api.responses import events
 from swell.cluster.api.responses.events import Event
 from swell.cluster.api.responses.items import (

@@ -6,17 +6,17 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from swell.cluster.api.generation_body import StreamOptions
+from swell.cluster.api.bodies.generation_body import StreamOptions
+from swell.cluster.api.bodies.sampling_fields import SamplingFields, check_routing
+from swell.cluster.api.bodies.timings import IncludeTimings
 from swell.cluster.api.responses.input_items import FORMS, read_input
 from swell.cluster.api.responses.items import Item
-from swell.cluster.api.sampling_fields import SamplingFields, check_routing
-from swell.cluster.api.timings import IncludeTimings
-from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.schema.chat_messages import MAX_TOOLS, FunctionDefinition
 from swell.cluster.text.schema.decode import decode_part
 from swell.cluster.text.schema.known_fields import RESPONSES
 from swell.cluster.text.schema.request_body import NotServed, RequestBody, neutral
-from swell.cluster.text.validate_params import check_length
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")

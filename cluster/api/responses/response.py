@@ -10,11 +10,11 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from swell.cluster.api.protocol_base import Body
+from swell.cluster.api.bodies.protocol_base import Body
+from swell.cluster.api.bodies.timings import Timings
 from swell.cluster.api.responses.items import Item, OutputItem, new_id
 from swell.cluster.api.responses.protocol import ResponsesRequest
-from swell.cluster.api.timings import Timings
-from swell.cluster.text.sampling_params import bad_value
+from swell.cluster.text.params.sampling_params import bad_value
 
 
 class InputTokensDetails(Body, kw_only=True):

@@ -13,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.api.answer_identity import AnswerIdentity, new_identity
-from swell.cluster.api.body_reader import body_bytes, warn_of_keywords
+from swell.cluster.api.answers.answer_identity import AnswerIdentity, new_identity
+from swell.cluster.api.answers.disconnect import with_deadline
+from swell.cluster.api.answers.event_stream import EventStreamResponse
+from swell.cluster.api.answers.response_writer import ENGINES, VERSION
+from swell.cluster.api.bodies.body_reader import body_bytes, warn_of_keywords
+from swell.cluster.api.bodies.http_errors import HTTPError, error_info
+from swell.cluster.api.bodies.query import checked_query
 from swell.cluster.api.chat.convert import to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.disconnect import with_deadline
-from swell.cluster.api.event_stream import EventStreamResponse
-from swell.cluster.api.http_errors import HTTPError, error_info
-from swell.cluster.api.query import checked_query
-from swell.cluster.api.response_writer import ENGINES, VERSION
 from swell.cluster.api.responses.background import (
     BackgroundRunner,
     LiveEvents,
@@ -39,7 +39,11 @@ from swell.cluster.api.responses.response import (
     begin_response,
     item_list,
 )
-from swell.cluster.api.responses.response_store import (
+from swell.cluster.api.responses.serving import ResponsesWriter
+from swell.cluster.api.responses.store_client import ResponseStoreClient
+from swell.cluster.api.routing import json_response, route
+from swell.cluster.api.services import Services
+from swell.cluster.api.store.response_store import (
     Begin,
     Cancel,
     Delete,
@@ -49,14 +53,10 @@ from swell.cluster.api.responses.response_store import (
     StoredStatus,
     StoreKey,
 )
-from swell.cluster.api.responses.serving import ResponsesWriter
-from swell.cluster.api.responses.store_client import ResponseStoreClient
-from swell.cluster.api.routing import json_response, route
-from swell.cluster.api.services import Services
-from swell.cluster.api.store_calls import owner_of, store_key
-from swell.cluster.text.input_processor import RequestParams
-from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, bad_value
-from swell.configs.secret import HoldsSecrets, SecretText
+from swell.cluster.api.store.store_calls import owner_of, store_key
+from swell.cluster.text.params.sampling_params import SEED_BITS, BadRequest, bad_value
+from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.configs.runtime.secret import HoldsSecrets, SecretText
 
 _PAGE_ITEMS = 20
 _MAX_PAGE_ITEMS = 100

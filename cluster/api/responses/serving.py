@@ -7,10 +7,10 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from random import Random
 
-from swell.cluster.api.http_errors import ErrorInfo
-from swell.cluster.api.output_parts import make_part_reader
-from swell.cluster.api.protocol_base import Usage, named_event
-from swell.cluster.api.response_writer import Batches, ResponseWriter
+from swell.cluster.api.answers.output_parts import make_part_reader
+from swell.cluster.api.answers.response_writer import Batches, ResponseWriter
+from swell.cluster.api.bodies.http_errors import ErrorInfo
+from swell.cluster.api.bodies.protocol_base import Usage, named_event
 from swell.cluster.api.responses import events
 from swell.cluster.api.responses.events import Event
 from swell.cluster.api.responses.output_items import OutputItemWriter
@@ -21,7 +21,7 @@ from swell.cluster.api.responses.response import (
     ResponseBody,
     ResponseUsage,
 )
-from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.randomness import SYSTEM_RANDOM
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from swell.cluster.api.http_errors import HTTPError
-from swell.cluster.api.responses.response_store import (
+from swell.cluster.api.bodies.http_errors import HTTPError
+from swell.cluster.api.store.response_store import (
     Cancel,
     Delete,
     Read,
@@ -17,8 +17,8 @@ from swell.cluster.api.responses.response_store import (
     StoreReply,
     StoreRequest,
 )
-from swell.cluster.api.store_calls import StoreCalls, StoreUnavailable
-from swell.configs.log import StructuredLogger
+from swell.cluster.api.store.store_calls import StoreCalls, StoreUnavailable
+from swell.configs.runtime.log import StructuredLogger
 
 _UNAVAILABLE_S = 10.0
 """After a failed call, `keep` does not use the store for this long."""

@@ -18,7 +18,7 @@ import re
 
 import msgspec
 
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.params.sampling_params import BadRequest, shown
 
 LAST_EVENT_ID = "last-event-id"
 MAX_VERSION_CHARS = 128

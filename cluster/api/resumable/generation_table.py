@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
+from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.resumable.generation import Generation
 from swell.configs.resumable import ResumableLimits
 

@@ -23,13 +23,13 @@ from typing import Any
 
 from starlette.requests import Request
 
-from swell.cluster.api.answer_identity import AnswerIdentity, new_identity
-from swell.cluster.api.body_reader import body_bytes
-from swell.cluster.api.disconnect import with_deadline
-from swell.cluster.api.event_stream import EventStreamResponse
-from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.answers.answer_identity import AnswerIdentity, new_identity
+from swell.cluster.api.answers.disconnect import with_deadline
+from swell.cluster.api.answers.event_stream import EventStreamResponse
+from swell.cluster.api.answers.response_writer import ENGINES, VERSION
+from swell.cluster.api.bodies.body_reader import body_bytes
+from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.keep_alive import detach_keep_alive
-from swell.cluster.api.response_writer import ENGINES, VERSION
 from swell.cluster.api.resumable.event_id import LAST_EVENT_ID, EventId
 from swell.cluster.api.resumable.generation import Generation, GenerationState
 from swell.cluster.api.resumable.generation_table import GenerationTable
@@ -42,9 +42,9 @@ from swell.cluster.api.resumable.resumable_request import (
 )
 from swell.cluster.api.routing import json_response, route_path
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
-from swell.cluster.client.request_state import EngineGone
-from swell.cluster.text.offload import OffloadPool
-from swell.cluster.text.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.client.requests.request_state import EngineGone
+from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.prompt.offload import OffloadPool
 from swell.configs.lora import Adapter
 from swell.configs.resumable import ResumableLimits
 

@@ -9,9 +9,9 @@ import re
 import msgspec
 from starlette.requests import Request
 
-from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.resumable.event_id import LAST_EVENT_ID, EventId, parse_event_id
-from swell.cluster.text.sampling_params import SEED_BITS, BadRequest, shown
+from swell.cluster.text.params.sampling_params import SEED_BITS, BadRequest, shown
 from swell.cluster.text.schema.request_body import RequestBody
 
 IDEMPOTENCY_KEY = "idempotency-key"

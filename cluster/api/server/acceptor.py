@@ -12,7 +12,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from swell.configs.log import StructuredLogger
+from swell.configs.runtime.log import StructuredLogger
 
 PER_TURN = 256
 """Connections accepted per turn: some 20 ms of work with the first bytes of each. A full kernel

@@ -23,11 +23,11 @@ import socket
 
 from starlette.requests import Request
 
-from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.server.api_keys import ApiKeys
-from swell.cluster.text.sampling_params import DERIVED_SALT, shown
+from swell.cluster.text.params.sampling_params import DERIVED_SALT, shown
+from swell.configs.runtime.secret import SecretText
 from swell.configs.schema import ServeConfig
-from swell.configs.secret import SecretText
 
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:]*))(?::[0-9]*)?", re.IGNORECASE)
 _ORIGIN = re.compile(r"https?://([^\s/\\?#@,]+)", re.IGNORECASE)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from swell.cluster.api.http_errors import HTTPError
-from swell.configs.log import StructuredLogger
+from swell.cluster.api.bodies.http_errors import HTTPError
+from swell.configs.runtime.log import StructuredLogger
+from swell.configs.runtime.secret import SecretBytes, SecretText
 from swell.configs.schema import ConfigError, ServeConfig
-from swell.configs.secret import SecretBytes, SecretText
 
 _FILES = ("api_keys_file", "admin_keys_file")
 _LOG = StructuredLogger("cluster.api_keys")

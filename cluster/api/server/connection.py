@@ -22,7 +22,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from swell.cluster.api.http_errors import HTTPError, error_body
+from swell.cluster.api.bodies.http_errors import HTTPError, error_body
 from swell.cluster.api.server.cors import CorsRules
 from swell.cluster.api.server.half_close import HalfCloseWatcher
 from swell.cluster.api.server.request_head import head_refusal

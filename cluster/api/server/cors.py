@@ -18,9 +18,9 @@ from starlette.responses import Response
 from starlette.routing import request_response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.routing import route_path, with_error_handling
-from swell.cluster.text.sampling_params import shown
+from swell.cluster.text.params.sampling_params import shown
 from swell.configs.schema import ServeConfig
 
 _ALL = "*"

@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from swell.cluster.api.event_stream import IS_EVENT_STREAM
+from swell.cluster.api.answers.event_stream import IS_EVENT_STREAM
 from swell.cluster.api.server.response_framing import is_http10
 
 PROBE_S = 1.0

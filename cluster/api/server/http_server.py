@@ -18,10 +18,10 @@ import uvicorn
 
 from swell.cluster.api.server.acceptor import Acceptor
 from swell.cluster.api.server.connection import limited_protocol
-from swell.configs import process
-from swell.configs.log import StructuredLogger
+from swell.configs.runtime import process
+from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ConfigError, ServeConfig
-from swell.coordinator.ports import address_family
+from swell.coordinator.transport.ports import address_family
 
 _BACKLOG = 4096
 """The length of the accept queue; the kernel caps it at `net.core.somaxconn`. Clients beyond it try

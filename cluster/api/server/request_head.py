@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from swell.cluster.api.http_errors import HTTPError
-from swell.cluster.text.sampling_params import shown
+from swell.cluster.api.bodies.http_errors import HTTPError
+from swell.cluster.text.params.sampling_params import shown
 
 _CODE = "invalid_head"
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swell.cluster.api.protocol_base import Body
+from swell.cluster.api.bodies.protocol_base import Body
 from swell.cluster.text.schema.request_body import RequestBody
 
 

@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from swell.cluster.api.generation_body import SESSION_PREFIX
-from swell.cluster.api.http_errors import RETRY_AFTER, HTTPError
-from swell.cluster.api.sessions.session_store import (
+from swell.cluster.api.bodies.generation_body import SESSION_PREFIX
+from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
+from swell.cluster.api.store.session_store import (
     REPORT_S,
     TOKEN_BYTES,
     BeginChunk,
@@ -30,10 +30,10 @@ from swell.cluster.api.sessions.session_store import (
     SessionReply,
     SessionRequest,
 )
-from swell.cluster.api.store_calls import StoreCalls, StoreUnavailable, store_key
-from swell.cluster.text.sampling_params import BadRequest, shown
-from swell.configs.log import StructuredLogger
-from swell.configs.secret import SecretText
+from swell.cluster.api.store.store_calls import StoreCalls, StoreUnavailable, store_key
+from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.configs.runtime.log import StructuredLogger
+from swell.configs.runtime.secret import SecretText
 from swell.configs.sessions import SessionLimits
 
 _PATIENCE_S = 30.0

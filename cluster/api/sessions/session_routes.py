@@ -11,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.api.answer_identity import AnswerIdentity
-from swell.cluster.api.body_reader import body_bytes, read_short_body, warn_of_keywords
+from swell.cluster.api.answers.answer_identity import AnswerIdentity
+from swell.cluster.api.answers.disconnect import with_deadline
+from swell.cluster.api.answers.event_stream import EventStreamResponse
+from swell.cluster.api.answers.response_writer import ENGINES
+from swell.cluster.api.bodies.body_reader import body_bytes, read_short_body, warn_of_keywords
+from swell.cluster.api.bodies.query import checked_query
 from swell.cluster.api.completions.convert import to_generation_request
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.api.disconnect import with_deadline
-from swell.cluster.api.event_stream import EventStreamResponse
-from swell.cluster.api.query import checked_query
-from swell.cluster.api.response_writer import ENGINES
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.api.sessions.session_bodies import (
@@ -27,14 +27,14 @@ from swell.cluster.api.sessions.session_bodies import (
     SessionDeleted,
 )
 from swell.cluster.api.sessions.session_client import OpenChunk, SessionClient
-from swell.cluster.api.sessions.session_store import Session
 from swell.cluster.api.sessions.session_writer import SessionChunkWriter
-from swell.cluster.client.deadline import Deadline
-from swell.cluster.text.generation_request import GenerationRequest, SessionPrefix
-from swell.cluster.text.input_processor import RequestParams
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.api.store.session_store import Session
+from swell.cluster.client.requests.deadline import Deadline
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.prompt.generation_request import GenerationRequest, SessionPrefix
+from swell.cluster.text.prompt.input_processor import RequestParams
 from swell.cluster.text.schema.decode import decode
-from swell.configs.secret import SecretText
+from swell.configs.runtime.secret import SecretText
 
 _MAX_BODY_BYTES = 64 * 1024
 

@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Seque
 
 import msgspec
 
+from swell.cluster.api.answers.response_writer import Batches
+from swell.cluster.api.bodies.http_errors import HTTPError
+from swell.cluster.api.bodies.protocol_base import Usage
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.completions.serving import CompletionResponseWriter
-from swell.cluster.api.http_errors import HTTPError
-from swell.cluster.api.protocol_base import Usage
-from swell.cluster.api.response_writer import Batches
-from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 
 Commit = Callable[[Sequence[int], str], Awaitable[None]]
 """Commits the tokens of an answer. The second argument is the header that lists the engines that

@@ -15,10 +15,10 @@ from itertools import chain, repeat
 
 from swell.cluster.api.tracing.spans import Span, TracedRequest, request_attributes, spans_of
 from swell.cluster.api.tracing.trace_context import trace_context
-from swell.cluster.client.request_history import RequestRecord
-from swell.cluster.text.input_processor import RequestParams
-from swell.cluster.text.offload import OffloadPool
-from swell.configs.log import StructuredLogger
+from swell.cluster.client.requests.request_history import RequestRecord
+from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.prompt.offload import OffloadPool
+from swell.configs.runtime.log import StructuredLogger
 
 MAX_QUEUED_ANSWERS = 4096
 """The most answers in the queue: some megabytes."""

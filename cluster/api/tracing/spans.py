@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from swell.cluster.api.tracing.trace_context import TraceContext
-from swell.cluster.client.journey import Journey, PlacedEvent
-from swell.cluster.client.request_history import RequestRecord
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.client.requests.journey import Journey, PlacedEvent
+from swell.cluster.client.requests.request_history import RequestRecord
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.engine.wire import JourneyEventType
 
 Value = str | bool | int | float | list[str]

@@ -7,7 +7,7 @@ from statistics import median
 
 from swell.cluster.cli.doctor.checks import Finding, Verdict, passed, problem, to_findings
 from swell.cluster.cli.doctor.facts import Link
-from swell.cluster.cli.doctor.links import HTTP
+from swell.cluster.cli.doctor.probes.links import HTTP
 from swell.cluster.cli.doctor.survey import Survey
 
 CLOCK_LIMIT_S = 0.5

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from swell.cluster.cli.doctor.checks import Finding, passed, problem
+from swell.cluster.cli.doctor.probes.serve_file import read_source
 from swell.cluster.cli.doctor.report import (
     FAILED,
     UNREACHABLE,
@@ -14,7 +15,6 @@ from swell.cluster.cli.doctor.report import (
     print_report,
 )
 from swell.cluster.cli.doctor.run_checks import run_checks
-from swell.cluster.cli.doctor.serve_file import read_source
 from swell.cluster.cli.doctor.survey import Survey, read_requirements
 from swell.configs.schema import Config, ConfigError, load
 
@@ -34,11 +34,11 @@ def examine(
     config, found = _load(source, overrides)
     requirements = read_requirements()
     if address is None:
-        from swell.cluster.cli.doctor.this_machine import ask_machine
+        from swell.cluster.cli.doctor.probes.this_machine import ask_machine
 
         survey = ask_machine(config, requirements, timeout_s)
         return _report(survey, [*found, *run_checks(survey)])
-    from swell.cluster.cli.doctor.ray_hosts import ClusterSilent, ask_cluster
+    from swell.cluster.cli.doctor.probes.ray_hosts import ClusterSilent, ask_cluster
 
     try:
         survey = ask_cluster(address, config, requirements, timeout_s)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
+from swell.configs.runtime.secret import HoldsSecrets, SecretBytes
 from swell.configs.schema import Config
-from swell.configs.secret import HoldsSecrets, SecretBytes
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True):

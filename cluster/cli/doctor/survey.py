@@ -7,7 +7,7 @@ import importlib.metadata
 from packaging.requirements import Requirement
 
 from swell.cluster.cli.doctor.facts import Fact, HostFacts, Link, Listener
-from swell.cluster.control.room import resolve_device
+from swell.cluster.control.plan.room import resolve_device
 from swell.configs.schema import Config
 
 

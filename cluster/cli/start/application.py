@@ -129,9 +129,9 @@ def _wait_until_deleted(config: Config, is_lost: Callable[[], bool]) -> None:
 def _clean_up_leftovers(line: Callable[[str], None]) -> None:
     """Remove what a dead manager left. Usually the manager has stopped everything, but if it was
     dead when the application was deleted, Serve does not start another one."""
-    from swell.cluster.control import strays
-    from swell.cluster.control.checkpoint_store import CheckpointStore
-    from swell.cluster.control.ray_cluster import RayCluster
+    from swell.cluster.control.engines import strays
+    from swell.cluster.control.ray.checkpoint_store import CheckpointStore
+    from swell.cluster.control.ray.ray_cluster import RayCluster
 
     async def clean_up() -> None:
         ray, namespace = RayCluster(), f"swell-{APP}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from swell.cluster.cli.deadline_call import within
 from swell.cluster.cli.start.private_home import write_problem
-from swell.configs.log import first_line
+from swell.configs.runtime.log import first_line
 from swell.configs.schema import Config, ConfigError
 
 HUB_S = 10.0

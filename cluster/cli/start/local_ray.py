@@ -14,7 +14,7 @@ from swell.cluster.cli.start import ray_leftovers, ray_settings
 from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.start_screen import StartScreen
 from swell.cluster.cli.start.startup_error import StartupError, last_line
-from swell.configs.log import StructuredLogger
+from swell.configs.runtime.log import StructuredLogger
 
 _QUICK_S = 20.0
 """A start that fails sooner did not fail for lack of time."""

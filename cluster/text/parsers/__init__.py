@@ -11,24 +11,24 @@ from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.tools import ToolParser
 
 if TYPE_CHECKING:
-    from swell.cluster.text.parsers.harmony import HarmonyParser
+    from swell.cluster.text.parsers.formats.harmony import HarmonyParser
 
 PARSERS = {
-    "deepseek_v3": "swell.cluster.text.parsers.deepseek_v3:DeepSeekV3Parser",
-    "deepseek_v31": "swell.cluster.text.parsers.deepseek_v3:DeepSeekV31Parser",
-    "deepseek_v32": "swell.cluster.text.parsers.deepseek_v32:DeepSeekV32Parser",
-    "glm": "swell.cluster.text.parsers.glm:GlmParser",
-    "hermes": "swell.cluster.text.parsers.hermes:HermesParser",
-    "kimi_k2": "swell.cluster.text.parsers.kimi_k2:KimiK2Parser",
-    "llama3": "swell.cluster.text.parsers.llama3:Llama3Parser",
-    "minimax_m2": "swell.cluster.text.parsers.minimax_m2:MiniMaxM2Parser",
-    "mistral": "swell.cluster.text.parsers.mistral:MistralParser",
-    "pythonic": "swell.cluster.text.parsers.pythonic:PythonicParser",
-    "harmony": "swell.cluster.text.parsers.harmony:HarmonyParser",
-    "functiongemma": "swell.cluster.text.parsers.gemma:FunctionGemmaParser",
-    "gemma4": "swell.cluster.text.parsers.gemma:Gemma4Parser",
-    "phi4": "swell.cluster.text.parsers.phi4:Phi4Parser",
-    "qwen3_coder": "swell.cluster.text.parsers.qwen3_coder:Qwen3CoderParser",
+    "deepseek_v3": "swell.cluster.text.parsers.formats.deepseek_v3:DeepSeekV3Parser",
+    "deepseek_v31": "swell.cluster.text.parsers.formats.deepseek_v3:DeepSeekV31Parser",
+    "deepseek_v32": "swell.cluster.text.parsers.formats.deepseek_v32:DeepSeekV32Parser",
+    "glm": "swell.cluster.text.parsers.formats.glm:GlmParser",
+    "hermes": "swell.cluster.text.parsers.formats.hermes:HermesParser",
+    "kimi_k2": "swell.cluster.text.parsers.formats.kimi_k2:KimiK2Parser",
+    "llama3": "swell.cluster.text.parsers.formats.llama3:Llama3Parser",
+    "minimax_m2": "swell.cluster.text.parsers.formats.minimax_m2:MiniMaxM2Parser",
+    "mistral": "swell.cluster.text.parsers.formats.mistral:MistralParser",
+    "pythonic": "swell.cluster.text.parsers.formats.pythonic:PythonicParser",
+    "harmony": "swell.cluster.text.parsers.formats.harmony:HarmonyParser",
+    "functiongemma": "swell.cluster.text.parsers.formats.gemma:FunctionGemmaParser",
+    "gemma4": "swell.cluster.text.parsers.formats.gemma:Gemma4Parser",
+    "phi4": "swell.cluster.text.parsers.formats.phi4:Phi4Parser",
+    "qwen3_coder": "swell.cluster.text.parsers.formats.qwen3_coder:Qwen3CoderParser",
 }
 
 REASONING = {

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from swell.cluster.text.grammar.structured_output import GrammarFragment
 from swell.cluster.text.parsers.grammar import (
     CallGrammar,
     any_of,
@@ -21,7 +22,6 @@ from swell.cluster.text.parsers.grammar import (
     regex_escaped,
     split_marker,
 )
-from swell.cluster.text.structured_output import GrammarFragment
 
 MAX_BLANKS = 4
 """Maximum number of blanks before a start token of reasoning."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from swell.cluster.text.grammar.structured_output import inline_json
 from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.structured_output import inline_json
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from swell.cluster.text.stop_strings import StopAutomaton
+from swell.cluster.text.tokens.stop_strings import StopAutomaton
 
 SPACE = re.compile(r"[ \t\r\n]*")
 

@@ -6,11 +6,11 @@ import time
 
 import msgspec
 
+from swell.cluster.text.grammar.structured_output import MAX_SEARCH_S, compile_schema
 from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
 from swell.cluster.text.json_grammar.schema_nodes import SchemaError
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import parameters_of
-from swell.cluster.text.structured_output import MAX_SEARCH_S, compile_schema
 
 
 def cleaned_tool(tool: Tool, keywords: SchemaKeywords) -> Tool:

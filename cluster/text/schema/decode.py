@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from swell.cluster.text.field_path import (
+from swell.cluster.text.params.field_path import (
     MAX_PATH_CHARS,
     Key,
     join_path,
     rename_roots,
     split_path,
 )
-from swell.cluster.text.sampling_params import BadRequest, shown
+from swell.cluster.text.params.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.json_size import check_size
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.unknown_fields import StrippedFields, UnknownFields

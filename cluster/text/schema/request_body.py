@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from swell.cluster.text.sampling_params import bad_value
+from swell.cluster.text.params.sampling_params import bad_value
 from swell.cluster.text.schema.known_fields import Ecosystem
 
 

@@ -19,8 +19,8 @@ from msgspec import inspect
 from starlette.routing import Route
 
 from swell.cluster.api.admin.serving import AdminRoutes
+from swell.cluster.api.bodies.protocol_base import ErrorBody
 from swell.cluster.api.openapi.operations import OPERATIONS, Operation
-from swell.cluster.api.protocol_base import ErrorBody
 from swell.cluster.text.schema.request_body import RequestBody
 from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster
 from tests.cluster.text import tokenizers_for_tests

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from swell.cluster.api.bodies.generation_body import STRUCTURED_OUTPUT_ALIASES
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.api.generation_body import STRUCTURED_OUTPUT_ALIASES
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.text.schema.request_body import RequestBody, not_served
 from tests.cluster.api.field_lists import ROUTES, SERVERS

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from swell.configs.process import freeze_gc
+from swell.configs.runtime.process import freeze_gc
 from swell.coordinator import roster as rosters
 from tests.cluster.fake_cluster import UNLIMITED_STEPS, FakeCluster, FakeEngine
 

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 from openai.types.responses import Response
 
-from swell.cluster.api.responses.response_store import Heartbeat, ResponseStore, StoreRequest
+from swell.cluster.api.store.response_store import Heartbeat, ResponseStore, StoreRequest
 from tests.cluster.fake_cluster import FakeCluster, FakeEngine
 from tests.cluster.text import tokenizers_for_tests
 

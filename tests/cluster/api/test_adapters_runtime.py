@@ -15,7 +15,7 @@ import pytest
 
 from swell.cluster.api.admin import adapter_routes
 from swell.cluster.text.adapters import LoadedAdapters
-from swell.configs.adapter_files import WEIGHTS_NAME
+from swell.configs.files.adapter_files import WEIGHTS_NAME
 from tests import adapters
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests

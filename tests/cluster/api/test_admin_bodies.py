@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from swell.cluster.api.admin import serving
 from swell.cluster.api.admin.change_requests import MAX_PATH_CHARS
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.schema.strict_json import MAX_DEPTH, check_strict
 from swell.configs.schema import Config
 from tests.cluster.api.admin_server import (

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from swell.cluster.client.deadline import HEADER, MAX_TIMEOUT_S
+from swell.cluster.client.requests.deadline import HEADER, MAX_TIMEOUT_S
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from swell.coordinator.ports import free_port
+from swell.coordinator.transport.ports import free_port
 from tests.cluster.api.waiting_client import REQUESTS, serving
 from tests.cluster.fake_cluster import DEADLINE_S
 from tests.test_layers import ROOT

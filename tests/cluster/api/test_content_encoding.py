@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.api.server.content_encoding import DECODED_CHUNK_BYTES, MAX_MEMBERS, ZlibDecoder
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.api.bodies.content_encoding import DECODED_CHUNK_BYTES, MAX_MEMBERS, ZlibDecoder
+from swell.cluster.text.params.sampling_params import BadRequest
 
 
 def raw(data: bytes) -> bytes:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from swell.cluster.api.disconnect import with_deadline
-from swell.cluster.client.deadline import Deadline, RequestTimedOut
+from swell.cluster.api.answers.disconnect import with_deadline
+from swell.cluster.client.requests.deadline import Deadline, RequestTimedOut
 
 
 async def _receive() -> dict[str, Any]:

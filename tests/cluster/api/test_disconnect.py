@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from swell.cluster.api.disconnect import run_until_disconnect
+from swell.cluster.api.answers.disconnect import run_until_disconnect
 
 
 async def never() -> Any:

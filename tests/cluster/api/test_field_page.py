@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster.api.generation_body import STRUCTURED_OUTPUT_ALIASES
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.api.bodies.generation_body import STRUCTURED_OUTPUT_ALIASES
+from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
 from tests.cluster.api.field_lists import ROUTES, SERVERS
 from tests.cluster.api.field_page import KINDS, PAGE, PATHS, does, names, page

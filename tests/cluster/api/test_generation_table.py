@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.api.http_errors import HTTPError
+from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.resumable.event_id import AnswerOrigin, EventId, parse_event_id
 from swell.cluster.api.resumable.generation import Generation, GenerationState
 from swell.cluster.api.resumable.generation_table import GenerationTable
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.sampling_params import BadRequest
 from swell.configs.resumable import ResumableLimits
 
 LIMITS = ResumableLimits(

@@ -14,14 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs_body
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import LogprobTable, RequestOutput, RequestOutputKind
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import SamplingParams, to_core_request
-from swell.cluster.text.token_texts import TokenTexts
+from swell.cluster.api.answers.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs_body,
+)
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import LogprobTable, RequestOutput, RequestOutputKind
+from swell.cluster.text.params.sampling_params import SamplingParams, to_core_request
+from swell.cluster.text.tokens.detokenizer import Detokenizer
+from swell.cluster.text.tokens.token_texts import TokenTexts
 from swell.engine.wire import EngineCoreOutput, FinishReason
-from swell.worker.sample.wire import PromptLogprobs, TokenLogprobs
+from swell.worker.sampler_wire import PromptLogprobs, TokenLogprobs
 from tests.cluster.text import tokenizers_for_tests as made
 
 KINDS = {**made.EXACT, **made.WINDOWED}

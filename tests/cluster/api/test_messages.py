@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
-from swell.cluster.api.http_errors import error_info
+from swell.cluster.api.answers.response_writer import stream_usage, usage_of
+from swell.cluster.api.bodies.http_errors import error_info
 from swell.cluster.api.messages.protocol import MessagesRequest
 from swell.cluster.api.messages.serving import MessagesResponseWriter
-from swell.cluster.api.response_writer import stream_usage, usage_of
-from swell.cluster.client.outputs import CompletionOutput, RequestOutput
-from swell.cluster.client.request_state import EngineGone
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.requests.request_state import EngineGone
 from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.schema.decode import decode

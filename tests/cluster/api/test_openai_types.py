@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion as OpenAIChatCompletion
 
+from swell.cluster.api.bodies.http_errors import ErrorInfo, error_body, error_info
+from swell.cluster.api.bodies.protocol_base import usage
 from swell.cluster.api.chat.protocol import (
     ChatChoice,
     ChatCompletion,
@@ -20,10 +22,8 @@ from swell.cluster.api.chat.protocol import (
     ChatResponseMessage,
 )
 from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
-from swell.cluster.api.http_errors import ErrorInfo, error_body, error_info
-from swell.cluster.api.protocol_base import usage
 from swell.cluster.api.tokenize import DetokenizeRequest, TokenizeRequest
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import not_served
 

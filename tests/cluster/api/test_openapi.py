@@ -13,15 +13,15 @@ from jsonschema import Draft202012Validator
 from starlette.routing import Route
 
 from swell.cluster.api.admin.change_requests import DrainRequest, ScaleRequest
+from swell.cluster.api.bodies.http_errors import ErrorInfo, error_body
 from swell.cluster.api.chat.protocol import ChatCompletionRequest as CHAT
-from swell.cluster.api.http_errors import ErrorInfo, error_body
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.services import Services
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.prompt.text_services import TextServices
 from swell.cluster.text.schema.decode import decode
-from swell.cluster.text.text_services import TextServices
+from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.configs.schema import load
 from tests.cluster.text import tokenizers_for_tests
 

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from swell.cluster.text.sampling_params import DERIVED_SALT
-from swell.worker.sample.wire import PromptEmbeds
+from swell.cluster.text.params.sampling_params import DERIVED_SALT
+from swell.worker.sampler_wire import PromptEmbeds
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 
@@ -221,7 +221,9 @@ def test_no_request_names_the_blocks_of_another_one(tmp_path: Path) -> None:
         assert len(engine.arrived) == 3
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swell.cluster.text.prompt_embeds.MAX_CHILDREN_BYTES", 1500 * 4 * WIDTH * 2)
+        patch.setattr(
+            "swell.cluster.text.prompt.prompt_embeds.MAX_CHILDREN_BYTES", 1500 * 4 * WIDTH * 2
+        )
         play(tmp_path, scene)
 
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from swell.cluster.api.answers.response_writer import usage_of
 from swell.cluster.api.messages import call_ids as ids
 from swell.cluster.api.messages.convert import chat_messages
 from swell.cluster.api.messages.protocol import MessagesRequest
 from swell.cluster.api.messages.serving import MessagesResponseWriter
-from swell.cluster.api.response_writer import usage_of
-from swell.cluster.client.outputs import CompletionOutput, RequestOutput
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.schema.decode import decode
 from tests.cluster.api.test_response_writers import chat_answer, completion_answer, stream

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.api.responses.response_store import (
+from swell.cluster.api.store.response_store import (
     LEASE_S,
     MAX_LOST_RUNNERS,
     Begin,

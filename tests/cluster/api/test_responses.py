@@ -13,7 +13,7 @@ import pytest
 from openai.types.responses import ResponseItemList
 
 from swell.cluster.api.responses import store_client
-from swell.cluster.api.responses.response_store import Store
+from swell.cluster.api.store.response_store import Store
 from tests.cluster.api.responses_server import (
     CALL,
     LOOK,

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from swell.cluster.api.protocol_base import usage
+from swell.cluster.api.bodies.protocol_base import usage
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import begin_response
 from swell.cluster.api.responses.serving import ResponsesWriter
-from swell.cluster.client.outputs import CompletionOutput, LogprobTable, RequestOutput
-from swell.cluster.client.request_state import EngineGone
-from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.client.requests.outputs import CompletionOutput, LogprobTable, RequestOutput
+from swell.cluster.client.requests.request_state import EngineGone
 from swell.cluster.text.parsers import make_parser
-from swell.cluster.text.token_texts import TokenTexts
+from swell.cluster.text.tokens.detokenizer import Detokenizer
+from swell.cluster.text.tokens.token_texts import TokenTexts
 from tests.cluster.text import tokenizers_for_tests
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,8 @@ import pytest
 
 from swell.cluster.api.responses import background
 from swell.cluster.api.responses.background import BackgroundRunner
-from swell.cluster.api.responses.response_store import (
+from swell.cluster.api.responses.store_client import ResponseStoreClient
+from swell.cluster.api.store.response_store import (
     LEASE_S,
     MAX_LOST_RUNNERS,
     Begin,
@@ -26,7 +27,6 @@ from swell.cluster.api.responses.response_store import (
     StoredResponse,
     StoreRequest,
 )
-from swell.cluster.api.responses.store_client import ResponseStoreClient
 from swell.engine.wire import EngineCoreRequest
 from tests.cluster.api.responses_server import TOKENIZER, ResponsesServer, checked, wait_until
 from tests.cluster.fake_cluster import truth, until

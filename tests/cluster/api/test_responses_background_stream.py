@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.api.responses import background
-from swell.cluster.api.responses.response_store import LEASE_S, Store
+from swell.cluster.api.store.response_store import LEASE_S, Store
 from tests.cluster.api.responses_server import ResponsesServer, checked, wait_until
 from tests.cluster.fake_cluster import until
 

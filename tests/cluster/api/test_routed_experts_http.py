@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text.input_processor import MAX_ROUTED_TOKENS
+from swell.cluster.text.prompt.input_processor import MAX_ROUTED_TOKENS
 from tests.cluster.fake_cluster import UNLIMITED_STEPS, FakeCluster, experts_of, until
 from tests.cluster.text import tokenizers_for_tests
 

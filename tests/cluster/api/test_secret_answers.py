@@ -17,16 +17,16 @@ from starlette.routing import Route
 
 from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.api.sessions import session_client
-from swell.cluster.api.store_calls import StoreCalls
-from swell.cluster.cli.doctor import fact_collector
+from swell.cluster.api.store.store_calls import StoreCalls
+from swell.cluster.cli.doctor.probes import fact_collector
 from swell.cluster.cli.main import main
-from swell.cluster.control.backoff import Trouble
 from swell.cluster.control.cluster_status import Leftovers, describe
-from swell.cluster.control.engine_handle import EngineHandle
-from swell.configs.log import KeyValueFormatter
+from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.plan.backoff import Trouble
+from swell.configs.runtime.log import KeyValueFormatter
 from swell.configs.schema import ConfigError, load
-from swell.coordinator.contact import CoordinatorContact
 from swell.coordinator.roster import Roster
+from swell.coordinator.transport.contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
 from tests.cluster.api.admin_server import JSON, AdminServer, admin_server
 from tests.cluster.api.test_request_forms import BODIES

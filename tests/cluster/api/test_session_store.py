@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swell.cluster.api.sessions.session_store import (
+from swell.cluster.api.store.session_store import (
     REPORT_S,
     WANTED_S,
     YOUNG_S,

@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from swell.cluster.api.sessions import session_client, session_store
-from swell.cluster.api.sessions.session_store import CommitChunk, CreateSession, EndSession
+from swell.cluster.api.sessions import session_client
+from swell.cluster.api.store import session_store
+from swell.cluster.api.store.session_store import CommitChunk, CreateSession, EndSession
 from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster, body, truth, until
 from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests

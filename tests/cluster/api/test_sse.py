@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 from openai.types.chat import ChatCompletionChunk
 
-from swell.cluster.api import sse
+from swell.cluster.api.answers import sse
+from swell.cluster.api.answers.logprobs import ChatLogprobs, ChatTokenLogprob, TopLogprob
+from swell.cluster.api.answers.sse import TEXT_ONLY, ChunkFields
+from swell.cluster.api.bodies.protocol_base import (
+    ErrorBody,
+    ErrorDetail,
+    Usage,
+    encode_line,
+    named_event,
+    usage,
+)
 from swell.cluster.api.chat.protocol import (
     ChatChunk,
     ChatChunkChoice,
@@ -21,17 +31,7 @@ from swell.cluster.api.chat.protocol import (
     ToolCallDelta,
 )
 from swell.cluster.api.completions.protocol import CompletionChunk, CompletionChunkChoice
-from swell.cluster.api.logprobs import ChatLogprobs, ChatTokenLogprob, TopLogprob
 from swell.cluster.api.messages.message import BlockDelta, TextDelta
-from swell.cluster.api.protocol_base import (
-    ErrorBody,
-    ErrorDetail,
-    Usage,
-    encode_line,
-    named_event,
-    usage,
-)
-from swell.cluster.api.sse import TEXT_ONLY, ChunkFields
 
 TEXT = st.text(max_size=5)
 TOP = st.builds(

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from swell.cluster.api.timings import timings_of
-from swell.cluster.client.journey import Journey
-from swell.cluster.client.request_history import RequestRecord
+from swell.cluster.api.bodies.timings import timings_of
+from swell.cluster.client.requests.journey import Journey
+from swell.cluster.client.requests.request_history import RequestRecord
 from swell.engine.wire import JourneyEventType as Kind
 from tests.cluster.fake_cluster import FakeCluster, body
 from tests.cluster.text import tokenizers_for_tests

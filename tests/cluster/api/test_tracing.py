@@ -17,11 +17,11 @@ from swell.cluster.api.tracing import exporter, otlp
 from swell.cluster.api.tracing.spans import TracedRequest, request_attributes, spans_of
 from swell.cluster.api.tracing.trace_context import trace_context
 from swell.cluster.app import with_collector
-from swell.cluster.client.journey import Journey
-from swell.cluster.client.request_history import RequestRecord
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.client.requests.journey import Journey
+from swell.cluster.client.requests.request_history import RequestRecord
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.configs.schema import ConfigError, load
-from swell.coordinator.ports import free_port
+from swell.coordinator.transport.ports import free_port
 from swell.engine.wire import JourneyEventType as Kind
 from tests.cluster.api.otlp_collector import start_collector
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, until

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.api.output_parts import LogprobPartReader, PartReader
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import CompletionOutput, RequestOutputKind
-from swell.cluster.text.detokenizer import Detokenizer
+from swell.cluster.api.answers.output_parts import LogprobPartReader, PartReader
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutputKind
+from swell.cluster.text.params.sampling_params import SamplingParams, to_core_request
 from swell.cluster.text.parsers.base import ContentParser, Parser
 from swell.cluster.text.parsers.deltas import AnswerDelta, Content, merge
-from swell.cluster.text.sampling_params import SamplingParams, to_core_request
+from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreOutput, FinishReason
-from swell.worker.sample.wire import TokenLogprobs
+from swell.worker.sampler_wire import TokenLogprobs
 from tests.cluster.text import tokenizers_for_tests as made
 from tests.cluster.text.parsers.sample_outputs import (
     ALL,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from swell.cluster.cli import host_checks
-from swell.cluster.cli.host_checks import problems, refusal
-from swell.cluster.control.http_port import claim_port, with_port
+from swell.cluster.cli.doctor import host_checks
+from swell.cluster.cli.doctor.host_checks import problems, refusal
+from swell.cluster.control.ray.http_port import claim_port, with_port
 from swell.configs.schema import ConfigError, load
 
 NODE = "127.0.0.11"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swell.cluster.cli.host_paths import named_paths, unreadable
+from swell.cluster.cli.doctor.host_paths import named_paths, unreadable
 from swell.configs.schema import load
 
 

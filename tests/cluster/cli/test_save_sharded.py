@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.cli.main import main
-from swell.cluster.control.upgrade import UpgradeRefused
+from swell.cluster.control.plan.upgrade import UpgradeRefused
 from swell.cluster.control.upgrade_check import family_of, upgraded
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.text.model_folder import check
+from swell.configs.files.sharded_index import INDEX_NAME, file_names
 from swell.configs.schema import ConfigError, load
-from swell.configs.sharded_index import INDEX_NAME, file_names
 from tests.test_layers import ROOT
 
 pytestmark = pytest.mark.slow

@@ -15,25 +15,25 @@ from prometheus_client.parser import text_string_to_metric_families
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.metrics import PrometheusStats
-from swell.cluster.client.outputs import RequestOutputKind
-from swell.cluster.client.request_state import RequestState
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import (
+from swell.cluster.client.requests.outputs import RequestOutputKind
+from swell.cluster.client.requests.request_state import RequestState
+from swell.cluster.text.params.sampling_params import (
     SamplingParams,
     child_sampling_params,
     to_core_request,
 )
+from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.configs.schema import load
 from swell.coordinator import roster as rosters
-from swell.coordinator.channel import ChannelAddress
-from swell.coordinator.ground import ThreadGround
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.transport.ground import ThreadGround
 from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
-from swell.engine.scheduler import Scheduler
-from swell.engine.server import EngineServer
+from swell.engine.scheduling.scheduler import Scheduler
+from swell.engine.serving.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, EngineCoreRequest
 from tests.cluster.text import tokenizers_for_tests
 from tests.engine.fake_worker import VOCAB, FakeExecutor

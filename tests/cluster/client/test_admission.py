@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.client.admission import (
+from swell.cluster.client.routing.admission import (
     DEFAULT_RETRY_S,
     MAX_RETRY_S,
     WINDOW_S,
@@ -18,10 +18,10 @@ from swell.cluster.client.admission import (
     TooManyWaiting,
     waiting_here,
 )
-from swell.cluster.client.router import Router
+from swell.cluster.client.routing.router import Router
 from swell.coordinator import roster as rosters
-from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import ClusterView, EngineReport
 from tests.cluster.client.scripted_cluster import ScriptedCluster, run
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from swell.cluster.client.answer_version import AnswerVersion
 from swell.cluster.client.engine_connection import EngineId
-from swell.cluster.client.routable_engines import RoutableEngines
-from swell.cluster.client.router import NoEngine, Router
-from swell.coordinator.channel import ChannelAddress
+from swell.cluster.client.requests.answer_version import AnswerVersion
+from swell.cluster.client.routing.routable_engines import RoutableEngines
+from swell.cluster.client.routing.router import NoEngine, Router
 from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import ClusterView
 
 ADDRESS = ChannelAddress("m", "i", "t")

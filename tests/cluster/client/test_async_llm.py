@@ -12,18 +12,18 @@ import pytest
 
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_connection import EngineId
-from swell.cluster.client.merged_outputs import MergedOutputs
 from swell.cluster.client.metrics import PrometheusStats
-from swell.cluster.client.outputs import RequestOutputKind
-from swell.cluster.client.router import NoEngine
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.client.requests.merged_outputs import MergedOutputs
+from swell.cluster.client.requests.outputs import RequestOutputKind
+from swell.cluster.client.routing.router import NoEngine
+from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.configs.schema import load
-from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityOutput
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.cluster.text import tokenizers_for_tests
 
 TIMEOUT_S = 0.02

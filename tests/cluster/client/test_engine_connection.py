@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.cluster.client.engine_connection import EngineConnection, EngineId
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.ground import ThreadGround
 from swell.coordinator.roster import Member
-from swell.engine.client_tracker import ClientTracker
+from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.transport.ground import ThreadGround
+from swell.engine.serving.client_tracker import ClientTracker
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutputs,

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.ground import ThreadGround
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.transport.ground import ThreadGround
 from swell.coordinator.wire import (
     ClusterReports,
     ClusterView,

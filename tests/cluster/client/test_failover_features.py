@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.client.outputs import RequestOutputKind
+from swell.cluster.client.requests.outputs import RequestOutputKind
 from swell.cluster.local import LLM
 from tests.engine.engine_harness import EngineHarness, Plain, assert_same, engine
 from tests.engine.features import FEATURES, STEADY, request_specs

@@ -11,11 +11,11 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from swell.cluster.client.handover import MAX_PREFILLS, Handover
-from swell.cluster.client.routable_engines import Role
+from swell.cluster.client.requests.handover import MAX_PREFILLS, Handover
+from swell.cluster.client.routing.routable_engines import Role
 from swell.coordinator import roster as rosters
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import PoolingParams, SamplerParams
+from swell.worker.sampler_wire import PoolingParams, SamplerParams
 from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster, body, truth, until
 from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from swell.cluster.client.hash_ring import HashRing
+from swell.cluster.client.routing.hash_ring import HashRing
 
 KEYS = [b"key %d" % number for number in range(500)]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.client.journey import MAX_EVENTS, Journey, PlacedEvent
-from swell.engine.block_hash import pack_tokens
+from swell.cluster.client.requests.journey import MAX_EVENTS, Journey, PlacedEvent
+from swell.engine.kv.block_hash import pack_tokens
 from swell.engine.request import Request
 from swell.engine.wire import EngineCoreRequest, JourneyEvent
 from swell.engine.wire import JourneyEventType as Kind
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 
 ODD_S = st.floats(-1e3, 1e3, allow_nan=False)
 """Also of an engine that reports nonsense."""

@@ -8,20 +8,20 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from swell.cluster.client.merged_outputs import MergedOutputs, OutputBatch, OutputsInTurn
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import (
+from swell.cluster.client.requests.merged_outputs import MergedOutputs, OutputBatch, OutputsInTurn
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import (
     CompletionOutput,
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
     TokenQueue,
 )
-from swell.cluster.client.request_state import EngineGone, RequestFailed, RequestState
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.client.requests.request_state import EngineGone, RequestFailed, RequestState
+from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.cluster.text.tokenizers_for_tests import byte_level
 
 DEADLINE_S = 60.0

@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from swell.cluster.client.metrics import Counter, Histogram, PrometheusStats
-from swell.cluster.client.stats import FinishedRequestStats, IterationStats
+from swell.cluster.client.requests.stats import FinishedRequestStats, IterationStats
 
 BOUNDS = (0.001, 0.5, 1.0, 640.0)
 REASONS = ("stop", "length", "abort", "error")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.client.deadline import HEADER
+from swell.cluster.client.requests.deadline import HEADER
 from swell.coordinator.roster import MemberState
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
 from tests.cluster.text import tokenizers_for_tests

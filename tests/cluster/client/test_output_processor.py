@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.cluster.client.metrics import PrometheusStats
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import (
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import (
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
 )
-from swell.cluster.client.request_state import MigrationReason
-from swell.cluster.client.stats import IterationStats
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import SamplingParams, to_core_request
+from swell.cluster.client.requests.request_state import MigrationReason
+from swell.cluster.client.requests.stats import IterationStats
+from swell.cluster.text.params.sampling_params import SamplingParams, to_core_request
+from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import PromptLogprobs, TokenLogprobs
+from swell.worker.sampler_wire import PromptLogprobs, TokenLogprobs
 from tests.cluster.text import tokenizers_for_tests as made
 
 TOKENIZER = made.byte_level()

@@ -8,18 +8,18 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.client.merged_outputs import OutputsInTurn
-from swell.cluster.client.outputs import (
+from swell.cluster.client.requests.merged_outputs import OutputsInTurn
+from swell.cluster.client.requests.outputs import (
     CompletionOutput,
     RequestOutput,
     RequestOutputKind,
     TokenQueue,
 )
-from swell.cluster.client.request_state import RequestState
+from swell.cluster.client.requests.request_state import RequestState
 from swell.cluster.client.token_pieces import one_by_one
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.engine.wire import EngineCoreOutput, FinishReason
-from swell.worker.sample.wire import PromptLogprobs, TokenLogprobs
+from swell.worker.sampler_wire import PromptLogprobs, TokenLogprobs
 from tests.cluster.client.test_merged_outputs import states
 
 DELTA = RequestOutputKind.DELTA

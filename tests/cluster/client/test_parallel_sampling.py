@@ -9,22 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import (
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import (
     CompletionOutput,
     LogprobTable,
     RequestOutput,
     RequestOutputCollector,
     RequestOutputKind,
 )
-from swell.cluster.client.parallel_sampling import ParentRequest, merge_outputs, select_best_of
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import (
+from swell.cluster.client.requests.parallel_sampling import (
+    ParentRequest,
+    merge_outputs,
+    select_best_of,
+)
+from swell.cluster.text.params.sampling_params import (
     SamplingParams,
     child_sampling_params,
     to_core_request,
 )
-from swell.cluster.text.token_texts import TokenTexts
+from swell.cluster.text.tokens.detokenizer import Detokenizer
+from swell.cluster.text.tokens.token_texts import TokenTexts
 from swell.engine.wire import EngineCoreOutput
 from tests.cluster.text.tokenizers_for_tests import byte_level
 

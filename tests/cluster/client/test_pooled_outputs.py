@@ -6,15 +6,15 @@ import struct
 
 import pytest
 
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import RequestOutputKind
-from swell.cluster.client.pooling_outputs import cosines, float_values, vector_of
-from swell.cluster.client.request_state import MigrationReason
-from swell.cluster.client.stats import IterationStats, StatsSink
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import RequestOutputKind
+from swell.cluster.client.requests.pooling_outputs import cosines, float_values, vector_of
+from swell.cluster.client.requests.request_state import MigrationReason
+from swell.cluster.client.requests.stats import IterationStats, StatsSink
+from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import PooledValues, PoolingParams, SamplerParams
+from swell.worker.sampler_wire import PooledValues, PoolingParams, SamplerParams
 from tests.cluster.text import tokenizers_for_tests
 
 VECTOR = [1.5, -2.0, 0.25]

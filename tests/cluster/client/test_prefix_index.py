@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.client.prefix_index import PrefixIndex
+from swell.cluster.client.routing.prefix_index import PrefixIndex
 
 CHAIN = [*range(100, 112)]
 

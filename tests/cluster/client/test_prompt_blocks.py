@@ -9,8 +9,8 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.client.prompt_blocks import PromptBlocks
-from swell.engine.block_hash import extend_block_hashes, pack_tokens
+from swell.cluster.client.routing.prompt_blocks import PromptBlocks
+from swell.engine.kv.block_hash import extend_block_hashes, pack_tokens
 
 BLOCK = 3
 PROMPTS = st.lists(st.integers(0, 1), max_size=4 * BLOCK)
@@ -40,7 +40,7 @@ def test_names_and_digests_are_equal_where_those_of_engines_are(
 def test_a_digest_is_the_same_in_each_process() -> None:
     """So all ingresses choose the same engine."""
     code = (
-        "from swell.cluster.client.prompt_blocks import PromptBlocks\n"
+        "from swell.cluster.client.routing.prompt_blocks import PromptBlocks\n"
         "blocks = PromptBlocks(range(50), 16, 'salt')\n"
         "print(blocks.digest(2).hex(), blocks.names[1])"
     )

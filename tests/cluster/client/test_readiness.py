@@ -12,9 +12,9 @@ import pytest
 from swell.cluster.api.admin import manager_calls
 from swell.cluster.api.admin.protocol import ChangeResult
 from swell.cluster.client.engine_connection import EngineId
-from swell.cluster.client.readiness import ReadinessTracker
-from swell.coordinator.channel import ChannelAddress
+from swell.cluster.client.routing.readiness import ReadinessTracker
 from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import ClusterView, EngineReport
 from tests.cluster.fake_cluster import FakeCluster, until
 from tests.cluster.text import tokenizers_for_tests

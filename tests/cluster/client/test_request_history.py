@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.client.journey import Journey
-from swell.cluster.client.request_history import MAX_FOUND, RequestHistory, RequestRecord
+from swell.cluster.client.requests.journey import Journey
+from swell.cluster.client.requests.request_history import MAX_FOUND, RequestHistory, RequestRecord
 
 LIMIT, LIMIT_S = 4, 10.0
 STEPS = st.lists(

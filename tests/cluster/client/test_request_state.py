@@ -8,24 +8,24 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from swell.cluster.client.engine_connection import EngineId
-from swell.cluster.client.output_processor import OutputProcessor
-from swell.cluster.client.outputs import RequestOutputCollector, RequestOutputKind
-from swell.cluster.client.request_state import (
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import RequestOutputCollector, RequestOutputKind
+from swell.cluster.client.requests.request_state import (
     MAX_UNREAD_ATTEMPTS,
     EngineGone,
     MigrationReason,
     RequestState,
 )
-from swell.cluster.client.router import Router
-from swell.cluster.control.backoff import MAX_DEATHS
-from swell.cluster.text.detokenizer import Detokenizer
-from swell.cluster.text.sampling_params import SamplingParams
-from swell.coordinator.channel import ChannelAddress
+from swell.cluster.client.routing.router import Router
+from swell.cluster.control.plan.backoff import MAX_DEATHS
+from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import ClusterView
 from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.cluster.text.tokenizers_for_tests import byte_level
 from tests.engine.fake_worker import expected, make_core
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from swell.cluster.client import routed_engine
-from swell.cluster.client import router as routing
 from swell.cluster.client.engine_connection import EngineId
-from swell.cluster.client.prompt_blocks import PromptBlocks
-from swell.cluster.client.routed_engine import TOKENS_PER_ROW, Route
-from swell.cluster.client.router import SLACK_TOKENS, NoEngine, Router
-from swell.coordinator.channel import ChannelAddress
+from swell.cluster.client.routing import routed_engine
+from swell.cluster.client.routing import router as routing
+from swell.cluster.client.routing.prompt_blocks import PromptBlocks
+from swell.cluster.client.routing.routed_engine import TOKENS_PER_ROW, Route
+from swell.cluster.client.routing.router import SLACK_TOKENS, NoEngine, Router
 from swell.coordinator.roster import Member, MemberState, Roster, update_members
+from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import ClusterView, EngineReport
 
 BLOCK = 4

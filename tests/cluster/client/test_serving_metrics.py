@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 
-from swell.cluster.client.merged_outputs import MergedOutputs
-from swell.cluster.client.outputs import RequestOutputKind
-from swell.cluster.client.router import NoEngine
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.client.requests.merged_outputs import MergedOutputs
+from swell.cluster.client.requests.outputs import RequestOutputKind
+from swell.cluster.client.routing.router import NoEngine
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.coordinator.roster import MemberState
 from tests.cluster.client.scripted_cluster import ScriptedCluster, run
 

@@ -6,10 +6,10 @@ from collections.abc import Coroutine
 from itertools import count
 from typing import Any, Protocol
 
-from swell.cluster.control.ray_port import Actor, Group, RayPort
+from swell.cluster.control.ray.ray_port import Actor, Group, RayPort
 from swell.configs.schema import ClusterConfig, load
-from swell.coordinator.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
+from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
 
 CONFIG = load({"model": {"path": "m"}})
 KEYS = ChannelKeys(b"public", b"secret")

@@ -10,30 +10,30 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.control import actor_names as names
-from swell.cluster.control.actor_names import EngineName
-from swell.cluster.control.checkpoint_store import ClusterCheckpoint
 from swell.cluster.control.cluster_status import Leftovers
-from swell.cluster.control.engine_handle import (
+from swell.cluster.control.engines import actor_names as names
+from swell.cluster.control.engines.actor_names import EngineName
+from swell.cluster.control.engines.engine_handle import (
     EngineHandle,
     NoRoom,
     StartFailed,
     WeightsRefused,
 )
-from swell.cluster.control.fleet_view import Intent
 from swell.cluster.control.manager import ClusterManager
-from swell.cluster.control.versions import UpgradeStage, Version
+from swell.cluster.control.plan.fleet_view import Intent
+from swell.cluster.control.plan.versions import UpgradeStage, Version
+from swell.cluster.control.ray.checkpoint_store import ClusterCheckpoint
 from swell.configs.schema import load
 from swell.coordinator import roster
-from swell.coordinator.channel import ChannelAddress
-from swell.coordinator.engine_monitor import StalledEngine
-from swell.coordinator.ground import ThreadGround
 from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
+from swell.coordinator.monitors.engine_monitor import StalledEngine
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.service import Membership
+from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.transport.ground import ThreadGround
 from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.executor import ExecutorLimits, WorkerInfo
-from swell.engine.ready import EngineReady
+from swell.engine.serving.ready import EngineReady
 
 KEYS = "keys"
 FIRST = "1-configuration"

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
-from swell.cluster.control.actor_errors import GcsUnavailable
-from swell.coordinator.channel import ChannelKeys
-from swell.coordinator.contact import CoordinatorEndpoint
+from swell.cluster.control.ray.actor_errors import GcsUnavailable
+from swell.coordinator.transport.channel import ChannelKeys
+from swell.coordinator.transport.contact import CoordinatorEndpoint
 
 KEYS = ChannelKeys(b"public", b"secret")
 

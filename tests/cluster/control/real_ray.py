@@ -18,9 +18,9 @@ from typing import Any
 
 import ray
 
-from swell.cluster.control.ray_cluster import RayCluster
+from swell.cluster.control.ray.ray_cluster import RayCluster
 from swell.coordinator.coordinator import Coordinator
-from swell.engine.actor import EngineActor
+from swell.engine.serving.actor import EngineActor
 from tests.cluster.control.contract_cluster import OTHER_HOST, PATIENCE_S
 
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.control.autoscaler import (
+from swell.cluster.control.plan.autoscaler import (
     LOW,
     MAX_CAUTION,
     Autoscaler,
     Decision,
     recommend,
 )
-from swell.cluster.control.load_signals import Load
+from swell.cluster.control.plan.load_signals import Load
 from swell.configs.autoscaling import AutoscalingConfig
 
 TICK_S = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.control.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S, Backoff
+from swell.cluster.control.plan.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S, Backoff
 
 
 def test_waits_double_from_nothing() -> None:

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from swell.cluster.control.checkpoint_store import CheckpointStore, ClusterCheckpoint
-from swell.cluster.control.checkpoint_writer import CheckpointWriter
-from swell.cluster.control.versions import UpgradeRecord
-from swell.coordinator.ground import ThreadGround
+from swell.cluster.control.plan.versions import UpgradeRecord
+from swell.cluster.control.ray.checkpoint_store import CheckpointStore, ClusterCheckpoint
+from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.coordinator.manager_state import ManagerState
+from swell.coordinator.transport.ground import ThreadGround
 from tests.cluster.control.fake_ray import FakeRay
 
 IDENTITY = "configuration"

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from swell.cluster.control import control_state
-from swell.cluster.control.fleet_view import EngineStatus, FleetView, Place
+from swell.cluster.control.plan import control_state
+from swell.cluster.control.plan.fleet_view import EngineStatus, FleetView, Place
 from swell.configs.schema import load
 from tests.cluster.control.control_model import Bounds, Violation, explore
 

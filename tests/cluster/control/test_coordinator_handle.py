@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.control.actor_errors import ActorDied
-from swell.cluster.control.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.ray.actor_errors import ActorDied
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import load
 from swell.coordinator.roster import Roster
 from swell.coordinator.state_machine import JoinResult

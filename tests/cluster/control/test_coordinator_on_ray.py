@@ -16,11 +16,11 @@ import pytest
 import ray
 from ray._private.async_compat import has_async_methods
 
-from swell.cluster.control import coordinator_handle
-from swell.cluster.control.ray_cluster import RayCluster
+from swell.cluster.control.ray import coordinator_handle
+from swell.cluster.control.ray.ray_cluster import RayCluster
 from swell.configs.schema import load
 from swell.coordinator.coordinator import Coordinator, find
-from swell.engine.actor import EngineActor
+from swell.engine.serving.actor import EngineActor
 from swell.worker.actor import WorkerActor
 
 pytestmark = pytest.mark.slow

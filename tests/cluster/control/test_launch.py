@@ -14,8 +14,8 @@ from ray.serve.schema import ApplicationStatus
 
 from swell.cluster import serve_status
 from swell.cluster.cli.start import application
-from swell.cluster.control import ray_cluster
-from swell.cluster.control.actor_names import EngineName
+from swell.cluster.control.engines.actor_names import EngineName
+from swell.cluster.control.ray import ray_cluster
 from swell.configs.schema import load
 from tests.cluster.control.fake_ray import FakeRay
 

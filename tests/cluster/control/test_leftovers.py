@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.control.actor_errors import GcsUnavailable
-from swell.cluster.control.checkpoint_writer import CheckpointWriter
-from swell.cluster.control.engine_handle import StartFailed
-from swell.cluster.control.strays import StrayCollector
-from swell.coordinator.ground import ThreadGround
+from swell.cluster.control.engines.engine_handle import StartFailed
+from swell.cluster.control.engines.strays import StrayCollector
+from swell.cluster.control.ray.actor_errors import GcsUnavailable
+from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
+from swell.coordinator.transport.ground import ThreadGround
 from tests.cluster.control.fake_manager import (
     START_S,
     FakeCheckpointStore,

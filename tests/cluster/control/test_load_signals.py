@@ -8,7 +8,7 @@ from bisect import bisect_left
 import pytest
 
 from swell.cluster.client.metrics import FIRST_TOKEN_BOUNDS_S
-from swell.cluster.control.load_signals import Load, LoadSeries, quantile
+from swell.cluster.control.plan.load_signals import Load, LoadSeries, quantile
 from swell.coordinator.roster import Roster
 from swell.coordinator.wire import ClusterView, EngineReport
 

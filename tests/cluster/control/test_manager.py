@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swell.cluster.control.control_state import ScaleRefused
+from swell.cluster.control.plan.control_state import ScaleRefused
 from swell.coordinator.roster import MemberState, update_members
 from swell.coordinator.wire import ClusterView, EngineReport
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.control.control_state import ScaleRefused
+from swell.cluster.control.plan.control_state import ScaleRefused
 from swell.coordinator import roster
-from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, MemberState
+from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import EngineReport
 from tests.cluster.control.fake_manager import (
     CHECKPOINT_S,

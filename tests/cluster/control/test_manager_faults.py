@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from swell.cluster.control.actor_errors import ActorDied
-from swell.cluster.control.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S
+from swell.cluster.control.plan.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S
+from swell.cluster.control.ray.actor_errors import ActorDied
 from swell.coordinator.roster import Member
 from tests.cluster.control.fake_manager import (
     START_S,

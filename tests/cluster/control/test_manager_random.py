@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from swell.cluster.control.control_state import ScaleRefused
+from swell.cluster.control.plan.control_state import ScaleRefused
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run, transient
 
 _LONG_S = 2000.0

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from swell.cluster.control.checkpoint_store import ClusterCheckpoint
-from swell.cluster.control.control_state import ScaleRefused
 from swell.cluster.control.manager import ClusterManager
+from swell.cluster.control.plan.control_state import ScaleRefused
+from swell.cluster.control.ray.checkpoint_store import ClusterCheckpoint
 from tests.cluster.control.fake_manager import (
     CHECKPOINT_S,
     FakeCheckpointStore,

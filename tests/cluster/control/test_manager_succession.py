@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 
-from swell.cluster.control.checkpoint_store import ClusterCheckpoint
-from swell.cluster.control.control_state import ScaleRefused
 from swell.cluster.control.manager import ClusterManager
+from swell.cluster.control.plan.control_state import ScaleRefused
+from swell.cluster.control.ray.checkpoint_store import ClusterCheckpoint
 from swell.coordinator import roster
-from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.manager_state import ManagerState, Sleep
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run, transient
 
 # -------------------------------------------------------------------------------- managers

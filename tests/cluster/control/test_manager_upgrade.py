@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from swell.cluster.control.control_state import ScaleRefused
-from swell.cluster.control.engine_handle import EngineHandle
-from swell.cluster.control.versions import UpgradeStage
+from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.plan.control_state import ScaleRefused
+from swell.cluster.control.plan.versions import UpgradeStage
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
 
 OLD, NEW = "1-configuration", "2-other"

@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from swell.cluster.control.control_state import ScaleRefused
-from swell.cluster.control.versions import MAX_VERSIONS, UpgradeStage
+from swell.cluster.control.plan.control_state import ScaleRefused
+from swell.cluster.control.plan.versions import MAX_VERSIONS, UpgradeStage
 from swell.coordinator.manager_state import Sleep
 from swell.coordinator.roster import Roster
 from tests.cluster.control.fake_manager import FIRST, RELOAD_S, ManagerHarness, busy, run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swell.cluster.control.actor_names import (
+from swell.cluster.control.engines.actor_names import (
     EngineName,
     candidates,
     choose,
@@ -12,8 +12,8 @@ from swell.cluster.control.actor_names import (
     is_group,
     parse,
 )
-from swell.coordinator.channel import ChannelAddress
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress
 
 TAG = engine_tag("configuration", "keys")
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
-from swell.cluster.control.upgrade import UpgradeState
-from swell.cluster.control.upgrade_plan import UpgradePlan, plan
-from swell.cluster.control.versions import UpgradeRecord, Version
+from swell.cluster.control.plan.fleet_view import EngineStatus, FleetView, Intent, Place
+from swell.cluster.control.plan.upgrade import UpgradeState
+from swell.cluster.control.plan.upgrade_plan import UpgradePlan, plan
+from swell.cluster.control.plan.versions import UpgradeRecord, Version
 from swell.configs.schema import load
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import EngineReport

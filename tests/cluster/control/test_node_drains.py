@@ -8,8 +8,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.control.fleet_view import EngineStatus, FleetView, Intent, Place
-from swell.cluster.control.node_drains import HANDOVER_S, Moves, plan_moves
+from swell.cluster.control.plan.fleet_view import EngineStatus, FleetView, Intent, Place
+from swell.cluster.control.plan.node_drains import HANDOVER_S, Moves, plan_moves
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
 
 DRAIN_S = 30.0

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swell.cluster.control.engine_handle import NoRoom, StartFailed
+from swell.cluster.control.engines.engine_handle import NoRoom, StartFailed
 from swell.coordinator.wire import ClusterView, EngineReport
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, run
 from tests.cluster.control.test_placement import VERSION, FakeCoordinator, Table, made, says

@@ -10,24 +10,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster.control import placement, strays
-from swell.cluster.control.actor_errors import (
+from swell.cluster.control.engines import placement, strays
+from swell.cluster.control.engines.actor_names import EngineName, engine_tag
+from swell.cluster.control.engines.engine_handle import StartFailed
+from swell.cluster.control.engines.placement import Placement
+from swell.cluster.control.plan.versions import Version
+from swell.cluster.control.ray.actor_errors import (
     ActorDied,
     ActorRaised,
     ActorUnavailable,
     GcsUnavailable,
 )
-from swell.cluster.control.actor_names import EngineName, engine_tag
-from swell.cluster.control.engine_handle import StartFailed
-from swell.cluster.control.placement import Placement
-from swell.cluster.control.versions import Version
 from swell.configs.schema import ConfigError, load
-from swell.coordinator.channel import ChannelAddress
-from swell.coordinator.ground import ThreadGround
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.transport.ground import ThreadGround
 from swell.coordinator.wire import ClusterView
 from swell.engine.executor import ExecutorLimits
-from swell.engine.ready import EngineReady
+from swell.engine.serving.ready import EngineReady
 from tests.cluster.control.fake_ray import KEYS, FakeRay
 
 VERSION = Version.of(1, "configuration", load({"model": {"path": "m"}}))

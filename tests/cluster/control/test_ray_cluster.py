@@ -16,15 +16,15 @@ from ray.exceptions import (
 )
 from ray.experimental import internal_kv
 
-from swell.cluster.control import ray_cluster
-from swell.cluster.control.actor_errors import (
+from swell.cluster.control.ray import ray_cluster
+from swell.cluster.control.ray.actor_errors import (
     ActorDied,
     ActorError,
     ActorRaised,
     ActorUnavailable,
     GcsUnavailable,
 )
-from swell.cluster.control.ray_cluster import RayCluster, _translate
+from swell.cluster.control.ray.ray_cluster import RayCluster, _translate
 
 
 def raised(cause: Exception) -> RayError:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from swell.cluster.control.actor_errors import ActorDied, ActorError, ActorRaised
+from swell.cluster.control.ray.actor_errors import ActorDied, ActorError, ActorRaised
 from tests.cluster.control.contract_cluster import (
     CONTACT,
     OTHER_HOST,

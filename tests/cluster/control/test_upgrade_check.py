@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.control.room import resolve_device
-from swell.cluster.control.upgrade import UpgradeRefused, begin, take_over
+from swell.cluster.control.plan.room import resolve_device
+from swell.cluster.control.plan.upgrade import UpgradeRefused, begin, take_over
+from swell.cluster.control.plan.versions import UpgradeRecord
 from swell.cluster.control.upgrade_check import (
     ModelFileReads,
     family_of,
@@ -20,7 +21,6 @@ from swell.cluster.control.upgrade_check import (
     version_identity,
     with_model_of,
 )
-from swell.cluster.control.versions import UpgradeRecord
 from swell.configs.identity import identity
 from swell.configs.schema import Config, load
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.control.control_state import ScaleRefused
-from swell.cluster.control.upgrade import UpgradeState, begin, take_over
-from swell.cluster.control.versions import MAX_VERSIONS, UpgradeRecord
+from swell.cluster.control.plan.control_state import ScaleRefused
+from swell.cluster.control.plan.upgrade import UpgradeState, begin, take_over
+from swell.cluster.control.plan.versions import MAX_VERSIONS, UpgradeRecord
 from swell.configs.schema import load
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, run
 from tests.cluster.control.test_manager_upgrade import until

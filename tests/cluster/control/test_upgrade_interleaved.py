@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from swell.cluster.control import upgrade_plan
-from swell.cluster.control.control_state import ScaleRefused
-from swell.cluster.control.fleet_view import EngineStatus, FleetView, Place
-from swell.cluster.control.upgrade import UpgradeState
-from swell.cluster.control.versions import UpgradeRecord, UpgradeStage, Version
+from swell.cluster.control.plan import upgrade_plan
+from swell.cluster.control.plan.control_state import ScaleRefused
+from swell.cluster.control.plan.fleet_view import EngineStatus, FleetView, Place
+from swell.cluster.control.plan.upgrade import UpgradeState
+from swell.cluster.control.plan.versions import UpgradeRecord, UpgradeStage, Version
 from swell.configs.schema import load
 from tests.cluster.control.fake_manager import ManagerHarness, run
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from swell.cluster.api.chat.convert import conversation, to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.text.chat_template import ChatTemplate
-from swell.cluster.text.model_formats import AnswerFormat, ModelFormats
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.parsers.deltas import Message, collect
 from swell.cluster.text.parsers.detection import detect_tools
+from swell.cluster.text.prompt.chat_template import ChatTemplate
+from swell.cluster.text.prompt.model_formats import AnswerFormat, ModelFormats
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
 from swell.worker.sample.vocabulary import load_vocabulary

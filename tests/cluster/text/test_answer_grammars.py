@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
+from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
 from swell.cluster.text.parsers import tool_format
 from swell.cluster.text.parsers.deltas import Message
-from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
 from tests.cluster.text.grammar_samples import SCHEMA, TOOLS, WITH_TOOLS, request, walk
 from tests.kinds import KINDS, kind
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text import bad_words as words
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.tokens import bad_words as words
 from tests.cluster.text.tokenizers_for_tests import EXACT, WINDOWED, chat_tokenizer
 from tests.kinds import kind
 

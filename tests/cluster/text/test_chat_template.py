@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
+from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.parsers.deltas import collect
 from swell.cluster.text.parsers.detection import detect_tools
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.prompt.chat_template import ChatTemplate, TemplateOptions
 from swell.cluster.text.schema.chat_messages import ChatMessage
 from swell.cluster.text.schema.decode import decode
-from swell.cluster.text.tokenizer import load_tokenizer
+from swell.cluster.text.tokens.tokenizer import load_tokenizer
 from tests.cluster.text import tokenizers_for_tests as made
 
 NANO = Path(__file__).parents[3] / "configs" / "models" / "nano"

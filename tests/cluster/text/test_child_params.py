@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.sampling_params import (
+from swell.cluster.text.params.sampling_params import (
     SEED_BITS,
     SamplingParams,
     child_sampling_params,

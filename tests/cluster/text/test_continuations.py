@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.sampling_params import StructuredOutputs
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 from tests.cluster.fake_cluster import FakeCluster, Stream
 from tests.kinds import kind
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text import byte_level_detokenizer, piece_detokenizer
-from swell.cluster.text.detokenizer import Detokenizer, TextStart
-from swell.cluster.text.incremental_detokenizer import REPLACEMENT, WindowDetokenizer
+from swell.cluster.text.tokens import byte_level_detokenizer, piece_detokenizer
+from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
+from swell.cluster.text.tokens.incremental_detokenizer import REPLACEMENT, WindowDetokenizer
 from tests.cluster.text import tokenizers_for_tests as made
 from tests.kinds import kind
 

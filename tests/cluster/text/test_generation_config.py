@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text.generation_config import GenerationDefaults, read_generation_config
+from swell.cluster.text.tokens.generation_config import GenerationDefaults, read_generation_config
 from swell.configs.schema import ConfigError, load
 from tests.cluster.fake_cluster import FakeCluster
 from tests.cluster.text import tokenizers_for_tests

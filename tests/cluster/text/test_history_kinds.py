@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.text.chat_template import ChatTemplate, TemplateOptions
-from swell.cluster.text.prompts import PromptProcessor
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.prompt.chat_template import ChatTemplate, TemplateOptions
+from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.truncation import TokenizeOptions, Truncation
 from swell.cluster.text.schema.decode import decode
-from swell.cluster.text.truncation import TokenizeOptions, Truncation
 from tests.kinds import KINDS, kind
 
 USER = {"role": "user", "content": "hi"}

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.chat_template import TemplateOptions
-from swell.cluster.text.generation_request import split_prompts
-from swell.cluster.text.prompts import PromptProcessor
-from swell.cluster.text.sampling_params import BadRequest
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.prompt.chat_template import TemplateOptions
+from swell.cluster.text.prompt.generation_request import split_prompts
+from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
 from swell.cluster.text.schema.chat_messages import ChatMessage, ContentPart
-from swell.cluster.text.tokenizer import load_eos_token_ids, load_tokenizer
-from swell.cluster.text.truncation import TEMPLATE_TEXT
+from swell.cluster.text.tokens.tokenizer import load_eos_token_ids, load_tokenizer
 from swell.configs.schema import ConfigError
 from tests.cluster.text import tokenizers_for_tests as made
 

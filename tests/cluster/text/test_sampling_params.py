@@ -8,8 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster.text.sampling_params import BadRequest, SamplingParams, shown, to_core_request
-from swell.cluster.text.validate_params import (
+from swell.cluster.text.params.sampling_params import (
+    BadRequest,
+    SamplingParams,
+    shown,
+    to_core_request,
+)
+from swell.cluster.text.params.validate_params import (
     MAX_BIASED_TOKENS,
     MAX_LOGPROBS,
     MAX_N,

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
-from swell.cluster.text.structured_output import compile_grammar
+from swell.cluster.text.grammar.structured_output import compile_grammar
+from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token

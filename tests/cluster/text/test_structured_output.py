@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.lark_compiler import MAX_BYTES, compile_lark
-from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
-from swell.cluster.text.structured_output import (
+from swell.cluster.text.grammar.lark_compiler import MAX_BYTES, compile_lark
+from swell.cluster.text.grammar.structured_output import (
     MAX_CHOICES,
     MAX_SCHEMA_DEPTH,
     compile_grammar,
     inline_json,
 )
-from swell.cluster.text.user_grammar import MAX_GBNF_BYTES
+from swell.cluster.text.grammar.user_grammar import MAX_GBNF_BYTES
+from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
 from swell.worker.sample.vocabulary import load_vocabulary
 from tests.structured_schemas import SCHEMAS
 

@@ -15,10 +15,10 @@ from typing import IO
 
 import pytest
 
-from swell.cluster.text.grammar_check import GrammarChecker
-from swell.cluster.text.sampling_params import BadRequest, StructuredOutputs
-from swell.cluster.text.structured_output import compile_grammar
-from swell.worker.sample.wire import GRAMMAR_LIMITS
+from swell.cluster.text.grammar.grammar_check import GrammarChecker
+from swell.cluster.text.grammar.structured_output import compile_grammar
+from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
+from swell.worker.sampler_wire import GRAMMAR_LIMITS
 from tests.structured_schemas import Schema
 
 REFUSED: dict[str, Schema] = {

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text import input_processor
-from swell.cluster.text.sampling_params import BadRequest, SamplingParams, internal_request_id
-from swell.cluster.text.validate_params import check_num_children
+from swell.cluster.text.params.sampling_params import (
+    BadRequest,
+    SamplingParams,
+    internal_request_id,
+)
+from swell.cluster.text.params.validate_params import check_num_children
+from swell.cluster.text.prompt import input_processor
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 

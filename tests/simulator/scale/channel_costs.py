@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
-from swell.configs.waker import Waker
-from swell.coordinator.channel import (
+from swell.configs.runtime.waker import Waker
+from swell.coordinator.transport.channel import (
     AsyncOutlet,
     ChannelAddress,
     ChannelKeys,

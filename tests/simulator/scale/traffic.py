@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.merged_outputs import MergedOutputs
-from swell.cluster.client.outputs import RequestOutputKind
-from swell.cluster.text.sampling_params import SamplingParams
+from swell.cluster.client.requests.merged_outputs import MergedOutputs
+from swell.cluster.client.requests.outputs import RequestOutputKind
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.engine.wire import EngineCoreRequest
-from swell.worker.sample.wire import SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 from tests.simulator.control_plane import SimIngress
 from tests.simulator.kernel import WORLD, Kernel
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.cli.doctor import links
 from swell.cluster.cli.doctor.facts import (
     CpuFacts,
     DiskFacts,
@@ -20,6 +19,7 @@ from swell.cluster.cli.doctor.facts import (
     RayFacts,
     TorchFacts,
 )
+from swell.cluster.cli.doctor.probes import links
 from swell.cluster.cli.doctor.survey import Requirements, Survey
 from swell.configs.schema import Config, load
 

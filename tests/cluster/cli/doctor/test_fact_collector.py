@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from swell.cluster.cli.doctor import fact_collector
-from swell.cluster.cli.doctor.fact_collector import collect, collect_torch, find_compiler
 from swell.cluster.cli.doctor.facts import HostFacts, HostRequest
-from swell.configs.process import available_cores
+from swell.cluster.cli.doctor.probes import fact_collector
+from swell.cluster.cli.doctor.probes.fact_collector import collect, collect_torch, find_compiler
+from swell.configs.runtime.process import available_cores
 from swell.configs.schema import Config, load
 
 NODE = "127.0.0.1"

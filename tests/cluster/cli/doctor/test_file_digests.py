@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swell.cluster.cli.doctor import file_digests
-from swell.cluster.cli.doctor.file_digests import config_files, local_folder, source_digest
+from swell.cluster.cli.doctor.probes import file_digests
+from swell.cluster.cli.doctor.probes.file_digests import config_files, local_folder, source_digest
 from swell.configs.schema import Config, load
 
 SALT = b"salt"

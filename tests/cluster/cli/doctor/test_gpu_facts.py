@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.cli.doctor.facts import Gpu, GpuFacts
-from swell.cluster.cli.doctor.gpu_facts import collect_gpus, parse
+from swell.cluster.cli.doctor.probes.gpu_facts import collect_gpus, parse
 
 ROW = "0, NVIDIA H100 80GB HBM3, 570.124.06, 81559, 4, 0\n"
 H100 = Gpu(

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from swell.cluster.cli.doctor.facts import Listener, Part, Target
-from swell.cluster.cli.doctor.link_sockets import (
+from swell.cluster.cli.doctor.probes.link_sockets import (
     TOKEN_BYTES,
     LinkListeners,
     try_link,

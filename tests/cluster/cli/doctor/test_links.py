@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from swell.cluster.cli.doctor.facts import Listener, Part, Target
-from swell.cluster.cli.doctor.links import HTTP, pairs, parts, targets
+from swell.cluster.cli.doctor.probes.links import HTTP, pairs, parts, targets
 from swell.configs.schema import load
-from swell.coordinator.ports import CHOSEN_PORTS
+from swell.coordinator.transport.ports import CHOSEN_PORTS
 
 ADDRESS = "10.0.0.7"
 

@@ -17,7 +17,7 @@ from swell.cluster.cli.doctor.facts import (
     MemoryFacts,
     TorchFacts,
 )
-from swell.cluster.cli.doctor.links import HTTP, pairs
+from swell.cluster.cli.doctor.probes.links import HTTP, pairs
 from swell.cluster.cli.doctor.run_checks import CHECK_FUNCTIONS, run_checks
 from swell.cluster.cli.doctor.survey import Survey
 from tests.cluster.cli.doctor.surveys import (

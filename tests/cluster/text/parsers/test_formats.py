@@ -27,7 +27,7 @@ from swell.cluster.text.parsers.deltas import (
     collect,
 )
 from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
-from swell.cluster.text.parsers.hermes import HermesParser
+from swell.cluster.text.parsers.formats.hermes import HermesParser
 from tests.cluster.text.parsers.sample_outputs import (
     CALLS,
     MARKERS,

@@ -13,7 +13,7 @@ from swell.cluster.text.parsers import PARSERS, tool_format
 from swell.cluster.text.parsers.answer_grammar import answer
 from swell.cluster.text.parsers.deltas import Content, Tool, ToolCall, collect
 from swell.cluster.text.parsers.grammar import GrammarBuilder, marker_expression
-from swell.cluster.text.parsers.markup import MarkupParser
+from swell.cluster.text.parsers.notations.markup import MarkupParser
 from tests.cluster.text.parsers.sample_outputs import MARKERS, read
 
 TOOLS = [

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.parsers.json_call import CallReader, JsonCall
-from swell.cluster.text.parsers.json_check import JsonChecker
-from swell.cluster.text.parsers.json_values import StringArguments, StringValue
+from swell.cluster.text.parsers.notations.json_call import CallReader, JsonCall
+from swell.cluster.text.parsers.notations.json_check import JsonChecker
+from swell.cluster.text.parsers.notations.json_values import StringArguments, StringValue
 from swell.cluster.text.parsers.reading import Reading, TextReader
 
 pytestmark = pytest.mark.slow

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.parsers.notation import (
+from swell.cluster.text.parsers.notations.notation import (
     FUNCTION_GEMMA,
     GEMMA4,
     PYTHON,
     Notation,
     NotationCall,
 )
-from swell.cluster.text.parsers.notation_values import QuotedString, as_json_number
+from swell.cluster.text.parsers.notations.notation_values import QuotedString, as_json_number
 
 _KEY = st.from_regex(r"[a-z_]{1,5}", fullmatch=True)
 _TEXT = st.text(st.characters(blacklist_categories=["Cs"]), max_size=8)

@@ -11,8 +11,8 @@ import pytest
 from swell.cluster.text.parsers import make_parser, tool_format
 from swell.cluster.text.parsers.deltas import Tool, collect
 from swell.cluster.text.parsers.grammar import GrammarBuilder
-from swell.cluster.text.parsers.text_grammar import search_expression
-from swell.cluster.text.parsers.values import parameter_types
+from swell.cluster.text.parsers.notations.text_grammar import search_expression
+from swell.cluster.text.parsers.notations.values import parameter_types
 from tests.cluster.text.parsers.sample_outputs import read
 from tests.cluster.text.parsers.test_sections import TOOLS, qwen
 

@@ -1,0 +1,1 @@
+"""Writes answers: whole bodies, event streams, headers and log probabilities."""

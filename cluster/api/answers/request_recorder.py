@@ -1,0 +1,69 @@
+"""Records each HTTP request while it runs and for a while after it has finished."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from starlette.requests import Request
+
+from swell.cluster.api.admin.protocol import RequestStory
+from swell.cluster.api.answers.response_writer import AnswerWriter
+from swell.cluster.api.bodies.timings import timings_of
+from swell.cluster.api.routing import request_id
+from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
+from swell.cluster.api.tracing.exporter import TraceExporter
+from swell.cluster.api.tracing.trace_context import trace_headers
+from swell.cluster.client.requests.request_history import RequestHistory, RequestRecord
+from swell.cluster.text.prompt.input_processor import RequestParams
+
+
+class RequestRecorder:
+    """Keeps the records of one ingress and exports them as traces when their requests finish."""
+
+    def __init__(self, history: RequestHistory, traces: TraceExporter, ingress: int) -> None:
+        """`ingress` is the `client_index` of this ingress."""
+        self._history = history
+        self._traces = traces
+        self._ingress = ingress
+
+    def record(
+        self, request: Request, params: RequestParams, answer: AnswerWriter, ending: ExitStack
+    ) -> RequestRecord:
+        """Returns the record of a request that begins now. The record is closed by `ending`."""
+        now_s = time.monotonic()
+        came_s = request.scope.get(ARRIVAL_TIME_S, now_s)
+        record = answer.record = RequestRecord(
+            id=answer.id,
+            request_id=request_id(request),
+            operation=answer.operation,
+            model=answer.model,
+            received_s=came_s,
+            received_at=time.time() - (now_s - came_s),
+        )
+        self._history.begin(record)
+        ending.callback(self._end, record, params, trace_headers(request))
+        return record
+
+    def _end(
+        self, record: RequestRecord, params: RequestParams, headers: Mapping[str, str]
+    ) -> None:
+        self._history.end(record, time.monotonic())
+        if record.journeys:
+            self._traces.export(record, params, headers)
+
+    def find(self, id: str) -> list[RequestStory]:
+        """Returns the requests of this ingress that clients know by this id, oldest first."""
+        return [
+            RequestStory(
+                id=record.id,
+                request_id=record.request_id,
+                operation=record.operation,
+                model=record.model,
+                running=record.ended_s is None,
+                ingress=self._ingress,
+                timings=timings_of(record),
+            )
+            for record in self._history.find(id, time.monotonic())
+        ]

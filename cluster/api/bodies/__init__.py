@@ -1,0 +1,1 @@
+"""Reads requests: typed bodies, their common fields, and HTTP errors."""

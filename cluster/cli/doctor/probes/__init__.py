@@ -1,0 +1,1 @@
+"""What the checks look at: facts of a host, and links between hosts."""

@@ -1,0 +1,194 @@
+"""Collects the facts of the host on which this runs. No checks; every wait has a timeout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from swell.cluster.cli.doctor.facts import (
+    CpuFacts,
+    DiskFacts,
+    HostFacts,
+    HostRequest,
+    MemoryFacts,
+    RayFacts,
+    TorchFacts,
+)
+from swell.cluster.cli.doctor.host_paths import named_paths, unreadable
+from swell.cluster.cli.doctor.probes.file_digests import config_files, local_folder, source_digest
+from swell.cluster.cli.doctor.probes.gpu_facts import collect_gpus
+from swell.cluster.cli.start.private_home import home_problem, write_problem
+from swell.cluster.control.ray.http_port import claim_port
+from swell.cluster.text.model_folder import check
+from swell.configs.runtime.cgroups import cpu_quota, memory_limit
+from swell.configs.runtime.network import addresses, host_address
+from swell.configs.runtime.process import available_cores, available_memory_bytes
+from swell.configs.schema import Config, ConfigError
+
+_TORCH_PART, _SMI_PART, _COMPILER_PART = 0.5, 0.25, 0.1
+"""Shares of the host's time limit: if one of these programs hangs, the host still sends its other
+facts."""
+_TORCH_PROBE = """
+import json, torch
+from torch.cuda import nccl
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "nccl": ".".join(map(str, nccl.version())) if torch.version.cuda else None,
+    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    if cuda else [],
+}))
+"""
+
+
+def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
+    """Collect all facts. `ray`: settings of this host's Ray, if it has one."""
+    config = request.config
+    interface = config.cluster.interface if config else None
+    try:
+        address = host_address(interface, request.node)
+    except ValueError:
+        address = None
+    paths = named_paths(config) if config else {}
+    return HostFacts(
+        swell_digest=source_digest(),
+        python=platform.python_version(),
+        libraries={name: _version(name) for name in request.libraries},
+        torch=collect_torch(request.timeout_s * _TORCH_PART),
+        gpus=collect_gpus(request.timeout_s * _SMI_PART),
+        compiler=find_compiler(request.timeout_s * _COMPILER_PART),
+        cores=available_cores(),
+        cpu=_cpu(),
+        memory=_memory(),
+        home_error=home_problem(),
+        tmp_error=write_problem(Path("/tmp")),
+        shm=_disk(Path("/dev/shm")),
+        disks=tuple(_disks(config, ray)),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        addresses=tuple(f"{name} {number}" for name, number in addresses()),
+        address=address,
+        http_error=_http_error(config, request.node) if config and address else None,
+        unreadable={key: paths[key] for key in unreadable(paths)},
+        model_error=_model_error(config) if config else None,
+        files=config_files(config, request.salt) if config else {},
+        ray=ray,
+    )
+
+
+def collect_torch(timeout_s: float) -> TorchFacts:
+    """Collect the facts of torch in another process: this one does not need torch, and a broken
+    torch may crash or hang."""
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _TORCH_PROBE],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        return TorchFacts(error=f"its import has not ended after {timeout_s:g} s")
+    if probe.returncode == 0:
+        return msgspec.json.decode(probe.stdout.strip().splitlines()[-1], type=TorchFacts)
+    lines = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
+    return TorchFacts(error=lines[-1])
+
+
+def find_compiler(timeout_s: float) -> str | None:
+    """Returns the path and version of the C++ compiler; None: there is none that runs."""
+    names = (os.environ.get("CXX"), "g++", "c++")
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    if found is None:
+        return None
+    command = [found, "-dumpfullversion", "-dumpversion"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=timeout_s
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    version = done.stdout.strip()
+    return f"{found} {version}" if done.returncode == 0 and version else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> CpuFacts:
+    affinity, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    if quota is None:
+        return CpuFacts(affinity=affinity)
+    return CpuFacts(affinity=affinity, quota=quota.cores, quota_source=quota.source)
+
+
+def _memory() -> MemoryFacts:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, limit = available_memory_bytes(), memory_limit()
+    if limit is None:
+        return MemoryFacts(total_bytes=total, free_bytes=free)
+    return MemoryFacts(
+        total_bytes=total,
+        free_bytes=free,
+        limit_bytes=limit.limit_bytes,
+        limit_source=limit.source,
+    )
+
+
+def _disks(config: Config | None, ray: RayFacts | None) -> list[DiskFacts]:
+    """Returns the disks of temporary files, of Ray's session and, if the model must be downloaded,
+    of the hub's cache; one for each file system."""
+    session = ray.session_folder if ray else None
+    paths = [_existing(Path(name)) for name in (tempfile.gettempdir(), session) if name]
+    if config and not Path(config.model.path).is_dir() and local_folder(config.model.path) is None:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        paths.append(_existing(Path(HF_HUB_CACHE)))
+    by_device = {path.stat().st_dev: path for path in reversed(paths)}
+    return [found for path in by_device.values() if (found := _disk(path))]
+
+
+def _existing(path: Path) -> Path:
+    """Returns the path, or its nearest parent folder that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _disk(path: Path) -> DiskFacts | None:
+    try:
+        size = os.statvfs(path)
+    except OSError:
+        return None
+    return DiskFacts(
+        path=str(path),
+        total_bytes=size.f_blocks * size.f_frsize,
+        free_bytes=size.f_bavail * size.f_frsize,
+    )
+
+
+def _http_error(config: Config, node: str) -> str | None:
+    try:
+        claim_port(config, node)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _model_error(config: Config) -> str | None:
+    try:
+        check(config)
+    except ConfigError as error:
+        return str(error)
+    return None

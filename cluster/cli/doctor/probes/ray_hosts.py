@@ -1,0 +1,216 @@
+"""Collects the facts of every host of a Ray cluster through one actor on each. A host that does not
+answer before a deadline is reported, and does not delay the others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from swell.cluster.cli.deadline_call import within
+from swell.cluster.cli.doctor.facts import HostFacts, HostRequest, Link, Listener
+from swell.cluster.cli.doctor.probes import links
+from swell.cluster.cli.doctor.probes.host_probe import HostProbe
+from swell.cluster.cli.doctor.probes.link_sockets import TOKEN_BYTES
+from swell.cluster.cli.doctor.survey import Requirements, Survey
+from swell.cluster.cli.start.ray_address import probe_address
+from swell.configs.runtime.log import first_line
+from swell.configs.schema import Config, ConfigError
+
+T = TypeVar("T")
+
+_GCS_S = 20.0
+"""How long Ray's GCS may take to connect, to list, or to disconnect."""
+_LISTEN_S = 10.0
+_LINK_S = 5.0
+"""How long one attempt to connect may take; Linux sends the first packet three times by then."""
+_HEAD = "node:__internal_head__"
+"""Ray's resource of the host of its GCS."""
+_ENGINE, _PLACED = "-engine-", "CREATED"
+"""Part of the name of an engine's placement group, and the state of a group that has its
+resources."""
+_ENDED_BY_REQUEST = "EXPECTED_TERMINATION"
+
+
+class ClusterSilent(RuntimeError):
+    """Raised if the Ray cluster does not answer; the message is the reason, in one line."""
+
+
+def ask_cluster(
+    address: str, config: Config | None, requirements: Requirements, timeout_s: float
+) -> Survey:
+    """Ask all hosts of the cluster; each step takes up to `timeout_s`. Raises ClusterSilent."""
+    with _connected(address):
+        try:
+            nodes = within(_GCS_S, ray.nodes)
+            groups = within(_GCS_S, placement_group_table)
+            free = within(_GCS_S, available_resources_per_node)
+        except (TimeoutError, RayError) as error:
+            raise ClusterSilent(f"{address}: Ray's GCS {_reason(error, _GCS_S)}") from None
+        alive = _by_name([node for node in nodes if node["Alive"]])
+        survey = Survey(
+            requirements=requirements,
+            hosts={},
+            nodes={name: node["Resources"] for name, node in alive.items()},
+            config=config,
+            address=address,
+            lost=_lost(nodes),
+            head=next((name for name, node in alive.items() if _HEAD in node["Resources"]), None),
+            free={name: free.get(node["NodeID"], {}) for name, node in alive.items()},
+            engines_running=sum(
+                group["state"] == _PLACED and _ENGINE in group["name"] for group in groups.values()
+            ),
+        )
+        return _Inquiry(alive, survey, timeout_s).ask()
+
+
+class _Inquiry:
+    """The requests to all hosts, one step after the other."""
+
+    def __init__(
+        self, nodes: Mapping[str, dict[str, Any]], survey: Survey, timeout_s: float
+    ) -> None:
+        self._nodes = nodes
+        self._survey = survey
+        self._timeout_s = timeout_s
+        self._silent: dict[str, str] = {}
+        token = secrets.token_bytes(TOKEN_BYTES)
+        actor: Any = ray.remote(num_cpus=0, max_restarts=0)(HostProbe)
+        self._probes = {
+            name: actor.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ).remote(token)
+            for name, node in nodes.items()
+        }
+
+    def ask(self) -> Survey:
+        try:
+            hosts = self._facts()
+            listeners = self._listeners(hosts)
+            addresses = {name: facts.address or "" for name, facts in hosts.items()}
+            tried = links.pairs([name for name, found in listeners.items() if found])
+            found = self._links(links.targets(listeners, addresses, tried))
+        finally:
+            with contextlib.suppress(TimeoutError, RayError):
+                within(_GCS_S, self._end)
+        return msgspec.structs.replace(
+            self._survey,
+            hosts=hosts,
+            silent=self._silent,
+            listeners=listeners,
+            tried=tried,
+            links=found,
+        )
+
+    def _end(self) -> None:
+        """Kill the actors; actors that this does not reach exit with this process."""
+        for probe in self._probes.values():
+            ray.kill(probe)
+
+    def _facts(self) -> dict[str, HostFacts]:
+        survey, salt = self._survey, secrets.token_bytes(TOKEN_BYTES)
+        calls = {}
+        for name, node in self._nodes.items():
+            request = HostRequest(
+                node=node["NodeManagerAddress"],
+                config=survey.config,
+                libraries=tuple(survey.requirements.libraries),
+                salt=salt,
+                timeout_s=self._timeout_s,
+            )
+            store_bytes = int(node["Resources"].get("object_store_memory", 0))
+            calls[name] = self._probes[name].facts.remote(request, store_bytes)
+        return self._answers(calls, HostFacts, self._timeout_s)
+
+    def _listeners(self, hosts: Mapping[str, HostFacts]) -> dict[str, list[Listener]]:
+        calls = {
+            name: self._probes[name].listen.remote(links.parts(self._survey.config, facts.address))
+            for name, facts in hosts.items()
+            if facts.address is not None
+        }
+        return self._answers(calls, list[Listener], _LISTEN_S)
+
+    def _links(self, targets: Mapping[str, Sequence[Any]]) -> list[Link]:
+        calls = {
+            name: self._probes[name].connect.remote(name, there, _LINK_S)
+            for name, there in targets.items()
+        }
+        answers = self._answers(calls, list[Link], self._timeout_s)
+        return [link for name in sorted(answers) for link in answers[name]]
+
+    def _answers(self, calls: Mapping[str, Any], kind: type[T], timeout_s: float) -> dict[str, T]:
+        """Returns the answers that arrive in time, and records why the others do not."""
+        names = {call: name for name, call in calls.items()}
+        done = ray.wait(list(names), num_returns=len(names), timeout=timeout_s)[0] if names else []
+        found = {}
+        for call in done:
+            try:
+                found[names[call]] = msgspec.json.decode(ray.get(call, timeout=_GCS_S), type=kind)
+            except (RayError, TimeoutError, msgspec.DecodeError) as error:
+                self._silent[names[call]] = _reason(error, timeout_s)
+        for call in names.keys() - set(done):
+            self._silent[names[call]] = _reason(TimeoutError(), timeout_s)
+        return {name: found[name] for name in calls if name in found}
+
+
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[None]:
+    """Connect to Ray. Its messages about lost hosts go to standard error, not into the report."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield from _connection(address)
+
+
+def _connection(address: str) -> Iterator[None]:
+    quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    try:
+        probe_address(address)
+    except ConfigError as error:
+        raise ClusterSilent(str(error)) from None
+    try:
+        within(_GCS_S, partial(ray.init, address=address, namespace="swell", **quiet))
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise ClusterSilent(f"{address}: {_reason(error, _GCS_S)}") from None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(TimeoutError):
+            within(_GCS_S, ray.shutdown)
+
+
+def _by_name(nodes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns nodes by address; if several nodes have the same address, the start of the id is
+    appended."""
+    found: dict[str, dict[str, Any]] = {}
+    for node in sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
+        name = node["NodeManagerAddress"]
+        found[f"{name}/{node['NodeID'][:6]}" if name in found else name] = node
+    return found
+
+
+def _lost(nodes: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Returns the hosts without a living node that were not removed on purpose, and why."""
+    alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+    return {
+        node["NodeManagerAddress"]: node.get("DeathReasonMessage") or "Ray takes it for dead"
+        for node in nodes
+        if not node["Alive"] and node["NodeManagerAddress"] not in alive
+        if node.get("DeathReason") != _ENDED_BY_REQUEST
+    }
+
+
+def _reason(error: Exception, timeout_s: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer after {timeout_s:g} s"
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {first_line(cause)}"

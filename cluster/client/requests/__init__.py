@@ -1,0 +1,1 @@
+"""The requests of this process: state, history and output processing."""

@@ -1,0 +1,230 @@
+"""Turns engine outputs into request outputs, in the one loop over all that engines send.
+
+Each output updates the statistics, the text and the stop strings, and produces an output of the
+requested kind. That goes to the request's queue or, without a queue, into the returned list, as a
+synchronous caller needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+
+import msgspec
+
+from swell.cluster.client.requests.answer_version import AnswerVersion
+from swell.cluster.client.requests.logprobs_processor import LogprobsProcessor
+from swell.cluster.client.requests.output_text import OutputText
+from swell.cluster.client.requests.outputs import (
+    RequestOutput,
+    RequestOutputCollector,
+    RequestOutputKind,
+)
+from swell.cluster.client.requests.request_state import RequestState
+from swell.cluster.client.requests.stats import IterationStats, StatsSink
+from swell.cluster.client.token_pieces import one_by_one
+from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.cluster.text.parsers.base import Parser
+from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
+from swell.cluster.text.tokens.token_texts import TokenTexts
+from swell.coordinator.transport.ground import THREADS
+from swell.engine.wire import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+
+
+class OutputProcessorOutput(msgspec.Struct):
+    request_outputs: list[RequestOutput] = []
+    """Outputs of requests without a queue."""
+    reqs_to_abort: list[RequestState] = []
+    """Requests that a stop string finished: their engines do not know it yet."""
+    dropped: list[RequestState] = []
+    """Requests that their engine dropped although this client did not abort them."""
+    prefilled: list[RequestState] = []
+    """Requests whose prompt was computed for another engine."""
+
+
+class OutputProcessor:
+    """All requests of one client (an ingress, or the in-process `LLM`): the table of their states
+    and the handling of their outputs."""
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        *,
+        stream_interval: int = 1,
+        stats: StatsSink | None = None,
+        clock: Callable[[], float] = THREADS.now,
+        on_error: Callable[[RequestState], None] = lambda _state: None,
+    ) -> None:
+        """`stream_interval` is the minimum number of tokens between two outputs of a request; a
+        request's parameters may set a larger one. `on_error` gets each request that finishes with
+        an error; its `stop_reason` names the error."""
+        self.request_states: dict[str, RequestState] = {}
+        """All unfinished requests, by id."""
+        self._detokenizer = detokenizer
+        self._texts = TokenTexts(detokenizer)
+        self._stream_interval = stream_interval
+        self._stats = stats or StatsSink()
+        self._clock = clock
+        self._on_error = on_error
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        params: SamplingParams,
+        *,
+        kind: RequestOutputKind = RequestOutputKind.DELTA,
+        queue: RequestOutputCollector | None = None,
+        prompt: str | None = None,
+        index: int = 0,
+        arrival_s: float | None = None,
+        text_start: TextStart = TextStart.NEW_TEXT,
+        answer_version: AnswerVersion | None = None,
+        make_content_parser: Callable[[], Parser] | None = None,
+    ) -> RequestState:
+        """Registers `request` and returns its state. `prompt` is the text that was sent, if it was
+        text. `arrival_s` is a reading of this processor's clock if the request arrived before this
+        call. `make_content_parser` is as in `OutputText`."""
+        assert request.request_id not in self.request_states, request.request_id
+        assert not request.output_token_ids, "a later attempt keeps its first state"
+        texts, prompt_token_ids = self._texts, request.prompt_token_ids
+        skip = params.skip_special_tokens
+        state = RequestState(
+            request,
+            params,
+            OutputText(
+                params,
+                self._detokenizer,
+                texts,
+                text_start,
+                prompt_token_ids,
+                make_content_parser,
+            ),
+            LogprobsProcessor(request, texts, skip_special_tokens=skip, prompt=prompt),
+            kind=kind,
+            queue=queue,
+            prompt=prompt,
+            index=index,
+            stream_interval=max(self._stream_interval, params.stream_interval or 1),
+            arrival_s=self._clock() if arrival_s is None else arrival_s,
+            answer_version=answer_version,
+        )
+        self.request_states[request.request_id] = state
+        return state
+
+    def find(self, request_id: str, attempt: int) -> RequestState | None:
+        """Returns the request if this attempt is the running one. Returns None if the request or
+        the attempt has ended: messages about it are late."""
+        state = self.request_states.get(request_id)
+        return state if state is not None and state.attempt == attempt else None
+
+    def process_started(self, message: EngineCoreOutputs) -> None:
+        """Marks requests that enter a step of their engine as started."""
+        started, now_s = zip(message.started, message.started_attempts, strict=True), self._clock()
+        for (request_id, attempt), events in zip_longest(started, message.journey_events):
+            state = self.find(request_id, attempt)
+            if state is not None and state.engine is not None:
+                state.started = True
+                state.journey.add_reported(events or (), state.engine.rank, attempt, now_s)
+
+    def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> OutputProcessorOutput:
+        """Processes outputs; ignores those of requests and attempts that have ended."""
+        result = OutputProcessorOutput()
+        stats, now_s = IterationStats(), self._clock()
+        for output in outputs:
+            state = self.find(output.request_id, output.attempt)
+            if state is None:
+                continue
+            if output.finish_reason is FinishReason.ABORT:
+                result.dropped.append(state)
+                continue
+            if state.handover.is_prefilling and output.finish_reason is FinishReason.LENGTH:
+                state.num_cached_tokens = output.num_cached_tokens
+                result.prefilled.append(state)
+                continue
+            # 1) statistics, 2) text and stop strings, 3) the client's output, 4) the finish.
+            state.times.record_tokens(output, now_s, stats)
+            pieces: Sequence[EngineCoreOutput] = (output,)
+            if state.queue is not None and state.queue.takes_each_token:
+                pieces = one_by_one(output)
+            for piece in pieces:
+                try:
+                    state.update(piece)
+                    request_output = state.make_output()
+                except Exception as error:  # a decoder may raise: its request fails
+                    request_output = state.fail(error)
+                if request_output is not None:
+                    if state.queue is not None:
+                        state.queue.put(request_output)
+                    else:
+                        result.request_outputs.append(request_output)
+                if state.finish_reason is not None:
+                    break
+            if state.finish_reason is not None:
+                self._remove(state, now_s, stats)
+                if not output.finished:
+                    result.reqs_to_abort.append(state)
+        self._stats.record(stats)
+        return result
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[RequestState]:
+        """Finishes requests with finish reason `abort`; their clients get the output so far.
+        Returns the requests that finished, which the caller aborts in their engines. Ignores
+        unknown ids."""
+
+        def abort(state: RequestState) -> RequestOutput | None:
+            try:
+                state.finish(FinishReason.ABORT)
+                return state.make_output()
+            except Exception as error:  # a decoder may raise: only its request fails
+                return state.fail(error)
+
+        return self._end(request_ids, abort)
+
+    def propagate_error(
+        self,
+        error: Exception,
+        request_ids: Iterable[str] | None = None,
+        reason: FinishReason = FinishReason.ERROR,
+    ) -> list[RequestState]:
+        """Finishes the given requests (None: all) with an exception, so that their clients do not
+        wait forever. Returns those that finished; `reason` is for the statistics."""
+
+        def fail(state: RequestState) -> Exception:
+            state.finish_reason = reason
+            state.stop_reason = f"{type(error).__name__}: {error}"
+            return error
+
+        return self._end(list(self.request_states) if request_ids is None else request_ids, fail)
+
+    def _end(
+        self,
+        request_ids: Iterable[str],
+        end: Callable[[RequestState], RequestOutput | Exception | None],
+    ) -> list[RequestState]:
+        """Finishes requests; `end` returns what the client gets."""
+        stats, now_s, ended = IterationStats(), self._clock(), []
+        for request_id in request_ids:
+            state = self.request_states.get(request_id)
+            if state is None:
+                continue
+            output = end(state)
+            if state.queue is not None and output is not None:
+                state.queue.put(output)
+            self._remove(state, now_s, stats)
+            ended.append(state)
+        self._stats.record(stats)
+        return ended
+
+    def _remove(self, state: RequestState, now_s: float, stats: IterationStats) -> None:
+        del self.request_states[state.request_id]
+        state.release()
+        reason, num_tokens = str(state.finish_reason), len(state.output_token_ids)
+        state.journey.finish(now_s, *state.placement, reason, num_tokens)
+        stats.finished.append(state.times.finish(reason, num_tokens, now_s))
+        if state.finish_reason is FinishReason.ERROR:
+            self._on_error(state)

@@ -1,0 +1,82 @@
+"""HTTP requests that run or finished recently, with the events of each. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from swell.cluster.client.requests.journey import Journey
+
+MAX_FOUND = 20
+"""Records that `find` returns at most: a client may reuse an id any number of times."""
+
+
+class RequestRecord(msgspec.Struct, eq=False):
+    """One HTTP request. The record contains no part of the prompt or of the answer."""
+
+    id: str
+    """The id of the response, as the client gets it."""
+    request_id: str
+    """The id in the `x-request-id` header."""
+    operation: str
+    """`chat` or `text_completion`, as OpenTelemetry names them."""
+    model: str
+    received_s: float
+    """The time on the clock of the ingress; `received_at` is the same moment in seconds since
+    1970."""
+    received_at: float
+    journeys: list[Journey] = []
+    """The journeys of its engine requests: one for each answer that is sampled."""
+    ended_s: float | None = None
+    """The time on the clock of the ingress; None while the request runs."""
+
+
+class RequestHistory:
+    """Finds records by the ids that clients know. Finished records are kept for `limit_s`; if they
+    have more than `limit` answers in total, the oldest are dropped first."""
+
+    def __init__(self, limit: int, limit_s: float) -> None:
+        self._limit = limit
+        self._limit_s = limit_s
+        self._by_id: dict[str, list[RequestRecord]] = {}
+        self._ended: deque[RequestRecord] = deque()
+        self._num_ended = 0
+
+    def __len__(self) -> int:
+        """Number of ids that can be found."""
+        return len(self._by_id)
+
+    def begin(self, record: RequestRecord) -> None:
+        for id in {record.id, record.request_id}:
+            self._by_id.setdefault(id, []).append(record)
+
+    def end(self, record: RequestRecord, now_s: float) -> None:
+        record.ended_s = now_s
+        self._ended.append(record)
+        self._num_ended += _num_answers(record)
+        self._expire(now_s)
+
+    def find(self, id: str, now_s: float) -> list[RequestRecord]:
+        """Returns the newest requests with this id, oldest first."""
+        self._expire(now_s)
+        return self._by_id.get(id, [])[-MAX_FOUND:]
+
+    def _expire(self, now_s: float) -> None:
+        ended = self._ended
+        while ended and (self._num_ended > self._limit or self._is_old(ended[0], now_s)):
+            record = ended.popleft()
+            self._num_ended -= _num_answers(record)
+            for id in {record.id, record.request_id}:
+                records = self._by_id[id]
+                records.remove(record)
+                if not records:
+                    del self._by_id[id]
+
+    def _is_old(self, record: RequestRecord, now_s: float) -> bool:
+        return record.ended_s is not None and now_s - record.ended_s > self._limit_s
+
+
+def _num_answers(record: RequestRecord) -> int:
+    """Counts a request that failed before it had any engine request as one answer."""
+    return max(1, len(record.journeys))

@@ -1,0 +1,1 @@
+"""Decides which engine computes a request, and how many requests may wait."""

@@ -1,0 +1,1 @@
+"""Engines as the manager sees them: starts, the fleet, drains and leftovers."""

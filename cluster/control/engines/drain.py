@@ -1,0 +1,156 @@
+"""Drains leaving engines: they finish their requests first, for a limited time. No decisions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.plan.drain_record import DrainRecord
+from swell.cluster.control.plan.fleet_view import Intent
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
+from swell.configs.runtime.log import StructuredLogger
+from swell.configs.schema import MAX_DRAIN_S
+from swell.coordinator.roster import MemberState
+from swell.coordinator.transport.ground import Ground
+
+_IDLE_POLLS = 2
+"""Polls in a row that must find an engine idle: at the first one a request may still be in
+flight."""
+
+Detach = Callable[[list[EngineHandle], int | None], Awaitable[None]]
+"""Takes engines out of the roster and terminates them. With an epoch: only if the roster still has
+that epoch, under which they were idle."""
+
+
+class Drain:
+    """Drains the leaving engines of one fleet, in its event loop. `engines`: serving engines by
+    rank."""
+
+    def __init__(
+        self,
+        load_report_s: float,
+        coordinator: CoordinatorHandle,
+        ground: Ground,
+        engines: Mapping[int, EngineHandle],
+        detach: Detach,
+    ) -> None:
+        self._load_report_s, self._coordinator, self._ground = load_report_s, coordinator, ground
+        self._engines, self._detach = engines, detach
+        self.held: Mapping[int, bool] = {}
+        """Leaving engines that are the last ones of their version: rank -> whether unfinished
+        responses need that version. Only `MAX_DRAIN_S` limits their drain, not the requested drain
+        time. An idle engine stays as long as its version is needed. Replaced as a whole."""
+        self._log = StructuredLogger("cluster.drain")
+
+    @property
+    def leaving(self) -> list[EngineHandle]:
+        """Handles of the leaving engines, in order of rank."""
+        return [handle for _, handle in sorted(self._engines.items()) if handle.leaving]
+
+    def records(self) -> tuple[DrainRecord, ...]:
+        """Drain records, with which a successor of the manager continues."""
+        return tuple(handle.drain for handle in self.leaving if handle.drain is not None)
+
+    def add(self, handle: EngineHandle, timeout_s: float, intent: Intent) -> None:
+        """Let an engine leave. Its drain time starts once it gets no new requests. If it is already
+        leaving, its drain time starts again."""
+        if not handle.leaving:
+            handle.left_at = _now()
+        handle.intent, handle.idle_polls = intent, 0
+        self._begin(handle, timeout_s)
+
+    def set_time(self, timeout_s: float) -> None:
+        """Restart the drain time of engines with `Intent.LEAVE`, with this length."""
+        for handle in [each for each in self.leaving if each.intent is Intent.LEAVE]:
+            self._begin(handle, timeout_s)
+
+    def resume(self, handle: EngineHandle, record: DrainRecord) -> None:
+        """Continue a drain that an earlier manager started, with the remaining time."""
+        now, passed = _now(), self._ground.unix_time() - record.left_at
+        if handle.next_version is not None:
+            handle.intent = Intent.RELOAD
+        else:
+            handle.intent = Intent.DRAIN if record.is_named else Intent.LEAVE
+        handle.left_at = now - min(max(0.0, passed), MAX_DRAIN_S)
+        left_s = record.deadline - self._ground.unix_time()
+        self._begin(handle, min(max(0.0, left_s), MAX_DRAIN_S))
+
+    def _begin(self, handle: EngineHandle, timeout_s: float) -> None:
+        handle.unmarked_since = _now()
+        handle.is_marked = False
+        self._set_deadline(handle, handle.unmarked_since + timeout_s)
+
+    def _set_deadline(self, handle: EngineHandle, deadline_s: float) -> None:
+        handle.leave_deadline_s = deadline_s
+        since_1970_s = self._ground.unix_time() - _now()
+        handle.drain = DrainRecord(
+            handle.name,
+            since_1970_s + handle.left_at,
+            since_1970_s + deadline_s,
+            handle.intent is Intent.DRAIN,
+            "" if handle.next_version is None else handle.next_version.name,
+        )
+
+    async def run(self) -> None:
+        """Drain until no engine is leaving: each one is detached when it has finished its requests,
+        or at its deadline. A paused engine cannot finish, and is detached at its deadline."""
+        while self.leaving:
+            leaving = [handle for handle in self.leaving if not handle.in_transition]
+            if fresh := [handle for handle in leaving if not handle.is_marked]:
+                await self._mark(fresh)
+            now, marked = _now(), [handle for handle in leaving if handle.is_marked]
+            if late := [handle for handle in marked if self._is_late(handle, now)]:
+                await self._detach(late, None)
+            elif idle := [handle for handle in marked if self._is_idle(handle)]:
+                await self._detach(idle, min(handle.idle_epoch for handle in idle))
+                for handle in idle:  # engines that remain must be found idle again
+                    handle.idle_polls = 0
+            else:
+                await self._poll(leaving, is_leaving=True)
+
+    def _is_late(self, handle: EngineHandle, now: float) -> bool:
+        if handle.rank in self.held:
+            return now >= handle.left_at + MAX_DRAIN_S
+        return now >= handle.leave_deadline_s
+
+    def _is_idle(self, handle: EngineHandle) -> bool:
+        return handle.idle_polls >= _IDLE_POLLS and not self.held.get(handle.rank)
+
+    async def _mark(self, handles: list[EngineHandle]) -> None:
+        """Tell the coordinator that these engines get no more requests. The time until then does
+        not count as drain time. An engine that is kept meanwhile, or told to leave again, is marked
+        later."""
+        begun = {handle.name: handle.unmarked_since for handle in handles}
+        epoch = await self._coordinator.leave([handle.rank for handle in handles])
+        for handle in handles:
+            if handle.leaving and handle.unmarked_since == begun[handle.name]:
+                handle.is_marked, handle.left_epoch, handle.idle_polls = True, epoch, 0
+                delay_s = _now() - handle.unmarked_since
+                self._set_deadline(handle, handle.leave_deadline_s + delay_s)
+
+    async def _poll(self, handles: list[EngineHandle], *, is_leaving: bool = False) -> None:
+        """Read a later report of each engine. With `is_leaving` the report counts only if the
+        roster lists the engine as leaving, so that ingresses send new requests to others."""
+        await asyncio.sleep(2 * self._load_report_s)
+        view = await self._coordinator.view()
+        reports, roster = {report.rank: report for report in view.reports}, view.roster
+        for handle in handles:
+            member = handle.find_in(roster)
+            counts = not is_leaving or (member and member.state is MemberState.LEAVING)
+            handle.on_poll(reports.get(handle.rank) if counts else None, roster.epoch)
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Wait until no engine has requests left, or until the timeout."""
+        for handle in (handles := list(self._engines.values())):
+            handle.idle_polls = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(handle.idle_polls < _IDLE_POLLS for handle in handles):
+                    await self._poll(handles)
+        except TimeoutError:
+            self._log.info("not drained", ranks=[h.rank for h in handles], timeout_s=timeout_s)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,399 @@
+"""The engines of a cluster: how they start, join, leave and die. No decisions.
+
+Ranks move from `starting` to `engines` when they have joined. When they leave they move to
+`ending`, where they stay until their names and resources are free again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from swell.cluster.control.engines.batches import in_batches
+from swell.cluster.control.engines.drain import Drain
+from swell.cluster.control.engines.engine_handle import EngineHandle, StartFailed, WeightsRefused
+from swell.cluster.control.engines.placement import Placement
+from swell.cluster.control.engines.roster_check import RosterCheck
+from swell.cluster.control.engines.task_set import TaskSet
+from swell.cluster.control.plan.drain_record import DrainRecord
+from swell.cluster.control.plan.fleet_view import FleetView, Intent, Place
+from swell.cluster.control.plan.versions import Version
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
+from swell.configs.runtime.log import StructuredLogger
+from swell.configs.schema import ClusterConfig
+from swell.coordinator.transport.ground import Ground
+from swell.coordinator.wire import EngineReport
+
+_PAUSE_S = 1.0
+"""Delay between a failed drain and the next attempt."""
+
+OnDeath = Callable[[EngineHandle, float, str], None]
+"""Called with the engine, the seconds that it served, and the reason why it died."""
+OnFailed = Callable[[EngineHandle, Exception], None]
+"""Called with an engine that did not start, and the reason."""
+
+
+class Fleet:
+    """The engines of one manager. All methods run in one event loop. `on_change` is called after
+    each change."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        coordinator: CoordinatorHandle,
+        placement: Placement,
+        ground: Ground,
+        on_death: OnDeath,
+        *,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.engines: dict[int, EngineHandle] = {}
+        self.starting: dict[int, EngineHandle] = {}
+        self.ending: dict[int, EngineHandle] = {}
+        self.group_change_lock = asyncio.Lock()
+        """Held while the group of engines changes: one change at a time."""
+        self._draining = False
+        """A task is draining the leaving engines."""
+        self._config = config
+        self._coordinator, self._placement = coordinator, placement
+        self._on_death, self.on_change = on_death, on_change
+        self._drain = Drain(config.load_report_s, coordinator, ground, self.engines, self._detach)
+        self._vacating: frozenset[int] = frozenset()
+        self._is_reserved = False
+        self._reloading: list[EngineHandle] = []
+        """The engines of `starting` that the next `take_reloading` returns."""
+        self._log = StructuredLogger("cluster.fleet")
+        self.tasks = TaskSet(self._log, on_change)
+        self.roster_check = RosterCheck(self, coordinator, placement, config.stall_timeout_s)
+
+    @property
+    def handles(self) -> list[EngineHandle]:
+        """All engines that must be terminated at some time."""
+        return [*self.engines.values(), *self.starting.values(), *self.ending.values()]
+
+    def view(self) -> FleetView:
+        tables = (
+            (Place.STARTING, self.starting),
+            (Place.SERVING, self.engines),
+            (Place.ENDING, self.ending),
+        )
+        found = [
+            handle.status(place, is_vacating=rank in self._vacating and handle.leaving)
+            for place, table in tables
+            for rank, handle in table.items()
+        ]
+        engines = tuple(sorted(found, key=lambda engine: engine.rank))
+        return FleetView(engines, self.group_change_lock.locked(), self._is_reserved)
+
+    # ---------------------------------------------------------------- starting
+
+    async def adopt(
+        self,
+        versions: Sequence[Version],
+        drains: Sequence[DrainRecord],
+        outdated: Collection[str],
+    ) -> list[EngineHandle]:
+        """Take over the engines of these versions that an earlier manager left, and its drains.
+        Returns the engines that still have to load or join; they are in `starting`, for `grow`. A
+        leaving engine of an `outdated` version without a drain record stays: it was reloading."""
+        serving, newcomers = await self._placement.adopt(versions)
+        records = {record.name: record for record in drains}
+        by_name = {version.name: version for version in versions}
+        for handle in serving:
+            self._add_engine(handle)
+            self._watch(handle)
+            record = records.get(handle.name)
+            if record is not None and handle.version_name != record.next_version:
+                handle.next_version = by_name.get(record.next_version)
+                self._drain.resume(handle, record)
+            elif handle.leaving and handle.version_name in outdated:
+                self.keep(handle.rank)
+            elif handle.leaving:
+                self.leave(handle.rank, self._config.drain_timeout_s)
+        self.starting.update({handle.rank: handle for handle in newcomers})
+        return newcomers
+
+    def add_starting(self, versions: Mapping[int, Version]) -> list[EngineHandle]:
+        """Add new engines to `starting`, for `grow`. `versions`: by rank."""
+        handles = [self._placement.plan(rank, version) for rank, version in versions.items()]
+        self.starting.update({handle.rank: handle for handle in handles})
+        return handles
+
+    async def grow(
+        self,
+        handles: list[EngineHandle],
+        on_joined: Callable[[list[int]], None],
+        on_failed: OnFailed,
+    ) -> None:
+        """Start engines of `starting` concurrently. Engines that become ready at about the same
+        time join in one epoch, and `on_joined` is called with their ranks. `on_failed` is called at
+        once for each engine that fails, except for cancelled ones."""
+        by_rank = {handle.rank: handle for handle in handles}
+
+        def fail(rank: int, error: Exception) -> None:
+            if not by_rank[rank].leaving:
+                del self.starting[rank]
+                try:
+                    on_failed(by_rank[rank], error)
+                finally:
+                    if isinstance(error, WeightsRefused):
+                        self._begin_anew(by_rank[rank], error.version)
+                self.on_change()
+
+        async def prepare(handle: EngineHandle) -> None:
+            try:
+                await self._prepare(handle)
+            except Exception as error:
+                fail(handle.rank, error)
+                raise
+
+        jobs = {rank: prepare(handle) for rank, handle in by_rank.items()}
+        prepared = in_batches(jobs, lambda rank: by_rank[rank].waits_for_room is not None)
+        async with contextlib.aclosing(prepared) as batches:
+            async for batch in batches:
+                ready = [by_rank[rank] for rank, error in batch.items() if error is None]
+                for rank, error in (await self._join_batch(ready)).items():
+                    fail(rank, error)
+                on_joined([h.rank for h in ready if self.engines.get(h.rank) is h])
+        self.on_change()
+
+    def _begin_anew(self, handle: EngineHandle, version: Version) -> None:
+        """Start an engine that has left again, with other weights: it joins as another engine."""
+        handle.begin_anew(version)
+        self.starting[handle.rank] = handle
+        self._reloading.append(handle)
+
+    def take_reloading(self) -> list[EngineHandle]:
+        """Returns engines of `starting` that left to load other weights, for `grow`, each once."""
+        taken, self._reloading = self._reloading, []
+        return [handle for handle in taken if self.starting.get(handle.rank) is handle]
+
+    async def _join_batch(self, handles: list[EngineHandle]) -> dict[int, Exception]:
+        """Let engines join, except cancelled ones. Returns why the others failed, by rank."""
+        handles = [handle for handle in handles if not handle.leaving]
+        for handle in handles:
+            self._watch(handle)
+        async with self.group_change_lock:
+            await self._forget_earlier(handles)
+            handles = [handle for handle in handles if not handle.leaving]
+            failures: dict[int, Exception] = {
+                handle.rank: StartFailed(
+                    f"it ended before it joined: {handle.ended}", permanent=False
+                )
+                for handle in handles
+                if handle.ended is not None
+            }
+            living = [handle for handle in handles if handle.rank not in failures]
+            failures |= await self.join(living) if living else {}
+        for handle in handles:
+            if handle.rank not in failures:
+                del self.starting[handle.rank]
+                self._add_engine(handle)
+        ends = (self._placement.kill(handle) for handle in handles if handle.rank in failures)
+        await asyncio.gather(*ends, return_exceptions=True)
+        return failures
+
+    async def _forget_earlier(self, handles: list[EngineHandle]) -> None:
+        """Remove the previous incarnations of these engines from the roster: a coordinator that
+        restarted before their servers stopped treats them as members."""
+        if ranks := [handle.rank for handle in handles if handle.previous is not None]:
+            with contextlib.suppress(Exception):  # if it fails, their join is refused
+                await self._coordinator.remove_failed(ranks)
+
+    async def _prepare(self, handle: EngineHandle) -> None:
+        """Wait until the engine is ready or was cancelled. Raises why it cannot become ready."""
+        if handle.leaving:
+            return
+        handle.starting = asyncio.create_task(self._placement.start(handle))
+        try:
+            await handle.starting
+        except asyncio.CancelledError:
+            if not handle.leaving:
+                raise
+
+    def cancel_start(self, rank: int) -> None:
+        """Cancel and terminate a starting engine that is not joining yet and is no longer
+        needed."""
+        handle = self.starting[rank]
+        handle.intent = Intent.LEAVE
+        if handle.starting is not None:
+            handle.starting.cancel()
+        self.tasks.spawn(self._discard(handle))
+
+    async def _discard(self, handle: EngineHandle) -> None:
+        try:
+            if await self._placement.may_end():  # else the next manager may have adopted it
+                await self._placement.end(handle)
+                # A restarted coordinator treats every engine that reports to it as a member.
+                await self._coordinator.remove_failed([handle.rank])
+        finally:
+            del self.starting[handle.rank]
+            self.on_change()
+
+    async def join(self, handles: list[EngineHandle]) -> dict[int, Exception]:
+        """Add engines to the roster. Returns why the others did not join, by rank; the group forms
+        without them. An engine that dies meanwhile is removed."""
+        try:
+            with self.transition(handles):
+                refused = await self._coordinator.join([handle.member for handle in handles])
+        except Exception as error:
+            return {handle.rank: error for handle in handles}
+        return {rank: StartFailed(reason, permanent=False) for rank, reason in refused.items()}
+
+    @contextlib.contextmanager
+    def transition(self, handles: list[EngineHandle]) -> Iterator[None]:
+        """Mark that the membership of these engines is changing."""
+        for handle in handles:
+            handle.in_transition = True
+        self.on_change()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.in_transition = False
+            self.on_change()
+
+    def _add_engine(self, handle: EngineHandle) -> None:
+        handle.is_extra, handle.previous = False, None
+        handle.joined_at = asyncio.get_running_loop().time()
+        self.engines[handle.rank] = handle
+        if handle.ended is not None:
+            self.tasks.spawn(self.on_engine_dead(handle, handle.ended))
+
+    # ---------------------------------------------------------------- leaving
+
+    def leave(self, rank: int, timeout_s: float, *, is_drain: bool = False) -> None:
+        """Let an engine leave. It has `timeout_s` to finish its requests."""
+        intent = Intent.DRAIN if is_drain else Intent.LEAVE
+        self.engines[rank].next_version = None
+        self._drain.add(self.engines[rank], timeout_s, intent)
+
+    def reload(self, rank: int, version: Version, timeout_s: float) -> None:
+        """Let an engine leave as `leave` does; then its processes run `version` and join again."""
+        self.engines[rank].next_version = version
+        self._drain.add(self.engines[rank], timeout_s, Intent.RELOAD)
+
+    def set_drain_time(self, timeout_s: float) -> None:
+        """Restart the drain time of engines with `Intent.LEAVE`, with this length."""
+        self._drain.set_time(timeout_s)
+
+    @property
+    def drains(self) -> tuple[DrainRecord, ...]:
+        """Drain records, with which a successor of the manager continues."""
+        return self._drain.records()
+
+    def move(self, rank: int) -> None:
+        """Mark an engine whose host will go away: a replacement is started."""
+        handle = self.engines[rank]
+        handle.intent, handle.next_version = Intent.MOVE, None
+
+    def stay(self, rank: int) -> None:
+        """Undo `move`: the host stays."""
+        self.engines[rank].intent = Intent.STAY
+
+    def set_replaced(
+        self, held: Mapping[int, bool], vacating: frozenset[int], *, is_reserved: bool
+    ) -> None:
+        """Set what an upgrade decides about leaving engines: `Drain.held`,
+        `EngineStatus.is_vacating` and `FleetView.is_reserved`."""
+        self._drain.held, self._vacating, self._is_reserved = held, vacating, is_reserved
+
+    def keep(self, rank: int) -> None:
+        """Keep an engine that was leaving."""
+        handle = self.engines[rank]
+        handle.intent, handle.next_version = Intent.STAY, None
+        self.tasks.spawn(self._coordinator.cancel_leave([rank]))
+
+    def drain(self) -> None:
+        """Start to drain the leaving engines, unless a drain is running."""
+        if self._drain.leaving and not self._draining:
+            self._draining = True
+            self.tasks.spawn(self._drain_all())
+
+    async def _drain_all(self) -> None:
+        try:
+            await self._drain.run()
+        except Exception:
+            await asyncio.sleep(_PAUSE_S)
+            raise
+        finally:
+            self._draining = False
+            self.on_change()
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Wait until no engine has requests left, or until the timeout."""
+        await self._drain.wait_idle(timeout_s)
+
+    async def _detach(self, handles: list[EngineHandle], idle_epoch: int | None) -> None:
+        """Remove engines from the roster, except those that died or were kept meanwhile. Then
+        terminate them, or start to reload them. `idle_epoch`: see `CoordinatorHandle.detach`."""
+        async with self.group_change_lock:
+            handles = [h for h in handles if h.leaving and self.engines.get(h.rank) is h]
+            with self.transition(handles):
+                if handles:
+                    ranks = [handle.rank for handle in handles]
+                    roster = await self._coordinator.detach(ranks, idle_epoch)
+                    handles = [handle for handle in handles if handle.find_in(roster) is None]
+        handles = [handle for handle in handles if self.engines.get(handle.rank) is handle]
+        for handle in handles:
+            del self.engines[handle.rank]
+            if handle.next_version is None:
+                self.ending[handle.rank] = handle
+            else:
+                self._begin_anew(handle, handle.next_version)
+        handles = [handle for handle in handles if self.ending.get(handle.rank) is handle]
+        try:
+            if handles and await self._placement.may_end():  # else they may serve the next manager
+                await asyncio.gather(*(self._placement.end(handle) for handle in handles))
+        finally:
+            for handle in handles:
+                del self.ending[handle.rank]
+            self.on_change()
+
+    # ---------------------------------------------------------------- dying
+
+    def _watch(self, handle: EngineHandle) -> None:
+        async def watch() -> None:
+            handle.ended = await self._placement.ended(handle)
+            await self.on_engine_dead(handle, handle.ended)
+
+        handle.exit_watcher = self.tasks.spawn(watch())
+
+    async def on_engine_dead(self, handle: EngineHandle, why: str, stopped_s: float = 0) -> None:
+        """Remove and terminate an engine that died, or that has hung for `stopped_s` seconds."""
+        rank = handle.rank
+        if self.starting.get(rank) is handle:
+            await self._coordinator.remove_failed([rank])
+        if self.engines.get(rank) is not handle:
+            return
+        self.ending[rank] = self.engines.pop(rank)
+        lived_s = asyncio.get_running_loop().time() - handle.joined_at - stopped_s
+        self._log.warning("engine died", rank=rank, reason=why, lived_s=round(lived_s, 1))
+        self._on_death(handle, lived_s, why)
+        try:
+            await self._coordinator.remove_failed([rank])
+        finally:
+            try:
+                await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))
+            finally:  # an engine that cannot be terminated must not count forever
+                del self.ending[rank]
+                self.on_change()
+
+    async def starting_texts(self) -> list[str]:
+        """Returns what the starting engines are doing, for people who wait for them."""
+        starting = sorted(self.starting.items())
+        texts = await asyncio.gather(*(self._placement.status(handle) for _, handle in starting))
+        return [f"engine {rank}: {text}" for (rank, _), text in zip(starting, texts, strict=True)]
+
+    async def refresh(self, reports: list[EngineReport]) -> None:
+        """Read `ready` again for engines that have replaced workers."""
+        for report in reports:
+            handle = self.engines.get(report.rank)
+            if handle is None or handle.repairs == report.repairs:
+                continue
+            try:
+                await self._placement.refresh(handle)
+                handle.repairs = report.repairs
+            except Exception as error:
+                self._log.warning("engine does not answer", rank=report.rank, error=str(error))

@@ -1,0 +1,401 @@
+"""Places engines in Ray: placement groups, actors, names. No decisions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from swell.cluster.control.engines import actor_names
+from swell.cluster.control.engines.actor_names import EngineName
+from swell.cluster.control.engines.engine_handle import (
+    EngineHandle,
+    NoRoom,
+    StartFailed,
+    WeightsRefused,
+)
+from swell.cluster.control.engines.strays import StrayCollector
+from swell.cluster.control.plan import room
+from swell.cluster.control.plan.fleet_view import Intent
+from swell.cluster.control.plan.versions import Version
+from swell.cluster.control.ray.actor_errors import (
+    ActorDied,
+    ActorError,
+    ActorRaised,
+    ActorUnavailable,
+    GcsUnavailable,
+)
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
+from swell.cluster.control.ray.ray_port import Group, RayPort
+from swell.configs.runtime.log import StructuredLogger, first_line
+from swell.configs.schema import Config, ConfigError
+from swell.coordinator.roster import MemberState
+from swell.coordinator.transport.ground import Ground
+from swell.engine.serving.ready import EngineReady, NewWeightsRefused
+
+_WATCH_S = 20.0
+"""How long a call waits for an engine to stop, so that a dead manager frees the thread."""
+_STOP_S = 5.0
+"""How long an engine may take to stop before it is killed."""
+_ANSWER_S = 10.0
+"""How long an engine may take to answer `ready`, which it does while it works."""
+_PROBES = 3.0
+"""Limit of probing a member, in units of `stall_timeout_s`: by then a hanging one is removed."""
+_KILL_S = 3.0
+"""How long to wait for the death of a process: on a lost host it cannot be killed."""
+_STATUS_S = 2.0
+"""How long an engine may take to answer `status`."""
+_RESERVE_TIMEOUT_S = 10.0
+"""How long resources may take to become free: killed processes hold them for some seconds."""
+_ROOM_S = 2.0
+"""Time until an engine counts as waiting for room, and between checks of its needs."""
+_POLL_S = 0.1
+_START_BITS = 32
+"""Number of random bits in a name, which make each start unique."""
+
+
+class Placement:
+    """Places the engines of one cluster, detached and named, so that a new manager finds them."""
+
+    def __init__(
+        self,
+        config: Config,
+        namespace: str,
+        coordinator: CoordinatorHandle,
+        ray: RayPort,
+        ground: Ground,
+    ) -> None:
+        """`config`: all versions have the same `cluster` section."""
+        self._config = config
+        self._namespace = namespace
+        self._coordinator = coordinator
+        self._ray = ray
+        self._ground = ground
+        self._known: set[str] = set()
+        """Names of engines that were placed or adopted here and not terminated."""
+        self.may_end: Callable[[], Awaitable[bool]] = _always
+        """Called before a hanging engine is terminated: if this manager is cut off from Ray, the
+        engine may serve another manager."""
+        self.on_waiting: Callable[[], None] = _ignore
+        """Called when an engine starts or stops waiting for room."""
+        known, look_s = lambda: {*self._known, coordinator.name}, config.cluster.stall_timeout_s
+        self.strays = StrayCollector(ray, namespace, known, lambda: self.may_end(), look_s)
+        self._log = StructuredLogger("cluster.placement")
+
+    async def refusal(self, version: Version, engines: int) -> str | None:
+        """Returns why the Ray cluster can never hold this many engines of the version. None if an
+        empty cluster could hold them, if hosts may join, or if the GCS does not answer: the engines
+        are then tried until they fit."""
+        may_join = self._config.autoscaling.waits_for_room
+        return None if may_join else await self._refusal(version, engines)
+
+    async def _refusal(self, version: Version, engines: int) -> str | None:
+        """Like `refusal`, for the hosts that are alive now."""
+        try:
+            nodes = await self._ray.node_resources()
+        except GcsUnavailable:
+            return None
+        return room.refusal(version.config, nodes, engines)
+
+    async def draining_nodes(self) -> dict[str, float]:
+        """Returns nodes that Ray takes away: id -> seconds until then. Raises `GcsUnavailable`."""
+        return await self._ray.draining_nodes()
+
+    async def adopt(
+        self, versions: Sequence[Version]
+    ) -> tuple[list[EngineHandle], list[EngineHandle]]:
+        """Returns engines of these versions that an earlier manager left: those that serve, and
+        those that load or have not joined yet. Terminates everything else with a name of this
+        cluster."""
+        self._known.clear()
+        roster = (await self._coordinator.view()).roster
+        actors = await self._ray.actor_names(self._namespace)
+        groups = await self._ray.groups()
+        tags = {self._tag(version) for version in versions}
+        found = actor_names.candidates(actors, groups, self._namespace, tags)
+        handles = {
+            name: EngineHandle(
+                name.rank,
+                str(name),
+                actor=await self._ray.find_actor(str(name), self._namespace),
+                group=groups[str(name)],
+            )
+            for name in found
+        }
+        by_name = {version.name: version for version in versions}
+        alive = await asyncio.gather(*(self._probe(handle, by_name) for handle in handles.values()))
+        answers = {
+            name: handle.ready.incarnation if handle.ready else None
+            for (name, handle), is_alive in zip(handles.items(), alive, strict=True)
+            if is_alive
+        }
+        kept = [handles[name] for name in actor_names.choose(answers, roster).values()]
+        self._known |= {handle.name for handle in kept}
+        await self.strays.collect()
+        serving: list[EngineHandle] = []
+        newcomers: list[EngineHandle] = []
+        for handle in kept:
+            start = handle.ready.incarnation if handle.ready else None
+            member = None if start is None else roster.find(handle.rank, start)
+            if member is not None and member.state is MemberState.LEAVING:
+                handle.intent = Intent.LEAVE
+            (newcomers if member is None else serving).append(handle)
+        if gone := set(roster.ranks) - {handle.rank for handle in serving}:
+            await self._coordinator.remove_failed(sorted(gone))
+        return serving, newcomers
+
+    async def _probe(self, handle: EngineHandle, versions: Mapping[str, Version]) -> bool:
+        """Whether the engine is alive and runs one of these versions, by name. Sets `ready` if it
+        has loaded. A member that does not answer is probed again: the coordinator detects hangs."""
+        patience_s = _PROBES * self._config.cluster.stall_timeout_s
+        until = asyncio.get_running_loop().time() + patience_s
+        while handle.actor is not None:
+            try:
+                await self._read_version(handle, versions)
+                return handle.version is not None
+            except (TimeoutError, ActorUnavailable):
+                roster = (await self._coordinator.view()).roster
+                if roster.find(handle.rank) is None or asyncio.get_running_loop().time() > until:
+                    return False
+                await asyncio.sleep(_POLL_S)
+            except ActorError:
+                return False
+        return False
+
+    async def _read_version(self, handle: EngineHandle, versions: Mapping[str, Version]) -> None:
+        """Set the version that the engine runs or is about to run, and `ready` if it has loaded."""
+        name = await asyncio.wait_for(self._ray.call(handle.actor, "version"), _ANSWER_S)
+        try:
+            await self.refresh(handle)
+        except ActorRaised:
+            handle.ready = None  # the engine is still loading
+        handle.version = versions.get(handle.ready.version if handle.ready else name)
+
+    async def refresh(self, handle: EngineHandle) -> None:
+        """Read `ready` again. Raises TimeoutError or ActorError if the engine does not answer."""
+        before, asked = handle.ready, self._ray.call(handle.actor, "ready")
+        ready = await asyncio.wait_for(asked, _ANSWER_S)
+        if handle.ready is before:
+            handle.ready = ready
+
+    def plan(self, rank: int, version: Version) -> EngineHandle:
+        start = f"{self._ground.random_bits(_START_BITS):0{_START_BITS // 4}x}"
+        name = EngineName(self._namespace, rank, self._tag(version), start)
+        self._known.add(str(name))
+        return EngineHandle(rank, str(name), version)
+
+    async def start(self, handle: EngineHandle) -> None:
+        """Reserve resources, start the processes and load. Raises StartFailed after cleaning up. If
+        cancelled, it leaves everything to the caller, which terminates the engine.
+
+        An engine that was adopted while it loaded only has to finish. An engine whose processes run
+        another version loads the weights of its new one; if it cannot use them this raises
+        WeightsRefused, and the processes stay. An engine without room waits without limit if hosts
+        may join: Ray's autoscaler sees its placement group.
+        """
+        try:
+            if handle.actor is None:
+                await self.strays.collect()
+                await self._reserve(handle)
+            async with asyncio.timeout(self._config.cluster.start_timeout_s):
+                if handle.actor is None:
+                    await self._create(handle)
+                handle.ready = await self._load(handle)
+        except (asyncio.CancelledError, WeightsRefused):
+            raise
+        except TimeoutError as error:
+            await self.kill(handle)
+            raise _explain(error, handle) from error
+        except BaseException as error:
+            await self.end(handle)
+            if isinstance(error, StartFailed):
+                raise
+            raise _explain(error, handle) from error
+
+    async def _load(self, handle: EngineHandle) -> EngineReady:
+        version = handle.version
+        assert version is not None
+        arguments = (handle.group, version.config, version.name)
+        try:
+            ready: EngineReady = await self._ray.call(handle.actor, "start", *arguments)
+        except ActorRaised as error:
+            if handle.previous is not None and isinstance(error.cause, NewWeightsRefused):
+                raise WeightsRefused(str(error.cause), handle.previous) from error
+            raise
+        if ready.version != version.name:
+            raise StartFailed(f"it runs {ready.version}, not {version.name}", permanent=False)
+        return ready
+
+    async def _reserve(self, handle: EngineHandle) -> None:
+        assert handle.version is not None
+        bundle, count = room.bundles(handle.version.config)
+        handle.in_doubt = True
+        handle.group = await self._ray.create_group(handle.name, bundle, count)
+        handle.in_doubt = False
+        try:
+            async with asyncio.timeout(self._extra_wait_s(handle)):
+                await self._wait_for_room(handle)
+        except TimeoutError:
+            raise NoRoom(handle.waits_for_room or await self._lack(handle)) from None
+        finally:
+            if handle.waits_for_room is not None:
+                handle.waits_for_room = None
+                self.on_waiting()
+
+    def _extra_wait_s(self, handle: EngineHandle) -> float | None:
+        """Returns the time limit, if any. An upgrade can continue without an extra engine, and
+        unfinished responses wait only that long for an engine."""
+        is_apart = handle.is_extra or handle.for_answers
+        return self._config.cluster.start_timeout_s if is_apart else None
+
+    async def _wait_for_room(self, handle: EngineHandle) -> None:
+        waits = handle.for_answers or self._config.autoscaling.waits_for_room
+        timeout_s = _ROOM_S if waits else _RESERVE_TIMEOUT_S
+        while not await self._is_reserved(handle.group, timeout_s, waits):
+            reason = await self._lack(handle)
+            if not waits:
+                raise NoRoom(reason)  # a host may join
+            was_known, handle.waits_for_room = handle.waits_for_room is not None, reason
+            if not was_known:
+                self._log.warning("waits for room", rank=handle.rank, reason=reason)
+                self.on_waiting()
+
+    async def _is_reserved(self, group: Group, timeout_s: float, waits: bool) -> bool:
+        try:
+            return await self._ray.wait_for_group(group, timeout_s)
+        except GcsUnavailable:
+            if not waits:
+                raise
+            return False
+
+    async def _lack(self, handle: EngineHandle) -> str:
+        """Returns why the engine cannot be placed: the resources that it lacks."""
+        assert handle.version is not None
+        if reason := await self._refusal(handle.version, 1):
+            return reason
+        bundle, count = room.bundles(handle.version.config)
+        try:
+            free = await self._ray.free_resources()
+        except GcsUnavailable as error:
+            return f"no room for engine {handle.rank} yet: {first_line(error)}"
+        needs = ", ".join(f"{count} times {amount:g} {kind}" for kind, amount in bundle.items())
+        there = ", ".join(f"{free.get(kind, 0.0):g} {kind}" for kind in bundle)
+        return f"no room for engine {handle.rank}: it needs {needs}; free: {there}"
+
+    async def _create(self, handle: EngineHandle) -> None:
+        contact, version = self._coordinator.contact, handle.version
+        assert contact is not None and version is not None
+        handle.in_doubt = True
+        handle.actor = await self._ray.create_engine(
+            handle.name,
+            self._namespace,
+            handle.group,
+            num_gpus=room.gpus_of_process(version.config),
+            config=version.config,
+            rank=handle.rank,
+            coordinator=contact,
+            version=version.name,
+        )
+        handle.in_doubt = False
+
+    async def status(self, handle: EngineHandle) -> str:
+        """Returns what a starting engine is doing, for waiting people."""
+        if handle.actor is None:
+            return handle.waits_for_room or "waiting for resources"
+        try:
+            return str(await asyncio.wait_for(self._ray.call(handle.actor, "status"), _STATUS_S))
+        except (TimeoutError, ActorError):
+            return "starting a process"
+
+    async def ended(self, handle: EngineHandle) -> str:
+        """Wait until an engine stops. Returns why it stopped."""
+        reason: str | None = None
+        try:
+            while reason is None:
+                reason = await self._ray.call(handle.actor, "ended", _WATCH_S)
+        except ActorError as error:
+            reason = first_line(error)
+        return reason
+
+    async def end(self, handle: EngineHandle) -> None:
+        """Stop an engine, kill what does not stop, and free its resources."""
+        _cancel_watcher(handle)
+        try:
+            if handle.actor is not None:
+                await asyncio.wait_for(self._ray.call(handle.actor, "stop"), _STOP_S)
+        except (TimeoutError, ActorError):
+            pass
+        finally:
+            await self._destroy(handle)
+
+    async def kill(self, handle: EngineHandle) -> None:
+        """Kill an engine that may hang: its process first, because `RayPort.kill` takes seconds."""
+        _cancel_watcher(handle)
+        if handle.ended is None and not await self.may_end():
+            return
+        try:
+            if handle.ready is not None and handle.ended is None:
+                killed = self._ray.kill_process(handle.ready.pid, handle.ready.node)
+                await asyncio.wait_for(killed, _KILL_S)
+        except (ActorError, TimeoutError) as error:
+            self._log.warning("process not ended yet", rank=handle.rank, error=first_line(error))
+        finally:
+            await self._destroy(handle)
+
+    async def close(self, handles: list[EngineHandle]) -> None:
+        """Terminate these engines, and parts of them that Ray is still creating."""
+        await asyncio.gather(*(self.end(handle) for handle in handles))
+        if not self.strays.is_done:
+            await self.strays.collect()
+
+    async def _destroy(self, handle: EngineHandle) -> None:
+        """Kill the actor and remove the group: strays from now on if Ray does not confirm."""
+        self._known.discard(handle.name)
+        was_in_doubt, handle.in_doubt = handle.in_doubt, True
+        try:
+            if handle.actor is not None:
+                await self._ray.kill(handle.actor)
+            if handle.group is not None:
+                await self._ray.remove_group(handle.group)
+            handle.in_doubt = was_in_doubt
+        except GcsUnavailable as error:
+            self._log.warning("not ended yet", rank=handle.rank, error=first_line(error))
+        finally:
+            if handle.in_doubt:
+                self.strays.suspect(f"engine {handle.rank} may be left: Ray has not answered")
+
+    def _tag(self, version: Version) -> str:
+        contact = self._coordinator.contact
+        assert contact is not None, "the coordinator is opened first"
+        return actor_names.engine_tag(version.lineage, contact.keys.public.hex())
+
+
+async def _always() -> bool:
+    return True
+
+
+def _ignore() -> None:
+    """Does nothing."""
+
+
+def _cancel_watcher(handle: EngineHandle) -> None:
+    if handle.exit_watcher is not None and handle.exit_watcher is not asyncio.current_task():
+        handle.exit_watcher.cancel()
+
+
+def _explain(error: BaseException, handle: EngineHandle) -> StartFailed:
+    rank, version = handle.rank, handle.version
+    assert version is not None
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, ConfigError | ValueError | FileNotFoundError):
+        return StartFailed(str(cause), permanent=True)
+    if isinstance(error, TimeoutError) and not isinstance(error, GcsUnavailable):
+        return StartFailed(
+            f"engine {rank} was not ready after cluster.start_timeout_s="
+            f"{version.config.cluster.start_timeout_s:g}: it hangs, or its weights load too slowly",
+            permanent=False,
+        )
+    if isinstance(cause, ActorDied | ActorUnavailable):
+        return StartFailed(f"engine {rank} did not start: its process ended", permanent=False)
+    text = (str(cause).strip().splitlines() or [""])[-1]
+    reason = f"engine {rank} did not start: {type(cause).__name__}: {text}"
+    return StartFailed(reason, permanent=False)

@@ -1,0 +1,85 @@
+"""Compares a fleet with the roster and corrects differences. No decisions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from swell.cluster.control.engines.engine_handle import EngineHandle, StartFailed
+from swell.cluster.control.engines.placement import Placement
+from swell.cluster.control.ray.actor_errors import ActorRaised
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
+from swell.coordinator.roster import MemberState
+from swell.coordinator.service import Membership
+
+if TYPE_CHECKING:
+    from swell.cluster.control.engines.fleet import Fleet
+
+
+class RosterCheck:
+    """Corrects differences between one fleet and the roster, in the fleet's event loop."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        coordinator: CoordinatorHandle,
+        placement: Placement,
+        stall_timeout_s: float,
+    ) -> None:
+        self._fleet, self._coordinator, self._placement = fleet, coordinator, placement
+        self._stall_timeout_s = stall_timeout_s
+        self._num_stalled_seen = 0
+        """The number of entries of `Membership.stalled_engines` that were handled."""
+
+    async def compare(self, now: Membership) -> None:
+        """Correct differences: engines that are missing from the roster or have another state
+        there, and members that are not engines of this cluster."""
+        fleet, stalled, seen = self._fleet, now.stalled_engines, self._num_stalled_seen
+        self._num_stalled_seen = len(stalled)
+        fresh = stalled[seen:] if seen <= len(stalled) else stalled
+        reasons = {engine.rank: engine.reason for engine in fresh}
+        for rank, handle in list(fleet.engines.items()):
+            if handle.in_transition or fleet.engines.get(rank) is not handle:
+                continue
+            member = handle.find_in(now.view.roster)
+            if member is None:
+                fleet.tasks.spawn(self._on_missing(handle, reasons.get(rank)))
+            elif handle.leaving and member.state is MemberState.ACTIVE:
+                await self._coordinator.leave([rank])
+            elif not handle.leaving and member.state is MemberState.LEAVING:
+                await self._coordinator.cancel_leave([rank])
+        ours = {*fleet.engines, *fleet.starting, *fleet.ending}
+        unknown_ranks = [rank for rank in now.view.roster.ranks if rank not in ours]
+        unknown_ranks += [rank for rank in now.view.roster.ranks if self._has_ended(rank)]
+        if unknown_ranks:
+            await self._coordinator.remove_failed(unknown_ranks)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the engine is reloading, so that the roster lists its previous incarnation."""
+        handle = self._fleet.starting.get(rank)
+        return handle is not None and handle.previous is not None and not handle.in_transition
+
+    async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
+        """Handle an engine that is missing from the roster. `reason`: why the coordinator removed
+        it as stalled. Without a reason the coordinator does not know the engine, which joins again
+        if it answers."""
+        with self._fleet.transition([handle]):
+            reason = reason or await self._rejoin(handle)
+        if reason is not None:
+            await self._fleet.on_engine_dead(handle, reason, stopped_s=self._stall_timeout_s)
+
+    async def _rejoin(self, handle: EngineHandle) -> str | None:
+        """Let the engine join again. Returns why it cannot. If the coordinator does not answer, a
+        later view decides."""
+        fleet = self._fleet
+        try:
+            await self._placement.refresh(handle)
+            if handle.ready is not None and handle.ready.version != handle.version_name:
+                return f"it runs {handle.ready.version}, and not {handle.version_name}"
+            async with fleet.group_change_lock:
+                if fleet.engines.get(handle.rank) is handle:  # it was not detached meanwhile
+                    for failure in (await fleet.join([handle])).values():
+                        if isinstance(failure, StartFailed | ActorRaised):
+                            raise failure
+        except Exception as error:
+            return f"it is not in the roster, and cannot be: {type(error).__name__}: {error}"
+        return None

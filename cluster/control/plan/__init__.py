@@ -1,0 +1,1 @@
+"""Pure decisions about the cluster: target size, upgrades, versions, back-off."""

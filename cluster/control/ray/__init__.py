@@ -1,0 +1,1 @@
+"""All that touches Ray: actors, placement groups, hosts and checkpoints."""

@@ -1,0 +1,211 @@
+"""Writes the checkpoints of one manager while it leads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from swell.cluster.control.plan.drain_record import DrainRecord
+from swell.cluster.control.plan.versions import UpgradeRecord
+from swell.cluster.control.ray.checkpoint_store import CheckpointStore, ClusterCheckpoint
+from swell.configs.lora import Adapter
+from swell.configs.runtime.log import StructuredLogger
+from swell.coordinator.manager_state import ManagerId, ManagerState, Sleep
+from swell.coordinator.transport.ground import Ground
+
+_AWAKE = Sleep()
+_PAUSE_S = 1.0
+"""First delay before a failed read or write is retried. Each further delay is twice as long, up to
+`_LONGEST_PAUSE_S`."""
+_LONGEST_PAUSE_S = 10.0
+_FRESH_S = 30.0
+"""Maximum age of a failure that is reported as current: longer than a delay plus the next failing
+attempt."""
+_OWNER_BITS = 64
+
+
+class CheckpointWriter:
+    """The checkpoints of one manager. The manager that took over last leads and writes. All methods
+    run in one event loop."""
+
+    def __init__(self, store: CheckpointStore, data: int, ground: Ground) -> None:
+        """`data`: `parallel.data`."""
+        self.owner = f"{ground.random_bits(_OWNER_BITS):0{_OWNER_BITS // 4}x}"
+        self._store = store
+        self._data = data
+        self._newest = ClusterCheckpoint()
+        """The newest checkpoint that this manager has made."""
+        self._saved = ClusterCheckpoint()
+        """The stored checkpoint."""
+        self._has_taken_over = False
+        self._is_saving = False
+        """`save_until_written` is running."""
+        self._write_lock = asyncio.Lock()
+        self._silent_since: float | None = None
+        """When the store first failed since its last answer."""
+        self._next_try = 0.0
+        """When the store is tried again. Both times are by the clock of the event loop."""
+        self._log = StructuredLogger("cluster.checkpoints")
+
+    async def load_previous(self, kept: ManagerState) -> ClusterCheckpoint:
+        """Returns the state that the previous manager left; an empty checkpoint if its
+        configuration was a different one. If its checkpoint is missing or older than `kept`, the
+        state that coordinator and engines of this configuration keep, then `kept` counts. If
+        `parallel.data` has changed, it is the new target, because it is the newest request."""
+        previous = await self._store.read()
+        if previous.identity != self._store.identity:
+            previous = ClusterCheckpoint()
+        if kept.age > previous.age:
+            self._log.warning("checkpoint is missing or older", kept=kept.age, age=previous.age)
+            previous = ClusterCheckpoint(
+                kept.owner,
+                self._store.identity,
+                kept.target,
+                kept.pause_requested,
+                kept.served,
+                kept.data,
+                kept.term,
+                kept.number,
+                previous.upgrade,
+                previous.drains,
+                kept.adapters,
+                kept.sleep,
+            )
+        self._newest = ClusterCheckpoint(term=previous.term, number=previous.number)
+        same = previous.data in (0, self._data)
+        return previous if same else msgspec.structs.replace(previous, target=self._data)
+
+    @property
+    def trouble(self) -> str | None:
+        """Actions that the manager cannot do while the store fails, and when the store is tried
+        again."""
+        now = asyncio.get_running_loop().time()
+        if self._silent_since is None or now > self._next_try + _FRESH_S:
+            return None
+        wait_s = max(0.0, self._next_try - now)
+        again = f"in {wait_s:.0f} s" if wait_s else "now"
+        return (
+            f"Ray's GCS has not answered for {now - self._silent_since:.0f} s: no engine can be "
+            f"started or ended; it is asked again {again}"
+        )
+
+    def manager_id(self) -> ManagerId:
+        """Returns the identity of this manager. Its term is known after it has taken over."""
+        return ManagerId(self.owner, self._newest.term)
+
+    async def is_leader(self) -> bool:
+        """Whether no other manager has taken over. True if the store does not answer, because then
+        none can take over."""
+        owner = await self._read_owner()
+        return owner is None or owner in ("", self.owner)
+
+    async def is_leader_within(self, timeout_s: float) -> bool:
+        """Like `is_leader`, for a caller that cannot wait long. True after the timeout: while the
+        store is slow, no successor can take over either."""
+        try:
+            return await asyncio.wait_for(self.is_leader(), timeout_s)
+        except TimeoutError:
+            return True
+
+    async def _read_owner(self) -> str | None:
+        """Returns the owner of the checkpoint; None: the store does not answer."""
+        try:
+            owner = (await self._store.read()).owner
+        except Exception as error:
+            self._on_silence(error)
+            return None
+        self._silent_since = None
+        return owner
+
+    def _on_silence(self, error: Exception) -> float:
+        """Record a failure of the store. Returns the delay before the next attempt: as long as the
+        store has been silent, within bounds."""
+        now = asyncio.get_running_loop().time()
+        self._silent_since = now if self._silent_since is None else self._silent_since
+        wait_s = min(max(now - self._silent_since, _PAUSE_S), _LONGEST_PAUSE_S)
+        self._next_try = now + wait_s
+        self._log.warning("no checkpoint store", error=f"{type(error).__name__}: {error}")
+        return wait_s
+
+    async def confirm_leader(self, settle_s: float) -> bool:
+        """Like `is_leader`, but waits until the store answers. If it did not answer at first, this
+        manager was cut off and may have been replaced, so the owner is read again `settle_s`
+        later."""
+        was_away = False
+        while True:
+            owner = await self._read_owner()
+            if owner is None:
+                was_away = True
+                await asyncio.sleep(self._next_try - asyncio.get_running_loop().time())
+                continue
+            if not was_away:
+                return owner in ("", self.owner)
+            was_away = False
+            await asyncio.sleep(settle_s)
+
+    def make(
+        self,
+        target: int,
+        pause_requested: bool,
+        served: bool,
+        upgrade: UpgradeRecord,
+        drains: tuple[DrainRecord, ...],
+        adapters: tuple[Adapter, ...] = (),
+        sleep: Sleep = _AWAKE,
+    ) -> ClusterCheckpoint:
+        """Returns the next checkpoint, or the newest one if nothing has changed."""
+        before = self._newest
+        wanted = ClusterCheckpoint(
+            self.owner,
+            self._store.identity,
+            target,
+            pause_requested,
+            served,
+            self._data,
+            before.term,
+            before.number,
+            upgrade,
+            drains,
+            adapters,
+            sleep,
+        )
+        if wanted != before:
+            self._newest = msgspec.structs.replace(wanted, number=before.number + 1)
+        return self._newest
+
+    async def save(self, checkpoint: ClusterCheckpoint) -> bool:
+        """Store the checkpoint so that it survives the manager. The first call takes over
+        leadership. Later calls return False, without writing, if another manager leads."""
+        async with self._write_lock:
+            if self._has_taken_over and not await self.is_leader():
+                return False
+            if not self._has_taken_over:
+                self._saved = await self._store.take_over(checkpoint)
+                self._newest = msgspec.structs.replace(self._newest, term=self._saved.term)
+                self._has_taken_over = True
+            elif checkpoint != self._saved:
+                await self._store.write(checkpoint)
+                self._saved = checkpoint
+            return True
+
+    async def save_until_written(self, make: Callable[[], ClusterCheckpoint]) -> None:
+        """Write the newest checkpoint, and retry until it is written."""
+        if self._is_saving:
+            return
+        self._is_saving = True
+        try:
+            while make() != self._saved:
+                try:
+                    if not await self.save(make()):
+                        return
+                except Exception as error:
+                    await asyncio.sleep(self._on_silence(error))
+                else:
+                    self._silent_since = None
+        finally:
+            self._is_saving = False
+
+    async def clear(self) -> None:
+        await self._store.clear()

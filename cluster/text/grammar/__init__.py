@@ -1,0 +1,1 @@
+"""Grammars that answers must match: compiled, checked, and made from structured output."""

@@ -1,0 +1,1 @@
+"""Sampling parameters: their fields and limits."""

@@ -1,0 +1,240 @@
+"""`SamplingParams`, which users set in text and numbers, and their conversion for engines.
+
+An `EngineCoreRequest` holds the same in tokens and numbers. Parameters that only this process
+handles (stop strings, special tokens in the text) are never sent.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from swell.cluster.text.params.field_path import PathNames
+from swell.configs.lora import Adapter
+from swell.configs.shown import shown as shown
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.sampler_wire import Grammar, PoolingParams, PromptEmbeds, SamplerParams
+
+SAMPLING_EPS = 1e-5
+"""Lower temperatures become 0: dividing logits by them overflows float32, and the answer would be
+greedy anyway."""
+SEED_BITS = 63
+DERIVED_SALT = "\0"
+"""Prefix of cache salts that are derived from more than a request's own `cache_salt`. A client's
+`cache_salt` must not begin with it: otherwise it could name the salts of others."""
+
+
+class Field(str):
+    """The path of a field within the message of a `BadRequest`."""
+
+
+class BadRequest(ValueError):
+    """A request that cannot be served: names the field, its value and the limit. HTTP status 400.
+
+    `param` is the path of the field, `code` a name for programs; both are as in OpenAI's API. A
+    message is a text, or a list of parts: parts of type `Field` name fields of the request, and an
+    API with other names for them prints those (`renamed`). If a message begins with `param`, that
+    is such a part.
+    """
+
+    def __init__(
+        self, message: str | Sequence[str], param: str | None = None, code: str | None = None
+    ) -> None:
+        parts = [message] if isinstance(message, str) else message
+        head, rest = parts[0], parts[0].removeprefix(param or "")
+        if rest != head and not isinstance(head, Field) and not re.match(r"\w", rest):
+            parts = [Field(param), rest, *parts[1:]]
+        self.message = "".join(parts)
+        super().__init__(self.message)
+        self._parts = parts
+        self.param = param
+        self.code = code
+
+    def renamed(self, names: PathNames) -> BadRequest:
+        """Returns the same error with other names of fields."""
+        parts = [Field(names(part)) if isinstance(part, Field) else part for part in self._parts]
+        return BadRequest(parts, None if self.param is None else names(self.param), self.code)
+
+    def with_note(self, note: str) -> BadRequest:
+        """Returns the same error with one more sentence."""
+        return BadRequest([*self._parts, note], self.param, self.code)
+
+    def within(self, path: str) -> BadRequest:
+        """Returns the same error for the part of the request at `path`."""
+        param = path if self.param is None else f"{path}.{self.param}"
+        return BadRequest([Field(path), f": {self.message}"], param, self.code)
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The form of the answer: exactly one of these fields."""
+
+    json: dict[str, Any] | bool | str | None = None
+    """A JSON schema, or its text."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression that matches the whole answer."""
+    choice: list[str] | None = None
+    """The allowed texts of the answer."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters for the sampling of one answer, and for its end."""
+
+    temperature: float = 1.0
+    """Temperature; 0 selects the argmax."""
+    top_p: float = 1.0
+    """Keeps the smallest set of tokens with at least this probability; 0 keeps only the argmax."""
+    top_k: int = 0
+    """Keeps the k most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keeps tokens with at least this share of the largest probability."""
+    seed: int | None = None
+    """The same seed results in the same answer; None uses a random seed."""
+    max_tokens: int | None = 16
+    """Maximum number of tokens of the answer; None allows up to the model's limit."""
+    min_tokens: int = 0
+    """Minimum number of tokens before a stop token or stop string can end the answer."""
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    """Whether the text includes the stop string, or the stop token's text, that ended it."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+    n: int = 1
+    """Number of answers to the prompt; answer i samples with `seed + i`."""
+    best_of: int | None = None
+    """Samples this many answers and keeps the n with the largest mean log probability."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that occurs in the answer."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each occurrence in the answer."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the answer."""
+    logit_bias: dict[int, float] = {}
+    """Maps a token id to a number that is added to its logit, -100 .. 100."""
+    bad_words: list[str] = []
+    """Texts that must not occur: the last token of each is never sampled after its other tokens."""
+    allowed_token_ids: list[int] | None = None
+    """Only these tokens are sampled; None allows all."""
+    logprobs: int | None = None
+    """Number of top tokens whose log probabilities are returned, besides each sampled token's own;
+    None returns none."""
+    prompt_logprobs: int | None = None
+    """The same for every prompt token after the first."""
+    return_routed_experts: bool = False
+    """Whether the experts that computed each token are returned. Needs `model.routed_experts`."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the answer must have."""
+    stream_interval: int | None = None
+    """Minimum number of tokens between two outputs of a stream; None uses the server's
+    configuration. The first token and the finish are sent at once."""
+
+    @property
+    def num_children(self) -> int:
+        """Number of answers that are sampled, each by a child: a separate request to the
+        engines."""
+        return self.best_of or self.n
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+def bad_value(path: str, value: object, problem: str, code: str | None = None) -> BadRequest:
+    """Returns the error for a field with a wrong value. `problem` follows the value, such as "must
+    be at least 1"."""
+    return BadRequest(f"{path}={shown(value)} {problem}", path, code)
+
+
+def child_sampling_params(params: SamplingParams) -> list[SamplingParams]:
+    """Returns the parameters of each child. Child i samples with `seed + i`, modulo 2**63 or,
+    without a seed, with a random one that is chosen later. Children whose answers will be ranked
+    return log probabilities."""
+    if params.n == 1 and params.best_of is None:
+        return [params]
+    is_ranked = params.num_children > params.n and params.logprobs is None
+    return [
+        msgspec.structs.replace(
+            params,
+            n=1,
+            best_of=None,
+            seed=None if params.seed is None else (params.seed + i) % 2**SEED_BITS,
+            logprobs=0 if is_ranked else params.logprobs,
+        )
+        for i in range(params.num_children)
+    ]
+
+
+def internal_request_id(external_req_id: str) -> str:
+    """Returns a unique id for the engines: users may send the same id twice."""
+    return f"{external_req_id}-{secrets.token_hex(8)}"
+
+
+def to_core_request(
+    params: SamplingParams,
+    *,
+    external_req_id: str,
+    prompt_token_ids: list[int],
+    max_tokens: int,
+    eos_token_ids: list[int],
+    bad_words: list[list[int]] | None = None,
+    grammar: Grammar | None = None,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    data_parallel_rank: int | None = None,
+    trace_headers: dict[str, str] | None = None,
+    pooling: PoolingParams | None = None,
+    skip_prefix_cache: bool = False,
+    prompt_embeds: PromptEmbeds | None = None,
+    adapter: Adapter | None = None,
+) -> EngineCoreRequest:
+    """Returns the engine's form of validated parameters.
+
+    `max_tokens` is the resolved limit (`PromptProcessor.resolve_max_tokens`); `bad_words` and
+    `grammar` are the converted texts of `params`. A request without a seed gets a random one here,
+    once: a resubmission to another engine must continue the same random stream.
+    """
+    seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+    sampler = SamplerParams(
+        temperature=0.0 if params.temperature < SAMPLING_EPS else float(params.temperature),
+        top_k=max(params.top_k, 0) if params.top_p else 1,
+        top_p=float(params.top_p) or 1.0,
+        min_p=float(params.min_p),
+        seed=seed & (2**SEED_BITS - 1),
+        repetition_penalty=float(params.repetition_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        presence_penalty=float(params.presence_penalty),
+        logit_bias=params.logit_bias,
+        bad_words=bad_words or [],
+        allowed_token_ids=params.allowed_token_ids or [],
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        grammar=grammar,
+        pooling=pooling,
+        routed_experts=params.return_routed_experts,
+    )
+    return EngineCoreRequest(
+        request_id=internal_request_id(external_req_id),
+        prompt_token_ids=prompt_token_ids,
+        sampler=sampler,
+        max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        eos_token_ids=[] if params.ignore_eos else eos_token_ids,
+        stop_token_ids=list(params.stop_token_ids),
+        priority=priority,
+        cache_salt=cache_salt,
+        data_parallel_rank=data_parallel_rank,
+        trace_headers=trace_headers,
+        external_req_id=external_req_id,
+        skip_prefix_cache=skip_prefix_cache or params.prompt_logprobs is not None,
+        prompt_embeds=prompt_embeds,
+        adapter=adapter,
+    )

@@ -1,0 +1,1 @@
+"""One file for each answer format, named after its model family."""

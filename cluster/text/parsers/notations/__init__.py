@@ -1,0 +1,1 @@
+"""How calls are written: JSON, tagged elements, Python calls; parsers and grammars."""

@@ -1,0 +1,190 @@
+r"""Calls with one markup element for each argument.
+
+    <tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
+                ╰── head ───╯  ╰─── key ────╯ ╰value, its end╯  ╰─ end ──╯
+
+Qwen3-Coder, GLM, MiniMax and DeepSeek V3.2 differ in the texts between the elements, which `Markup`
+names. The schema of a parameter decides what the text of a value means (`values.py`). The output is
+a JSON object, which is closed only if the model closes its call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call
+from swell.cluster.text.parsers.deltas import Tool
+from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
+from swell.cluster.text.parsers.matching import Matcher
+from swell.cluster.text.parsers.notations.json_check import JSON_TYPES
+from swell.cluster.text.parsers.notations.markup_grammar import markup_calls
+from swell.cluster.text.parsers.notations.sections import SectionParser
+from swell.cluster.text.parsers.notations.values import (
+    STRING,
+    TypedText,
+    json_escaped,
+    parameter_types,
+)
+from swell.cluster.text.parsers.reading import NotRead, Reading
+
+_NAME = re.compile(rf'[^\s<>"]{{0,{MAX_NAME_CHARS + 1}}}')
+_KEY = re.compile(rf'[^\r\n<>"]{{0,{MAX_NAME_CHARS + 1}}}')
+
+
+class Markup(msgspec.Struct, frozen=True, kw_only=True):
+    """The texts around the elements of a call, as a model is trained to write them."""
+
+    name_end: str
+    """Text after the name of the tool; empty if the first element or the end follows directly."""
+    key_begin: str
+    key_ends: tuple[str, ...]
+    """Texts after the name of an argument. If there are two, the first marks the value as a string,
+    the second as another value."""
+    value_begin: str = ""
+    """Text between the end of a key and the value."""
+    value_end: str
+    call_ends: tuple[str, ...]
+    """Texts that end a call, the correct one first."""
+    padding: str = ""
+    """Text at both ends of a value that does not belong to it."""
+    other_value_ends: tuple[str, ...] = ()
+    """Texts that also end a value, for models that forget `value_end`: they normally follow it."""
+
+    def value_ends(self) -> tuple[str, ...]:
+        """Returns the texts that end a value wherever they occur."""
+        padded = (self.padding + self.value_end,) if self.padding else ()
+        return (self.value_end, *padded, *self.other_value_ends)
+
+
+class MarkupCall(Call):
+    def __init__(
+        self,
+        markup: Markup,
+        types: Callable[[str, str], frozenset[str]],
+        names: Iterable[str] | None = None,
+    ) -> None:
+        """`types` returns the types that the value of a tool's argument may have. `names` are the
+        tools that may be called; None allows any."""
+        super().__init__()
+        self._markup = markup
+        self._types = types
+        self._names = names
+        self._num_keys = 0
+        self._value: TypedText | None = None
+        """The value that is being read."""
+
+    def finish(self) -> None:
+        """Ends an incomplete call: text that may be the beginning of the value's end marker is
+        dropped, and the value stays incomplete."""
+        if self._value is not None:
+            self._pieces.append(self._value.flush())
+
+    def _read(self) -> Reading[None]:
+        markup = self._markup
+        yield from self._read_name()
+        marker = ""
+        while marker not in markup.call_ends:
+            if marker != markup.key_begin:
+                marker = yield from self._one_of(markup.key_begin, *markup.call_ends)
+            self._mark_known()
+            if marker == markup.key_begin:
+                types = yield from self._read_key()
+                marker = yield from self._read_value(TypedText(types))
+        self._pieces.append("}")
+
+    def _read_name(self) -> Reading[None]:
+        end = self._markup.name_end
+        if self._names is not None:
+            heads = [name + end for name in self._names]
+            head = yield from self._one_of(*heads, skip_space=False)
+            self.name = head.removesuffix(end)
+            self._mark_known()
+            return
+        self.name = yield from self._run(_NAME)
+        if end:
+            yield from self._one_of(end)
+            self._mark_known()
+
+    def _mark_known(self) -> None:
+        if not self.known:
+            self.known = True
+            self._pieces.append("{")
+
+    def _read_key(self) -> Reading[frozenset[str]]:
+        """Reads the key of an element, whose beginning was read, up to its value; returns the
+        value's types. If it is not an element, all of it is unread."""
+        markup, read = self._markup, self._markup.key_begin
+        try:
+            key = yield from self._run(_KEY)
+            read += key
+            end = yield from self._one_of(*markup.key_ends)
+            if markup.value_begin:
+                read += end
+                yield from self._one_of(markup.value_begin)
+        except NotRead as error:
+            raise NotRead(read + error.unread) from None
+        key = key.strip()
+        self._pieces.append(f'{", " if self._num_keys else ""}"{json_escaped(key)}": ')
+        self._num_keys += 1
+        types = self._types(self.name, key)
+        if len(markup.key_ends) > 1:
+            types = _marked_types(types, is_string=end == markup.key_ends[0])
+        return types
+
+    def _read_value(self, value: TypedText) -> Reading[str]:
+        """Reads a value; returns the marker that ends it or, if the model forgot that, the marker
+        that follows."""
+        self._pieces.append(value.push(""))
+        self._value = value
+        padding, value_end = self._markup.padding, self._markup.value_end
+        if padding and (yield from self._char()) == padding:
+            self._at += len(padding)
+        matcher = Matcher(*self._markup.value_ends())
+
+        def give(text: str) -> None:
+            self._pieces.append(value.push(text))
+
+        end = yield from self._up_to(matcher, give)
+        while value.in_json and end == value_end:
+            give(end)
+            end = yield from self._up_to(matcher, give)
+        self._pieces.append(value.end())
+        self._value = None
+        return end.strip()
+
+
+def _marked_types(types: frozenset[str], *, is_string: bool) -> frozenset[str]:
+    """Returns the types of a value that the model marks as a string, or as another value."""
+    if is_string:
+        return STRING if types >= STRING else types
+    return types if types == JSON_TYPES else types - STRING or STRING
+
+
+class MarkupParser(SectionParser):
+    markup: Markup
+
+    def __init__(
+        self, make_id: Callable[[], str] | None = None, tools: Sequence[Tool] = ()
+    ) -> None:
+        super().__init__(make_id, tools)
+        self._known_kinds: dict[tuple[str, str], frozenset[str]] = {}
+
+    @classmethod
+    def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
+        return markup_calls(cls, builder)
+
+    def _new_call(self, *, bare: bool) -> MarkupCall:
+        return MarkupCall(self.markup, self._types, self._tools if bare else None)
+
+    def _types(self, name: str, key: str) -> frozenset[str]:
+        tool = self._tools.get(name)
+        if tool is None:
+            return JSON_TYPES
+        types = self._known_kinds.get((name, key))
+        if types is None:
+            types = parameter_types(tool.parameters, key)
+            self._known_kinds[name, key] = types
+        return types

@@ -1,0 +1,1 @@
+"""Requests become prompts: chat templates, tokenizing, truncation."""

@@ -1,0 +1,314 @@
+"""Renders a conversation to the text that the model reads, with a chat template."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swell.cluster.text.client_texts import Change, changed, own_segments, texts_of
+from swell.cluster.text.control_tokens import ControlTokens, Segment
+from swell.cluster.text.object_text import read_partial_object
+from swell.cluster.text.params.sampling_params import BadRequest, Field, shown
+from swell.cluster.text.schema.chat_messages import (
+    ROLES,
+    ChatMessage,
+    MessageToolCall,
+    ToolDefinition,
+)
+from swell.configs.schema import ConfigError
+
+_RESERVED_VARIABLES = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
+"""Names that `chat_template_kwargs` must not set."""
+
+
+_MAX_REASON_CHARS = 500
+"""Limit on the length of a template's error message: it may repeat the conversation."""
+
+
+def read_template(path: str | None) -> str | None:
+    """Reads the chat template file of `serve.chat_template`; returns None if it is not set. Raises
+    ConfigError."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"serve.chat_template={path!r} cannot be read: {error}") from None
+
+
+class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options for the rendering of a conversation."""
+
+    tools: Sequence[ToolDefinition] = ()
+    add_generation_prompt: bool = True
+    """Whether the text ends with the beginning of an assistant's answer."""
+    continue_final_message: bool = False
+    """Whether the text ends within the last message, which the answer continues."""
+    template: str | None = None
+    """A template to use instead of the model's."""
+    documents: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = {}
+    """Variables for the template's own use, such as `enable_thinking`."""
+
+
+class ChatTemplate:
+    """The chat template of one model; `override`, if given, replaces the tokenizer's."""
+
+    def __init__(self, tokenizer: Any, model_name: str, override: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._override = override
+        self._control_tokens = lru_cache(maxsize=8)(partial(ControlTokens, tokenizer))
+
+    @property
+    def text(self) -> str:
+        """The template's source; empty without a template. If there are several named ones, the one
+        for tools."""
+        template = self._override or self._tokenizer.chat_template or ""
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default") or ""
+        return str(template)
+
+    def render(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
+        """Renders a conversation. Raises `BadRequest` with the template's error message."""
+        if not self.text and options.template is None:
+            raise BadRequest(
+                f"the model {self._model_name!r} has no chat template: use /v1/completions, or set "
+                "serve.chat_template to a file, or add a chat_template to the model's "
+                "tokenizer_config.json",
+                "messages",
+                "no_chat_template",
+            )
+        taken = sorted(_RESERVED_VARIABLES & options.variables.keys())
+        if taken:
+            raise BadRequest(
+                f"chat_template_kwargs may not set {shown(taken[0])}; send it as a field of the "
+                "request",
+                "chat_template_kwargs",
+            )
+        if options.documents and "documents" not in (options.template or self.text):
+            raise BadRequest(
+                "documents: the chat template writes no documents; put them into a message",
+                "documents",
+                "unsupported_value",
+            )
+        text = self._render_or_refuse(messages, options)
+        for role in dict.fromkeys(message.role for message in messages):
+            if role not in ROLES:
+                self._check_role(role, messages, options, text)
+        return text
+
+    def own_segments(
+        self, text: str, messages: Sequence[ChatMessage], options: TemplateOptions
+    ) -> tuple[ControlTokens, list[Segment]] | None:
+        """Splits `text`, which `render` returned, into segments in which only control tokens that
+        the template itself wrote are control. Returns None if that holds for all control tokens.
+        Raises `BadRequest`."""
+        control = self._control_tokens(options.template or self.text)
+        inputs = (
+            [*map(_texts_of_message, self._message_dicts(messages, options))],
+            [tool.as_sent for tool in options.tools],
+            options.documents,
+            _text_variables(options.variables),
+        )
+        own = own_segments(
+            text,
+            list(texts_of(inputs)),
+            control,
+            lambda change: self._render_or_refuse(messages, options, change),
+        )
+        return None if own is None else (control, own)
+
+    def _check_role(
+        self, role: str, messages: Sequence[ChatMessage], options: TemplateOptions, text: str
+    ) -> None:
+        """Raises `BadRequest` if the template silently leaves out messages of a role that it does
+        not know: the text is then the same for any content of these messages."""
+        others = [
+            msgspec.structs.replace(message, content=message.text + "?")
+            if message.role == role
+            else message
+            for message in messages
+        ]
+        try:
+            leaves_out = self._render_or_refuse(others, options) == text
+        except BadRequest:  # the template reads their content
+            return
+        if leaves_out:
+            index = next(i for i, message in enumerate(messages) if message.role == role)
+            raise BadRequest(
+                [
+                    f"messages[{index}].role={shown(role)} is not known to the model's chat "
+                    "template, which leaves such ",
+                    Field("messages"),
+                    f" out; send one of {', '.join(ROLES)}",
+                ],
+                f"messages[{index}].role",
+                "unsupported_value",
+            )
+
+    def _render_or_refuse(
+        self,
+        messages: Sequence[ChatMessage],
+        options: TemplateOptions,
+        change: Change | None = None,
+    ) -> str:
+        """Renders the conversation; `change` is applied to each text of the client before the
+        template sees it."""
+        for form, tools in _forms(messages, options.tools):
+            try:
+                return self._apply(form, options, tools, change)
+            except Exception as failure:  # a template is a program and may raise anything
+                if form is messages:
+                    error = failure
+        reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
+        whose = "this request's" if options.template else "the model's"
+        raise BadRequest(
+            [f"{whose} chat template refuses these ", Field("messages"), f": {reason}"],
+            "chat_template" if options.template else "messages",
+            "chat_template_error",
+        )
+
+    def _apply(
+        self,
+        messages: Sequence[ChatMessage],
+        options: TemplateOptions,
+        tools: list[dict[str, Any]],
+        change: Change | None,
+    ) -> str:
+        conversation = self._message_dicts(messages, options)
+        documents, variables = list(options.documents), options.variables
+        if change is not None:
+            conversation = [
+                {"role": one["role"], **changed(_texts_of_message(one), change)}
+                for one in conversation
+            ]
+            tools, documents = changed(tools, change), changed(documents, change)
+            variables = {**variables, **changed(_text_variables(variables), change)}
+        return str(
+            self._tokenizer.apply_chat_template(
+                conversation,
+                tools=tools or None,
+                documents=documents or None,
+                chat_template=options.template or self._override,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **variables,
+            )
+        )
+
+    def _message_dicts(
+        self, messages: Sequence[ChatMessage], options: TemplateOptions
+    ) -> list[dict[str, Any]]:
+        """Converts the messages for the template. Most templates know `system` and not its newer
+        name `developer`."""
+        knows_developer = "developer" in (options.template or self.text)
+        plain = []
+        for message in messages:
+            rename = message.role == "developer" and not knows_developer
+            one: dict[str, Any] = {"role": "system" if rename else message.role}
+            one["content"] = message.text
+            for name in ("name", "tool_call_id"):
+                if getattr(message, name) is not None:
+                    one[name] = getattr(message, name)
+            if message.thoughts is not None:
+                one["reasoning_content"] = message.thoughts
+            if message.tool_calls:
+                one["tool_calls"] = [_call_dict(call) for call in message.tool_calls]
+            plain.append(one)
+        return plain
+
+
+def _texts_of_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all fields except the role, which is a name and holds no control token."""
+    return {name: value for name, value in message.items() if name != "role"}
+
+
+def _text_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all variables except those that name a control token, such as `bos_token`."""
+    return {name: value for name, value in variables.items() if not name.endswith("_token")}
+
+
+def _forms(
+    messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition]
+) -> Iterator[tuple[Sequence[ChatMessage], list[dict[str, Any]]]]:
+    """Yields a conversation and its tools as they were sent, then in forms that more templates
+    accept."""
+    sent = [tool.as_sent for tool in tools]
+    yield messages, sent
+    filled = [_filled(tool) for tool in sent]
+    if filled != sent:
+        yield messages, filled
+    alone = _one_call_per_message(messages)
+    if alone is not None:
+        yield alone, sent
+        if filled != sent:
+            yield alone, filled
+
+
+def _one_call_per_message(messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:
+    """Splits parallel tool calls into messages of one call each, every one followed by its result:
+    some templates accept only one call per message. Returns None if no message has two calls."""
+    if all(len(message.tool_calls or ()) < 2 for message in messages):
+        return None
+    alone: list[ChatMessage] = []
+    rest = deque(messages)
+    while rest:
+        message = rest.popleft()
+        results = []
+        while len(message.tool_calls or ()) > 1 and rest and rest[0].role == "tool":
+            results.append(rest.popleft())
+        for index, call in enumerate(message.tool_calls or ()):
+            if index == 0:
+                one = msgspec.structs.replace(message, tool_calls=[call])
+            else:
+                one = ChatMessage(role=message.role, name=message.name, tool_calls=[call])
+            own = [result for result in results if result.tool_call_id == call.id]
+            alone += [one, *own]
+            results = [result for result in results if result.tool_call_id != call.id]
+        if not message.tool_calls:
+            alone.append(message)
+        alone += results
+    return alone
+
+
+def _call_dict(call: MessageToolCall) -> dict[str, Any]:
+    """Returns a tool call for the template. Templates expect the arguments as an object, but a
+    model may have written something else, or an incomplete object: then its longest valid prefix is
+    used."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments)
+    except msgspec.DecodeError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = read_partial_object(call.function.arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _filled(tool: dict[str, Any]) -> dict[str, Any]:
+    """Fills in fields that a tool may omit, for templates that require them."""
+    given = {name: value for name, value in tool["function"].items() if value is not None}
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": {**empty, **given}}

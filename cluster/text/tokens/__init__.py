@@ -1,0 +1,1 @@
+"""Tokens become text: tokenizers, detokenizers, stop strings."""

@@ -1,0 +1,1 @@
+"""Files that a configuration names, read within bounds."""

@@ -1,0 +1,1 @@
+"""The process: logs, secrets, threads, network, control groups."""

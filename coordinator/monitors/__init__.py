@@ -1,0 +1,1 @@
+"""Notices engines that are silent or stalled, and groups that do not form."""

@@ -1,0 +1,1 @@
+"""Encrypted channels between processes: addresses, keys, frames and calls."""

@@ -1,0 +1,1 @@
+"""The waves in which engines that share experts step together; pure."""

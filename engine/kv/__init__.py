@@ -1,0 +1,1 @@
+"""KV cache blocks: allocation, prefix hashes, hand-over and offload."""

@@ -1,0 +1,1 @@
+"""Decides each step: which requests compute how many tokens, and which drafts."""

@@ -1,0 +1,1 @@
+"""The engine behind its channel: server, reports and the coordinator's client."""

@@ -1,0 +1,80 @@
+"""Builds what an engine reports to the coordinator about itself."""
+
+from __future__ import annotations
+
+from swell.coordinator.roster import Member
+from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.wire import EngineReport
+from swell.engine.core import EngineCore
+
+
+def member_of(
+    core: EngineCore, rank: int, incarnation: int, address: ChannelAddress, version: str
+) -> Member:
+    """Returns the engine as the roster lists it."""
+    limits = core.limits
+    return Member(
+        rank,
+        address,
+        max_model_len=limits.max_model_len,
+        vocab_size=limits.vocab_size,
+        incarnation=incarnation,
+        store=core.executor.store,
+        num_blocks=limits.num_blocks,
+        version=version,
+    )
+
+
+def report_of(
+    core: EngineCore,
+    *,
+    rank: int,
+    incarnation: int,
+    progress_at_forming: int,
+    repairs: int,
+    resets: int,
+    roster_epoch: int,
+) -> EngineReport:
+    """Returns the current load, progress and counters of the engine. `progress_at_forming`:
+    progress when it joined its group. `repairs`, `resets`: how often workers were replaced, and
+    groups broke. `roster_epoch`: the newest that a coordinator has sent."""
+    scheduler, member = core.scheduler, core.wave_member
+    return EngineReport(
+        rank=rank,
+        incarnation=incarnation,
+        epoch=member.epoch,
+        running=len(scheduler.running),
+        waiting=scheduler.num_waiting + core.adapters.num_held,
+        waiting_tokens=scheduler.waiting_tokens() + core.adapters.waiting_tokens(),
+        kv_usage=scheduler.kv.usage,
+        steps=core.num_steps,
+        progress_counter=core.progress,
+        progress_at_forming=progress_at_forming,
+        preemptions=scheduler.num_preemptions,
+        prefix_queries=scheduler.kv.num_queried_tokens,
+        prefix_hits=scheduler.kv.num_hit_tokens,
+        wave=member.wave,
+        wave_phase=int(member.phase),
+        pausing=member.voting,
+        waves=core.num_waves,
+        dummy_steps=core.num_dummy_steps,
+        sync_s=core.sync_s,
+        repairs=repairs,
+        resets=resets,
+        nans_in_logits=scheduler.num_nans_in_logits,
+        started_requests=scheduler.num_started_requests,
+        started_tokens=scheduler.num_started_tokens,
+        roster_epoch=roster_epoch,
+        saved_blocks=scheduler.kv.offload.num_saved,
+        loaded_blocks=scheduler.kv.offload.num_loaded,
+        drafts=scheduler.drafter.num_drafts,
+        accepted_drafts=scheduler.drafter.num_accepted,
+        adapters_loaded=core.adapters.num_loaded,
+        adapters_waited_for=core.adapters.num_held,
+        adapter_loads=core.adapters.num_loads,
+        adapter_load_failures=core.adapters.num_failures,
+        sleep_level=core.sleep_level,
+        wakes=core.num_wakes,
+        expert_imbalance=core.expert_imbalance,
+        freed_bytes=core.freed_bytes,
+    )

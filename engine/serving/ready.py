@@ -1,0 +1,29 @@
+"""Results of an engine's actor: the engine can serve, or cannot change its weights."""
+
+from __future__ import annotations
+
+import msgspec
+
+from swell.coordinator.transport.channel import ChannelAddress
+from swell.engine.executor import ExecutorLimits, WorkerInfo
+
+
+class EngineReady(msgspec.Struct, frozen=True):
+    """An engine that can serve."""
+
+    rank: int
+    address: ChannelAddress
+    limits: ExecutorLimits
+    pid: int
+    node: str
+    workers: list[WorkerInfo]
+    incarnation: int = 0
+    """A number that is unique to this start of the engine."""
+    store: tuple[str, int] | None = None
+    """Address of the store at which workers of other engines meet its workers."""
+    version: str = ""
+    """The version that it runs, as the roster lists it."""
+
+
+class NewWeightsRefused(ValueError):
+    """Raised if an engine cannot use new weights: it serves with its previous ones."""

@@ -1,0 +1,1 @@
+"""Process groups: ranks, secrets, stores and collectives."""

@@ -1,0 +1,267 @@
+"""Groups of ranks: their collective operations, and how these fail."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swell.configs.runtime.log import first_line
+from swell.worker.comm.transport import Transport
+
+
+class GroupError(RuntimeError):
+    """Raised when a group could not be formed or has failed: a peer is gone, or the group was
+    aborted."""
+
+    def __init__(self, message: str, absent: Iterable[int] = ()) -> None:
+        """`absent`: engines of the plan that did not join or cannot be reached, by index."""
+        super().__init__(message)
+        self.absent = tuple(absent)
+
+
+class Handle(ABC):
+    """An operation in flight."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Waits until the tensor may be used again (on CUDA: on the current stream)."""
+
+
+class Group(ABC):
+    """The ranks of one collective. Every member calls the same operations in the same order.
+
+    If a peer dies or leaves, the operation raises `GroupError`; the group cannot be used until it
+    is formed again.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
+        """Sums `t` over the ranks, in place; returns `t`."""
+
+    @abstractmethod
+    def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
+        """Sums `t` over the ranks like `all_reduce`, but on CPU adds the terms of each element in
+        rank order, so that no bit of a row depends on the other rows: `all_reduce` chooses the
+        order by the position of an element in `t`. (The order does not matter for two terms, or if
+        only one is not zero.)"""
+
+    @abstractmethod
+    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        """Concatenates the ranks' tensors of equal shape along `dim` in rank order."""
+
+    @abstractmethod
+    def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
+        """t [size * n, ...] -> [n, ...]: part `rank` of the sum over the ranks."""
+
+    @abstractmethod
+    def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        """Overwrites `t` with that of rank `src`; returns `t`."""
+
+    @abstractmethod
+    def send(self, t: torch.Tensor, dst: int) -> Handle:
+        """Starts sending `t` to rank `dst`; `t` must not change before `wait()` returns."""
+
+    @abstractmethod
+    def recv(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        """Fills `t` with the next tensor sent by rank `src`; returns `t`."""
+
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        """In this context, operations return this rank's own values in the right shape, without
+        peers."""
+        yield
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises `GroupError` if the group was aborted: results since then are not valid."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Makes the operation in flight fail, here and at the peers. May be called from any
+        thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves at once: peers inside an operation get an error. Frees sockets and threads."""
+
+
+class SoloGroup(Group):
+    """A group of one rank: collectives change nothing."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        return t
+
+    def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
+        return t
+
+    def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        return t
+
+    def send(self, t: torch.Tensor, dst: int) -> Handle:
+        raise AssertionError(f"rank 0 of a group of one cannot send to rank {dst}")
+
+    def recv(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        raise AssertionError(f"rank 0 of a group of one cannot receive from rank {src}")
+
+    def check(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class _Sending(Handle):
+    group: ProcessGroup
+    work: Any
+    tensor: torch.Tensor  # kept alive until the transport has read it
+
+    def wait(self) -> None:
+        self.group.finish("send", self.work)
+
+
+class ProcessGroup(Group):
+    """A group over a transport; `reopen` sets the transport and `close` removes it."""
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        """`name`: used in messages and in the store's keys."""
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self._transport: Transport | None = None
+        self._dry_run = False
+
+    @contextmanager
+    def dry_run(self) -> Iterator[None]:
+        self._dry_run = True
+        try:
+            yield
+        finally:
+            self._dry_run = False
+
+    def reopen(self, transport: Transport) -> None:
+        """Closes the current transport and uses this one."""
+        self.close()
+        self._transport = transport
+
+    def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
+        if not t.is_contiguous():
+            return t.copy_(self.all_reduce(t.contiguous()))
+        self._run("allreduce", [t])
+        return t
+
+    def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
+        elements = t.numel()
+        if self.size < 3 or t.device.type != "cpu" or not elements or self._dry_run:
+            return self.all_reduce(t)
+        # Each rank sums one part of the elements: [ranks, elements / ranks] is sent and received.
+        sent = t.new_zeros(self.size, -(-elements // self.size))
+        sent.view(-1)[:elements] = t.reshape(-1)
+        terms = torch.empty_like(sent)
+        self._run("alltoall_base", terms, sent, [], [])
+        total = terms[0].float()
+        for term in terms[1:]:
+            total += term
+        whole = self.all_gather(total.to(t.dtype), 0)[:elements]
+        return t.copy_(whole.view(t.shape))
+
+    def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
+        t = t.contiguous()
+        if self._dry_run:
+            return torch.cat([t] * self.size, dim=dim)
+        parts = [torch.empty_like(t) for _ in range(self.size)]
+        self._run("allgather", [parts], [t])
+        return torch.cat(parts, dim=dim)
+
+    def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
+        if self._dry_run:
+            return t[: len(t) // self.size].clone()
+        part = t.new_empty(len(t) // self.size, *t.shape[1:])
+        self._run("_reduce_scatter_base", part, t.contiguous())
+        return part
+
+    def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        if not t.is_contiguous():
+            return t.copy_(self.broadcast(t.contiguous(), src))
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        self._run("broadcast", [t], options)
+        return t
+
+    def send(self, t: torch.Tensor, dst: int) -> Handle:
+        t = t.contiguous()
+        return _Sending(self, self._start("send", [t], dst, 0), t)
+
+    def recv(self, t: torch.Tensor, src: int) -> torch.Tensor:
+        if not t.is_contiguous():
+            return t.copy_(self.recv(torch.empty_like(t).contiguous(), src))
+        self._run("recv", [t], src, 0)
+        return t
+
+    def check(self) -> None:
+        if self._transport is None or self._transport.aborted:
+            raise GroupError(f"group {self.name!r} was aborted or left")
+
+    def abort(self) -> None:
+        transport = self._transport
+        if transport is not None:
+            transport.abort()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def finish(self, operation: str, work: Any) -> None:
+        """Waits for an operation that `_start` returned. Raises `GroupError`."""
+        self.check()
+        transport = self._transport
+        assert transport is not None
+        wait = transport.wait_for_peer if operation in ("send", "recv") else transport.wait
+        self._guard(operation, wait, work)
+
+    def _run(self, operation: str, *args: Any) -> None:
+        if self._dry_run:
+            return
+        self.finish(operation, self._start(operation, *args))
+
+    def _start(self, operation: str, *args: Any) -> Any:
+        self.check()
+        assert self._transport is not None
+        return self._guard(operation, getattr(self._transport.backend, operation), *args)
+
+    def _guard(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            result = call(*args)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # this worker's own error: its peers are not to blame
+        except RuntimeError as error:
+            raise GroupError(f"group {self.name!r}: {operation}: {first_line(error)}") from error
+        self.check()
+        return result
+
+
+def make_group(name: str, rank: int, size: int) -> Group:
+    """Returns a group that is not formed yet, or a `SoloGroup`, which does not need forming."""
+    return SoloGroup() if size == 1 else ProcessGroup(name, rank, size)

@@ -1,0 +1,1 @@
+"""Experts over ranks: placement, balance and exchange."""

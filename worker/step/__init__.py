@@ -1,0 +1,1 @@
+"""One step: rows, slots, block tables, KV cache and the forward pass."""

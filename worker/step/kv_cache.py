@@ -1,0 +1,99 @@
+"""The number of KV blocks of a worker, and their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from swell.configs.runtime.process import available_memory_bytes
+from swell.configs.scheduler import SchedulerConfig
+from swell.configs.schema import CacheConfig
+from swell.worker.layers.attention import Attention
+
+
+def keeps_kv(layers: Sequence[Attention]) -> bool:
+    """Whether later steps read K and V of these layers. If tokens attend to later tokens, a whole
+    text is computed in one step, and nothing is kept."""
+    return not any(layer.lookahead for layer in layers)
+
+
+def blocks_of_steps(scheduler: SchedulerConfig, block_tokens: int) -> int:
+    """Returns the number of blocks for all steps in flight, in which each row may leave one block
+    partly empty, plus one block per running row that the scheduler keeps free."""
+    rows = scheduler.max_rows
+    step = -(-scheduler.max_tokens_per_step // block_tokens) + rows
+    return scheduler.steps_in_flight * step + rows
+
+
+def bytes_per_block(layers: Sequence[Attention], block_tokens: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of one block in all layers, K and V together."""
+    if not keeps_kv(layers):
+        layers = layers[:1]
+    elements = sum(layer.kv_heads * layer.head_dim for layer in layers)
+    return 2 * elements * block_tokens * dtype.itemsize
+
+
+def free_bytes(device: torch.device, local_workers: int) -> int:
+    """Returns the free bytes of the device; on CPU, this worker's share of the free memory of the
+    machine, within its cgroup limits."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_memory_bytes() // local_workers
+
+
+def count_blocks(
+    cache: CacheConfig,
+    block_bytes: int,
+    free: int,
+    useful_blocks: int | None,
+) -> int:
+    """Returns the number of blocks of the cache.
+
+    `free`: unused bytes of the device; `useful_blocks`: the most blocks that the rows can use
+    (None: memory is the only limit). Raises `ValueError` if not even one fits.
+    """
+    if block_bytes == 0:  # a stage without attention
+        return useful_blocks or 1
+    budget = cache.memory_bytes or int(free * cache.memory_fraction)
+    blocks = budget // block_bytes
+    if blocks < 1:
+        limit = (
+            f"cache.memory_bytes={cache.memory_bytes}"
+            if cache.memory_bytes
+            else f"cache.memory_fraction={cache.memory_fraction} of {free} free bytes"
+        )
+        raise ValueError(
+            f"not one KV block of {cache.block_tokens} tokens fits: it takes {block_bytes} bytes, "
+            f"{limit} gives {budget}; raise the limit, lower cache.block_tokens, or split the "
+            "model over more workers with parallel.tensor or parallel.pipeline"
+        )
+    return blocks if useful_blocks is None else min(blocks, useful_blocks)
+
+
+def allocate(
+    layers: Sequence[Attention],
+    num_blocks: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Binds a zeroed cache of `num_blocks` blocks to every layer.
+
+    On CPU the system allocates a page when it is first written. Layers that do not keep K and V are
+    equal, and share one cache in turn.
+    """
+    caches: tuple[torch.Tensor, torch.Tensor] | None = None
+    for layer in layers:
+        if caches is None or keeps_kv(layers):
+            shape = (num_blocks, layer.kv_heads, block_tokens, layer.head_dim)
+            caches = (
+                torch.zeros(shape, dtype=dtype, device=device),
+                torch.zeros(shape, dtype=dtype, device=device),
+            )
+        layer.bind_cache(*caches)
+
+
+def block_rows(cache: torch.Tensor) -> torch.Tensor:
+    """[blocks, ...] -> [blocks, bytes]: the raw bytes of each block."""
+    return cache.view(torch.uint8).view(len(cache), -1)
