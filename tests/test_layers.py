@@ -213,6 +213,31 @@ def test_libraries_stay_on_their_floors(name: str) -> None:
         assert any(fnmatch(name, home) for home in homes), f"{name} imports {library}: {homes}"
 
 
+def folder_of(module: str) -> str:
+    """The folder of a module, or of a package, of ours."""
+    path = module.removeprefix("swell.").replace(".", "/")
+    return path if (ROOT / path).is_dir() else path.rpartition("/")[0]
+
+
+def test_folders_side_by_side_import_one_way_only() -> None:
+    edges = {
+        (name.rpartition("/")[0], folder_of(module))
+        for name in FILES
+        for module in imports(name)
+        if module.startswith("swell.")
+    }
+    assert ("cluster/api/chat", "cluster/api/answers") in edges
+    both_ways = {
+        (one, other)
+        for one, other in edges
+        if (other, one) in edges
+        and not one.startswith(f"{other}/")
+        and not other.startswith(f"{one}/")
+        and one < other
+    }
+    assert both_ways == set()
+
+
 def _on_a_ground() -> list[str]:
     return [
         name

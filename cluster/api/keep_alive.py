@@ -18,7 +18,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swell.cluster.api.answers.event_stream import EVENT_HEADERS, IS_EVENT_STREAM
+from swell.cluster.api.answers.event_stream import EVENT_HEADERS
+from swell.cluster.api.server.response_framing import IS_EVENT_STREAM
 from swell.cluster.text.params.sampling_params import BadRequest, shown
 
 EARLY_HEAD = "x-swell-early-head"

@@ -28,6 +28,7 @@ from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.plan import control_state
 from swell.cluster.control.plan.backoff import Trouble
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.control_state import (
     ControlState,
     Leadership,
@@ -36,7 +37,7 @@ from swell.cluster.control.plan.control_state import (
     StartFailure,
 )
 from swell.cluster.control.plan.fleet_view import Intent
-from swell.cluster.control.ray.checkpoint_store import CheckpointStore, ClusterCheckpoint
+from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.upgrader import Upgrader

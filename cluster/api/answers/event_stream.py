@@ -10,10 +10,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from swell.cluster.api.answers.disconnect import run_until_disconnect
+from swell.cluster.api.server.response_framing import IS_EVENT_STREAM
 
-IS_EVENT_STREAM = "swell.events"
-"""Key of the request's state. If set, the response is an event stream with one HTTP chunk for each
-event."""
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",

@@ -7,22 +7,20 @@ result is byte for byte what `encode_line` makes of the typed chunks of `chat/` 
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.answers.logprobs import ChatLogprobs, CompletionLogprobs
 from swell.cluster.api.bodies.protocol_base import Usage, encode_line
 from swell.cluster.api.bodies.timings import Timings
-from swell.cluster.api.chat.protocol import ChatChunk, ChatDelta
-from swell.cluster.api.completions.protocol import CompletionChunk
 from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 """A comment that is sent while a stream waits."""
 
-_CLOSE = b"}\n\n"
-"""The end of a chunk and of its event."""
 _encode = encode_line
 
 
@@ -51,10 +49,10 @@ def comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-class _Stream:
-    """The common part of completion and chat streams."""
+class ChunkStream:
+    """Encodes the events of one streamed answer. A subclass names the type of its chunks."""
 
-    _kind: type[CompletionChunk] | type[ChatChunk]
+    _kind: type[Any]
     """The type of the chunks."""
     _text: bytes
     """The field of a choice that holds text, with a `%b` placeholder for the text."""
@@ -97,36 +95,3 @@ class _Stream:
         if usage is UNSET and timings is UNSET:
             return []
         return [event(msgspec.structs.replace(self._empty, usage=usage, timings=timings))]
-
-
-class CompletionStream(_Stream):
-    """Encodes the events of one streamed `/v1/completions` answer."""
-
-    _kind = CompletionChunk
-    _text = b'"text":%b'
-
-
-class ChatStream(_Stream):
-    """Encodes the events of one streamed `/v1/chat/completions` answer."""
-
-    _kind = ChatChunk
-    _text = b'"delta":{"content":%b}'
-
-    def role(
-        self,
-        index: int = 0,
-        prompt_token_ids: list[int] | None = None,
-        usage: Usage | None = None,
-    ) -> bytes:
-        """Encodes the first event of a choice: its role. `prompt_token_ids` is a field of the chunk
-        itself."""
-        event = self.delta(ChatDelta(role="assistant", content=""), index, TEXT_ONLY, usage)
-        if prompt_token_ids is None:
-            return event
-        ids = b',"prompt_token_ids":' + _encode(prompt_token_ids)
-        return event.removesuffix(_CLOSE) + ids + _CLOSE
-
-    def delta(
-        self, delta: ChatDelta, index: int, fields: ChunkFields, usage: Usage | None = None
-    ) -> bytes:
-        return self._chunk(b'"delta":' + _encode(delta), index, fields, usage)

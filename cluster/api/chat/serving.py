@@ -12,11 +12,12 @@ from msgspec import UNSET
 from swell.cluster.api.answers.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs_body
 from swell.cluster.api.answers.output_parts import PartReader
 from swell.cluster.api.answers.response_writer import ResponseWriter, choice_usage, usage_of
-from swell.cluster.api.answers.sse import DONE, TEXT_ONLY, ChatStream, ChunkFields
-from swell.cluster.api.bodies.protocol_base import CompletionTokensDetails, Usage
+from swell.cluster.api.answers.sse import DONE, TEXT_ONLY, ChunkFields, ChunkStream
+from swell.cluster.api.bodies.protocol_base import CompletionTokensDetails, Usage, encode_line
 from swell.cluster.api.chat.protocol import (
     CalledFunction,
     ChatChoice,
+    ChatChunk,
     ChatCompletion,
     ChatCompletionRequest,
     ChatDelta,
@@ -38,6 +39,36 @@ class ReasoningCounter(Protocol):
     def reasoning_tokens(self, texts: Sequence[str], most: int) -> int: ...
 
     async def reasoning_tokens_offloaded(self, texts: Sequence[str], most: int) -> int: ...
+
+
+_CLOSE = b"}\n\n"
+"""The end of a chunk and of its event."""
+
+
+class ChatStream(ChunkStream):
+    """Encodes the events of one streamed `/v1/chat/completions` answer."""
+
+    _kind = ChatChunk
+    _text = b'"delta":{"content":%b}'
+
+    def role(
+        self,
+        index: int = 0,
+        prompt_token_ids: list[int] | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """Encodes the first event of a choice: its role. `prompt_token_ids` is a field of the chunk
+        itself."""
+        event = self.delta(ChatDelta(role="assistant", content=""), index, TEXT_ONLY, usage)
+        if prompt_token_ids is None:
+            return event
+        ids = b',"prompt_token_ids":' + encode_line(prompt_token_ids)
+        return event.removesuffix(_CLOSE) + ids + _CLOSE
+
+    def delta(
+        self, delta: ChatDelta, index: int, fields: ChunkFields, usage: Usage | None = None
+    ) -> bytes:
+        return self._chunk(b'"delta":' + encode_line(delta), index, fields, usage)
 
 
 class ChatResponseWriter(ResponseWriter):

@@ -13,11 +13,23 @@ from swell.cluster.api.answers.logprobs import (
     prompt_logprobs_body,
 )
 from swell.cluster.api.answers.response_writer import ResponseWriter, choice_usage
-from swell.cluster.api.answers.sse import DONE, ChunkFields, CompletionStream
+from swell.cluster.api.answers.sse import DONE, ChunkFields, ChunkStream
 from swell.cluster.api.bodies.protocol_base import Usage, usage
-from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
+from swell.cluster.api.completions.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionRequest,
+)
 from swell.cluster.api.routed_experts_body import routed_experts_body
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
+
+
+class CompletionStream(ChunkStream):
+    """Encodes the events of one streamed `/v1/completions` answer."""
+
+    _kind = CompletionChunk
+    _text = b'"text":%b'
 
 
 class CompletionResponseWriter(ResponseWriter):

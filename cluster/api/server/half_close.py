@@ -25,8 +25,7 @@ from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from swell.cluster.api.answers.event_stream import IS_EVENT_STREAM
-from swell.cluster.api.server.response_framing import is_http10
+from swell.cluster.api.server.response_framing import IS_EVENT_STREAM, is_http10
 
 PROBE_S = 1.0
 """The wait before the probe. Most answers begin sooner, so their clients see nothing unusual; a

@@ -18,6 +18,10 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+IS_EVENT_STREAM = "swell.events"
+"""Key of the request's state. If set, the response is an event stream with one HTTP chunk for each
+event."""
+
 
 def is_http10(cycle: RequestResponseCycle) -> bool:
     return bool(cycle.scope["http_version"] == "1.0")

@@ -22,8 +22,8 @@ import msgspec
 from msgspec.structs import replace
 
 from swell.cluster.control.plan.backoff import Backoff, Trouble
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.fleet_view import FleetView, Intent, Place
-from swell.cluster.control.ray.checkpoint_store import ClusterCheckpoint
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.manager_state import Sleep
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.drain_record import DrainRecord
 from swell.cluster.control.plan.versions import UpgradeRecord
-from swell.cluster.control.ray.checkpoint_store import CheckpointStore, ClusterCheckpoint
+from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.configs.lora import Adapter
 from swell.configs.runtime.log import StructuredLogger
 from swell.coordinator.manager_state import ManagerId, ManagerState, Sleep

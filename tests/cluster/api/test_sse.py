@@ -30,7 +30,9 @@ from swell.cluster.api.chat.protocol import (
     FunctionDelta,
     ToolCallDelta,
 )
+from swell.cluster.api.chat.serving import ChatStream
 from swell.cluster.api.completions.protocol import CompletionChunk, CompletionChunkChoice
+from swell.cluster.api.completions.serving import CompletionStream
 from swell.cluster.api.messages.message import BlockDelta, TextDelta
 
 TEXT = st.text(max_size=5)
@@ -105,9 +107,9 @@ def test_chunks_are_the_typed_ones(
         text=text, **fields, prompt_token_ids=rest.prompt_token_ids
     )
     plain = CompletionChunk(**head, choices=[typed_choice], **tail)
-    stream = sse.CompletionStream("x-1", 7, model, include_usage=with_usage)
+    stream = CompletionStream("x-1", 7, model, include_usage=with_usage)
     assert payload(stream.chunk(text, index, rest, used)) == encode_line(plain)
-    chats = sse.ChatStream("x-1", 7, model, include_usage=with_usage)
+    chats = ChatStream("x-1", 7, model, include_usage=with_usage)
     rest = rest if rest is TEXT_ONLY else msgspec.structs.replace(rest, prompt_token_ids=UNSET)
     for said, got in (
         (ChatDelta(content=text), chats.chunk(text, index, rest, used)),
@@ -125,14 +127,14 @@ def test_the_role_is_the_typed_chunk(ids: Any, used: Usage | None, with_usage: b
     chunk = ChatChunk(
         id="x-1", created=7, model="m", choices=[choice], prompt_token_ids=ids, **tail
     )
-    stream = sse.ChatStream("x-1", 7, "m", include_usage=with_usage)
+    stream = ChatStream("x-1", 7, "m", include_usage=with_usage)
     event = stream.role(1, None if ids is UNSET else ids, used)
     assert payload(event) == encode_line(chunk)
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
 def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
-    stream = sse.ChatStream("c", 1, "m", include_usage=with_usage)
+    stream = ChatStream("c", 1, "m", include_usage=with_usage)
     events = [
         stream.role(),
         stream.chunk('a "b"\n\u2028'),
@@ -160,10 +162,10 @@ def test_the_data_of_an_event_are_one_line_for_every_reader(text: str) -> None:
     fields = ChunkFields(stop_reason=text, finish_reason="stop")
     calls = [ToolCallDelta(index=0, function=FunctionDelta(arguments=text))]
     events = {
-        sse.ChatStream("i", 7, "m").chunk(text, 0): '{"content"',
-        sse.ChatStream("i", 7, text).chunk("", 0, fields): '"stop_reason"',
-        sse.ChatStream("i", 7, "m").delta(ChatDelta(tool_calls=calls), 0, TEXT_ONLY): "arguments",
-        sse.CompletionStream("i", 7, "m").chunk(text, 0): '"text"',
+        ChatStream("i", 7, "m").chunk(text, 0): '{"content"',
+        ChatStream("i", 7, text).chunk("", 0, fields): '"stop_reason"',
+        ChatStream("i", 7, "m").delta(ChatDelta(tool_calls=calls), 0, TEXT_ONLY): "arguments",
+        CompletionStream("i", 7, "m").chunk(text, 0): '"text"',
         sse.event(ErrorBody(error=ErrorDetail(message=text))): "message",
         named_event(BlockDelta(index=0, delta=TextDelta(text=text))): "text_delta",
     }
@@ -193,7 +195,7 @@ def test_events_name_the_version_once_it_is_known(version: str) -> None:
     head: dict[str, Any] = {"id": "i", "created": 7, "model": "m"}
     if version:
         head["system_fingerprint"] = version
-    chat, text = sse.ChatStream("i", 7, "m"), sse.CompletionStream("i", 7, "m")
+    chat, text = ChatStream("i", 7, "m"), CompletionStream("i", 7, "m")
     choice = ChatChunkChoice(index=1, delta=ChatDelta(content="a"))
     one = CompletionChunkChoice(index=1, text="a")
     for stream in (chat, text):

@@ -15,8 +15,8 @@ from typing import Any
 from msgspec.structs import replace as with_fields
 
 from swell.cluster.control.plan import control_state
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.fleet_view import EngineStatus, FleetView, Intent, Place
-from swell.cluster.control.ray.checkpoint_store import ClusterCheckpoint
 from swell.configs.schema import Config, load
 
 _REST_MOVES = 60

@@ -20,9 +20,9 @@ from swell.cluster.control.engines.engine_handle import (
     WeightsRefused,
 )
 from swell.cluster.control.manager import ClusterManager
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.fleet_view import Intent
 from swell.cluster.control.plan.versions import UpgradeStage, Version
-from swell.cluster.control.ray.checkpoint_store import ClusterCheckpoint
 from swell.configs.schema import load
 from swell.coordinator import roster
 from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading

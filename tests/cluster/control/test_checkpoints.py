@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.versions import UpgradeRecord
-from swell.cluster.control.ray.checkpoint_store import CheckpointStore, ClusterCheckpoint
+from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.transport.ground import ThreadGround

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swell.cluster.control.ray.checkpoint_store import ClusterCheckpoint
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.text.adapters import AdapterRefused, LoadedAdapters
 from swell.configs.lora import Adapter, LoraConfig
 from tests.cluster.control.fake_manager import ManagerHarness, run

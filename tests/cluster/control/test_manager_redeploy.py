@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from swell.cluster.control.manager import ClusterManager
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.control_state import ScaleRefused
-from swell.cluster.control.ray.checkpoint_store import ClusterCheckpoint
 from tests.cluster.control.fake_manager import (
     CHECKPOINT_S,
     FakeCheckpointStore,

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from swell.cluster.control.manager import ClusterManager
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.control_state import ScaleRefused
-from swell.cluster.control.ray.checkpoint_store import ClusterCheckpoint
 from swell.coordinator import roster
 from swell.coordinator.manager_state import ManagerState, Sleep
 from swell.coordinator.roster import Member, Roster
