@@ -158,7 +158,7 @@ def draw(record: Record) -> str:
         f"{record.answers} answers, {record.failed} failed, {record.wrong} different from an "
         "undisturbed run"
     )
-    note = f"output tokens per second; nano, {STREAMS} streams, {machine()['cpu']}, {today()}"
+    note = f"output tokens per second; nano, {STREAMS} streams, {machine()['processor']}, {today()}"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
