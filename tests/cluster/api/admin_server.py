@@ -1,5 +1,5 @@
-"""An ingress of a fake cluster on a thread, for many requests of tests that wait for each; and what
-its admin routes take, from the routes themselves."""
+"""An ingress of a fake cluster on a thread, for tests that send many blocking requests, and the
+bodies that its admin routes accept, derived from the routes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ SAMPLES: dict[type, str] = {
     inspect.StrType: '"/m"',
     inspect.NoneType: "null",
 }
-"""A value of each type that a field of the admin API has. A field of another type needs a line."""
+"""A valid value of each type that a field of the admin API has. A field of another type needs a new
+entry."""
 
 
 class AdminRoute(NamedTuple):
@@ -52,7 +53,8 @@ class AdminRoute(NamedTuple):
         return () if self.body is None else inspect.type_info(self.body).fields  # type: ignore[attr-defined]
 
     def valid(self, **values: str) -> str:
-        """A body that is accepted, as JSON; `values` are written for fields as they are."""
+        """Returns an accepted body as JSON. `values` maps field names to JSON texts and overrides
+        the samples."""
         parts = {one.name: sample_of(one) for one in self.fields if one.required} | values
         return "{" + ",".join(f'"{name}":{value}' for name, value in parts.items()) + "}"
 
@@ -66,7 +68,8 @@ def sample_of(field: inspect.Field) -> str:
 
 
 def admin_routes(routes: Any) -> list[AdminRoute]:
-    """Those of a route table; what each takes is in the OpenAPI document's table."""
+    """Returns the admin routes of a route table, each with the body type that `OPERATIONS`
+    documents."""
     documented = {(one.method.upper(), one.path): one for one in OPERATIONS}
     found = []
     for route in routes:
@@ -84,7 +87,7 @@ GETS = [route for route in ROUTES if route.method == "GET"]
 
 
 class AdminServer:
-    """A server that listens; requests to it wait for their answers."""
+    """A running server. Requests to it block until they are answered."""
 
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
@@ -92,7 +95,8 @@ class AdminServer:
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=DEADLINE_S)
 
     def changes(self) -> list[str]:
-        """Calls that the manager has received since the last time."""
+        """Returns and clears the calls that the manager received since the last call of this
+        method."""
         calls = [call for call in self.cluster.manager.calls if call != "describe"]
         self.cluster.manager.calls.clear()
         return calls
@@ -105,7 +109,8 @@ class AdminServer:
         return self.client.post(path, content=content, headers={**JSON, **named})
 
     def send(self, data: bytes) -> bytes:
-        """All that comes back on a connection of its own until the server closes it."""
+        """Sends raw bytes on a new connection and returns everything that the server sends until it
+        closes."""
         with socket.create_connection(("127.0.0.1", self.port), DEADLINE_S) as sock:
             with contextlib.suppress(ConnectionResetError, BrokenPipeError):
                 sock.sendall(data)
@@ -116,7 +121,8 @@ class AdminServer:
             return b"".join(parts)
 
     def refused(self, answer: httpx.Response, status: int = 400) -> Any:
-        """The error of an answer that changed nothing, in the documented form."""
+        """Returns the error of a refusal. Checks that it changed nothing and has the documented
+        form."""
         assert self.changes() == []
         assert answer.status_code == status, answer.text[:500]
         assert answer.headers["content-type"] == "application/json"
@@ -126,7 +132,7 @@ class AdminServer:
 
 @contextlib.contextmanager
 def admin_server(folder: Path, **settings: Any) -> Iterator[AdminServer]:
-    """`folder` is empty."""
+    """Starts an `AdminServer`. `folder` must be empty: a tokenizer is written into it."""
     tokenizers_for_tests.chat_tokenizer().save_pretrained(folder)
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     thread = threading.Thread(target=lambda: asyncio.run(_serve(folder, settings, ready)))

@@ -1,4 +1,5 @@
-"""Requests that are made to keep others waiting: within the limits, or just beyond."""
+"""Requests that try to block the event loop for other clients: within the limits, or just
+beyond."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.cluster.api.loop_stall import post
 
 MIB = 1 << 20
 BODY = 16 * MIB - 4096
-"""The largest text of a body."""
+"""The largest JSON text that fits into a body, in bytes."""
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -43,26 +44,27 @@ FIELD = {
     TOKENIZE: "prompt",
     DETOKENIZE: "tokens",
 }
-"""The part by which a body of each route becomes large."""
+"""Route -> the field that is filled to make its body large."""
 _ROUTES_PER_KIND = 3
-"""Routes that get each kind of damage."""
+"""The number of routes that get each kind of damage."""
 
 
 def fill(part: bytes, size: int = BODY, by: bytes = b",") -> bytes:
-    """Repeat a part as often as `size` bytes allow."""
+    """Repeats a part as often as `size` bytes allow."""
     return by.join([part] * (size // (len(part) + len(by))))
 
 
 def with_field(path: str, name: str, raw: bytes, **extra: Any) -> bytes:
-    """A request whose field `name` is this JSON text."""
+    """Returns a request whose field `name` is this JSON text."""
     head = {**BASE[path], **extra}
     head.pop(name, None)
     return post(path, json.dumps(head)[:-1].encode() + f', "{name}": '.encode() + raw + b"}")
 
 
 def at_every_route() -> Iterator[tuple[str, bytes]]:
-    """Damage in the main field of a body. One reader finds it for all routes, so each kind goes to
-    three routes, and each route gets six kinds; damage outside that field goes to every route."""
+    """Yields bodies whose main field is damaged. All routes share one reader, so each kind of
+    damage goes to three routes, and each route gets six kinds. Damage outside the main field goes
+    to every route."""
     values = {
         "numbers": b"[" + fill(b"1") + b"]",
         "long numbers": b"[" + fill(b"12345.678901234567890123") + b"]",
@@ -94,7 +96,8 @@ def at_every_route() -> Iterator[tuple[str, bytes]]:
 
 
 def just_within() -> Iterator[tuple[str, bytes]]:
-    """Each kind of JSON value, as large as a body may be, where any value is allowed."""
+    """Yields each kind of JSON value, as large as a body may be, in fields that accept any
+    value."""
     nodes = MAX_NODES - 64
 
     def some(part: bytes, count: int) -> bytes:
@@ -237,7 +240,7 @@ def forms() -> Iterator[tuple[str, bytes]]:
 
 
 def sampling_fields() -> Iterator[tuple[str, bytes]]:
-    """Fields that control sampling."""
+    """Yields bodies with many or large fields that control sampling."""
 
     def made(name: str, value: Any, **extra: Any) -> bytes:
         return with_field(TEXT, name, json.dumps(value).encode(), **extra)
@@ -268,7 +271,7 @@ def sampling_fields() -> Iterator[tuple[str, bytes]]:
 
 
 def accepted() -> Iterator[tuple[str, bytes]]:
-    """Requests that reach an engine."""
+    """Yields requests that reach an engine."""
 
     def made(name: str, value: Any, **extra: Any) -> bytes:
         return with_field(TEXT, name, json.dumps(value).encode(), **extra)
@@ -281,7 +284,7 @@ def accepted() -> Iterator[tuple[str, bytes]]:
 
 
 def histories() -> Iterator[tuple[str, bytes]]:
-    """Fields that are ignored, as many as a body may hold."""
+    """Yields histories with as many ignored fields as a body may hold."""
     nodes, values = MAX_NODES - 64, MAX_VALUES - 64
     keys = b",".join(b'"k%d":1' % n for n in range(nodes - 64))
     much = {
@@ -314,7 +317,7 @@ def histories() -> Iterator[tuple[str, bytes]]:
 
 
 def packed() -> Iterator[tuple[str, bytes]]:
-    """Small bodies that decompress to large ones."""
+    """Yields small bodies that decompress to large ones."""
     bodies = {
         "a bomb": b" " * 64 * MIB,
         "spaces": json.dumps(BASE[TEXT]).encode() + b" " * (BODY - 100),
@@ -339,7 +342,7 @@ def packed() -> Iterator[tuple[str, bytes]]:
 
 
 def long_answers() -> Iterator[tuple[str, bytes]]:
-    """Answers of few tokens, with much to report."""
+    """Yields requests whose answers have few tokens but much to report, e.g. logprobs."""
 
     def made(**payload: Any) -> bytes:
         return post(TEXT, {**BASE[TEXT], "echo": True, "return_token_ids": True, **payload})
@@ -352,7 +355,7 @@ def long_answers() -> Iterator[tuple[str, bytes]]:
 
 
 def heads() -> Iterator[tuple[str, bytes]]:
-    """Request heads."""
+    """Yields hostile request heads."""
     line = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
     yield "a long header", line + b"X-Long: " + b"a" * 64 * MIB
     yield "many headers", line + b"a: b\r\n" * 4_000_000

@@ -1,5 +1,5 @@
-"""Names of the fields of request bodies: OpenAI's from the installed client, those of vLLM and
-SGLang as their servers' protocol files have them (read in November 2026). Names only."""
+"""Names of the fields of request bodies. OpenAI's come from the installed client. Those of vLLM and
+SGLang were copied from the protocol files of their servers in November 2026."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ vllm_xargs watermarking
 best_of early_stopping guided_choice guided_decoding_backend guided_grammar guided_json
 guided_json_object guided_regex guided_whitespace_pattern logits_processors structural_tag
 """
-"""The last two lines are those of earlier versions, which clients still send."""
+"""The last two lines are fields of earlier vLLM versions, which clients still send."""
 
 _VLLM_RESPONSES = """
 background cache_salt enable_response_messages ignore_eos include include_stop_str_in_output input

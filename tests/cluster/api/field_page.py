@@ -55,8 +55,9 @@ def names(route: str) -> list[str]:
 
 
 def does(route: str, name: str) -> tuple[str, Any]:
-    """How a field is handled: served, means, taken or refused; with the field that it means, or the
-    values that are not refused. Raises KeyError for an unknown field."""
+    """Returns how a field is handled: "served", "means", "taken" or "refused". The second value is
+    the field that it stands for ("means") or the values that are accepted all the same ("refused").
+    Raises KeyError for an unknown field."""
     kind = KINDS[route]
     table, own = kind.ECOSYSTEM, name in kind.__struct_fields__
     if name in table.means:

@@ -1,8 +1,8 @@
-"""How long one ingress keeps others waiting: the longest gap between the ticks of a task
-in its loop, while a client on a thread sends it bytes.
+"""Measures how long one request blocks the event loop of an ingress: the longest gap between the
+ticks of a task in that loop, while a client on a thread sends bytes.
 
-The client is a plain socket: its calls hold no interpreter lock, so what is measured is the
-server's part.
+The client is a plain socket: its calls do not hold the GIL, so only the time of the server is
+measured.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ANSWER_S = 60.0
 
 
 class LoopStallMonitor:
-    """A task in the loop that it measures; `longest_s` is the longest gap since `reset`.
+    """A task in the measured loop. `longest_s` is the longest gap since `reset`.
 
-    A gap counts as far as this process computed in it: where others have the machine's cores, a
-    loop is late through no fault of its own.
+    A gap counts only as far as this process used CPU time in it: if other processes have the cores,
+    the loop is late through no fault of its own.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,8 @@ class LoopStallMonitor:
 
 
 class StallHarness:
-    """A cluster of one ingress and one engine that never answers, and its stall_monitor."""
+    """A cluster of one ingress and one engine, with a `LoopStallMonitor` in the loop of the
+    ingress. The engine never answers unless it has a script."""
 
     def __init__(self, cluster: FakeCluster, engine: FakeEngine) -> None:
         self.cluster = cluster
@@ -65,8 +66,9 @@ class StallHarness:
         self.address = (url.host, url.port)
 
     async def longest_stall(self, request: bytes) -> tuple[float, int, bytes]:
-        """The longest gap while this request is served; the status and the beginning of its answer,
-        or 0 and nothing where an engine got it that never answers."""
+        """Returns the longest gap in seconds while this request is served, its status and the first
+        bytes of its answer. Status and bytes are 0 and empty if the request reached an engine that
+        never answers."""
         await asyncio.sleep(5 * TICK_S)
         self.stall_monitor.reset()
         status, start = await asyncio.to_thread(self._exchange, request)
@@ -85,7 +87,7 @@ class StallHarness:
                 if not ready.poll(50):
                     if self.engine.credit_steps or len(self.engine.arrived) == arrived:
                         continue
-                    time.sleep(0.1)  # the rest of its answers, where it requests several
+                    time.sleep(0.1)  # the rest of its responses, if the bytes hold several requests
                     return 0, b""
                 try:
                     part = connection.recv(1 << 16)
@@ -103,7 +105,7 @@ class StallHarness:
 async def stall_harness(
     folder: Path, script: list[int] | None = None, **settings: object
 ) -> AsyncIterator[StallHarness]:
-    """With a `script` the engine gives every request this answer."""
+    """Yields a running `StallHarness`. With a `script` the engine answers every request with it."""
     settings.setdefault("cache.block_tokens", 16)
     async with FakeCluster(folder, script, **settings).serving() as cluster:
         engine = cluster.start(0, UNLIMITED_STEPS if script else 0)

@@ -1,7 +1,7 @@
-"""`python -m tests.cluster.api.otlp_collector [STATUS ...]`: a collector of OTLP over HTTP.
+"""`python -m tests.cluster.api.otlp_collector [STATUS ...]`: an OTLP collector over HTTP.
 
-Its first line is its port. Then each span that it is sent is a line of JSON. The first batches are
-answered with the given statuses, all others are taken.
+It prints its port as the first line, then each received span as a line of JSON. It answers the
+first batches with the given statuses and accepts all later ones.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def value_of(value: Any) -> Any:
 
 
 class Collector:
-    """The process, seen by a test."""
+    """The collector process, as a test uses it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._lines: SimpleQueue[str] = SimpleQueue()
@@ -86,7 +86,8 @@ class Collector:
         self.endpoint = f"http://127.0.0.1:{int(self._lines.get(timeout=DEADLINE_S))}"
 
     def take(self, count: int, trace_id: str | None = None) -> list[dict[str, Any]]:
-        """So many spans, in the order in which they came; of one trace, without those before."""
+        """Returns the next `count` spans in order of arrival. With a `trace_id`, skips and drops
+        the spans of other traces."""
         taken: list[dict[str, Any]] = []
         while len(taken) < count:
             span = json.loads(self._lines.get(timeout=DEADLINE_S))

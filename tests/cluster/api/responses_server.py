@@ -1,6 +1,6 @@
-"""A cluster whose `/v1/responses` OpenAI's client calls: over HTTP, through an ingress, to an
-engine whose answers the test scripts. The store is in this process, with a clock that the test
-moves."""
+"""A cluster whose `/v1/responses` is called with OpenAI's client: over HTTP, through an ingress, to
+an engine with scripted answers. The response store is in this process. Its clock is moved by the
+test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOK = {
 
 
 class FakeResponseStore:
-    """The store, which counts its requests; while `away` it answers nothing."""
+    """A response store that records its requests. While `away` is set, every call fails."""
 
     def __init__(self) -> None:
         self.limit, self.limit_bytes = 100, 10**7
@@ -43,11 +43,11 @@ class FakeResponseStore:
         self.forget()
 
     def store_handle(self) -> StoreHandle:
-        """The handle of another ingress, which may be away by itself."""
+        """Returns the handle for another ingress. Each handle can be `away` separately."""
         return StoreHandle(self)
 
     def forget(self) -> None:
-        """Lose everything that was stored, as a successor has."""
+        """Loses all stored responses, as a restarted store process does."""
         self.store = ResponseStore(self.limit, self.limit_bytes, 1000.0)
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -61,13 +61,13 @@ class FakeResponseStore:
             self.heartbeats += 1
         if (
             not isinstance(request, Heartbeat) or request.ids
-        ):  # an idle ingress heartbeats in between
+        ):  # skips the heartbeats of an idle ingress
             self.requests.append(request)
         return self.store.handle(request, self.now_s)
 
 
 class StoreHandle:
-    """One ingress's handle of the store."""
+    """The store handle of one ingress."""
 
     def __init__(self, response_store: FakeResponseStore) -> None:
         self.away = False
@@ -84,8 +84,8 @@ class StoreHandle:
 
 
 class ResponsesServer:
-    """A cluster whose engine answers everything with `text`; None: with a text that depends on the
-    prompt."""
+    """A cluster whose engine answers every request with `text`. If `text` is None, the answer
+    depends on the prompt."""
 
     def __init__(self, folder: Path, text: str | None, **settings: object) -> None:
         TOKENIZER.save_pretrained(folder)
@@ -109,7 +109,7 @@ class ResponsesServer:
 
     @contextlib.asynccontextmanager
     async def second_ingress(self) -> AsyncIterator[tuple[StoreHandle, openai.AsyncOpenAI, Any]]:
-        """A second ingress: its store_handle to the response_store, its client, and itself."""
+        """Starts a second ingress. Yields its store handle, its client, and the ingress."""
         store_handle = self.response_store.store_handle()
         async with self.cluster.another_ingress(store_handle) as (ingress, url):
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
@@ -126,13 +126,13 @@ class ResponsesServer:
 
 
 def checked(response: Any) -> Any:
-    """Check that the response is exactly as OpenAI's types have it, and return it."""
+    """Checks that the response exactly matches OpenAI's types, and returns it."""
     plain = json.loads(response.model_dump_json(by_alias=True, exclude_unset=True))
     return Response.model_validate(plain, strict=True)
 
 
 async def wait_until(read: Callable[[], Any], condition: Callable[[Any], bool]) -> Any:
-    """Return what `look` returns as soon as `condition` holds for it."""
+    """Polls `read` until `condition` holds for its result, and returns that result."""
     async with asyncio.timeout(30):
         while not condition(found := await read()):
             await asyncio.sleep(0.005)

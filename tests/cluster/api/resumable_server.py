@@ -1,4 +1,4 @@
-"""A cluster of which several ingresses answer, and streams of it that are cut."""
+"""A cluster with several ingresses, and streams from it that the client cuts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cluster.fake_cluster import (
 KEY, LAST = "idempotency-key", "last-event-id"
 HELLO = [{"role": "user", "content": "hi"}]
 CALLED = f"it is 🎉 there{CALL}"
-"""An answer with content, of which a character has several tokens, and a call."""
+"""An answer with a tool call and content in which one character has several tokens."""
 _ANTHROPIC_LOOK = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
 _CHAT_LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
@@ -37,9 +37,9 @@ COMPLETION = (
         "ignore_eos": True,
     },
 )
-"""A path and a body: the simplest."""
+"""Path and body of the simplest request."""
 REQUESTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    # name -> path, body, text of the answer; None: tokens that depend on the seed
+    # Name -> path, body, text of the answer. None: the tokens depend on the seed.
     "completion": (*COMPLETION, None),
     "completions": (
         "/v1/completions",
@@ -105,7 +105,7 @@ class ResumableServer:
         steps: int = UNLIMITED_STEPS,
         **settings: object,
     ) -> None:
-        """The engine may take so many steps at first."""
+        """Starts the engine with credit for `steps` steps."""
         TOKENIZER.save_pretrained(folder)
         tokens = None
         if text is not None:
@@ -128,19 +128,19 @@ class ResumableServer:
         await self._open.aclose()
 
     async def another(self) -> Client:
-        """A client of an ingress that has nothing yet."""
+        """Starts another ingress, which keeps nothing yet, and returns a client of it."""
         other = self.cluster.another_ingress(self.store.store_handle())
         ingress, url = await self._open.enter_async_context(other)
         client = httpx.AsyncClient(base_url=url, timeout=DEADLINE_S)
         return Client(await self._open.enter_async_context(client), ingress)
 
     async def is_idle(self) -> None:
-        """Wait until no engine has a request."""
+        """Waits until no engine has a request."""
         await until(lambda: not self.engine.requests)
 
 
 class Client:
-    """Of one ingress."""
+    """A client of one ingress."""
 
     def __init__(self, http: httpx.AsyncClient, ingress: Ingress) -> None:
         self.http = http
@@ -148,7 +148,7 @@ class Client:
 
     @property
     def kept(self) -> int:
-        """Answers that its ingress keeps."""
+        """The number of answers that its ingress keeps."""
         return len(self.ingress.services.resumable._table)
 
     @property
@@ -157,7 +157,7 @@ class Client:
 
     @property
     def grace_timers(self) -> dict[Any, Any]:
-        """Of answers that run without a reader."""
+        """The grace timers of the answers that run without a reader."""
         return self.ingress.services.resumable._grace_timers
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
@@ -174,7 +174,7 @@ class Client:
     async def cut_stream(
         self, path: str, body: dict[str, Any], **headers: str
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The events one by one; the connection ends with the block."""
+        """Yields the events one by one. The connection is closed when the block exits."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         payload = {"model": "fake", **body, "stream": True}
         async with self.http.stream("POST", path, json=payload, headers=sent) as answer:
@@ -191,7 +191,8 @@ async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def events_of(content: bytes) -> list[bytes]:
-    """What must be the same whenever it is computed: all but the time of an end."""
+    """Returns the events without comments and completion times. They must be equal whenever an
+    answer is computed again."""
     return [
         re.sub(rb'"completed_at":[0-9]+', b"", event)
         for event in content.split(b"\n\n")

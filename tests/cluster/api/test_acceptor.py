@@ -1,5 +1,5 @@
-"""Of connections that come at once, many are accepted in one iteration of the loop, on every kind
-of loop."""
+"""The acceptor takes many pending connections in one iteration of the loop, on every kind of
+loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 
 
 class Listener(socket.socket):
-    """Fails with the given errors first."""
+    """A listening socket whose `accept` first raises the given errors."""
 
     failures: list[OSError]
 
@@ -31,7 +31,7 @@ class Listener(socket.socket):
 
 
 class Taken(asyncio.Protocol):
-    """Records the loop iteration in which it was made."""
+    """A protocol that records the loop iteration in which its connection was made."""
 
     def __init__(self, harness: AcceptorHarness) -> None:
         self._harness = harness
@@ -91,7 +91,7 @@ def test_one_iteration_accepts_many_connections(loop, monkeypatch):
 
     run(LOOPS[loop], work)
     assert len(harness.turns) == 100
-    # An iteration or two pass until the loop polls, and until the connection is made.
+    # The loop needs an iteration or two to poll, and another to make the connection.
     assert harness.turns[-1] - harness.turns[0] <= 12
 
 

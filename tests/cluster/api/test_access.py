@@ -1,4 +1,4 @@
-"""Which origins, host names and keys the admin API and the other routes accept."""
+"""Checks of the origins, host names and keys that the admin API and the other routes accept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 def responses(
     folder: Path, *requests: tuple[str, str, dict[str, str]], **settings: Any
 ) -> list[Any]:
-    """The answers' statuses and errors, then the calls that the manager received."""
+    """Returns status, code and message of each answer, then the calls that the manager received."""
 
     async def scenario() -> list[Any]:
         async with FakeCluster(folder, **settings).serving() as cluster:
@@ -83,8 +83,8 @@ def test_the_server_itself_and_listed_origins_are_allowed(folder: Path) -> None:
 
 
 def test_a_loopback_server_answers_under_its_own_names_alone(folder: Path) -> None:
-    """DNS rebinding: a page's name may resolve to the server's address, so that both are one
-    site."""
+    """DNS rebinding: an attacker's host name may resolve to the server's address, which makes page
+    and server the same origin. The server refuses such a name."""
     evil = {"host": "evil.example:8000"}
     *answers, _ = responses(
         folder, ("GET", "/v1/models", evil), ("POST", "/v1/chat/completions", {**evil, **JSON})

@@ -1,5 +1,5 @@
-"""Adapters over HTTP: `model` names them, an engine gets their name and a salt of them, both move
-with a request, and the routes of models list them."""
+"""Adapters over HTTP: `model` selects one. The engine receives its name and a salt made from it,
+both move with a request, and the model routes list the adapters."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_it_moves_to_another_engine_with_the_request(tmp_path: Path) -> None:
 
 
 def test_a_prefix_that_an_engine_has_for_one_adapter_attracts_no_other(tmp_path: Path) -> None:
-    """The ingress guesses prefixes by the salt: an equal prompt goes where it was computed, unless
-    it is for another adapter."""
+    """The ingress predicts cached prefixes by the salt. An equal prompt goes to the engine that
+    computed it, unless it is for another adapter."""
 
     async def scene(cluster: FakeCluster) -> None:
         engines = [await cluster.join(rank) for rank in range(2)]

@@ -1,5 +1,5 @@
-"""Adapters that operators load and unload over HTTP: what vLLM's clients send is accepted, requests
-carry the adapter to whichever engine serves them, and everything else is refused by name."""
+"""Operators load and unload adapters over HTTP. What vLLM's clients send is accepted, requests
+carry the adapter to the engine that serves them, and everything else is refused by name."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def play(
     is_silent: bool = False,
     **settings: object,
 ) -> None:
-    """With a manager that keeps names, and a coordinator that publishes them; `is_silent`: not
-    yet."""
+    """Runs a scene with a manager that keeps adapter names and a coordinator that publishes them.
+    If `is_silent`, the coordinator publishes nothing at first."""
     tokenizers_for_tests.chat_tokenizer().save_pretrained(folder)
     own = adapters.make_adapter(folder / "own", SHAPES, seed=77)
     on = {"lora.enabled": True, "lora.adapters": {"own": str(own)}, **settings}
@@ -60,7 +60,8 @@ def made(folder: Path, name: str, seed: int = 0, **settings: Any) -> str:
 
 
 def test_an_ingress_that_has_seen_no_view_refuses_no_adapter(tmp_path: Path) -> None:
-    """It has just started, and the coordinator is silent."""
+    """An ingress that has just started, while the coordinator is silent, holds requests for unknown
+    adapters until it has a view."""
 
     async def scene(cluster: FakeCluster) -> None:
         client = cluster.client
@@ -142,7 +143,8 @@ def test_other_files_under_a_name_have_another_salt(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_joins_later_is_told_with_the_request(tmp_path: Path) -> None:
-    """And an answer that has begun goes on with its adapter, though that was unloaded."""
+    """A request carries its adapter to an engine that joined later. A running answer continues with
+    its adapter even after that was unloaded."""
 
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=3)
@@ -162,7 +164,8 @@ def test_an_engine_that_joins_later_is_told_with_the_request(tmp_path: Path) -> 
 
 
 def test_the_names_are_those_of_the_view(tmp_path: Path) -> None:
-    """So each ingress has them, also one that is started later."""
+    """Adapter names come from the published view, so every ingress has them, including one that
+    starts later."""
 
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
@@ -233,7 +236,8 @@ def test_files_that_do_not_fit_are_refused_before_anything_knows_them(tmp_path: 
 
 
 def test_folders_that_hang_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no more than a few are read at a time."""
+    """An adapter folder on a hanging file system delays only its own request. Only a few folders
+    are read at a time."""
     monkeypatch.setattr(adapter_routes, "_FILES_TIMEOUT_S", 0.5)
     hanging = Path(made(tmp_path, "hangs"))
     (hanging / WEIGHTS_NAME).unlink()
@@ -258,7 +262,7 @@ def test_folders_that_hang_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
         assert status == 503 and "8 reads of folders are under way" in text
         monkeypatch.setattr(adapter_routes, "_FILES_TIMEOUT_S", 60.0)
         async with asyncio.timeout(60):
-            while status == 503:  # each reader gets its end, and fails
+            while status == 503:  # unblocks each reader, which then fails
                 with contextlib.suppress(OSError):
                     os.close(os.open(hanging / WEIGHTS_NAME, os.O_WRONLY | os.O_NONBLOCK))
                 await asyncio.sleep(0.05)

@@ -1,6 +1,6 @@
-"""The access rules of the admin API against requests that are written otherwise than clients write
-them: by a page, by a stranger behind a proxy that filters, or by a proxy that reads them
-otherwise."""
+"""The access rules of the admin API against requests that ordinary clients would not send: from a
+web page, from a stranger through a filtering proxy, or through a proxy that parses them
+differently."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def chunked(*headers: bytes, body: bytes = CHUNKS, coding: bytes = CHUNKED, **pa
 
 
 def statuses(server: AdminServer, data: bytes) -> list[int]:
-    """Of all final answers on one connection."""
+    """Returns the statuses of all final responses on one connection."""
     found = re.findall(rb"HTTP/1\.1 ([2-5]\d\d) ", server.send(data))
     return [int(status) for status in found]
 
@@ -129,7 +129,7 @@ UNAUTHORIZED = {
     ),
 }
 BAD_HEADS = {
-    # name: (the request, its status)
+    # Name -> the request and its expected status.
     "two equal hosts": (request(host=(HOST, HOST)), 400),
     "two hosts": (request(host=(HOST, b"Host: evil.example")), 400),
     "two hosts, the other way round": (request(host=(b"Host: evil.example", HOST)), 400),
@@ -202,7 +202,8 @@ OTHER_PATHS = (
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_http_allows_is_accepted(server: AdminServer, name: str) -> None:
-    """Else the others would be refused for another reason."""
+    """Valid variants are accepted. Otherwise the invalid ones might be refused for another
+    reason."""
     assert statuses(server, ACCEPTED[name]) == [202]
     assert server.changes() == ["pause"]
 
@@ -228,7 +229,7 @@ def test_heads_with_two_meanings_are_refused(server: AdminServer, name: str) -> 
 
 @pytest.mark.parametrize("name", SMUGGLED)
 def test_bodies_whose_end_is_disputed_are_refused(server: AdminServer, name: str) -> None:
-    """And nothing behind them is taken for a request."""
+    """The bytes after such a body are not parsed as another request."""
     answers = statuses(server, SMUGGLED[name] + request(target=b"/admin/resume"))
     assert len(answers) <= 1 and set(answers) <= {400, 415, 501}
     assert server.changes() == []
@@ -238,7 +239,8 @@ def test_bodies_whose_end_is_disputed_are_refused(server: AdminServer, name: str
 def test_a_path_that_is_written_otherwise_is_another_one(
     server: AdminServer, target: bytes
 ) -> None:
-    """A proxy that keeps strangers from `/admin` may compare what is written."""
+    """A proxy that blocks `/admin` may compare the raw path, so only the exact spelling reaches the
+    admin API."""
     assert statuses(server, request(target=target)) in ([404], [400])
     assert server.changes() == []
 
@@ -285,7 +287,8 @@ def test_a_method_in_a_header_is_ignored(server: AdminServer) -> None:
 
 
 def test_what_follows_a_refusal_is_not_read(server: AdminServer) -> None:
-    """A body that was not read, as that of a request without a key, is no further request."""
+    """If a body is not read, e.g. that of a request without a key, its bytes are not parsed as a
+    request."""
     inner = request(target=b"/admin/resume")
     for data in (
         head(b"Content-Length: %d" % len(inner), key=()).replace(b"Connection: close\r\n", b""),
@@ -318,7 +321,8 @@ def test_an_answer_to_a_stranger_tells_nothing_of_the_cluster(
 def test_all_keys_are_compared_whichever_is_right(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """So the time of an answer says nothing of them; what is compared are digests."""
+    """Every key is compared, and only digests are compared, so the response time reveals nothing
+    about the keys."""
     path = tmp_path / "keys"
     path.write_text("a\nb\nc\n")
     keys, compared = ApiKeys(str(path), "serve.api_keys_file"), []

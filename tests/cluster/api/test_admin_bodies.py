@@ -1,5 +1,5 @@
-"""What the admin API is sent is taken whole and exact, or refused by name; a refusal changes
-nothing. The routes and their fields come from the application: a new one is tested here too."""
+"""The admin API accepts a body whole and exactly, or refuses it by name. A refusal changes nothing.
+Routes and fields are read from the application, so a new route is tested here too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NO_JSON = ("NaN", "Infinity", "-Infinity", "nan", "undefined", "'1'", "01", "+1"
 BEYOND = ("1e400", "-1e400", "9" * 400, "9" * 5000, "1" + "0" * 60_000, "1e" + "9" * 5000)
 NEVER = ('""', '"1"', '"x"', "[]", "[1]", '"\\ud800"', '"' + "x" * 60_000 + '"')
 WRONG: dict[type, tuple[str, ...]] = {
-    # Values that no field of this type takes in the admin API.
+    # Values that every admin field of this type refuses.
     inspect.IntType: (
         *("true", "false", "{}", "1.0", "1e0", "1.5", "-1", "-0.0", "2147483648"),
         *(str(2**63), str(2**70), str(-(2**70)), "1e300", "5e-324"),
@@ -77,7 +77,7 @@ def test_every_admin_route_of_the_application_is_here(server: AdminServer) -> No
 
 @by_route
 def test_a_body_that_is_right_is_accepted(server: AdminServer, route: AdminRoute) -> None:
-    """Else all others would be refused for another reason."""
+    """A valid body is accepted. Otherwise the invalid ones might be refused for another reason."""
     method = route.path.rpartition("/")[2]
     for body in (route.valid(), "\ufeff" + route.valid(), f" {route.valid()}\n"):
         assert server.post(route.path, body).status_code == 202
@@ -189,7 +189,8 @@ def test_what_is_no_body_is_refused(server: AdminServer, route: AdminRoute, name
 def test_a_missing_body_is_refused_where_a_field_is_required(
     server: AdminServer, route: AdminRoute
 ) -> None:
-    """`pause` and `resume` have no fields, those of `sleep` have defaults."""
+    """An empty body is accepted if all fields have defaults (`sleep`) or if there are no fields
+    (`pause`, `resume`)."""
     for body in (b"", b" \n"):
         answer = server.post(route.path, body)
         if any(field.required for field in route.fields):
@@ -205,7 +206,7 @@ def test_a_long_body_is_refused_before_it_is_read(server: AdminServer, route: Ad
     packed = {"content_encoding": "gzip"}
     for answer in (
         server.post(route.path, padded),
-        server.post(route.path, parts),  # without a length
+        server.post(route.path, parts),  # without a Content-Length
         server.post(route.path, gzip.compress(padded), **packed),
         server.post(route.path, gzip.compress(bytes(2**24)), **packed),
     ):
@@ -315,7 +316,7 @@ def test_no_key_of_a_configuration_takes_a_value_without_bound(
         inner[key] = "VALUE"
         written = json.dumps(tree).replace('"VALUE"', value)
         error = config_error(server, written)
-        unknown = (name, value) == ("drafts.model", '{"a":[{}]}')  # which may be a section
+        unknown = (name, value) == ("drafts.model", '{"a":[{}]}')  # here a section is allowed
         path = f"config.{name}.a" if unknown else f"config.{name}"
         assert error.param.removesuffix("[0]") == path, value
         assert error.message.startswith("config" if unknown else path)
@@ -383,7 +384,7 @@ def test_absolute_paths_and_hub_ids_are_taken(server: AdminServer, path: str) ->
 
 
 def test_what_is_yaml_alone_is_text(server: AdminServer) -> None:
-    """JSON has no aliases and no merges: what looks so is a name or a text."""
+    """JSON lacks aliases and merge keys: YAML syntax is a plain name or text here."""
     assert config_error(server, '{"model":{"path":"/m"},"<<":"*a"}').param == "config.<<"
     assert config_error(server, '{"model":{"path":"*a"}}').param == "config.model.path"
 
@@ -392,7 +393,7 @@ def test_what_is_yaml_alone_is_text(server: AdminServer) -> None:
 
 
 class Pairs(list):  # type: ignore[type-arg]
-    """The fields of an object, perhaps with repeated names."""
+    """The fields of an object as pairs, possibly with repeated names."""
 
 
 VALUES = st.recursive(
@@ -441,7 +442,7 @@ def test_exactly_repeated_fields_are_refused(value: Any, escape: bool) -> None:
 def test_no_text_that_a_decoder_takes_hides_a_repeated_field(
     value: Any, at: int, char: str
 ) -> None:
-    """Also a text that was damaged, and is JSON all the same."""
+    """This also holds for a damaged text that is still valid JSON."""
     text = written(value, escape=True)
     body = text[: at % (len(text) + 1)] + char + text[at % (len(text) + 1) :]
     try:

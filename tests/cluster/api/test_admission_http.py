@@ -1,5 +1,5 @@
-"""Admission over HTTP: which requests are refused while too many wait, and time limits of
-requests."""
+"""Admission control over HTTP: which requests are refused while too many wait, and the time limits
+of requests."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def folder(tmp_path: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def full(folder: Path, **settings: object) -> AsyncIterator[tuple[FakeCluster, Any, Any]]:
-    """A cluster where one request has the only row, and the waiting bound is reached; its engine,
-    and the tasks of those requests."""
+    """Yields a cluster at its limit of waiting requests, with one request in the only row, together
+    with its engine and the tasks of the requests."""
     settings = {"scheduler.max_rows": 1, "serve.max_waiting_requests": 2, **settings}
     async with FakeCluster(folder, **settings).serving() as cluster:
         engine = await cluster.join(0, NO_STEPS)
@@ -90,7 +90,8 @@ def test_every_api_sends_retry_after(folder):
 
 
 def test_nothing_is_read_of_a_request_that_is_refused(folder):
-    """Except its key: a client without one does not learn how full the cluster is."""
+    """A refused request is not read, except its key: a client without a valid key does not learn
+    how full the cluster is."""
     (folder / "keys").write_text("secret\n")
 
     async def run() -> tuple[int, int, int]:
@@ -109,7 +110,7 @@ def test_nothing_is_read_of_a_request_that_is_refused(folder):
 
 
 def test_requests_that_come_at_once_stay_within_the_bound_together(folder):
-    """Each was admitted before the others were submitted."""
+    """The bound holds even though each request is admitted before the others are submitted."""
 
     async def run() -> list[int]:
         settings = {"scheduler.max_rows": 1, "serve.max_waiting_requests": 4}
@@ -216,7 +217,7 @@ def test_a_request_that_waits_for_an_engine_ends_in_time(folder):
 
 
 def far_timers() -> list[asyncio.TimerHandle]:
-    """Timers of the loop that are due in a quarter of an hour or later."""
+    """Returns the timers of the loop that are due in 15 minutes or later."""
     loop: Any = asyncio.get_running_loop()
     return [t for t in loop._scheduled if not t.cancelled() and t.when() > loop.time() + 900]
 

@@ -1,4 +1,5 @@
-"""The settings of the page, run by a real nginx in front of a server that waits."""
+"""Runs the nginx settings of `docs/guide/requests.md` with a real nginx, in front of a server that
+waits."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ http {{
 
 
 def settings_of_the_page(port: int, ours: int) -> str:
-    """The block of `docs/guide/requests.md`, at another port and with a shorter time."""
-    text = (ROOT / "docs" / "guide" / "requests.md").read_text()
+    """Returns the nginx block of `docs/guide/requests.md` with another port and a shorter timeout."""
+    text = (ROOT / "docs" / "requests.md").read_text()
     (block,) = re.findall(r"```nginx\n(.*?)```", text, re.DOTALL)
     for said, here in (
         ("listen 8080", f"listen 127.0.0.1:{port}"),
@@ -54,7 +55,7 @@ def settings_of_the_page(port: int, ours: int) -> str:
 
 @contextlib.asynccontextmanager
 async def nginx(folder: Path, ours: int) -> AsyncIterator[int]:
-    """Yields the port of a proxy in front of `ours`."""
+    """Yields the port of a proxy that forwards to port `ours`."""
     folder.mkdir()
     port = free_port("127.0.0.1")
     path = folder / "nginx.conf"
@@ -89,7 +90,7 @@ def test_nginx_cuts_a_whole_answer_that_waits_and_no_stream(tmp_path: Path) -> N
                     "/v1/completions", REQUESTS["/v1/completions"], x_swell_early_head="1"
                 )
                 for peer in (*streams, early):
-                    await peer.more()  # the head has come through the proxy, not kept by it
+                    await peer.more()  # the proxy passed the head on and did not buffer it
                 whole = await world.ask("/v1/completions", REQUESTS["/v1/completions"])
                 await whole.whole()
                 assert whole.status == 504, "the proxy's own time is over"

@@ -1,4 +1,5 @@
-"""Bodies within their limits: what they may hold, and how many bytes all together."""
+"""Limits of request bodies: what one body may hold, and how many bytes all bodies may hold
+together."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_slices_may_end_anywhere(value: Any, slice_bytes: int) -> None:
         patch.setattr(body_size, "_SLICE_BYTES", slice_bytes)
         parts = counted(text)
     assert parts.values == 1 + commas_of(value)
-    # A string that goes on in another slice may count once more in each.
+    # A string that crosses slices may be counted once more in each slice.
     slices = len(text) // slice_bytes + 1
     assert nodes_of(value) - slices <= parts.nodes <= nodes_of(value) + slices
 

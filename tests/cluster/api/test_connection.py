@@ -1,4 +1,4 @@
-"""Limits of a connection: clients that send too much, too slowly, or too many requests."""
+"""Limits of a connection: clients that send too much, too slowly, or too many requests at once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def _echo(request: Request) -> JSONResponse:
 
 
 async def _refused(request: Request) -> JSONResponse:
-    """Answer without reading the body."""
+    """Answers without reading the body."""
     return JSONResponse("who are you?", 401)
 
 
@@ -71,7 +71,7 @@ class Wire:
         self._writer = writer
 
     async def send(self, data: bytes) -> None:
-        """The server may close meanwhile: its answer is read all the same."""
+        """Sends the data. If the server closes meanwhile, its answer can still be read."""
         with contextlib.suppress(ConnectionError):
             for start in range(0, len(data), 1 << 16):
                 self._writer.write(data[start : start + (1 << 16)])
@@ -88,7 +88,7 @@ class Wire:
         return int(head.split(b" ")[1]), json.loads(body)
 
     async def is_closed(self) -> bool:
-        """Whether the server closes within the test's patience."""
+        """Returns whether the server closes the connection before the test's deadline."""
         with contextlib.suppress(ConnectionError):
             while await self._reader.read(1 << 16):
                 pass
@@ -219,7 +219,8 @@ def test_a_body_that_comes_byte_by_byte_is_closed_at_its_deadline() -> None:
 
 
 def test_an_answer_that_takes_long_is_not_cut_off() -> None:
-    """Neither blank lines after the request nor the beginning of the next one end it."""
+    """Blank lines after the request, or the first bytes of the next one, do not end a slow
+    answer."""
 
     async def scenario(behind: bytes) -> None:
         async with served(QUICK) as server:
@@ -309,7 +310,7 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("apart", [False, True])
 def test_an_offered_protocol_upgrade_is_ignored(name: str, apart: bool) -> None:
-    """As Java's client does. Its body is never parsed as the next request."""
+    """Java's client offers an upgrade like this. The body is never parsed as the next request."""
     framing, body, size = BODIES[name]
 
     async def scenario() -> None:
@@ -356,7 +357,7 @@ def test_a_client_that_reads_nothing_is_disconnected() -> None:
 
 @pytest.mark.parametrize("left_bytes", [20_000, 20_000_000])
 def test_a_client_that_does_not_read_the_end_of_its_answer_is_disconnected(left_bytes: int) -> None:
-    """`left_bytes`: what the kernel does not take."""
+    """`left_bytes` is what remains in the server's buffer when the kernel accepts no more."""
 
     async def scenario() -> None:
         async with served(ServeConfig(max_connections=8, transfer_timeout_s=2.0)) as server:
@@ -371,7 +372,7 @@ def test_a_client_that_does_not_read_the_end_of_its_answer_is_disconnected(left_
             connections = server.edge._server.server_state.connections
 
             async def request(size: int) -> Any:
-                """The server's end, once the kernel takes no more."""
+                """Returns the server's connection after the kernel accepts no more data."""
                 client, before = socket.socket(), set(connections)
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 client.setblocking(False)
@@ -437,7 +438,8 @@ def test_no_more_connections_than_there_are_file_descriptors() -> None:
 
 @pytest.fixture
 def few_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """`ulimit -n`, for what asks here: a process cannot raise its own limit again."""
+    """Replaces `ulimit -n` for this process's calls: a process cannot raise its real limit
+    again."""
 
     def set_limit(limit: int) -> None:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))

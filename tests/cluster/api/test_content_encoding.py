@@ -1,4 +1,4 @@
-"""A compressed body decodes the same however it is cut into parts, and no further than
+"""A compressed body decodes to the same bytes however it is split, and no further than
 requested."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_nothing_beyond_the_limit_is_decompressed(name: str) -> None:
 
 @given(st.lists(st.binary(max_size=200), min_size=1, max_size=4), CUTS)
 def test_several_members_are_one_body(bodies: list[bytes], cuts: list[int]) -> None:
-    """RFC 1952, 2.2: a gzip file is members, one behind the other."""
+    """RFC 1952, 2.2: a gzip file is a sequence of members."""
     assert unpacked("gzip", b"".join(map(gzipped, bodies)), cuts) == b"".join(bodies)
 
 

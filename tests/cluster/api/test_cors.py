@@ -1,5 +1,5 @@
-"""Which pages may read answers: with `serve.cors_origins` every answer has the headers, also a
-refusal."""
+"""The pages that may read answers. With `serve.cors_origins`, every answer has the headers,
+including refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def preflight(path: str, origin: str, method: str = "POST", **headers: str) -> A
 
 
 def call(path: str, origin: str, **headers: str) -> Any:
-    """A valid request of a page."""
+    """Returns a valid request as a page sends it."""
     if path not in BODIES:
         return ("GET", path, {"origin": origin, **headers}, b"")
     body = json.dumps(BODIES[path]).encode()
@@ -107,7 +107,7 @@ def test_every_route_but_the_admins_may_be_called(folder: Path, settings: Any) -
 def test_the_admin_api_has_no_cors_headers(
     folder: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the path is written, and whatever its own list of origins is."""
+    """This holds for every spelling of the path and for any setting of `serve.allowed_origins`."""
     monkeypatch.setattr(admin, "_ENGINE_CALL_TIMEOUT_S", 0.05)  # the engine here answers no calls
     paths = [*ADMIN, *(f"{path}/" for path in ADMIN), "/admin", "/%61dmin/cluster"]
     response = [preflight(path, PAGE) for path in paths]
@@ -134,7 +134,7 @@ def test_other_origins_are_not_allowed(folder: Path) -> None:
 
 
 def test_refusals_are_readable_too(folder: Path) -> None:
-    """401, 404, 405, 413, 415, 400, and a 403 for a name of the server that is not known."""
+    """Checks 401, 404, 405, 413, 415, 400, and a 403 for an unknown server name."""
     keys = folder / "keys"
     keys.write_text("k\n")
     shown = {"authorization": "Bearer k"}
@@ -166,7 +166,7 @@ def test_a_preflight_needs_no_key(folder: Path) -> None:
 
 
 def test_a_full_cluster_and_event_streams(folder: Path) -> None:
-    """A 429 comes before the body is read; the head of a stream leaves with its first token."""
+    """A 429 is sent before the body is read. The head of a stream is sent with its first token."""
     payload = {**BODIES["/v1/chat/completions"], "stream": True}
     settings = {**ON, "serve.max_waiting_requests": 1, "scheduler.max_rows": 1}
 
@@ -255,7 +255,7 @@ def test_origins_are_compared_as_browsers_write_them(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/admin/cluster", "/admin/cluster/"])
 def test_the_admin_api_has_no_cors_headers_below_a_prefix_of_serves_proxy(path: str) -> None:
-    """There the path begins with the prefix, and routes are matched behind it."""
+    """Under Ray Serve the path begins with the prefix, and routes are matched after it."""
 
     async def response() -> list[Any]:
         sent: list[Any] = []

@@ -1,4 +1,4 @@
-"""Work for a client that waits for a limited time."""
+"""Work that is cancelled at the deadline of its client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work for a client that may leave, and that may be ended from outside."""
+"""Work that is cancelled if its client disconnects, or from outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ async def left() -> Any:
 
 @pytest.mark.parametrize("turns", range(8))
 def test_who_waits_can_be_cancelled_at_any_moment(turns: int) -> None:
-    """Also as the work ends: `turns` of the loop after it."""
+    """A cancellation stops the waiter even if the work has just finished, `turns` loop iterations
+    ago."""
 
     async def scenario() -> None:
         ready = asyncio.get_running_loop().create_future()

@@ -1,5 +1,5 @@
-"""An ingress that ends: it says so at once, streams may finish, and those that last longer end with
-their error event."""
+"""An ingress that drains reports so at once and lets streams finish. Streams that take too long end
+with their error event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def begin_drain(world: Any) -> asyncio.Task[None]:
-    """As Serve ends the replica."""
+    """Begins the drain as Serve does when it stops the replica."""
     ingress, edge = world.cluster.ingress, world.cluster.edge
     ingress.begin_drain()
     return asyncio.create_task(edge.stop(ingress.end_requests))

@@ -1,4 +1,5 @@
-"""Fields of other servers have the effect that they have there: over HTTP, to a scripted engine."""
+"""Fields of other servers have the same effect as on those servers: over HTTP, to a scripted
+engine."""
 
 from __future__ import annotations
 
@@ -147,7 +148,7 @@ def test_a_longer_prompt_is_cut(tmp_path: Path) -> None:
         assert await prompt(truncate_prompt_tokens=5, truncation_side="right") == whole[:5]
         assert await prompt(truncate_prompt_tokens=1000) == whole
         assert await prompt(prompt=[7] * 40, truncate_prompt_tokens=3) == [7] * 3
-        # The fake engine's window has 2000 tokens.
+        # The fake engine's context window has 2000 tokens.
         long = text * 40
         assert len(ids(long)) > 4000
         window = await prompt(prompt=long, truncate_prompt_tokens=-1, max_tokens=10)
@@ -336,7 +337,8 @@ def test_a_request_without_a_model_is_answered_by_the_one_that_is_served(tmp_pat
 
 
 def test_a_refusal_of_a_value_names_the_field_that_was_sent(tmp_path: Path) -> None:
-    """Also where the value is checked long after the body was read."""
+    """The field keeps the client's name even if its value is checked long after the body was
+    read."""
 
     async def work(cluster: FakeCluster, _: FakeEngine) -> None:
         for name, value in (("n_predict", -1), ("repeat_penalty", -1.0), ("routed_dp_rank", 7)):

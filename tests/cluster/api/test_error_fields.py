@@ -1,5 +1,5 @@
-"""A refusal names fields as the API of the request does; the rest of the message, and every value
-in it, stays unchanged."""
+"""A refusal names fields as the request's API does. The rest of the message, including every value,
+stays unchanged."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ LEAST: dict[str, dict[str, Any]] = {
     "responses": {"input": "hi"},
 }
 ODD: list[Any] = ["something", 12345, {"a": [1]}, [1.5]]
-"""Values of several types; no field accepts all of them."""
+"""Values of several types. No field accepts all of them."""
 
 
 def rows() -> list[tuple[str, str, str, str]]:
-    """(route, field, servers, what Swell does), as the page has them."""
+    """Returns the rows of the page: (route, field, servers, what Swell does)."""
     found = []
     for route in ROUTES:
         _, _, behind = PAGE.read_text().partition(f"## `{PATHS[route]}`\n")
@@ -56,7 +56,8 @@ def send(route: str, **fields: Any) -> Any:
 
 
 def outcome(route: str, **fields: Any) -> str | None:
-    """The field that a refusal names; None: taken."""
+    """Sends the fields and returns the field that the refusal names, or None if all were
+    accepted."""
     try:
         send(route, **fields)
     except BadRequest as error:
@@ -85,7 +86,7 @@ def test_a_row_is_what_the_decoder_does(route: str, name: str, _servers: str, sa
 
 
 def _typed(route: str, name: str) -> bool:
-    """Whether the field has a type of its own, which refuses some values."""
+    """Returns whether the field has a type of its own and so refuses some values."""
     fields = {field.name: field for field in msgspec.structs.fields(KINDS[route])}
     return name in fields and fields[name].type is not Any
 

@@ -1,4 +1,5 @@
-"""The limits of what an ingress keeps, over any order of answers, events, readers and ends."""
+"""The limits of the answers that an ingress keeps, over any order of answers, events, readers and
+completions."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_the_oldest_answer_that_nobody_reads_makes_room() -> None:
     assert [table.holds(one) for one in kept] == [True, False, True, True]
     assert table.find("", "0", 10.0) is kept[0]
     assert table.find("", "0", 10.1) is None
-    assert table.find("", "3", 99.0) is kept[3]  # it runs
+    assert table.find("", "3", 99.0) is kept[3]  # it still runs
 
 
 @given(

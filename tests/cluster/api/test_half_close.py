@@ -1,4 +1,5 @@
-"""A client that has stopped sending may wait for its answer; one that has left is detected."""
+"""A client that has stopped sending still gets its answer. A client that has disconnected is
+detected."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
 }
 LONG = 500
-"""Tokens: more than the engine may sample meanwhile."""
+"""A token count larger than the engine can sample during the test."""
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=LOOPS)
 def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    """Both kinds of transports: Serve's replicas have uvloop's."""
+    """Runs a coroutine on each kind of loop and transport. Serve's replicas use uvloop."""
 
     def run(work: Coroutine[Any, Any, Any]) -> Any:
         with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
@@ -76,7 +77,7 @@ class Peer:
             self.writer.write_eof()
 
     async def rest(self) -> bytes:
-        """All bytes until the server closes."""
+        """Returns all bytes until the server closes."""
         async with asyncio.timeout(DEADLINE_S):
             return await self.reader.read()
 
@@ -115,7 +116,7 @@ class _Socket:
 
 
 def parsed(data: bytes) -> tuple[int, bytes]:
-    """Status and body, as Python's own client reads them: interim answers are skipped."""
+    """Returns status and body as Python's own client parses them, which skips interim responses."""
     answer = http.client.HTTPResponse(_Socket(data))  # type: ignore[arg-type]
     answer.begin()
     return answer.status, answer.read()
@@ -137,7 +138,7 @@ def test_a_client_that_stops_sending_gets_its_answer(
             await until(lambda: engine.requests)
             await asyncio.sleep(
                 0.1
-            )  # a half close that was taken for a disconnect would be handled by now
+            )  # a half close mistaken for a disconnect would be handled by now
             engine.allow()
             data: bytes = await peer.rest()
             assert engine.aborted == []
@@ -187,7 +188,7 @@ def test_all_requests_on_the_connection_are_answered_but_one_that_is_cut_off(
 
 
 def test_a_client_that_waits_long_is_probed(folder: Path, run: Any) -> None:
-    """By an interim response, which clients skip."""
+    """The probe is an interim response, which clients skip."""
     payload = body([5, 6], 4)
 
     async def scenario() -> bytes:
@@ -236,7 +237,8 @@ def test_a_disconnect_in_a_stream_is_detected_by_writes(folder: Path, run: Any) 
 
 
 def test_a_disconnect_in_a_stalled_stream_is_detected(folder: Path, run: Any) -> None:
-    """No token would be written to it; a client that stays skips the comment."""
+    """The server sends a comment while no token is ready, because only a write detects the
+    disconnect. A client that is still there skips the comment."""
 
     async def scenario() -> bytes:
         async with connected(folder, 0) as (_, engine, connect):
@@ -244,7 +246,7 @@ def test_a_disconnect_in_a_stalled_stream_is_detected(folder: Path, run: Any) ->
             await gone.send(post(body([5, 6], LONG, stream=True)), stops=False)
             await stays.send(post(body([5, 6], 2, stream=True)), stops=False)
             await until(lambda: len(engine.requests) == 2)
-            engine.allow(1)  # one step, in which both begin
+            engine.allow(1)  # one step: both answers begin
             for peer in (gone, stays):
                 await peer.until(b"data: ")
                 peer.writer.write_eof()
@@ -258,7 +260,7 @@ def test_a_disconnect_in_a_stalled_stream_is_detected(folder: Path, run: Any) ->
 
 
 def test_a_disconnect_aborts_all_requests_of_the_connection(folder: Path, run: Any) -> None:
-    """Also the one that is being answered, for which the others wait."""
+    """The disconnect aborts the request that is being answered and those that wait for it."""
 
     async def scenario() -> None:
         async with connected(folder, 0) as (cluster, engine, connect):
@@ -277,13 +279,13 @@ def test_a_disconnect_aborts_all_requests_of_the_connection(folder: Path, run: A
 def test_a_disconnect_of_an_http10_client_is_detected(
     folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HTTP/1.0 has no interim responses: the kernel probes the client."""
+    """HTTP/1.0 lacks interim responses, so the kernel probes the client."""
     monkeypatch.setattr(half_close, "KEEPALIVE_S", 1)
 
     async def scenario() -> None:
         async with connected(folder, 0) as (_, engine, connect):
             peer = await connect()
-            # The client's kernel forgets the connection after a second, not after a minute.
+            # The client's kernel drops the connection after one second instead of one minute.
             found = peer.writer.get_extra_info("socket")
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)
             await peer.send(post(body([5, 6], LONG), "1.0"), stops=False)
@@ -311,7 +313,7 @@ def test_a_request_that_is_cut_off_reaches_no_engine(folder: Path, run: Any, cut
 def test_a_stream_to_an_http10_client_has_no_chunks(
     folder: Path, run: Any, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream ends with the connection, also for a client that has stopped sending."""
+    """The end of the connection ends the stream, also for a client that has stopped sending."""
     monkeypatch.setattr(half_close, "PROBE_S", 0.3)
 
     async def scenario() -> bytes:
@@ -336,7 +338,7 @@ def test_a_stream_to_an_http10_client_has_no_chunks(
 def test_a_stream_to_an_http10_client_is_probed_once_it_has_begun(
     folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing can be written to it before its first token, which may come late."""
+    """Nothing can be written to the client before the first token, which may come late."""
     monkeypatch.setattr(half_close, "PROBE_S", 0.1)
 
     async def scenario() -> None:
@@ -355,7 +357,7 @@ def test_a_stream_to_an_http10_client_is_probed_once_it_has_begun(
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_only_http11_clients_get_100_continue(folder: Path, run: Any, version: str) -> None:
-    """`Expect: 100-continue` of HTTP/1.0 means nothing (RFC 9110, 10.1.1)."""
+    """HTTP/1.0 does not define `Expect: 100-continue` (RFC 9110, 10.1.1)."""
 
     async def scenario() -> bytes:
         async with connected(folder, UNLIMITED_STEPS) as (_, _, connect):

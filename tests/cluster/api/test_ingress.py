@@ -1,7 +1,7 @@
 """The whole path without Ray and without a model: HTTP, ingress, channel, engines, and back.
 
-Engines compute with the fake worker, whose every token is a hash of the whole context before it,
-so that an answer which was continued wrongly by another engine cannot look right.
+The engines use the fake worker. Each of its tokens is a hash of the whole context, so an answer
+that another engine continued wrongly cannot look right.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ QUICK_S, SLOW_S = 0.002, 0.1
 
 
 class SlowExecutor(FakeExecutor):
-    """Takes some time for each step, so that a test can act during an answer."""
+    """An executor whose steps take some time, so that a test can act during an answer."""
 
     step_s = QUICK_S
 
@@ -57,7 +57,7 @@ class SlowExecutor(FakeExecutor):
 
 
 class PatientGround(ThreadGround):
-    """Its time begins with `begin`."""
+    """A `ThreadGround` whose clock stands still until `begin`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class ThreadedCluster:
         self.engines.pop(rank).stop()
 
     async def until_all_run(self, requests: int) -> None:
-        """That many have tokens, and all that the engines have."""
+        """Waits until the engines hold exactly `requests` requests and each has output tokens."""
 
         def all_run() -> bool:
             engines = list(self.engines.values())
@@ -123,8 +123,8 @@ class ThreadedCluster:
         await until(all_run)
 
     def replace_coordinator(self) -> None:
-        """The next one has the same address and an empty state. It has the time to hear all
-        engines."""
+        """Starts a successor with the same address and empty state. Its clock stands still until
+        all engines have reported to it."""
         self.coordinator.stop()
         ground = PatientGround()
         self.coordinator = CoordinatorService(
@@ -143,7 +143,7 @@ class ThreadedCluster:
         await edge.start()
         try:
             url = f"http://127.0.0.1:{edge.port}"
-            async with httpx.AsyncClient(base_url=url, timeout=None) as client:  # that of pytest
+            async with httpx.AsyncClient(base_url=url, timeout=None) as client:  # pytest times out
                 while not ingress.llm.active_ranks:
                     await asyncio.sleep(0.01)
                 yield client
@@ -281,8 +281,8 @@ def test_two_ingresses_share_the_engines_without_crossing(folder):
 
 
 def test_any_ingress_reports_the_counts_of_all(folder):
-    """Also the counts of ingresses that have left, and of those that report again to a restarted
-    coordinator."""
+    """The counts include ingresses that have stopped, and ingresses that report again to a
+    restarted coordinator."""
 
     async def ended(client: httpx.AsyncClient) -> float:
         text = (await client.get("/metrics")).text
@@ -313,7 +313,7 @@ def test_any_ingress_reports_the_counts_of_all(folder):
 
 def test_everything_is_free_after_clients_left(folder):
     async def leave(house: ThreadedCluster, client: httpx.AsyncClient, stream: bool) -> None:
-        """While an engine computes the answer."""
+        """Disconnects while an engine computes the answer."""
         asked = asyncio.create_task(
             client.post("/v1/completions", json=body([5], 500, stream=stream))
         )
@@ -381,7 +381,7 @@ def test_headers_of_a_request_reach_its_engine(folder):
                 assert answer.headers["x-request-id"] == "mine"
                 requests = house.engines[0].core.scheduler.requests
                 async for _ in answer.aiter_lines():
-                    if len(requests) == 2:  # the second may come behind the first's first token
+                    if len(requests) == 2:  # the second may come after the first one's first token
                         break
                 return [r.core for r in list(requests.values())]
 

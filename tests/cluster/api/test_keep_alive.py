@@ -1,4 +1,4 @@
-"""A request that waits sends bytes all the same, and what it then answers is unchanged."""
+"""A waiting request keeps sending bytes, and its final answer is unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 
 def tokens_of(came: bytes) -> list[str]:
-    """The texts of a streamed completion."""
+    """Returns the text pieces of a streamed completion."""
     events = [line[6:] for line in came.decode().splitlines() if line.startswith("data: {")]
     return [choice["text"] for one in map(json.loads, events) for choice in one["choices"]]
 

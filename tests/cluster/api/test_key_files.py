@@ -1,4 +1,5 @@
-"""A file of keys that other accounts may change is refused, and one that they may read is said."""
+"""A key file that other accounts can write is refused. One that they can read is accepted with a
+warning."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ FILES = ("api_keys_file", "admin_keys_file")
 
 @pytest.fixture
 def messages() -> Iterator[list[str]]:
-    """What is logged of files of keys."""
+    """Yields the log messages about key files."""
     found: list[str] = []
     logger, handler = logging.getLogger("swell.cluster.api_keys"), logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]

@@ -49,7 +49,8 @@ def test_bytes_of_byte_level_tokens_make_up_the_text(ids: list[int]) -> None:
 @pytest.mark.parametrize("name", ["byte_level", "llama2", "gemma", "metaspace", "words"])
 @pytest.mark.parametrize("line", sorted(set(made.CORPUS)))
 def test_bytes_of_an_encoded_text_make_it_up(name: str, line: str) -> None:
-    """But for the space that some decoders drop at the very beginning."""
+    """The bytes of the tokens join to the text, except for the leading space that some decoders
+    drop."""
     tokenizer = KINDS[name]()
     ids = tokenizer.encode(line).ids
     whole = b"".join(TEXTS[name][i] for i in ids).decode()
@@ -111,7 +112,7 @@ def test_a_table_is_cut_and_joined_like_a_list(rows: Any, first: int, second: in
 
 
 def test_the_actual_token_comes_first_with_its_own_rank() -> None:
-    """Also where another token is as likely and was listed before it."""
+    """This holds even if another token is as likely and was listed first."""
     table = LogprobTable(TEXTS["byte_level"], [[5, 6, 5]], [[-1.0, -1.0, -1.0]], [1], [0])
     (position,) = table
     assert position is not None
@@ -124,7 +125,8 @@ def test_the_actual_token_comes_first_with_its_own_rank() -> None:
 def answered(
     prompt: list[int], answer: list[int], kind: RequestOutputKind, **fields: Any
 ) -> list[RequestOutput]:
-    """Outputs of an engine for `prompt` and `answer`, token by token; the last ends the answer."""
+    """Returns the engine outputs for `prompt` and `answer`, token by token. The last one finishes
+    the answer."""
     params = SamplingParams(logprobs=2, prompt_logprobs=2, **fields)
     out = OutputProcessor(DETOKENIZERS["byte_level"])
     request = to_core_request(
@@ -154,7 +156,7 @@ def logprobs_of(output: RequestOutput) -> LogprobTable:
 
 
 def places(text: str, ids: list[int]) -> list[int]:
-    """For each token the number of characters that end before its first byte."""
+    """Returns, for each token, the number of characters that end before its first byte."""
     sizes = [len(TEXTS["byte_level"][i]) for i in ids]
     ends = list(accumulate(len(char.encode()) for char in text))
     assert sum(sizes) == ends[-1]
@@ -250,7 +252,7 @@ def test_parts_of_a_character_are_listed_by_their_bytes() -> None:
 
 
 def test_two_tokens_with_one_text_are_both_listed() -> None:
-    """Here two ids without a text; the second has the name of its id."""
+    """Two ids here have an empty text. The second one is listed under its id."""
     unknown = VOCAB + 7
     part = completion_logprobs(table_of([(unknown, -3.0, [(unknown + 1, -0.1)])]), 1)
     assert part.top_logprobs == [{"": -3.0, f"token_id:{unknown + 1}": -0.1}]
@@ -268,7 +270,7 @@ def is_text(data: bytes) -> bool:
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_every_likely_token_of_a_completion_is_found(name: str, data: st.DataObject) -> None:
-    """Under a name of its own, from which its bytes can be read."""
+    """Each token has its own name, and its bytes can be read from that name."""
     texts, size = TEXTS[name], KINDS[name]().get_vocab_size()
     parts_first = sorted(range(size), key=lambda id: is_text(texts[id]))
     few = st.sampled_from(parts_first[:8]) | st.integers(0, size + 2)
@@ -305,7 +307,7 @@ def test_a_prompt_under_its_ids() -> None:
 
 @pytest.mark.parametrize("name", ["llama2", "gemma"])
 def test_offsets_never_decrease(name: str) -> None:
-    """Bytes that turn out to be no character stand for one replacement character each."""
+    """Each byte that is not part of a valid character counts as one replacement character."""
     tokenizer, texts, draw = KINDS[name](), TEXTS[name], random.Random(0)
     run = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in (0x51, 0x87, 0xE4)]
     word = tokenizer.token_to_id("on")

@@ -1,7 +1,8 @@
-"""No request keeps others waiting: the ingress's loop is measured while it gets hostile ones.
+"""No hostile request blocks the others: measures the loop of the ingress while it serves hostile
+requests.
 
-The requirement is 50 ms; the bound here is wider, since the machine has other load. `pytest -s`
-prints what each request costs.
+The requirement is 50 ms. The bound here is wider because the machine has other load. `pytest -s`
+prints the time of each request.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _adapter = functools.cache(TypeAdapter)
 
 
 def strictly(kind: Any, body: Any) -> Any:
-    """The client's own type of a body, which has no unknown fields."""
+    """Returns the body as the client's own type. Fails if it has unknown fields."""
     value = _adapter(kind).validate_python(body, strict=True)
     stack = [value]
     while stack:
@@ -88,7 +88,8 @@ def output(text: str, tokens: int, reason: str | None, stop: str | None) -> Requ
 
 
 def events_of(stream: bytes) -> list[dict[str, Any]]:
-    """Read as the client does: the name of each event is the type in its data."""
+    """Parses a stream as the client does, and checks that each event's name is the type in its
+    data."""
     found = re.findall(rb"event: (\w+)\ndata: (.*)\n\n", stream)
     assert b"".join(b"event: %b\ndata: %b\n\n" % pair for pair in found) == stream
     events = [json.loads(data) for _, data in found]
@@ -147,7 +148,7 @@ def test_a_stream_folded_by_the_client_is_the_whole_answer(
 
 
 def test_the_input_of_each_of_several_calls_is_one_object() -> None:
-    """The SDK reads a buffer's first value and ignores what follows; other clients do not."""
+    """The SDK reads the first value of a buffer and ignores the rest. Other clients do not."""
     wanted = ['{"a": 1}', "{}", '{"b": [2]}']
     text = "".join(
         f'<tool_call>{{"name": "add", "arguments": {one}}}</tool_call>' for one in wanted
@@ -217,7 +218,7 @@ def folder(tmp_path: Path) -> Path:
 def run_scenario(
     folder: Path, scenario: Scenario, reply: str = "It is 4.", **options: object
 ) -> None:
-    """Run the scenario with the client and one engine that always gives the same answer."""
+    """Runs the scenario with the client and one engine that always gives the same answer."""
     tokenizer = tokenizers_for_tests.chat_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(folder)
     script = [*tokenizer.encode(reply), tokenizer.eos_token_id]
@@ -338,7 +339,7 @@ def test_errors_are_those_of_the_client(
         for stream in (False, True):
             with pytest.raises(kind) as caught:
                 await client.messages.create(**{**REQUEST, **fields}, stream=stream)
-            if type != "request_too_large":  # which the client's own types lack
+            if type != "request_too_large":  # the client's own types lack this one
                 strictly(ErrorResponse, caught.value.body)
             assert caught.value.type == type
             assert caught.value.request_id == caught.value.body["request_id"]

@@ -101,7 +101,7 @@ _NUMBER = r"-?(0|[1-9][0-9]{0,20})(\.[0-9]{1,20})?([eE][-+]?[0-9]{1,6})?"
 @example("806e+344450", 3)
 @example("-1e400", 2)
 def test_a_number_stays_as_it_was_written(number: str, step: int) -> None:
-    """Also one that no double holds, and what follows it."""
+    """This includes numbers that a double cannot hold, and the text after them."""
     text = f'{{"a": {number}, "b": [{number}, "x"], "c": 1}}'
     reader = PartialObject()
     given = "".join(reader.push(text[at : at + step]) for at in range(0, len(text), step))

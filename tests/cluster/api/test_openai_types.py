@@ -1,4 +1,4 @@
-"""Bodies: which pass, which are refused by name, and that no other error is raised."""
+"""Request bodies: which are accepted, and which are refused by name. No other error is raised."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def test_tokenize_takes_a_prompt_or_messages() -> None:
 
 
 def test_responses_match_openais_types() -> None:
-    """The client's own types accept them strictly."""
+    """The client's own types accept the responses in strict mode."""
     answer = Completion(
         id="1",
         created=2,

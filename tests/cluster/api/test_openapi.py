@@ -1,4 +1,5 @@
-"""The document describes exactly the routes that exist, and every reference in it resolves."""
+"""The OpenAPI document describes exactly the routes that exist, and every reference in it
+resolves."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ OPERATIONS = [
 
 
 def served() -> set[tuple[str, str]]:
-    """(method, path) of the ingress; the last route catches what does not exist."""
+    """Returns (method, path) of each ingress route, except the last one, which catches unknown
+    paths."""
     prompts = SimpleNamespace(set_limits=None)
     detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
     text = TextServices(prompts, detokenizer, None, {})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Requests that come behind others on one connection: what is refused is refused in its turn."""
+"""Pipelined requests on one connection: a refusal is sent in the order of the requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 
 
 class Gate:
-    """An application that answers a request with its path, once the gate is open."""
+    """An application that answers a request with its path, after the gate is opened."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -60,7 +60,7 @@ async def served(**limits: Any) -> AsyncIterator[tuple[Gate, EdgeServer]]:
 
 
 async def answers(gate: Gate, edge: EdgeServer, data: bytes, *, half_close: bool = False) -> bytes:
-    """All that comes until the server closes; the gate opens once the first request runs."""
+    """Returns everything until the server closes. Opens the gate when the first request runs."""
     reader, writer = await asyncio.open_connection("127.0.0.1", edge.port)
     try:
         writer.write(data)
@@ -83,7 +83,7 @@ def statuses(data: bytes) -> list[int]:
 def test_the_first_request_that_is_too_many_is_refused_behind_all_before_it(
     more: int, half_close: bool
 ) -> None:
-    """One is being answered, and 16 wait."""
+    """One request is being answered, and 16 wait."""
     served_before = MAX_PIPELINED + 1
 
     async def scenario() -> None:
@@ -124,7 +124,7 @@ def test_a_request_that_is_refused_takes_no_answer_from_those_before_it(
 
 
 def test_a_body_that_is_refused_takes_no_answer_from_those_before_it() -> None:
-    """The refused request waits in the queue of the connection already."""
+    """The refused request is already in the queue of the connection."""
 
     async def scenario() -> None:
         async with served() as (gate, edge):

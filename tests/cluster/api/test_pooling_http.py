@@ -1,4 +1,4 @@
-"""Routes of models that pool, over the whole path in one process."""
+"""Routes of pooling models, over the whole path in one process."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def test_what_cannot_be_embedded_is_refused_by_name(embedder, body, reason):
 
 
 def test_an_empty_text_has_its_special_tokens(embedder):
-    """As in sentence-transformers; the others of its batch are what they are alone."""
+    """sentence-transformers does the same. The other texts of the batch get the embeddings that
+    they get separately."""
     texts = [*TEXTS[:2], "", *TEXTS[2:], ""]
     assert ids_of(embedder, "") == ids_of(embedder, "a")[::2], "[CLS] [SEP]"
     answer = post(embedder, "/v1/embeddings", input=texts)
@@ -164,7 +165,7 @@ def test_an_empty_text_is_ranked(ranker):
     ("truncate", "side"), [("END", "right"), ("end", "right"), (True, "right"), ("START", "left")]
 )
 def test_a_request_says_which_end_of_a_long_text_is_cut(embedder, truncate, side):
-    """As TEI, NIM and Cohere have it."""
+    """TEI, NIM and Cohere define the field `truncate` this way."""
     texts = ["a b", " ".join("abcdefgh" * 30)]
     right = post(
         embedder, "/v1/embeddings", input=texts, truncate_prompt_tokens=-1, truncation_side=side
@@ -177,7 +178,8 @@ def test_a_request_says_which_end_of_a_long_text_is_cut(embedder, truncate, side
 
 @pytest.mark.parametrize(("mode", "side"), [("end", "right"), ("start", "left")])
 def test_the_server_says_which_end_of_long_texts_is_cut(embedder, tmp_path, mode, side):
-    """For every endpoint, where the request does not say; nothing else is changed by it."""
+    """The setting applies to every endpoint where the request does not choose, and changes nothing
+    else."""
     make(tmp_path, "bert", modes=MEAN, normalizes=True)
     long, given = " ".join("abcdefgh" * 30), {"truncate_prompt_tokens": -1, "truncation_side": side}
     with start_in_process_server(

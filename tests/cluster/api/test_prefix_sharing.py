@@ -1,4 +1,5 @@
-"""Whose prefixes a request finds: with keys, those of its own key alone, unless all share them."""
+"""The cached prefixes that a request may reuse: with API keys, only those of its own key, unless
+all keys share them."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_cached_tokens_tell_a_key_what_it_may_know(
 
 
 async def arrived(cluster: FakeCluster, path: str, key: str, **fields: Any) -> str | None:
-    """The salt with which a request reaches its engine."""
+    """Returns the cache salt with which a request reaches its engine."""
     body = {"model": "fake", **BODIES[path], **fields}
     headers = sent_by(key) | fields.pop("headers", {})
     answer = await cluster.client.post(path, json=body, headers=headers)
@@ -76,7 +77,7 @@ def serving(tmp_path: Path, keys: str, **settings: Any) -> FakeCluster:
 
 
 def test_every_api_names_prefixes_by_key(tmp_path: Path, keys: str) -> None:
-    """All of them by the same name."""
+    """All APIs use the same salt for the same key."""
 
     async def run() -> None:
         found = set()
@@ -114,7 +115,7 @@ def test_all_share_where_it_is_set_and_where_there_are_no_keys(
 def test_an_answer_that_is_computed_again_has_the_names_of_its_key(
     tmp_path: Path, keys: str
 ) -> None:
-    """Also one that a client requests twice."""
+    """This includes an answer that a client requests twice."""
 
     async def run() -> None:
         async with serving(tmp_path, keys).serving() as cluster:
@@ -144,7 +145,7 @@ def test_a_response_that_another_ingress_takes_over_has_the_names_of_its_key(
         ):
             begun = await server.create(background=True)
             await until(lambda: len(server.engine.arrived) == 1)
-            server.store_handle.away = True  # the first ingress is gone
+            server.store_handle.away = True  # the first ingress has stopped
             await pass_lease(server)
             await until(lambda: len(server.engine.arrived) == 2)
             one, two = server.engine.arrived

@@ -1,4 +1,5 @@
-"""`prompt_embeds` over HTTP: what an engine gets, what moves with it, and what is refused."""
+"""`prompt_embeds` over HTTP: what an engine receives, what moves with a request, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_an_engine_gets_the_embeddings_and_a_salt_of_them(tmp_path: Path) -> Non
 
 
 def test_a_default_of_the_model_that_needs_tokens_is_left_out(tmp_path: Path) -> None:
-    """As Qwen2.5-Instruct has it in its generation_config.json."""
+    """Qwen2.5-Instruct has such a default in its generation_config.json."""
     (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05, "top_k": 9}')
 
     async def scene(cluster: FakeCluster) -> None:
@@ -204,7 +205,8 @@ def test_what_does_not_go_with_it_is_refused(
 
 
 def test_no_request_names_the_blocks_of_another_one(tmp_path: Path) -> None:
-    """Nor so many answers that their embeddings have no bound."""
+    """A request cannot name the salt of another one, and cannot ask for more answers than the
+    embeddings bound allows."""
 
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0)

@@ -1,5 +1,5 @@
-"""Of a repeated field the last counts on the routes of users, as it does on other servers of
-OpenAI's API: all of them read JSON so. The admin API refuses it (`test_admin_bodies.py`)."""
+"""If a user's request repeats a JSON field, the last value counts, as on other servers of OpenAI's
+API. The admin API refuses repeated fields (`test_admin_bodies.py`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_the_last_of_repeated_fields_counts(path: str, kind: Any) -> None:
 
 
 def test_so_does_the_last_where_fields_are_left_out() -> None:
-    """Unknown fields of a history are left out on another way through the body."""
+    """A body with unknown fields in its history is read by another path, which removes them. The
+    last value counts there too."""
     turn = '{"role":"user","content":"a","mine":1,"content":"b"}'
     body = f'{{"model":"m","messages":[],"messages":[{turn}],"max_tokens":1,"max_tokens":2}}'
     chat = read(body.encode(), ChatCompletionRequest)[0]

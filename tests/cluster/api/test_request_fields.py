@@ -1,8 +1,8 @@
-"""No field of a request is silently ignored: each field of every typed body is effective, is
-refused unless its value is neutral, or stands in the table of `docs/guide/requests.md` that lists
-what is accepted without effect, and why. So does each field of another server
-(`cluster/text/schema/known_fields.py`). A field that no body has is refused in a request, and
-ignored in a history.
+"""No field of a request is silently ignored. Each field of every typed body has an effect, is
+refused unless its value is neutral, or is in the table of `docs/guide/requests.md` that lists fields
+accepted without effect, with the reason. The same holds for each field of another server
+(`cluster/text/schema/known_fields.py`). An unknown field is refused in a request and ignored in a
+history.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "guide" / "requests.md"
 HEADING = "## Accepted without effect"
 
 UNTYPED = [FunctionTool, FunctionChoice, AllowedToolsChoice, InputPart, *FORMS.values()]
-"""Parts of `/v1/responses` that are read after the body itself."""
+"""Parts of `/v1/responses` that are parsed after the body."""
 
 TOKENS = (
     "temperature top_p top_k min_p seed min_tokens stop stop_token_ids ignore_eos presence_penalty "
@@ -63,7 +63,7 @@ POOLING = (
     "data_parallel_rank include_timings "
 )
 UNSERVED_BLOCK = "source title context citations content"
-"""Fields of blocks that are refused by their type."""
+"""Fields of content blocks that are refused because their block type is refused."""
 
 EFFECTIVE: dict[str, str] = {
     "CompletionRequest": ANSWER + "prompt prompt_embeds session_id session_chunk",
@@ -98,7 +98,7 @@ EFFECTIVE: dict[str, str] = {
     "SleepRequest": "level requests",
     "LoadAdapterRequest": "lora_name lora_path load_inplace",
     "UnloadAdapterRequest": "lora_name",
-    # Parts of them.
+    # Parts of the bodies above.
     "StreamOptions": "include_usage continuous_usage_stats",
     "ResponseFormat": "type json_schema",
     "JsonSchemaFormat": "schema",
@@ -151,7 +151,7 @@ ITEMS = "openai.InputMessage InputFunctionCall InputFunctionCallOutput InputReas
 GENERATION = "CompletionRequest ChatCompletionRequest"
 
 WITHOUT_EFFECT: dict[str, str] = {
-    # As the table writes it -> the types that have the field.
+    # Field name as the table writes it -> the types that have the field.
     "user": GENERATION
     + " ResponsesRequest EmbeddingRequest ClassifyRequest ScoreRequest RerankRequest",
     "metadata": GENERATION + " ResponsesRequest MessagesRequest",
@@ -197,7 +197,7 @@ SOMETIMES = {
     "reasoning.enabled",
     "truncation",
 }
-"""Fields of the table that have an effect elsewhere, or with another model."""
+"""Fields of the table that do have an effect in another place or with another model."""
 
 
 def kind_name(kind: type[Any]) -> str:
@@ -207,7 +207,7 @@ def kind_name(kind: type[Any]) -> str:
 
 
 def kinds() -> dict[str, type[Any]]:
-    """Every struct that may stand in a body."""
+    """Returns every struct that may occur in a body, by name."""
     found: dict[str, type[Any]] = {}
     waiting: list[Any] = [op.body for op in OPERATIONS if op.body is not None] + UNTYPED
     while waiting:
@@ -232,7 +232,7 @@ def ecosystem(kind: type[Any]) -> Ecosystem:
 
 
 def fields(kind: type[Any]) -> list[str]:
-    """Field names as a client writes them."""
+    """Returns the field names of a struct as a client writes them."""
     return [field.encode_name for field in msgspec.structs.fields(kind)]
 
 
@@ -358,7 +358,7 @@ HISTORY = (
 
 
 def test_unknown_fields_are_ignored_in_a_history_and_refused_elsewhere():
-    """The decoder refuses unknown fields everywhere; they are removed from a history before
+    """The decoder refuses unknown fields everywhere. In a history they are removed before decoding
     (`cluster/text/schema/unknown_fields.py`)."""
     assert all(
         issubclass(k, RequestBody) or k.__name__ == "StructuredOutputs" for k in KINDS.values()

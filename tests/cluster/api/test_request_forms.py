@@ -1,5 +1,5 @@
-"""How a request may be written: compressed, behind a byte order mark, to a path with a trailing
-slash. Each form holds for all routes, so it is tested with all of them."""
+"""How a request may be written: compressed, with a byte order mark, or to a path with a trailing
+slash. Each form works on all routes, so it is tested with all of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/admin/sleep": {"level": 2},
     "/admin/wake": {},
 }
-"""A body that each route accepts."""
+"""Route -> a body that it accepts."""
 POOLING_BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": "fake", "input": "hi"},
     "/classify": {"model": "fake", "input": "hi"},
@@ -53,12 +53,12 @@ POOLING_BODIES |= {
     for version in ("v1", "v2")
     if version == "v1" or path == "/rerank"
 }
-"""The same of the routes of models that pool (`test_pooling_http.py`)."""
+"""The same for the routes of pooling models (`test_pooling_http.py`)."""
 ADAPTER_BODIES: dict[str, dict[str, Any]] = {
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/adapters/a"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
 }
-"""The same of the routes that exist only with `lora.enabled` (`test_adapters_http.py`)."""
+"""The same for the routes that exist only with `lora.enabled` (`test_adapters_http.py`)."""
 GETS = [
     one.path.replace("{model}", "fake")
     for one in OPERATIONS
@@ -110,7 +110,7 @@ def answers(
 
 
 def posts(change: Callable[[bytes], bytes] = bytes, **headers: str) -> list[Any]:
-    """A valid request to each route that takes a body."""
+    """Returns a valid request to each route that takes a body. `change` is applied to the body."""
     return [
         ("POST", path, {**JSON, **headers}, change(json.dumps(body).encode()))
         for path, body in BODIES.items()
@@ -184,7 +184,7 @@ def test_a_damaged_body_is_a_400_that_names_its_encoding(folder: Path, name: str
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, raw_deflate])
 def test_a_bomb_is_refused(folder: Path, pack: Callable[[bytes], bytes]) -> None:
-    """10 MB in 10 KB, to a server that reads 100 KB."""
+    """The body decompresses from 10 KB to 10 MB. The server reads at most 100 KB."""
     bomb = pack(bytes(10_000_000))
     assert len(bomb) < 11_000
     coding = "gzip" if pack is gzip.compress else "deflate"

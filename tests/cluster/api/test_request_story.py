@@ -1,4 +1,4 @@
-"""`GET /admin/requests/ID`: what happened to a request, whichever ingress served it."""
+"""`GET /admin/requests/ID` reports what happened to a request that any ingress served."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_what_is_not_known_any_more_is_a_404_that_says_how_long(folder: Path) ->
 
 
 class Peers:
-    """The other ingress of this process."""
+    """Finds requests at the other ingress, which is in this process."""
 
     def __init__(self) -> None:
         self.others: list[Any] = []
@@ -138,7 +138,8 @@ class Peers:
 
 
 def test_an_ingress_finds_what_another_one_served(folder: Path) -> None:
-    """Each is asked once, also the one that asks; and one that is silent may have known it."""
+    """Every ingress is asked once, including the one that asks. A silent ingress may have known the
+    request, so the answer is marked incomplete."""
 
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)

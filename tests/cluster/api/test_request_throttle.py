@@ -1,5 +1,5 @@
-"""Of requests that come at once few start in one iteration of the loop, and probes do not queue.
-The tests use no clock, only the order of events."""
+"""Only a few of many simultaneous requests start in one iteration of the loop. Health probes are
+not queued. The tests use no clock, only the order of events."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Handlers:
             asyncio.get_running_loop().call_soon(self.tick)
 
     async def run(self, *paths: str, later: tuple[str, ...] = (), to: Any = None) -> None:
-        """`later`: requests that come when the first half of the others has started. `to`: the
-        handler, if not this object."""
+        """Runs the requests. `later` holds requests that arrive after half of `paths` has started.
+        `to` replaces this object as the handler."""
         app = RequestThrottle(to or self)
         self.left = len(paths)
         self.tick()
@@ -102,7 +102,8 @@ def test_a_single_request_does_not_wait():
 
 
 def test_the_arrival_time_precedes_the_wait() -> None:
-    """Its time limit includes the wait. The clock is the number of the iteration."""
+    """The time limit of a request includes its wait. The clock here is the number of the
+    iteration."""
     handlers = Handlers()
     came: list[float] = []
     begin = handlers.__call__

@@ -1,4 +1,4 @@
-"""Fields that clients read from an answer exist, under the names that other servers use."""
+"""The fields that clients read from an answer exist, under the names that other servers use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPTS = [[7, 8, 9], [4]]
 
 
 def outputs(texts: list[str], prompt: int = 0, index: int = 0) -> list[RequestOutput]:
-    """The deltas of one choice, with a token each."""
+    """Returns the deltas of one choice, one token each."""
     return [
         RequestOutput(
             request_id="r",
@@ -88,7 +88,7 @@ def test_token_ids_are_absent_by_default() -> None:
 
 
 def test_every_chunk_has_usage_under_continuous_usage_stats() -> None:
-    """The chunk of the role counts no output token yet."""
+    """The chunk with the role counts no output token yet."""
     deltas = [(choice, one) for choice in range(2) for one in outputs(["a", "b"], index=choice)]
     events = stream(chat_answer(n=2, stream=True, stream_options=OPTIONS), deltas, 2)
     assert [one["usage"]["completion_tokens"] for one in events] == [0, 0, 1, 2, 2, 1, 2, 2, 4]

@@ -1,4 +1,5 @@
-"""The response store answers like a plain list that is searched for every request."""
+"""The response store answers like a reference model: a plain list that is searched for every
+request."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Row:
 
 
 class PlainStore:
-    """The same rules again: a list, least recently used first, without any running counts."""
+    """The reference model of the store: the same rules on a list, least recently used first,
+    without running counts."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -111,7 +113,7 @@ class PlainStore:
                 return found
 
     def end(self, row: Row, fate: StoredStatus, now_s: float) -> None:
-        """A response that ends counts as used now."""
+        """Marks a response as finished and as used now."""
         row.fate, row.stored_at_s = fate, now_s
         self.rows.remove(row)
         self.rows.append(row)
@@ -163,7 +165,7 @@ class PlainStore:
         return True
 
     def take(self, runner: str, takes: int, orders: HeartbeatReply) -> None:
-        """In the order in which the responses were begun, which is that of the running rows."""
+        """Assigns waiting responses to the runner in the order in which they were begun."""
         for row in self.rows:
             waits = row.fate is StoredStatus.RUNNING and not row.runner and not row.deleted
             if row.losses == MAX_LOST_RUNNERS - 1:
@@ -219,7 +221,7 @@ steps = st.sampled_from([0.0, 1.0, 2.0, LEASE_S / 4, LEASE_S, LIMIT_S + 1])
 @given(st.lists(st.tuples(requests, steps), max_size=60))
 @settings(max_examples=300, deadline=None)
 def test_the_store_answers_like_a_plain_list(history: list[tuple[StoreRequest, float]]) -> None:
-    """And a final response never changes."""
+    """A final response never changes."""
     store, plain, now_s = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S), PlainStore(), 0.0
     final: dict[str, StoredLookup] = {}
     for request, step_s in history:
@@ -237,7 +239,7 @@ def test_the_store_answers_like_a_plain_list(history: list[tuple[StoreRequest, f
 
 
 def running(store: ResponseStore, id: str = "a", runner: str = "one") -> None:
-    """Begin a response in its last attempt."""
+    """Begins a response in its last attempt."""
     begin = Begin(id, kept(10), runner, JOB, MAX_LOST_RUNNERS - 1)
     assert store.handle(begin, 0.0) is True
 
@@ -249,7 +251,7 @@ def fate(store: ResponseStore, now_s: float, id: str = "a") -> StoredStatus:
 
 
 def pass_by(store: ResponseStore, from_s: float, until_s: float) -> float:
-    """Another ingress sends heartbeats all the time, and takes over nothing."""
+    """Passes time while another ingress sends heartbeats and takes over nothing."""
     now_s = from_s
     while now_s < until_s:
         now_s = min(until_s, now_s + 1)
@@ -273,7 +275,8 @@ def test_a_response_that_its_runner_reports_is_not_lost() -> None:
 
 
 def test_a_store_that_was_suspended_declares_nothing_lost() -> None:
-    """Any request may come first when it runs again: the runners' heartbeats wait behind it."""
+    """When the store resumes, any request may come first: the runners' heartbeats are still
+    queued."""
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     running(store)
     assert fate(store, 100 * LEASE_S) is StoredStatus.RUNNING
@@ -292,7 +295,7 @@ def test_responses_of_a_lost_runner_are_taken_over_once() -> None:
     taken = Begin("a", kept(10), "two", JOB, lost_runners=1)
     assert store.handle(Heartbeat("two", [], takes=1), now_s) == HeartbeatReply([], [], [taken])
     assert store.handle(Heartbeat("three", [], takes=1), now_s) == HeartbeatReply([], [], [])
-    # The first one was only suspended: it continues, is ordered to stop, and stores nothing.
+    # The first runner was only suspended. It continues, is told to stop, and cannot store a result.
     assert store.handle(Store("a", kept(20), "one"), now_s) is False
     assert store.handle(Heartbeat("one", ["a"], takes=1), now_s) == HeartbeatReply(["a"], [], [])
     assert store.handle(Store("a", kept(20), "two"), now_s) is True
@@ -331,8 +334,8 @@ def test_a_response_that_lost_many_runners_fails() -> None:
 
 
 def test_responses_lost_beside_a_fatal_one_are_computed() -> None:
-    """One of these responses ends every ingress that computes it. In its last attempt each response
-    is alone on its runner, so the others are not lost with it."""
+    """One of these responses crashes every ingress that computes it. In its last attempt a response
+    is the only one on its runner, so the others are not lost with it."""
     store, now_s = ResponseStore(9, LIMIT_BYTES, LIMIT_S * 99), 0.0
     for id in ("a", "poison", "b"):
         assert store.handle(Begin(id, kept(2), "r0", JOB), now_s) is True

@@ -1,4 +1,5 @@
-"""A stream, joined as clients join it, equals the answer without streaming, for every split."""
+"""The chunks of a stream, joined as clients join them, equal the answer without streaming, for
+every split."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ TEXTS = [
 
 
 class WordCounter:
-    """Counts words as tokens."""
+    """A tokenizer stand-in that counts words as tokens."""
 
     def reasoning_tokens(self, texts: Sequence[str], most: int) -> int:
         return min(most, sum(len(text.split()) for text in texts))
@@ -71,7 +72,8 @@ def output(prompt: int, part: CompletionOutput) -> RequestOutput:
 
 @st.composite
 def answers(draw: st.DrawFn, prompts: int, n: int) -> tuple[list[RequestOutput], list[Any]]:
-    """Whole outputs, one a prompt, and the same as deltas of choices in a random order."""
+    """Draws whole outputs, one per prompt, and the same outputs as deltas of the choices in random
+    order."""
     whole, streams = [], []
     for prompt in range(prompts):
         parts = []
@@ -127,7 +129,7 @@ def drawn(outputs: list[RequestOutput]) -> int:
 
 
 def fold_chat(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Choices as a client joins them."""
+    """Joins the choices of chat chunks as a client does."""
     folded: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk, strict=True)
@@ -209,7 +211,7 @@ def test_completions(both: tuple[list[RequestOutput], list[Any]], echo: bool, id
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_reasoning_that_is_hidden_is_counted(streamed: bool) -> None:
-    """As OpenAI counts it, of all choices."""
+    """Hidden reasoning counts as in OpenAI's API, summed over all choices."""
     text = "<think>one two three</think>four"
     parts = [
         CompletionOutput(
@@ -232,7 +234,8 @@ def test_reasoning_that_is_hidden_is_counted(streamed: bool) -> None:
 
 
 def test_the_last_chunk_has_the_tokens_that_no_text_was_told_with() -> None:
-    """Those of an end without a text; else the chunk of the text has them."""
+    """If the last output is without text, its tokens are in the last chunk. Otherwise they are in
+    the chunk with the text."""
 
     def last(text: str) -> list[dict[str, Any]]:
         part = CompletionOutput(

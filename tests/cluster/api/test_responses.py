@@ -81,7 +81,8 @@ def test_a_disconnected_stream_leaks_nothing(tmp_path: Path) -> None:
 
 
 def test_a_conversation_continues(tmp_path: Path) -> None:
-    """From the stored responses, with the same prompt as if the client had sent all of it."""
+    """The conversation is read from the stored responses. The prompt is the same as if the client
+    had sent all of it."""
 
     async def scenario() -> None:
         async with ResponsesServer(tmp_path, f"I look. {CALL}").open() as server:
@@ -205,8 +206,8 @@ def test_unknown_responses_are_404(tmp_path: Path, method: str, path: str, statu
 def test_an_answer_is_given_though_the_store_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer says that it is not stored; requests for stored responses say that the store
-    cannot be reached."""
+    """The answer says that it is not stored. Requests for stored responses are answered with an
+    error: the store cannot be reached."""
     monkeypatch.setattr(store_client, "_UNAVAILABLE_S", 600.0)
 
     async def scenario() -> None:
@@ -276,7 +277,7 @@ def keyed(folder: Path) -> ResponsesServer:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_another_key_finds_no_response(tmp_path: Path, background: bool) -> None:
-    """At any ingress, by any route, and with the error of a response that does not exist."""
+    """With another key, every ingress and route answers as if the response did not exist."""
 
     async def scenario() -> None:
         async with keyed(tmp_path).open() as server, server.second_ingress() as (_, near, _ingress):

@@ -1,5 +1,5 @@
-"""Answers of `/v1/responses`, built by hand and read by OpenAI's own types: a stream, joined as the
-API specifies, equals the whole response, however the answer is cut."""
+"""Answers of `/v1/responses`, built by hand and parsed with OpenAI's own types. A stream, joined as
+the API specifies, equals the whole response for every split of the answer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def comparable(response: Any) -> dict[str, Any]:
 
 
 def nameless(value: Any) -> Any:
-    """The body without random ids and without times."""
+    """Removes random ids and times from the body."""
     if isinstance(value, dict):
         drawn = {"id", "item_id", "created_at", "completed_at"}
         return {name: nameless(part) for name, part in value.items() if name not in drawn}
@@ -91,7 +91,7 @@ def nameless(value: Any) -> Any:
 def streamed(
     parts: list[CompletionOutput], top_logprobs: int | None = None, error: Exception | None = None
 ) -> list[dict[str, Any]]:
-    """The events, each as OpenAI's own types accept it."""
+    """Returns the events of a stream. Checks each against OpenAI's own types."""
 
     async def outputs() -> Any:
         for part in parts:
@@ -117,8 +117,8 @@ def streamed(
 
 
 def folded(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response that a reader makes of a stream. Every event must come where the API has it: a
-    misplaced event fails."""
+    """Builds the response from a stream as a client does. Fails if an event is not where the API
+    specifies it."""
     left = iter(events)
     first, second, last = next(left), next(left), events[-1]
     assert (first["type"], second["type"]) == ("response.created", "response.in_progress")
@@ -135,7 +135,7 @@ def folded(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def folded_item(added: dict[str, Any], left: Iterator[dict[str, Any]], index: int) -> Any:
-    """Reads the events of one item up to its end."""
+    """Reads the events of one item until it is done."""
     item = added["item"]
     assert item["status"] == "in_progress"
     if item["type"] == "function_call":
@@ -238,7 +238,8 @@ def test_an_answer_that_no_engine_could_finish_has_failed(text: str) -> None:
 
 
 def tokens_of(text: str, sizes: list[int]) -> list[int]:
-    """Tokens that write a text: single bytes, or what the tokenizer makes of some characters."""
+    """Returns tokens that encode a text: single bytes, or the tokenizer's tokens for a few
+    characters."""
     tokens: list[int] = []
     at = 0
     for size in itertools.cycle(sizes or [3]):
@@ -251,8 +252,8 @@ def tokens_of(text: str, sizes: list[int]) -> list[int]:
 
 
 def with_logprobs(tokens: list[int], places: list[int], held: int) -> list[CompletionOutput]:
-    """The outputs of an answer in steps of several tokens, whose text comes late by `held`
-    characters at most, as where stop strings may begin."""
+    """Returns the outputs of an answer in steps of several tokens. The text lags by up to `held`
+    characters, as it does when a stop string may begin."""
     offsets = TEXTS.offsets([*tokens, 0]).offsets
     text = TOKENIZER.decode(tokens, clean_up_tokenization_spaces=False)
     edges = [*sorted({place % len(tokens) for place in places} - {0}), len(tokens)]
@@ -292,8 +293,8 @@ def with_logprobs(tokens: list[int], places: list[int], held: int) -> list[Compl
 def test_logprobs_are_those_of_the_tokens_that_wrote_the_text(
     text: str, sizes: list[int], places: list[int], held: int
 ) -> None:
-    """The same for every cut; together the tokens hold the text, and begin and end no further
-    away from it than one token reaches."""
+    """The logprobs are the same for every split. The bytes of the tokens contain the text, and
+    extend beyond each end of it by less than one token."""
     tokens = tokens_of(text, sizes)
     expected = whole(with_logprobs(tokens, [], 0)[0], top_logprobs=1)
     got = nameless(folded(streamed(with_logprobs(tokens, places, held), top_logprobs=1)))

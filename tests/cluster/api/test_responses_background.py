@@ -1,5 +1,5 @@
-"""Responses in the background: their status, their cancellation, and what happens to them when an
-ingress, the store or all engines are gone."""
+"""Background responses: their status, their cancellation, and what happens when an ingress, the
+store or all engines are lost."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_in_the_background(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "delete"])
 def test_cancelled_or_deleted_work_stops(tmp_path: Path, how: str) -> None:
-    """Any ingress cancels it at the store; the one that computes it learns that at its
-    heartbeat."""
+    """Any ingress cancels the work at the store. The ingress that computes it learns this with its
+    next heartbeat."""
 
     async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
@@ -98,7 +98,7 @@ def test_a_foreground_response_cannot_be_cancelled(tmp_path: Path) -> None:
 
 
 async def pass_lease(server: ResponsesServer) -> None:
-    """Pass so much time that a silent runner has lost its responses, and others have not."""
+    """Passes enough time that a silent runner loses its responses while the others keep theirs."""
     for _ in range(6):
         server.response_store.now_s += LEASE_S / 5
         heartbeats = server.response_store.heartbeats
@@ -126,7 +126,7 @@ def test_a_response_that_lost_many_ingresses_has_failed(tmp_path: Path) -> None:
 
 
 def core(request: EngineCoreRequest) -> EngineCoreRequest:
-    """The parts of a response that depend on the model."""
+    """Returns the request without its ids, which do not affect the output."""
     return msgspec.structs.replace(request, request_id="", external_req_id="")
 
 
@@ -134,7 +134,8 @@ def core(request: EngineCoreRequest) -> EngineCoreRequest:
 def test_another_ingress_takes_over_what_a_dead_one_computed(
     tmp_path: Path, seed: dict[str, int]
 ) -> None:
-    """With its conversation, and with the same answer that the first ingress would have given."""
+    """The second ingress continues with the conversation and gives the same answer as the first
+    would have."""
 
     async def scenario() -> None:
         async with (
@@ -153,7 +154,7 @@ def test_another_ingress_takes_over_what_a_dead_one_computed(
                 extra_body={"ignore_eos": True, "top_k": 5, **seed},
             )
             await until(lambda: len(server.engine.arrived) == 2)
-            server.store_handle.away = True  # the first ingress is gone
+            server.store_handle.away = True  # the first ingress has stopped
             await pass_lease(server)
             await until(lambda: len(server.engine.arrived) == 3)
             _, one, two = server.engine.arrived
@@ -193,7 +194,7 @@ def test_an_ingress_without_engines_takes_over_nothing(tmp_path: Path) -> None:
 
 
 def test_a_response_is_taken_over_though_too_many_requests_wait(tmp_path: Path) -> None:
-    """It was admitted once, by the ingress that is gone."""
+    """A takeover is not subject to admission: the stopped ingress already admitted the request."""
 
     async def scenario() -> None:
         full = {"scheduler.max_rows": 1, "serve.max_waiting_requests": 2}
@@ -220,7 +221,7 @@ def test_a_response_is_taken_over_though_too_many_requests_wait(tmp_path: Path) 
 
 
 def test_an_ingress_that_was_suspended_changes_nothing(tmp_path: Path) -> None:
-    """It comes back with its answer, after another one has taken the response over."""
+    """The ingress resumes and delivers its answer after another one has taken the response over."""
 
     async def scenario() -> None:
         async with (
@@ -272,7 +273,7 @@ def test_an_ingress_that_exits_hands_over_its_work_at_once(tmp_path: Path) -> No
 def test_an_ingress_that_exits_gives_back_what_it_was_just_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The reply to its heartbeat, which has it, is on the way."""
+    """The ingress exits while the heartbeat reply that assigns it a response is on the way."""
     monkeypatch.setattr(background, "HEARTBEAT_S", 0.01)
     monkeypatch.setattr(background, "IDLE_HEARTBEAT_S", 0.01)
     store = ResponseStore(10, 10**6, 1000)

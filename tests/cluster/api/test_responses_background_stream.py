@@ -1,4 +1,4 @@
-"""A response in the background whose events its client reads while it is computed."""
+"""A background response whose events the client reads while it is computed."""
 
 from __future__ import annotations
 

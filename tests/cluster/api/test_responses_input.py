@@ -34,7 +34,7 @@ def read(**body: Any) -> ResponsesRequest:
 
 
 def items(*plain: Any) -> list[dict[str, Any]]:
-    """The items of an input, without the ids that they got."""
+    """Returns the parsed items of an input, without their generated ids."""
     found = read_input([msgspec.Raw(msgspec.json.encode(item)) for item in plain])
     plain: list[dict[str, Any]] = msgspec.to_builtins(found)
     return [{k: v for k, v in item.items() if k != "id"} for item in plain]
@@ -81,7 +81,8 @@ OUTPUT: list[api.OutputItem] = [
 
 
 def test_items_of_an_answer_may_be_sent_back() -> None:
-    """Both as received, and as the client's own types serialize it, with all nulls."""
+    """Items can be sent as received, or as the client's own types serialize them, with all
+    nulls."""
     plain = msgspec.to_builtins(OUTPUT)
     adapter: TypeAdapter[Any] = TypeAdapter(list[ResponseOutputItem])
     dumped = adapter.dump_python(adapter.validate_python(plain), mode="json", by_alias=True)
@@ -91,7 +92,8 @@ def test_items_of_an_answer_may_be_sent_back() -> None:
 
 
 def test_reasoning_that_another_server_encrypted_is_ignored() -> None:
-    """Only the server that encrypted it can read it; the rest of the history is valid."""
+    """Only the server that encrypted the reasoning can read it. The rest of the history is
+    valid."""
     empty = {"type": "reasoning", "id": "rs_1", "summary": []}
     said = {"role": "assistant", "content": "yes"}
     (_, message) = read(input=[{**empty, "encrypted_content": "gAAA"}, said]).items()
@@ -251,7 +253,7 @@ some_items = st.lists(
 
 
 def said(message: ChatMessage) -> list[tuple[str, str]]:
-    """The parts of a message, in the order in which templates write them."""
+    """Returns the parts of a message in the order in which templates write them."""
     pieces = [("thinks", line) for line in (message.reasoning_content or "").split("\n")]
     pieces = pieces if message.reasoning_content is not None else []
     if message.content is not None:
@@ -262,7 +264,7 @@ def said(message: ChatMessage) -> list[tuple[str, str]]:
 @settings(deadline=None)
 @given(some_items)
 def test_nothing_is_lost_or_moved_on_the_way_to_the_template(conversation: list[api.Item]) -> None:
-    """And no two neighbours could be one message."""
+    """In addition, no two adjacent assistant messages could be merged into one."""
     expected = []
     for item in conversation:
         match item:

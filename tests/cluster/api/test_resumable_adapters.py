@@ -1,4 +1,5 @@
-"""An answer ends with the adapter with which it began, whatever has its name since."""
+"""An answer keeps the adapter with which it began, even if the name has been given to another
+one."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ async def unload(server: ResumableServer) -> None:
 
 
 async def cut(client: Client) -> str:
-    """The id of the fourth event, behind which the stream is cut."""
+    """Cuts the stream after its fourth event and returns the id of that event."""
     async with client.cut_stream(PATH, ASKED, idempotency_key="k") as events:
         got = [await anext(events) for _ in range(4)]
     return id_of(got[-1])
@@ -118,7 +119,7 @@ def test_a_response_in_the_background_is_taken_over_with_its_adapter(
             now = () if later == "unloaded" else (second,)
             server.cluster.coordinator.tell(adapters=now)
             await until(lambda: ingress.services.adapters.find("sql") != first)
-            server.store_handle.away = True  # the first ingress is gone
+            server.store_handle.away = True  # the first ingress has stopped
             await pass_lease(server)
             await until(lambda: len(server.engine.arrived) == 2)
             assert [one.adapter for one in server.engine.arrived] == [first, first]

@@ -1,4 +1,4 @@
-"""How long an answer lives that may be read again: its readers, its time, and its end."""
+"""The lifetime of a resumable answer: its readers, its grace time, and its removal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def take(events: AsyncIterator[bytes], count: int) -> list[bytes]:
 
 
 async def cut(client: Client, count: int, **headers: str) -> list[bytes]:
-    """The first events of a stream whose connection is cut behind them."""
+    """Cuts a stream after `count` events and returns them."""
     async with client.cut_stream(PATH, BODY, **headers) as events:
         return await take(events, count)
 
@@ -96,7 +96,7 @@ def test_an_answer_that_nobody_reads_is_aborted_after_the_grace_time(
 def test_a_client_that_comes_back_as_the_grace_time_ends_gets_a_whole_answer(
     tmp_path: Path,
 ) -> None:
-    """Its request is read while the answer is being aborted."""
+    """The client's request is read while the answer is being aborted."""
 
     async def scenario() -> None:
         settings = {"serve.resume_grace_s": LONG_S}
@@ -198,7 +198,8 @@ def test_a_stream_that_failed_goes_on_behind_what_came_before(tmp_path: Path, na
             client = server.first
 
             async def begin() -> None:
-                """Three steps with all choices, which an engine gets one by one."""
+                """Lets the engine run three steps after it has received all choices, which arrive
+                one by one."""
                 await until(lambda: len(server.engine.requests) == body.get("n", 1))
                 server.engine.allow(3)
 

@@ -1,5 +1,5 @@
-"""Keys and ids that cannot be served are refused with the reason, and no caller reaches the answer
-of another one."""
+"""Keys and ids that cannot be served are refused with the reason. A caller never reaches the answer
+of another caller."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_name_of_an_answer_is_that_of_its_whole_request() -> None:
 
 
 def test_a_key_is_for_one_request(tmp_path: Path) -> None:
-    """For one path and one meaning of its body, that is."""
+    """An idempotency key belongs to one path and one meaning of its body."""
 
     async def scenario() -> None:
         async with ResumableServer(tmp_path) as server:
@@ -216,8 +216,8 @@ def test_what_had_to_make_room_is_computed_again(tmp_path: Path) -> None:
         async with ResumableServer(tmp_path, steps=0, **settings) as server:
 
             async def read(**headers: str) -> list[bytes]:
-                """A reader that keeps up: the engine takes a step for each event it has. Two are
-                taken at first: it may have the first event already."""
+                """Reads a stream as fast as it comes: the engine gets one step of credit for each
+                event. It starts with two, because the client may have the first event already."""
                 engine = server.engine
                 engine.call(lambda: setattr(engine, "credit_steps", 0))
                 engine.allow(2)

@@ -1,4 +1,5 @@
-"""A stream that is cut and continued is the stream that was not cut, wherever it goes on."""
+"""A stream that is cut and resumed equals the uncut stream, even if another ingress continues
+it."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ pytestmark = pytest.mark.slow
 
 
 CUTS = 10
-"""Of each stream."""
+"""The number of cuts of each stream."""
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_stream_goes_on_at_an_ingress_that_computes_it_again(tmp_path: Path, name: str) -> None:
-    """Each time with other pieces from the engine."""
+    """Each turn splits the engine's tokens differently."""
     path, body, text = REQUESTS[name]
     draw = random.Random(name)
 
@@ -30,7 +31,7 @@ def test_a_stream_goes_on_at_an_ingress_that_computes_it_again(tmp_path: Path, n
                 server.engine.tokens_at_once = draw.randint(1, 4)
                 begun = await server.first.stream(path, body, idempotency_key=f"k{turn}")
                 assert len({*map(id_of, begun)}) == len(begun)
-                # Behind an event, which tells the other ingress the time of the beginning.
+                # The cut is after an event, whose id tells the other ingress when the answer began.
                 cut = draw.randint(1, len(begun)) if turn else len(begun) - 1
                 last = id_of(begun[cut - 1])
                 server.engine.tokens_at_once = draw.randint(1, 4)
@@ -63,7 +64,7 @@ def test_a_stream_goes_on_behind_every_event_where_it_was_computed(
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_resumable_answer_is_the_answer_that_its_seed_gives(tmp_path: Path, name: str) -> None:
-    """Its content is that of the request without the header."""
+    """The content equals that of the request without the idempotency key."""
     path, body, text = REQUESTS[name]
     body = {name: value for name, value in body.items() if name != "stream_options"}
 
@@ -83,7 +84,7 @@ def test_a_resumable_answer_is_the_answer_that_its_seed_gives(tmp_path: Path, na
 
 
 def _content(answer: object) -> object:
-    """Without ids and times."""
+    """Returns the answer without ids and times."""
     if isinstance(answer, list):
         return [*map(_content, answer)]
     if not isinstance(answer, dict):

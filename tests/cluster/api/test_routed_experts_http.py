@@ -62,7 +62,7 @@ def test_a_whole_answer_has_them(tmp_path: Path, route: str) -> None:
 @routes
 @pytest.mark.parametrize("move", [False, True])
 def test_the_last_chunk_of_each_choice_has_them(tmp_path: Path, route: str, move: bool) -> None:
-    """Of all engines that gave a part of the answer."""
+    """The experts cover the output of all engines that computed a part of the answer."""
 
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0, steps=2 if move else UNLIMITED_STEPS)

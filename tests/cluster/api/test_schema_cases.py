@@ -1,4 +1,4 @@
-"""Bodies with schemas and grammars that once had a wrong answer or a 500, served over HTTP."""
+"""Bodies with schemas and grammars that once got a wrong answer or a 500, served over HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nano() -> Iterator[InProcessServer]:
 
 @pytest.fixture(scope="module")
 def lenient() -> Iterator[InProcessServer]:
-    """A server that ignores keywords that it cannot hold."""
+    """Starts a server that ignores schema keywords that it cannot enforce."""
     with start_in_process_server(**{"serve.schema_keywords": "ignore"}) as server:
         yield server
         server.wait_idle()

@@ -1,5 +1,5 @@
-"""Loops of SDK users over HTTP: an answer is parsed by the SDK, dumped, and sent back with the next
-question."""
+"""The loops of SDK users over HTTP: the SDK parses an answer, dumps it, and sends it back with the
+next question."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ USER = {"role": "user", "content": "the quick"}
 
 
 class Point(BaseModel):
-    """The call that the server's engine writes."""
+    """The arguments of the tool call that the server's engine writes."""
 
     at: int
 
 
-class look(Point):  # the name of the tool
+class look(Point):  # the class name is the tool's name
     pass
 
 

@@ -32,7 +32,7 @@ TYPES: dict[str, tuple[Any, Any]] = {
     RESPONSES: (Response, ResponseStreamEvent),
     MESSAGES: (Message, RawMessageStreamEvent),
 }
-"""Types of whole answers, and of events."""
+"""Types of whole answers and of stream events."""
 LEAST: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER, "max_tokens": 50},
     COMPLETIONS: {"prompt": "x", "max_tokens": 50},
@@ -63,7 +63,8 @@ def events(text: str) -> Iterator[dict[str, Any]]:
 
 
 def as_sdk_has_it(body: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's own API ends no choice of a completion before its last chunk; its type does."""
+    """Fills in the finish reason of unfinished choices. OpenAI's own API omits it until the last
+    chunk of a completion, but its type requires it."""
     if body.get("object") == "text_completion":
         for choice in body["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"

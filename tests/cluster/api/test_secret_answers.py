@@ -1,5 +1,5 @@
-"""No answer, no log line and no output of a command has a key of the cluster, of its users or of
-its environment: whatever is asked, by whomever, and whatever fails meanwhile."""
+"""No answer, log line or command output contains a key of the cluster, of its users or of its
+environment, for any request of any client and any failure meanwhile."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ ENVIRONMENT = {
 }
 SESSION = "sess_" + "0" * 32
 TOKEN = "Rf4Jk7Lp2QwE9rTy6UiO"
-"""In Ray's file of the token."""
+"""Written into Ray's token file."""
 
 
 class Failing:
-    """Every call of it ends with an error that was given what it holds."""
+    """Every remote call fails with an error whose arguments include the held value."""
 
     def __init__(self, held: Any) -> None:
         self._held = held
@@ -60,7 +60,7 @@ class Failing:
 
 
 class Describing(Failing):
-    """Describes a cluster of which everything fails."""
+    """Describes a cluster in which everything has failed."""
 
     async def _describe(self) -> dict[str, Any]:
         error = repr(RuntimeError("it failed", self._held))
@@ -161,7 +161,7 @@ def test_no_answer_shows_a_secret(server: AdminServer, log: io.StringIO) -> None
                     )
                     seen.setdefault(path, set()).add(answer.status_code)
                     text = f"{answer.headers} {answer.text}"
-                    if "unknown" not in body:  # else it is the client's own text
+                    if "unknown" not in body:  # otherwise the text is the client's own
                         check(server, text, f"{method} {path}")
     assert seen["/admin/cluster"] == {200, 401} and seen["/admin/scale"] == {400, 401, 503}
     assert 200 in seen["/server_info"] and seen["/metrics"] == {200}
@@ -171,7 +171,7 @@ def test_no_answer_shows_a_secret(server: AdminServer, log: io.StringIO) -> None
 
 
 def test_the_errors_name_what_they_hold(server: AdminServer, log: io.StringIO) -> None:
-    """Else nothing would have been shown in any case."""
+    """The errors do contain the held values. Otherwise the other tests would prove nothing."""
     answer = server.client.get("/admin/cluster", headers={"x-api-key": ADMIN})
     assert "ChannelKeys(" in answer.json()["coordinator"]["error"]
     answer = server.client.get("/v1/responses/resp_1", headers={"x-api-key": USER})
@@ -238,7 +238,7 @@ def test_a_file_of_keys_that_is_refused_is_not_shown(tmp_path: Path) -> None:
     ],
 )
 def test_a_password_in_the_url_of_a_collector_is_refused_and_not_shown(url: str) -> None:
-    """What is exported is reported with its URL."""
+    """Such a URL is refused because export errors report it."""
     with pytest.raises(ConfigError, match="otlp_endpoint") as caught:
         load({"model": {"path": "m"}}, {"serve.otlp_endpoint": url})
     assert USER not in str(caught.value)

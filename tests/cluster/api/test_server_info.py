@@ -1,4 +1,4 @@
-"""Routes that monitors of other servers call, and which clients may call them."""
+"""Routes that other servers' monitoring tools call, and which clients may call them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_load_counts_running_and_waiting_requests(folder: Path) -> None:
 
 
 def test_keys_are_required_as_by_routes_of_their_kind(folder: Path) -> None:
-    """No fact of the machine is shown, not even to a client with a key."""
+    """The answer shows no fact of the machine, not even to a client with a key."""
     keys = folder / "keys"
     keys.write_text("user-key\n")
 
@@ -123,7 +123,8 @@ def test_models_have_the_time_at_which_they_were_written(folder: Path) -> None:
 
 
 def test_models_have_the_form_of_the_client_that_asks(folder: Path) -> None:
-    """A foreign client reads the answer: `anthropic` checks it against its own types."""
+    """A client with Anthropic's headers gets Anthropic's form, checked with that SDK's own
+    types."""
     headers = {"anthropic-version": "2023-06-01"}
 
     async def scenario() -> None:

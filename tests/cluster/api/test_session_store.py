@@ -1,5 +1,5 @@
-"""No chunk of a session is lost without a word, whatever ingresses do at once, and however often
-the store is lost."""
+"""No chunk of a session is silently lost, with concurrent ingresses and repeated loss of the
+store."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ keys, ingresses = st.sampled_from(KEYS), st.integers(0, INGRESSES - 1)
 
 @dataclass
 class Chunk:
-    """One that was begun."""
+    """A chunk that was begun."""
 
     ingress: int
     key: str
     ticket: str
     session: Session
     superseded_in: SessionStore | None = None
-    """The store in which another has begun since."""
+    """The store in which another chunk has begun since."""
 
 
 class SessionsAgainstModel(RuleBasedStateMachine):
-    """The model: what was committed last, and the copies of each ingress, which reports them every
-    `REPORT_S` and is never lost."""
+    """The reference model: the sessions as last committed, and the copies of each ingress. An
+    ingress reports its copies every `REPORT_S` and is never lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class SessionsAgainstModel(RuleBasedStateMachine):
             return
         owner = key.partition("/")[0]
         reply = self.store.handle(CreateSession(key, Session(1)), self.now_s)
-        if not self.is_young:  # else some are not there yet
+        if not self.is_young:  # a young store may lack some sessions
             others = [one for one in self.committed if one.startswith(f"{owner}/")]
             is_full = len(self.committed) >= LIMITS.sessions
             assert reply is (FULL if is_full else OWNER_FULL if len(others) >= 2 else OK)
@@ -82,7 +82,7 @@ class SessionsAgainstModel(RuleBasedStateMachine):
 
     @rule(data=st.data(), ingress=ingresses)
     def begin(self, data: st.DataObject, ingress: int) -> None:
-        """Mostly of the first session, so that several are begun at once."""
+        """Draws mostly the first session, so that several of its chunks are open at once."""
         key = data.draw(st.sampled_from([*self.committed][:1] * 20 + KEYS))
         self.tickets += 1
         found = self.store.handle(ReadSession(key), self.now_s)
@@ -104,7 +104,7 @@ class SessionsAgainstModel(RuleBasedStateMachine):
         self._is_right(key, self.store.handle(ReadSession(key), self.now_s))
 
     def _is_right(self, key: str, found: object) -> bool:
-        """Whether the session was found: as it was committed last."""
+        """Returns whether the session exists. Checks that it was found as last committed."""
         known = self.committed.get(key)
         if found is YOUNG:
             assert self.is_young
@@ -132,7 +132,7 @@ class SessionsAgainstModel(RuleBasedStateMachine):
             assert chunk.superseded_in is self.store or known != before
         elif reply is YOUNG:
             assert self.is_young
-            self.open.append(chunk)  # it is tried again
+            self.open.append(chunk)  # the ingress retries it
         else:
             assert reply is UNKNOWN and known is None
 
@@ -144,8 +144,8 @@ class SessionsAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_young and len(self.committed) > 2)
     @rule(key=keys)
     def end(self, key: str) -> None:
-        """While the store is young, an ingress may put its copy again; that ends when it is
-        idle."""
+        """Runs only on a store that is not young: an ingress could put its copy back, which would
+        stay until it is idle."""
         if self._is_right(key, self.store.handle(EndSession(key), self.now_s)):
             del self.committed[key]
             self.ended.add(key)
@@ -171,13 +171,14 @@ class SessionsAgainstModel(RuleBasedStateMachine):
             self.now_s += REPORT_S * 0.9
             for ingress in range(INGRESSES):
                 self.report(ingress)
-            for key in self.committed:  # their clients go on
+            for key in self.committed:  # their clients continue
                 self.store.handle(ReportSessions([], [], [key]), self.now_s)
 
     @precondition(lambda self: self.is_young)
     @rule(for_s=st.sampled_from([REPORT_S / 2, YOUNG_S, 3 * YOUNG_S]))
     def stand_still(self, for_s: float) -> None:
-        """The process of the store. Reports that came meanwhile are behind other requests."""
+        """Suspends the store process. Reports that arrived meanwhile are queued after another
+        request."""
         self.now_s += for_s
         self.young_until_s += for_s - min(for_s, REPORT_S)
         self.read(next(iter(self.committed), KEYS[0]))
@@ -187,8 +188,8 @@ class SessionsAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_young and self.committed)
     @rule()
     def lose_the_store(self) -> None:
-        """Not while it is young: another ingress may not have put its copies yet. Copies of
-        sessions that have ended are gone."""
+        """Runs only on a store that is not young: another ingress may not have put its copies back
+        yet. Reports first, so that ingresses drop their copies of ended sessions."""
         for ingress in range(INGRESSES):
             self.report(ingress)
         self.store = SessionStore(LIMITS, self.now_s)
@@ -254,7 +255,8 @@ def test_what_began_before_the_last_commit_is_superseded() -> None:
 
 
 def test_what_was_lost_behind_a_copy_comes_back_with_the_next_chunk() -> None:
-    """The ingress of the second chunk is gone with the store, and the third one has all."""
+    """The ingress of the second chunk was lost with the store. The third chunk carries the whole
+    session."""
     first, third = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(12), [1, 2, 3], 3, 0)
     store = SessionStore(LIMITS, 0.0)
     assert store.handle(PutSessions(["a"], [first]), 0.0) is OK
@@ -275,7 +277,8 @@ def test_a_copy_changes_nothing_of_who_began_last() -> None:
 
 
 def test_a_copy_takes_the_place_of_nothing_that_was_committed_here() -> None:
-    """An ingress was cut off for longer than the store was young."""
+    """An ingress was cut off for longer than the store was young. Its copy is dropped, even if
+    newer."""
     store = SessionStore(LIMITS, 0.0)
     assert store.handle(PutSessions(["a"], [Session(1)]), 0.0) is OK
     grow_old(store, 0.0)
@@ -290,7 +293,7 @@ def test_a_copy_takes_the_place_of_nothing_that_was_committed_here() -> None:
 
 @pytest.mark.parametrize("pause_s", [YOUNG_S, 100 * YOUNG_S])
 def test_a_store_that_stood_still_is_young_behind_it(pause_s: float) -> None:
-    """What an ingress reported meanwhile is still on its way."""
+    """The reports that ingresses sent during the pause are still queued."""
     store, copy = SessionStore(LIMITS, 0.0), Session(1, bytes(4), [1], 1, 0)
     assert store.handle(ReadSession("a"), pause_s) is YOUNG
     assert store.handle(ReportSessions(["a"], [1]), pause_s) == ReportReply(["a"], [])
@@ -300,7 +303,7 @@ def test_a_store_that_stood_still_is_young_behind_it(pause_s: float) -> None:
 
 
 def test_a_copy_that_was_asked_for_is_waited_for() -> None:
-    """An ingress with many needs longer to put them than the store is young."""
+    """An ingress with many copies may need longer to put them than the store is young."""
     store, copy = SessionStore(LIMITS, 0.0), Session(1, bytes(4), [1], 1, 0)
     assert store.handle(PutSessions(["b"], [copy]), 0.0) is OK
     newer = ReportSessions(["a", "b"], [1, 2])

@@ -1,5 +1,5 @@
-"""Sessions over HTTP. The law: a chunk gets the answer of one prompt with everything before it in
-front, whatever happens between. The engine's token is a hash of the whole context."""
+"""Sessions over HTTP. The invariant: a chunk gets the answer of one prompt that contains everything
+before it, despite any failure in between. The engine's token is a hash of the whole context."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SessionServer:
     async def chunk(
         self, id: str, ids: list[int], count: int = 4, stream: bool = False, **extra: Any
     ) -> list[int]:
-        """The ids of the answer to a chunk."""
+        """Sends a chunk and returns the token ids of its answer."""
         client = extra.pop("client", None) or self.client
         asked = body(ids, count, session_id=id, stream=stream, return_token_ids=True, **extra)
         if not stream:
@@ -64,7 +64,7 @@ class SessionServer:
 
 
 async def stream_ids(client: httpx.AsyncClient, asked: dict[str, Any]) -> list[int]:
-    """The ids of a stream that ends as it should."""
+    """Returns the token ids of a stream. Checks that it finishes normally."""
     events = await stream_events(client, asked)
     assert events[-1] == "[DONE]"
     choices = [json.loads(event)["choices"] for event in events[:-1]]
@@ -114,7 +114,7 @@ def test_a_chunk_without_an_answer_is_appended_alone(tmp_path: Path, stream: boo
 
 
 def test_a_chunk_may_take_the_place_of_later_ones(tmp_path: Path) -> None:
-    """So a chunk whose answer was lost on its way can be sent again."""
+    """A client can resend a chunk whose answer was lost."""
 
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
@@ -197,7 +197,7 @@ def test_an_engine_is_lost_in_the_middle_of_a_chunk(tmp_path: Path) -> None:
 
 
 def test_another_ingress_goes_on_at_the_same_engine(tmp_path: Path) -> None:
-    """The KV is there, which the other ingress could not know."""
+    """The session names its engine, so the other ingress uses the KV cache there."""
 
     async def test() -> None:
         async with SessionServer(tmp_path).open(engines=4) as server:
@@ -465,7 +465,8 @@ def test_a_chunk_that_is_refused_ends_no_other(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_is_computed_again_takes_nothing_away(tmp_path: Path) -> None:
-    """Another ingress is asked once more for what was answered long ago."""
+    """A late retry, at another ingress, of a request that was answered long ago does not remove
+    later chunks."""
 
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
@@ -506,7 +507,8 @@ def test_whoever_has_seen_the_finish_reason_may_send_the_next_chunk(tmp_path: Pa
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_is_open_behind_an_answer(tmp_path: Path, stream: bool) -> None:
-    """Whether it ended, failed, was refused or was left."""
+    """The chunk is closed if its answer finishes, fails, is refused or is abandoned by the
+    client."""
 
     async def test() -> None:
         async with SessionServer(tmp_path).open(engines=0) as server:

@@ -41,7 +41,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "both": ("?level=1", {"level": 1}, "query"),
 }
 REFUSED = {503, 529}
-"""The second one is Anthropic's, of an API that is overloaded."""
+"""The status codes of a refusal. 529 is Anthropic's code for an overloaded API."""
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_what_operators_may_send(folder: Path) -> None:
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_requests_wait_or_are_refused(folder: Path, refuses: bool) -> None:
-    """What has begun waits in any case."""
+    """A request that has begun waits in either case."""
 
     async def run() -> None:
         async with FakeCluster(folder).serving() as cluster:

@@ -1,4 +1,4 @@
-"""A client that reads slowly gets its whole answer; one that takes nothing is cut."""
+"""A client that reads slowly gets its whole answer. One that reads nothing is disconnected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 60.0
 STEP_S = 0.9 * LIMIT_S
-"""Nearly as long as a client may take nothing."""
+"""Slightly less than the time for which a client may read nothing."""
 ANSWER_BYTES = 16 << 20
 READ_BYTES = 256 << 10
 
@@ -46,7 +46,7 @@ class HandTimer:
 
 
 class HandLoop:
-    """The running loop, but for the clock, which a test moves."""
+    """The running loop with a clock that the test moves."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ class HandLoop:
 
 
 class Download:
-    """One client of a large answer, whose server has a clock that the test moves."""
+    """One client of a large answer. The test moves the server's clock."""
 
     def __init__(self, edge: EdgeServer, client: socket.socket, loop: HandLoop) -> None:
         self.edge, self.client, self.loop = edge, client, loop
@@ -89,7 +89,7 @@ class Download:
         return found[0] if found else None  # type: ignore[return-value]
 
     async def read(self, size: int = READ_BYTES) -> bytes:
-        """Some bytes, and whatever the server's kernel takes for them."""
+        """Reads some bytes and waits until the server's kernel has taken more data in exchange."""
         before = self._taken()
         data = b""
         async with asyncio.timeout(DEADLINE_S):
@@ -117,7 +117,7 @@ def download(
     *,
     close: bool,
 ) -> None:
-    """`close`: the connection ends with the answer."""
+    """Runs the scenario. If `close`, the connection is closed after the answer."""
 
     async def run() -> None:
         loop = HandLoop()

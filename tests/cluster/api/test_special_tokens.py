@@ -1,4 +1,4 @@
-"""A control token in a message forges no turn, whatever API it comes through."""
+"""A control token in a message cannot forge a turn, through any API."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CHATS: dict[str, tuple[str, dict[str, Any], int]] = {
         3,
     ),
 }
-"""Path, body, and the turns that the template writes."""
+"""Name -> path, body, and the number of turns that the template writes."""
 
 
 def serving(**settings: Any) -> FakeCluster:

@@ -1,4 +1,4 @@
-"""Events equal what the typed chunks encode to, byte for byte."""
+"""Events equal the encoding of the typed chunks, byte for byte."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
 
 
 BREAKS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
-"""Where Python's `str.splitlines` ends a line, and so do readers that are made from it."""
+"""Characters at which Python's `str.splitlines`, and SSE readers built on it, end a line."""
 
 
 @settings(max_examples=50, deadline=None)
@@ -176,7 +176,7 @@ def test_the_data_of_an_event_are_one_line_for_every_reader(text: str) -> None:
 
 
 def strings(value: Any) -> set[str]:
-    """Every string of a JSON value."""
+    """Returns every string in a JSON value."""
     if isinstance(value, dict | list):
         inner = value.values() if isinstance(value, dict) else value
         return {one for part in inner for one in strings(part)}
@@ -191,7 +191,7 @@ def test_errors_and_the_end() -> None:
 
 @pytest.mark.parametrize("version", ["", "2-0f3a91c2d4e5"])
 def test_events_name_the_version_once_it_is_known(version: str) -> None:
-    """As the typed chunk does; one that is unknown is absent."""
+    """The event equals the typed chunk. An unknown version is omitted."""
     head: dict[str, Any] = {"id": "i", "created": 7, "model": "m"}
     if version:
         head["system_fingerprint"] = version

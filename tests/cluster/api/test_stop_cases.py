@@ -1,4 +1,4 @@
-"""Bodies under `tests/data/cases` whose stop strings, or tokens without a text of their own, gave
+"""Bodies from `tests/data/cases` whose stop strings, or tokens without text of their own, once got
 wrong answers."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def post(server: InProcessServer, path: str, body: dict[str, Any]) -> Any:
 
 
 def chunks(server: InProcessServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream."""
+    """Returns the events of a stream."""
     response = server.client.post(f"/v1/{path}", json=body | {"stream": True})
     assert response.status_code == 200, response.text
     lines = [line for line in response.text.split("\n") if line.startswith("data: {")]
@@ -43,7 +43,8 @@ def chunks(server: InProcessServer, path: str, body: dict[str, Any]) -> list[dic
 
 
 def chat(server: InProcessServer, body: dict[str, Any], *, stream: bool) -> dict[str, Any]:
-    """The one choice: its content, reasoning, arguments of its calls, reasons of its end."""
+    """Returns the single choice: content, reasoning, arguments of its calls, finish and stop
+    reason."""
     if not stream:
         (choice,) = post(server, "chat/completions", body)["choices"]
         message = choice["message"]
@@ -133,7 +134,7 @@ def test_a_call_is_whole_in_messages(nano: InProcessServer, stream: bool) -> Non
 def test_a_stop_string_in_hidden_text_changes_nothing(
     thinking: tuple[str, InProcessServer], stream: bool
 ) -> None:
-    """Also each stop string that occurs in the reasoning of the model, or marks it."""
+    """This covers every stop string that occurs in the model's reasoning or in its markers."""
     name, server = thinking
     for seed in (0, 1):
         body = case(BEHIND_REASONING[name], seed=seed)
@@ -167,7 +168,7 @@ def test_a_stop_string_in_the_content_behind_reasoning_cuts(
 def test_tokens_of_reasoning_are_counted(
     thinking: tuple[str, InProcessServer], stream: bool, seed: int
 ) -> None:
-    """As many as its text has."""
+    """The count equals the number of tokens in the reasoning text."""
     name, server = thinking
     body = case(BEHIND_REASONING[name], seed=seed, stop=[])
     reasoning = chat(server, body, stream=False)["reasoning"]
@@ -186,7 +187,8 @@ def test_tokens_of_reasoning_are_counted(
 
 
 def test_as_many_top_logprobs_as_were_requested(nano: InProcessServer) -> None:
-    """At each position that has them, and the most likely token among them."""
+    """Each position that has top logprobs has at least the requested number, including the most
+    likely token."""
     body = case("f8_top_logprobs_collapse.completions")
     (choice,) = post(nano, "completions", body)["choices"]
     told = choice["logprobs"]

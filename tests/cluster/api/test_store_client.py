@@ -1,4 +1,4 @@
-"""An ingress and the process that keeps its responses."""
+"""The client with which an ingress calls the process that stores its responses."""
 
 from __future__ import annotations
 

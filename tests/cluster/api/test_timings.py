@@ -1,4 +1,4 @@
-"""`include_timings`: an answer says what happened to its request, and only where it is asked to."""
+"""With `include_timings`, and only then, an answer reports what happened to its request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAST = {
     "/v1/responses": {"response.incomplete", "response.completed"},
     "/v1/messages": {"message_delta"},
 }
-"""Types of the events with timings; the other streams have them in the last event."""
+"""Route -> types of the events with timings. The other streams have them in the last event."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def find(path: str, stream: bool, answer: httpx.Response) -> Any:
-    """The timings of an answer; they stand in one place alone."""
+    """Returns the timings of an answer, or None. At most one event of a stream may have them."""
     if not stream:
         return answer.json().get("timings")
     events = events_of(answer)
@@ -105,7 +105,7 @@ def test_the_last_event_may_have_usage_and_timings(folder: Path) -> None:
 
 def test_milliseconds_count_from_the_arrival_of_the_request() -> None:
     journey = Journey()
-    journey.add(Kind.ROUTED, 99.9, 4, 1)  # clocks of the loop tick in milliseconds
+    journey.add(Kind.ROUTED, 99.9, 4, 1)  # loop clocks have a resolution of 1 ms
     journey.add(Kind.FIRST_TOKEN, 100.5, 4, 1)
     journey.finish(102.0, 4, 1, "stop", 8)
     record = RequestRecord("cmpl-a", "a", "chat", "m", 100.0, 1.7e9, [journey])

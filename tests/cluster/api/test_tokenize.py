@@ -1,5 +1,5 @@
-"""`/tokenize` gives the tokens that the model reads: transformers' own chat template is the oracle.
-Token ids of a request are refused where the model does not have them."""
+"""`/tokenize` returns the tokens that the model reads, with transformers' own chat template as the
+oracle. Token ids outside the vocabulary are refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_tools_reach_the_template_as_they_were_sent(name: str) -> None:
                 assert reply["tokens"] == expected
                 assert reply["count"] == len(expected)
                 if cluster.ingress.services.input_processor._processor.formats._tools is None:
-                    continue  # no parser of this kind's calls is known yet
+                    continue  # there is no parser for this kind's calls yet
                 engine.say([5])
                 await answered(cluster, "/v1/chat/completions", max_tokens=1, **fields)
                 assert engine.arrived[-1].prompt_token_ids == expected
@@ -66,8 +66,7 @@ def test_tools_reach_the_template_as_they_were_sent(name: str) -> None:
 
 
 def test_a_template_that_needs_a_description_gets_an_empty_one() -> None:
-    """A tool may leave out its description and its parameters, which some templates do not
-    handle."""
+    """A tool may omit its description and parameters, which some templates cannot handle."""
     template = (
         "{% for t in tools or [] %}{{ t.function.name + t.function.description }}"
         "{{ t.function.parameters.properties | length }}{% endfor %}"

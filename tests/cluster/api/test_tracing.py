@@ -1,4 +1,4 @@
-"""Requests as spans: below the caller's trace, complete, and never waited for."""
+"""Requests as spans: children of the caller's trace, complete, and never waited for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.cluster.text import tokenizers_for_tests
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CALLER = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1"}
 SERVER, INTERNAL = 2, 1
-"""Numbers of the protocol."""
+"""Span kinds of OTLP."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collector that is slow gets no batch twice."""
+    """Raises the POST timeout, so that a slow collector does not get a batch twice."""
     monkeypatch.setattr(otlp, "_POST_TIMEOUT_S", 60.0)
 
 
@@ -148,7 +148,7 @@ async def finished_traces(cluster: FakeCluster) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_a_collector_gets_a_moved_request_below_the_callers_span(folder: Path) -> None:
-    """The collector is a process of its own, which is away for the first batch."""
+    """The collector is a separate process that rejects the first batch."""
     with start_collector(503) as collector:
 
         async def run() -> None:

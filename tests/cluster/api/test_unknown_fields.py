@@ -1,4 +1,4 @@
-"""Fields that no body of ours has: another name of a field, accepted, refused, or as the
+"""Fields that none of our bodies has: an alias of a field, accepted, refused, or handled as the
 configuration says."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_ignored_names_are_reported_with_their_path():
     ids=lambda value: ascii(value[:8]) + str(len(value)),
 )
 def test_invalid_json_is_refused_in_ignored_fields_of_tools_too(kind, value):
-    """Tools are decoded a second time, as they were sent."""
+    """Tools are decoded a second time, exactly as sent."""
     tool = b'{"type": "function", "function": {"name": "f", "mine": %b}}' % value
     body = b'{"messages": %b, "tools": [%b]}' % (json.dumps(HELLO).encode(), tool)
     with contextlib.suppress(BadRequest):
@@ -92,7 +92,7 @@ def test_invalid_json_is_refused_in_ignored_fields_of_tools_too(kind, value):
 
 
 def test_long_names_are_not_kept():
-    """Of fields that are kept while others are removed."""
+    """Refusing many long field names does not retain their memory."""
     tracemalloc.start()
     try:
         for index in range(8):

@@ -1,4 +1,5 @@
-"""Engines of two versions behind one ingress: who may continue what, and how answers name it."""
+"""Engines of two versions with one ingress: which engine may continue which answer, and how answers
+report the version."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def run(folder: Path, scenario: Scenario) -> None:
 
 
 async def events(client: httpx.AsyncClient, path: str, payload: dict) -> tuple[str, list[dict]]:
-    """The version in the header of a stream, and its chunks."""
+    """Returns the version in the header of a stream, and the chunks of the stream."""
     async with client.stream("POST", path, json={**payload, "stream": True}) as answer:
         lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
         return answer.headers["x-swell-version"], [json.loads(line[6:]) for line in lines]
@@ -64,7 +65,8 @@ def test_every_answer_and_every_chunk_names_its_version(folder: Path) -> None:
 def test_an_answer_waits_for_an_engine_of_its_version(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last old one is lost while a new one has room. A later request gets the new one."""
+    """The last old engine is lost while a new one has room. A later request goes to the new
+    engine."""
 
     async def scenario(house: ThreadedCluster, client: httpx.AsyncClient) -> None:
         begun = asyncio.create_task(client.post("/v1/completions", json=body([1, 2], 300)))
@@ -101,7 +103,7 @@ def test_all_choices_of_a_request_come_from_one_version(folder: Path) -> None:
         while len((await client.get("/ready")).json()["engines"]) < 2:
             await asyncio.sleep(0.01)
         seen: set[str] = set()
-        for index in range(60):  # most often two or three
+        for index in range(60):  # usually two or three suffice
             if len(seen) == 2:
                 break
             payload = {**body([index, 1], 4), "prompt": [[index, 1], [index, 2], [3, index]]}

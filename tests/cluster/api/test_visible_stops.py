@@ -1,5 +1,5 @@
-"""Stop strings apply to the content of an answer, whatever its format and however it is cut into
-tokens: a stop string in hidden text changes nothing, one in the content cuts there."""
+"""Stop strings apply only to the content of an answer, for any format and any split into tokens. A
+stop string in hidden text changes nothing. A stop string in the content ends the answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMATS = pytest.mark.parametrize("names", ALL[1:], ids=["-".join(map(str, n)) f
 
 
 class Answer:
-    """What a client gets of `text`, which comes in steps of `sizes` tokens."""
+    """The parts that a client receives for `text`, which arrives in steps of `sizes` tokens."""
 
     def __init__(
         self, names: Names, text: str, sizes: list[int], *, logprobs: bool = False, **fields: Any
@@ -62,7 +62,7 @@ class Answer:
         reader = LogprobPartReader(parser(names), 0) if logprobs else PartReader(parser(names))
         self.parts: list[AnswerDelta] = []
         self.logprobs: list[tuple[str, str]] = []
-        """Each content, and the text of the tokens that are told with it."""
+        """Each content part, and the text of the tokens reported with it."""
         self.aborted = False
         ids, turn = TOKENIZER.encode(text).ids, itertools.cycle(sizes)
         while True:
@@ -97,8 +97,8 @@ class Answer:
 
 
 def cut(parts: list[AnswerDelta], stop: str, *, include: bool) -> list[tuple[object, ...]] | None:
-    """The law: the first stop string within one run of content ends the answer. None: there is
-    none."""
+    """Returns the expected parts: the first stop string within one run of content ends the answer.
+    Returns None if there is no stop string."""
     known, run = symbols(parts), ""
     for place, (kind, *rest) in enumerate(known):
         run = run + str(rest[0]) if kind == "Content" else ""
@@ -130,8 +130,8 @@ def test_a_stop_string_cuts_content_alone(names: Names, data: st.DataObject) -> 
 
 @FORMATS
 def test_a_stop_string_of_a_hidden_part_changes_nothing(names: Names) -> None:
-    """Every text of up to three characters that whole reasoning and calls have, and the content has
-    not, token by token and at once."""
+    """Tests every text of up to three characters that occurs in the whole answer but not in its
+    content, token by token and at once."""
     for text in whole(names):
         plain = read(names, [text])
         shown = "\n".join(part.text for part in plain if isinstance(part, Content))
@@ -156,12 +156,12 @@ def test_generation_ends_with_the_token_that_completes_the_stop_string(names: Na
 
 @FORMATS
 def test_nothing_follows_a_stop_string_that_is_shown(names: Names) -> None:
-    """Also not a call that comes with the same output."""
+    """A tool call in the same output is dropped too."""
     for call in whole(names):
         text = f"one two{call}"
         plain = read(names, [text])
         if not any(isinstance(part, Content) and part.text.startswith("one two") for part in plain):
-            continue  # it is reasoning, in this format
+            continue  # this format parses the text as reasoning
         for sizes in ([1], [9999]):
             answer = Answer(names, text, sizes, stop=["two"], include_stop_str_in_output=True)
             assert answer.parts == [Content("one two")]
@@ -172,7 +172,8 @@ def test_nothing_follows_a_stop_string_that_is_shown(names: Names) -> None:
 def test_tokens_of_content_are_told_up_to_the_stop_string(
     names: Names, data: st.DataObject
 ) -> None:
-    """As without logprobs; the tokens that are told write the content that is shown."""
+    """The parts are the same as without logprobs, and the reported tokens make up the shown
+    content."""
     text = f"{data.draw(texts(names, 3))} one two three"
     sizes = data.draw(SIZES)
     plain = Answer(names, text, sizes, stop=["two"])

@@ -1,5 +1,5 @@
-"""A wrong value in any field of any body is refused under the name that the client has sent,
-however the field is called inside."""
+"""A wrong value in any field of any body is refused under the name that the client sent, even if
+the field has another name internally."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cluster.text import tokenizers_for_tests
 pytestmark = pytest.mark.slow
 
 WRONG: list[Any] = [21, -7, 10**12, 1e300, "\ud7a3" * 2000, [], [[]], {}, {"nothing": 1}, True, "x"]
-"""Each is wrong for most fields; where one is right, the request is served."""
+"""Each value is wrong for most fields. Where a value is valid, the request is served."""
 TWO: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "stream_options": {"stream": True},
@@ -27,7 +27,7 @@ TWO: dict[str, dict[str, Any]] = {
     "session_chunk": {"session_id": "sess_none"},
     "best_of": {"n": 1},
 }
-"""Fields that another field needs beside them."""
+"""Field -> other fields that it requires."""
 NAMES = {("/v1/responses", "top_logprobs"): {"include": ["message.output_text.logprobs"]}}
 RELATED: dict[str, set[str]] = {
     "max_tokens": {"min_tokens", "messages", "prompt"},
@@ -42,11 +42,11 @@ RELATED: dict[str, set[str]] = {
     "system": {"messages"},
     "messages": {"prompt"},
 }
-"""Rules between two fields may name the other one."""
+"""Field -> fields that a rule between the two may name instead."""
 
 
 def sent_bodies() -> list[tuple[str, str, dict[str, Any]]]:
-    """(path, field, body with a wrong value in the field)."""
+    """Returns (path, field, body with a wrong value in the field)."""
     kinds: dict[str, type[RequestBody]] = {
         one.path: one.body for one in OPERATIONS if one.body is not None
     }

@@ -1,4 +1,4 @@
-"""Clients that read an answer byte by byte, while its request waits."""
+"""Clients that read an answer as it arrives, while its request waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder_of(tmp_path: Path) -> Path:
 
 
 class Peer:
-    """One connection, whose answer is read as it comes, without its chunks."""
+    """One connection. Reads the answer as it arrives and removes the chunked encoding."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self.writer = reader, writer
@@ -42,7 +42,7 @@ class Peer:
         await self.writer.drain()
 
     async def more(self) -> None:
-        """The head, then one part."""
+        """Reads the head on the first call, then one part per call."""
         async with asyncio.timeout(DEADLINE_S):
             if not self.head:
                 self.head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
@@ -84,7 +84,7 @@ class World:
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
         self.port = cluster.edge.port
-        """Where clients connect: a proxy may be there."""
+        """The port to which clients connect, which may be that of a proxy."""
         self.peers: list[Peer] = []
 
     async def ask(self, path: str, payload: dict[str, Any], **headers: str) -> Peer:
