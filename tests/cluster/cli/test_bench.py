@@ -1,4 +1,4 @@
-"""The load generator counts what a scripted server sent, and the client reads any framing."""
+"""The load generator counts what a scripted server sent, and its client reads any framing."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ T = TypeVar("T")
 def with_answer(
     wire: bytes, headers: dict[str, str], step: int, use: Callable[[Client], Awaitable[T]]
 ) -> T:
-    """The result of a client whose server sends a body `step` bytes at a time."""
+    """Returns the result of `use` on a client whose server sends the body in pieces of `step`
+    bytes."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -34,7 +34,7 @@ def fake() -> Iterator[FakeServer]:
 
 
 def one_line(capsys: Capture) -> str:
-    """The error, which is one line and no traceback."""
+    """Returns the error. Checks that it is one line without a traceback."""
     err = capsys.readouterr().err
     assert err.startswith("swell: ") and err.count("\n") == 1, err
     return err
@@ -144,7 +144,7 @@ def test_another_server_is_recognised(fake: FakeServer, capsys: Capture) -> None
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let `input` return these lines, then raise EOFError."""
+    """Makes `input` return the given lines, then raise EOFError."""
 
     def use(*given: str) -> None:
         left = iter(given)
@@ -207,7 +207,8 @@ def test_interrupts_are_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MAX_HELP_MODULES = 200
-"""Of Python's own library nearly all: twice what it loads."""
+"""Modules that `swell --help` may load: twice what it loads now, nearly all from Python's own
+library."""
 
 
 def test_help_is_quick_and_loads_nothing() -> None:

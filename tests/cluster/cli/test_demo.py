@@ -1,4 +1,4 @@
-"""The demonstration against a scripted server."""
+"""The demo command against a scripted server."""
 
 from __future__ import annotations
 

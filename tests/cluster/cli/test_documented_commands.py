@@ -1,4 +1,4 @@
-"""Every command in the documentation and in the files for clusters exists, with its options."""
+"""Every command in the documentation and in the cluster files exists, with its options."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ CODE = re.compile(r"```.*?```|`[^`]+`", re.DOTALL)
 COMMAND = r"(swell|ray|serve) ([a-z][a-z-]*)((?: (?:[^\s`'|&;)]+|\|(?=\w)))*)"
 IN_CODE = re.compile(rf"(?:^|[`'|;&(])\s*(?:\.venv/bin/)?{COMMAND}", re.MULTILINE)
 IN_FILE = re.compile(rf"(?<![\w./=-])(?<!swell ){COMMAND}")
-"""Also in prose: what is no subcommand is none."""
+"""Matches commands in prose too, so every word after `swell`, `ray` or `serve` must be a
+subcommand."""
 OPTION = re.compile(r"(?<![\w-])(--[a-z][a-z-]*)")
 MAKE = re.compile(r"`make ([a-z-]+)")
 
 
 @cache
 def options(program: str) -> dict[str, set[str]]:
-    """Of each subcommand."""
+    """Returns the options of each subcommand."""
     if program == "swell":
         found = main._parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
         assert found is not None
@@ -44,14 +45,15 @@ def options(program: str) -> dict[str, set[str]]:
 
 
 def code_of(path: Path) -> list[str]:
-    """What is code on a page, or all of a file, with continued lines as one."""
+    """Returns the code blocks of a page, or the whole text of another file. Joins continued
+    lines."""
     text = path.read_text()
     parts = [text] if path.suffix != ".md" else CODE.findall(text)
     return [re.sub(r"\\\n\s*|\n\s*(?=--)", " ", part) for part in parts]
 
 
 def commands(text: str, pattern: re.Pattern[str]) -> list[tuple[str, str, list[str]]]:
-    """(program, subcommand, options). A comment ends a command."""
+    """Returns (program, subcommand, options) of each command. A comment ends a command."""
     return [
         (program, name, OPTION.findall(rest.partition(" #")[0]))
         for program, name, rest in pattern.findall(text)

@@ -1,4 +1,4 @@
-"""The requirements of a host are checked on every host, before anything is started."""
+"""The requirements of a host are checked on every host before anything is started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NODE = "127.0.0.11"
 
 @pytest.fixture
 def taken() -> socket.socket:
-    """Listen at a port of the address."""
+    """Yields a socket that listens on a port of the node's address."""
     with socket.socket() as listener:
         listener.bind((NODE, 0))
         listener.listen()
@@ -60,7 +60,7 @@ def test_a_port_that_another_server_has(taken: socket.socket, host: str) -> None
 
 
 def test_an_ingress_may_listen_at_the_interface(taken: socket.socket) -> None:
-    """Without a configured interface the ingress listens at the address that Ray has of the
+    """If no interface is configured, the ingress listens on the address that Ray uses for the
     host."""
     port = taken.getsockname()[1]
     config = load("owner/name", {"serve.host": "interface", "serve.port": port})
@@ -76,7 +76,7 @@ def test_an_interface_that_a_host_lacks() -> None:
 
 
 def test_a_range_without_a_free_port() -> None:
-    """With `serve.port=0` an ingress takes one of the second eighth."""
+    """With `serve.port=0`, an ingress claims a port in the second eighth of the range."""
     config = load("owner/name", {"cluster.ports": "21700-21715", "serve.host": NODE})
     config = with_port(config, 0)
     assert claim_port(config).serve.port in range(21_702, 21_704)

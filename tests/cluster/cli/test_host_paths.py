@@ -1,4 +1,4 @@
-"""Files that every host must have, by their configuration key."""
+"""The files that every host must have, by configuration key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_files_that_are_named_and_those_that_cannot_be_read(tmp_path: Path) -> N
 def test_a_relative_name_means_the_same_file_on_every_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes of other hosts have other working directories."""
+    """The processes of other hosts have other working directories."""
     for folder, file in (("here", "keys"), ("elsewhere", "keys"), ("elsewhere", "template")):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / file).touch()

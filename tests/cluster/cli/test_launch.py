@@ -1,4 +1,5 @@
-"""What `swell serve` waits for, and for how long; the ingresses answer through Ray."""
+"""The conditions and time limits of `swell serve` while it starts. The ingresses answer through
+Ray."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ LOADING = NotReady("engine 0: loading weights", "starting")
 
 
 class FakeHandle:
-    """A Serve handle whose calls return these answers in turn, then the last one for ever; a None
-    never comes."""
+    """A Serve handle whose calls return the given answers in turn and repeat the last one. None
+    stands for a timeout."""
 
     def __init__(self, *answers: IngressStatus | None) -> None:
         self._answers = list(answers)
@@ -56,7 +57,7 @@ class FakeHandle:
 
 
 class FakeServe:
-    """Serve's status of its applications, in turn, then the last one for ever."""
+    """The application status of Serve: the given values in turn. Repeats the last one."""
 
     def __init__(self) -> None:
         self.says = [application(ApplicationStatus.RUNNING)]
@@ -80,7 +81,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> FakeServe:
 
 @pytest.fixture
 def shown() -> list[str]:
-    """The states that the start has shown."""
+    """The states that the start screen has shown."""
     return []
 
 
@@ -88,7 +89,7 @@ def shown() -> list[str]:
 def wait(
     said: FakeServe, shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str | None]:
-    """Wait for a handle with these answers."""
+    """Returns a function that waits for a handle with the given answers."""
     monkeypatch.setattr(launch, "_POLL_S", 0.01)
 
     def until_ready(*answers: IngressStatus | None, limit_s: float = 60.0) -> str | None:
@@ -118,7 +119,7 @@ def test_a_start_that_failed_ends_at_once(wait: Any) -> None:
 def test_the_reason_names_replicas_that_serve_has_not_started(
     wait: Any, said: FakeServe, shown: list[str]
 ) -> None:
-    """Serve itself would wait for ever for a replica that has no place."""
+    """Serve by itself waits forever for a replica that does not fit on any host."""
     deploying = application(ApplicationStatus.DEPLOYING, "", "", NO_ROOM)
     said.says = [None, deploying, application(ApplicationStatus.RUNNING)]
     assert wait(IngressStatus(HOST, None)) == HOST
@@ -140,7 +141,7 @@ def test_the_reason_names_replicas_that_serve_has_not_started(
 def test_what_serve_says_is_said_in_our_words(
     wait: Any, said: FakeServe, shown: list[str], message: str, reason: str
 ) -> None:
-    """A slow constructor is nothing that a user could make faster."""
+    """A user cannot make a slow constructor faster, so Serve's message about it is replaced."""
     deploying = application(ApplicationStatus.DEPLOYING, "", message)
     said.says = [deploying, application(ApplicationStatus.RUNNING)]
     wait(IngressStatus(HOST, None))

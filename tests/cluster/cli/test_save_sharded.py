@@ -1,4 +1,4 @@
-"""`swell save-sharded`: what it writes is a whole model, which answers as the original does."""
+"""`swell save-sharded` writes a complete model that gives the same answers as the original."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a killed `swell serve` has left in `/tmp`, the next start removes; nothing else."""
+"""The next `swell serve` removes the folders that a killed one left in `/tmp`, and nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEADLINE_S = 60
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process with a folder, and the folder."""
+    """Yields a process that owns a folder, and the folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -63,7 +63,7 @@ def test_the_folder_of_a_killed_process_is_removed_and_no_other(
 def test_a_folder_that_a_process_still_uses_stays(
     tmp_path: Path, owner: tuple[subprocess.Popen[str], Path], how: str
 ) -> None:
-    """As Ray's processes do, until they see that their owner is gone."""
+    """Ray's processes use the folder until they notice that its owner is gone."""
     process, folder = owner
     process.send_signal(signal.SIGKILL)
     process.wait(DEADLINE_S)

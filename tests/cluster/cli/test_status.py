@@ -1,4 +1,4 @@
-"""`swell status` prints all that operators are told of what is wrong."""
+"""`swell status` prints every problem that the admin API reports to operators."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TEXTS = ("error", "reason")
 NUMBERS = ("failures", "next_try_s")
 UNIQUE = itertools.count(1001)
 BESIDE = {"autoscaling.last_decision.reason"}
-"""What has been decided lately is in `GET /admin/cluster` alone."""
+"""Fields that only `GET /admin/cluster` shows, here the last autoscaling decision."""
 
 
 def troubled(kind: type, path: str = "") -> tuple[dict[str, Any], dict[str, str]]:
-    """A body in which everything is wrong that can be, and what must be read of it, by its
-    path."""
+    """Returns a body in which everything is wrong that can be, and path -> text that `swell status`
+    must print for it."""
     body: dict[str, Any] = {}
     shown: dict[str, str] = {}
     for field in msgspec.structs.fields(kind):
@@ -63,7 +63,8 @@ def cluster(state: str, *engines: dict[str, Any]) -> ClusterState:
 def switch(
     monkeypatch: pytest.MonkeyPatch, words: list[str], *states: ClusterState
 ) -> tuple[int, list[Any]]:
-    """The exit code of a command to a cluster in these states, and what it has requested."""
+    """Runs a command against a cluster that reports these states in turn. Returns the exit code and
+    the requests sent."""
     left, requested = list(states), list[Any]()
 
     class Fake:
@@ -101,7 +102,7 @@ def test_sleep_shows_the_level_and_what_each_engine_has_given_back(
 def test_wake_ends_when_all_engines_are_awake(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that leaves needs not wake up."""
+    """An engine that is leaving need not wake up."""
     code, requested = switch(
         monkeypatch,
         ["wake"],

@@ -1,4 +1,4 @@
-"""`swell upgrade` ends when its version is there, or will not be, and says which."""
+"""`swell upgrade` exits when its version serves, or when it cannot, and reports which."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ OLD, NEW, OTHER = "1-a", "2-b", "3-c"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, version: str, *states: UpgradeState) -> int:
-    """The command's exit code, where the server accepts this version and is in these states."""
+    """Runs the command against a server that accepts this version and reports these states. Returns
+    the exit code."""
     left = list(states)
 
     class Fake:

@@ -1,5 +1,5 @@
-"""One ingress's `AsyncLLM` over real engine cores, on one clock that only the test moves: no
-socket, no thread. What `/metrics` would show is then exact."""
+"""One ingress's `AsyncLLM` over real engine cores, without sockets or threads. All share one clock
+that only the test moves, so every number in `/metrics` is exactly predictable."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _ClockGround(ThreadGround):
 
 
 class ScriptedCluster:
-    """Use within `run`, which gives it an event loop."""
+    """A scripted cluster. Use it within `run`, which provides the event loop."""
 
     def __init__(self, **settings: object) -> None:
         settings = {key.replace("__", "."): value for key, value in settings.items()}
@@ -123,11 +123,11 @@ class ScriptedCluster:
         return core
 
     def lose(self, rank: int) -> None:
-        """The engine is gone, and with it what it counted."""
+        """Loses the engine together with its counters."""
         self._take_out(rank, rosters.remove)
 
     def detach(self, rank: int) -> None:
-        """The engine leaves on request, whatever it still has."""
+        """Detaches the engine as on request, even if it still has requests."""
         self._take_out(rank, rosters.detach)
 
     def _take_out(self, rank: int, step: Callable[[Roster, list[int]], Roster]) -> None:
@@ -142,12 +142,12 @@ class ScriptedCluster:
         self.tell()
 
     def tell(self, lost: list[EngineId] | None = None) -> None:
-        """Every engine reports, and the ingress hears it."""
+        """Publishes a view with the reports of all engines to the ingress."""
         reports = [self._report(rank) for rank in sorted(self.cores)]
         self._on_view(ClusterView(self.roster, reports), lost or [])
 
     def _report(self, rank: int) -> EngineReport:
-        """As an engine's loop makes it."""
+        """Returns the report that an engine's loop would make."""
         engine = SimpleNamespace(
             core=self.cores[rank],
             rank=rank,
@@ -165,13 +165,13 @@ class ScriptedCluster:
         self.now += seconds
 
     def step(self, rank: int, seconds: float) -> None:
-        """One step of an engine, which takes so long; its outputs come at the end."""
+        """Runs one engine step that takes `seconds`. Its outputs arrive at the end."""
         outputs = self.cores[rank].step()
         self.now += seconds
         self._on_outputs(EngineCoreOutputs(outputs.get(CLIENT, [])))
 
     def submit(self, prompt: list[int], tokens: int, **changes: Any) -> list[RequestState]:
-        """The children of one answer; no end token ends them early."""
+        """Submits all children of one answer. Without an end token, none finishes early."""
         params = replace(SamplingParams(max_tokens=tokens, seed=3), **changes)
         states = []
         for index, child in enumerate(child_sampling_params(params)):
@@ -189,7 +189,8 @@ class ScriptedCluster:
         self.llm.abort([state.request_id for state in states])
 
     def shown(self) -> dict[str, float]:
-        """What a scrape shows and is not zero, without buckets; of engines the sum."""
+        """Returns the metrics that a scrape shows, summed over engines, without zeros and histogram
+        buckets."""
         self.tell()
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(self.metrics.render().decode()):
@@ -205,7 +206,7 @@ class ScriptedCluster:
 def run(
     scenario: Callable[[ScriptedCluster], Coroutine[Any, Any, None] | None], **settings: object
 ) -> dict[str, float]:
-    """What the metrics show after a scenario."""
+    """Runs a scenario and returns what the metrics show after it."""
 
     async def whole() -> dict[str, float]:
         cluster = ScriptedCluster(**settings)

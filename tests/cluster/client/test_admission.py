@@ -1,4 +1,5 @@
-"""Who may wait and who is sent away for how long, on a scripted clock."""
+"""Admission control on a scripted clock: which requests may wait, and when refused ones should
+return."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def started(requests: int, tokens: int = 0, rank: int = 0, incarnation: int = 1)
 
 
 def admission(limit: int = 100, tokens: int = MANY, ingresses: int = 1, *, rate: int = 0):
-    """At 10.0 on the clock; engines have begun `rate` requests of ten tokens in each second."""
+    """Returns an `Admission` at time 10.0. In each second before, engines began `rate` requests of
+    ten tokens."""
     made = Admission(limit, tokens, ingresses)
     for second in range(11):
         made.observe(view(started(second * rate)), float(second))
@@ -75,7 +77,7 @@ def test_tokens_have_a_bound_of_their_own():
 
 @given(limit=st.integers(1, 50), ingresses=st.integers(1, 5), reported=st.integers(0, 60))
 def test_ingresses_that_know_the_same_keep_the_bound_together(limit, ingresses, reported):
-    """Nobody hears of what the others admit."""
+    """Each ingress keeps the bound without knowing what the others admit."""
     admitted = 0
     for _ in range(ingresses):
         one = Admission(limit, MANY, ingresses)
@@ -94,11 +96,12 @@ def test_ingresses_that_know_the_same_keep_the_bound_together(limit, ingresses, 
     turns=st.lists(st.tuples(st.integers(0, 1), st.integers(1, 99)), min_size=1, max_size=60),
 )
 def test_one_ingress_that_hears_later_passes_the_bound_by_a_quarter_at_most(limit, turns):
-    """The second hears each report when the next one is made. Nothing is computed meanwhile."""
+    """The second ingress receives each report only when the next one is made. Engines compute
+    nothing meanwhile."""
     both = [Admission(limit, MANY, 2) for _ in range(2)]
     sent = [0, 0]
     heard = [(0, 0), (0, 0)]
-    """Of each ingress: all that its report counts, and the part that is its own."""
+    """Ingress -> all requests that its latest report counts, and the part that it sent itself."""
     reports = [(0, 0, 0)]
     for who, count in turns:
         for _ in range(count):
@@ -118,7 +121,7 @@ def test_one_ingress_that_hears_later_passes_the_bound_by_a_quarter_at_most(limi
 
 
 def test_who_is_refused_comes_back_when_there_will_be_room():
-    """At ten a second; 30 have to begin before the queue has room for one more."""
+    """Ten requests begin per second, and 30 must begin before the queue has room for one more."""
     one = admission(100, rate=10)
     assert refusal(one, Backlog(requests=129)).retry_after_s == 3
 
@@ -129,7 +132,8 @@ def test_tokens_that_wait_are_counted_in_tokens():
 
 
 def test_those_who_are_refused_come_back_one_after_the_other():
-    """Ten a second begin: of 100 that are refused at once, ten come back in each second."""
+    """Ten requests begin per second, so of 100 simultaneous refusals ten are told to return in each
+    second."""
     one = admission(100, rate=10)
     told = [refusal(one, Backlog(requests=100)).retry_after_s for _ in range(100)]
     assert told == sorted(told)
@@ -226,7 +230,7 @@ def test_what_was_sent_counts_until_reports_tell_of_it():
     assert router.backlog(0) == Backlog()
     told = joined(router, EngineReport(0, 7))
     first, second, _ = [router.choose(name, [1, 2, 3, 4, 5]) for name in "abc"]
-    # One token of "b" and "c" must be computed anew: the block before it was sent for "a".
+    # One token of "b" and "c" must be computed again: the block before it was sent for "a".
     assert router.backlog(0) == Backlog(0, 0, 3, 5 + 1 + 1)
     first.on_first_token()
     second.release()
@@ -239,7 +243,7 @@ def test_what_was_sent_counts_until_reports_tell_of_it():
 
 
 def test_a_report_that_is_repeated_with_fresh_progress_tells_of_nothing_new():
-    """An engine inside a long step has taken in nothing meanwhile."""
+    """An engine that is inside a long step has not received anything since its last report."""
     router = Router(4)
     told = joined(router, EngineReport(0, 7, steps=1))
     router.choose("a", [1, 2, 3])
@@ -279,7 +283,7 @@ def refused(cluster: ScriptedCluster) -> bool:
 
 
 def test_the_bound_holds_where_requests_wait():
-    """In an engine's queue, on the way to it, or for an engine to come."""
+    """The bound counts requests in an engine's queue, on the way to it, or without an engine."""
 
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
@@ -305,7 +309,7 @@ def test_the_bound_holds_where_requests_wait():
 
 
 def test_an_old_report_refuses_nobody_for_long():
-    """While the coordinator is away, no report comes; the engines go on."""
+    """If the coordinator is down, reports stop while the engines continue."""
 
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)

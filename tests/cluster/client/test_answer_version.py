@@ -1,4 +1,5 @@
-"""No answer mixes versions: which engines a request may get, from its first attempt to its end."""
+"""An answer never mixes versions: which engines may serve a request from its first attempt until it
+finishes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_an_attempt_without_a_token_binds_nothing_once_it_has_ended() -> None:
 
 
 def test_choices_of_one_request_share_a_version() -> None:
-    """One that runs binds the others, though it has no token yet."""
+    """A running choice binds the others to its version even before its first token."""
     version = AnswerVersion()
     version.begin("1-a")
     version.begin("1-a")
@@ -82,7 +83,8 @@ def test_a_leaving_engine_gets_nothing_while_another_one_of_its_version_stays() 
 
 
 def test_a_request_gets_a_version_that_takes_its_length() -> None:
-    """The limits of the new version are smaller, and the request was accepted before."""
+    """The request was accepted under the old version's limits. Those of the new version are
+    smaller."""
     router = routing(member(0, "1-a"), member(1, "2-b", max_model_len=100))
     ranks = {router.choose(f"r{i}", [i, *PROMPT], max_tokens=80).rank for i in range(30)}
     assert ranks == {0}

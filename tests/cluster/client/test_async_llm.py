@@ -1,4 +1,4 @@
-"""One ingress's engines without sockets: what comes in is at the test's command."""
+"""One ingress's engines without sockets. The test decides when messages arrive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ TIMEOUT_S = 0.02
 
 
 class BlockedLinks:
-    """An engine whose answer arrives while the ingress's loop is held up beyond the deadline."""
+    """A connection to an engine whose answer arrives while the event loop is blocked beyond the
+    deadline."""
 
     def __init__(self, _client_index: int, **callbacks: Any) -> None:
         self._on_outputs = callbacks["on_outputs"]
@@ -67,7 +68,7 @@ class BlockedLinks:
 
 
 def open_llm(**settings: object) -> tuple[AsyncLLM, BlockedLinks]:
-    """With one engine."""
+    """Returns an `AsyncLLM` with one engine."""
     links: list[BlockedLinks] = []
 
     def connect(*args: Any, **callbacks: Any) -> BlockedLinks:
@@ -101,7 +102,8 @@ def test_an_engine_that_does_not_answer_is_a_timeout() -> None:
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(comes: bool) -> None:
-    """Its time is over when it wakes, and the view with an engine has not been taken in yet."""
+    """When the ingress resumes, the request's time is over, but the view with a new engine is still
+    unread."""
 
     async def story() -> None:
         settings = {"serve.no_engine_timeout_s": TIMEOUT_S, "cluster.heartbeat_s": 0.1}
@@ -110,7 +112,7 @@ def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(come
         request = EngineCoreRequest("r", [1], SamplerParams(), max_tokens=3)
         state = llm.submit(request, SamplingParams(), RequestOutputKind.DELTA)
         time.sleep(0.1 + 2 * TIMEOUT_S)
-        for _ in range(3):  # timers that are due fire here
+        for _ in range(3):  # due timers fire here
             await asyncio.sleep(0)
         if comes:
             roster = Roster(3, links.view.roster.members)

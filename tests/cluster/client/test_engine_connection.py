@@ -1,4 +1,5 @@
-"""One connection to one engine: each loss, in either direction, is noticed and named once."""
+"""One connection to one engine: every lost message, in either direction, is noticed and reported
+once."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ SILENCE_S = 10.0
 
 @dataclass
 class Outlet:
-    """One connection of the ingress: what it was given, and whether it still stands."""
+    """One connection of the ingress: the messages sent on it, and whether it is still connected."""
 
     identity: bytes
     take: Callable[[Any], None]
@@ -48,7 +49,7 @@ class Outlet:
 
 
 class Line(ThreadGround):
-    """An ingress's connection, and the counting half of an engine."""
+    """The connection of an ingress, and the side of an engine that counts messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Line(ThreadGround):
         self.outputs.append(message)
 
     def deliver(self) -> list[KeepAliveReply]:
-        """The engine takes what has been sent; its replies."""
+        """Delivers the sent messages to the engine and returns its replies."""
         replies = []
         for message in self.outlet.sent:
             if isinstance(message, KeepAlive):
@@ -91,13 +92,13 @@ class Line(ThreadGround):
         return replies
 
     def answer(self, *, arrives: bool = True, **fields: Any) -> None:
-        """The engine sends outputs."""
+        """Sends outputs from the engine. They are lost unless `arrives`."""
         seq = self.tracker.next_seq(self.outlet.identity)
         if arrives:
             self.outlet.take(EngineCoreOutputs(seq=seq, **fields))
 
     def exchange(self) -> None:
-        """A keep-alive and its reply, which both arrive."""
+        """Exchanges a keep-alive and its reply. Both arrive."""
         self.connection.check(self.now())
         outlet = self.outlet
         for reply in self.deliver():
@@ -124,7 +125,7 @@ def test_every_loss_is_noticed_at_the_next_exchange_and_nothing_else_is(
                 if not arrives:
                     is_lost = True
             case "exchange":
-                if not arrives:  # the loss of a keep-alive is none
+                if not arrives:  # losing a keep-alive loses nothing
                     line.connection.check(line.now())
                     line.outlet.sent.clear()
                 else:
@@ -149,8 +150,8 @@ def test_an_engine_learns_every_identity_that_was_replaced_until_it_has_answered
         assert len(line.lost) == count
         [replacement] = line.outlet.sent
         assert replacement == ReplaceClient([b"%d" % i for i in range(count)])
-        line.outlet.sent.clear()  # it is lost, too
-    line.exchange()  # three counts differ: a fourth connection, and this one arrives
+        line.outlet.sent.clear()  # this one is lost too
+    line.exchange()  # three counts differ: a fourth connection is opened, and this request arrives
     assert line.outlet.sent == [ReplaceClient([b"0", b"1", b"2", b"3"])]
     line.exchange()
     assert all(line.tracker.is_replaced(b"%d" % i) for i in range(4))
@@ -178,7 +179,7 @@ def test_an_engine_that_has_forgotten_a_silent_ingress_is_found_out() -> None:
 
 
 def test_a_connection_that_is_down_gets_no_keep_alives() -> None:
-    """They would wait there without number."""
+    """Otherwise an unbounded number of keep-alives would queue up."""
     line = Line()
     line.outlet.connected = False
     begun = line.now()
@@ -190,7 +191,7 @@ def test_a_connection_that_is_down_gets_no_keep_alives() -> None:
 
 
 def test_the_silence_before_a_connection_ended_counts() -> None:
-    """Its end is itself noticed only after some silence."""
+    """The disconnect is noticed only after some silence, which must be counted."""
     line = Line()
     line.time_s += 5.0
     line.exchange()
@@ -202,7 +203,7 @@ def test_the_silence_before_a_connection_ended_counts() -> None:
 
 
 def test_an_engine_that_is_heard_and_does_not_answer_is_not_reached() -> None:
-    """Packets of one direction vanish: its outputs come for as long as it has work."""
+    """If packets are lost in one direction, outputs arrive as long as the engine has work."""
     line = Line()
     line.time_s += 5.0
     line.exchange()

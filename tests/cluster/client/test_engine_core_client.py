@@ -1,4 +1,5 @@
-"""An ingress follows what the coordinator publishes: whole views, and what has changed since."""
+"""An ingress follows the coordinator's publications: whole views, and changes since the last
+one."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Outlet:
 
 
 class Ingress(ThreadGround):
-    """A client whose channels go nowhere, and what it tells; use it in an event loop."""
+    """A client whose channels lead nowhere, and everything it reports. Use it in an event loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class Ingress(ThreadGround):
         return self.outlets[0]
 
     def asked(self) -> list[int]:
-        """Epochs of the subscriptions that it has sent."""
+        """Returns and clears the epochs of the subscriptions sent so far."""
         sent, self.coordinator.sent = self.coordinator.sent, []
         return [message.epoch for message in sent if isinstance(message, Subscribe)]
 
@@ -156,7 +157,7 @@ def test_a_roster_that_cannot_be_followed_is_asked_for_again() -> None:
 
 
 def test_only_engines_in_use_get_a_keep_alive_with_each_heartbeat() -> None:
-    """Of the others each gets some before it would forget the ingress."""
+    """Every other engine gets keep-alives often enough that it does not forget the ingress."""
 
     async def scenario() -> None:
         ingress = Ingress()
@@ -186,13 +187,13 @@ def test_only_engines_in_use_get_a_keep_alive_with_each_heartbeat() -> None:
 
 
 class Heartbeats:
-    """An ingress on a scripted clock, and two engines: the first one gives each keep-alive this
-    answer, or none; the other one answers, and waits for nobody."""
+    """An ingress on a scripted clock, and two engines. The first one answers each keep-alive with
+    `answer`, or not at all. The second one always answers and does not wait for the coordinator."""
 
     def __init__(self) -> None:
         self.ingress = Ingress()
         self.answer: bool | None = False
-        """`KeepAliveReply.waits_for_coordinator` of the first engine; None: it does not answer."""
+        """`KeepAliveReply.waits_for_coordinator` of the first engine. None: it does not answer."""
         self._time_s = self.ingress.now()
         self.ingress.now = lambda: self._time_s  # type: ignore[method-assign]
         self.ingress.coordinator.take(ClusterView(roster(1, 0, 1)))
@@ -236,7 +237,8 @@ def test_an_engine_that_waits_for_the_coordinator_is_not_used() -> None:
 
 
 def test_who_does_not_answer_while_the_coordinator_is_silent_has_to_answer_first() -> None:
-    """While it reports, an engine may be inside a long step: the coordinator knows its progress."""
+    """While the coordinator reports, a silent engine may be inside a long step, because the
+    coordinator knows its progress. Without the coordinator, the engine must answer first."""
 
     async def scenario() -> None:
         heartbeats = Heartbeats()
@@ -263,7 +265,7 @@ def test_loads_are_the_part_of_a_report_that_is_routed_by() -> None:
 
 
 def test_a_view_follows_the_loads() -> None:
-    """An engine whose first report has just come is in it, too."""
+    """The view includes an engine whose first report has just arrived."""
     view = ClusterView(roster(1, 0, 1, 2), [EngineReport(1, waves=5), EngineReport(2, running=3)])
     loads = {0: EngineLoad(0, running=1), 1: EngineLoad(1, waiting=2, steps=9)}
     assert view.with_loads(loads).reports == [

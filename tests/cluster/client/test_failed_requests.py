@@ -1,4 +1,5 @@
-"""A request that its engine cannot go on with is told so, and booked as an error."""
+"""If an engine cannot continue a request, the client is told so, and the request is counted as an
+error."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_before_the_first_token_it_is_a_500_that_says_so(
 
 
 def failures(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """The fields of the log lines about requests that failed."""
+    """Returns the fields of the log lines about failed requests."""
     lines = (record for record in caplog.records if record.message == "request failed")
     return [vars(record)["fields"] for record in lines]
 
@@ -96,7 +97,7 @@ def test_the_log_names_a_request_that_found_no_engine(
 
 
 def test_a_stream_that_began_ends_with_an_error(folder: Path) -> None:
-    """What came before it stays, also where a stop string begins in it."""
+    """The client keeps the text before the error, even if a stop string could begin in it."""
 
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0, steps=3)

@@ -1,4 +1,4 @@
-"""Whatever happens to engines while answers stream, the answers are those of an undisturbed run."""
+"""Answers that stream while engines fail equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_lost_engine_is_replaced_by_another(folder: Path) -> None:
 
 
 def test_a_successor_at_the_same_rank_is_another_engine(folder: Path) -> None:
-    """Both changes come in one view, so only the incarnation tells."""
+    """Removal and join arrive in one view, so only the incarnation differs."""
 
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=4)
@@ -127,7 +127,8 @@ def test_an_abort_that_nobody_asked_for_is_not_the_end(folder: Path, recount: bo
 
 @pytest.mark.parametrize("lost", [1, 2, 5])
 def test_lost_messages_are_computed_again(folder: Path, lost: int) -> None:
-    """What the engine says of the run that was given up, before it hears of it, is not heard."""
+    """The ingress ignores what the engine still sends for the abandoned attempt before it receives
+    the abort."""
 
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0, steps=0)
@@ -252,7 +253,8 @@ def test_one_stream_lives_through_fifty_rescales(folder: Path) -> None:
 
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_request_that_costs_two_engines_goes_no_further(folder: Path, begun: bool) -> None:
-    """One that the first of them gave a token is only unlucky, until it has cost two itself."""
+    """A request that gained a token from the first engine is not blamed for its loss. It fails
+    after two losses of its own."""
 
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0, steps=int(begun))
@@ -262,7 +264,8 @@ def test_a_request_that_costs_two_engines_goes_no_further(folder: Path, begun: b
         whole = asyncio.create_task(cluster.client.post("/v1/completions", json=body([2], 60)))
 
         async def lose(rank: int, held: int) -> None:
-            """The engine, with all that it holds in its last step; another one is there."""
+            """Kills the engine while all its requests are in its last step. Another engine has
+            joined before."""
             engine = cluster.engines[rank]
             await until(lambda: len(engine.requests) == held)
             await cluster.join(rank + 1, steps=0)
@@ -307,7 +310,7 @@ def test_whoever_only_waited_had_no_part_in_a_loss(folder: Path) -> None:
 
 
 def test_a_coordinator_comes_back_at_its_place(folder: Path) -> None:
-    """Answers stream meanwhile; the successor hears from which epoch to go on."""
+    """Answers stream meanwhile. The successor is told the epoch from which to continue."""
 
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=3)
@@ -365,7 +368,7 @@ def test_the_client_library_reads_a_stream_that_moved(folder: Path) -> None:
             parts = []
             async for chunk in chunks:
                 parts.append(chunk.choices[0].text)
-                if len(parts) == 1:  # tokens that come together are one chunk
+                if len(parts) == 1:  # tokens that arrive together make one chunk
                     await cluster.join(1)
                     await cluster.kill(first)
             undisturbed = await client.completions.create(**payload)
@@ -375,8 +378,8 @@ def test_the_client_library_reads_a_stream_that_moved(folder: Path) -> None:
 
 
 def test_an_engine_that_missed_an_abort_gets_the_next_attempt(folder: Path) -> None:
-    """The first attempt is still in it, and its outputs come late: the answer has every token
-    once."""
+    """The engine still runs the first attempt, whose outputs arrive late. The answer has every
+    token once."""
 
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0, steps=3)

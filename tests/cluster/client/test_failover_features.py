@@ -1,9 +1,9 @@
-"""An answer that lost its engine is the one that it would have been: every feature, two real
-engines, any number of moves.
+"""An answer that loses its engine equals the undisturbed one: every feature, two real engines, any
+number of moves.
 
-No socket and no clock: the desk of `tests/engine/engine_harness.py` steps both engines by hand, and
-what a request has said goes to the other one as `RequestState.engine_request` writes it. The oracle
-is the same payload alone on one engine (`Plain`).
+There are no sockets and no clock: the `EngineHarness` of `tests/engine/engine_harness.py` steps
+both engines by hand, and `RequestState.engine_request` carries the request's output so far to the
+other one. The oracle is the same payload by itself on one engine (`Plain`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow
 KINDS = st.sampled_from(RequestOutputKind)
 CUTS = st.lists(st.integers(1, 20), min_size=1, max_size=4, unique=True)
 TWO_LAYOUTS = 1e-4
-"""Of a log probability: two tensor ranks add in another order than one."""
+"""Tolerance of a log probability: two tensor-parallel ranks add in another order than one."""
 PATIENCE = st.integers(1, 6)
-"""Steps between two looks of the asker at what it was told."""
+"""Steps between two reads of the outputs by the client."""
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def plain() -> Iterator[Plain]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[LLM, LLM]]:
-    """One computes prompts in pieces with three steps in flight, the other splits its layers and
-    has little room, so that what has moved there is preempted too."""
+    """The first engine uses chunked prefill with three steps in flight. The second one uses two
+    tensor-parallel ranks and has little cache, so that moved requests are also preempted."""
     here = engine(scheduler__steps_in_flight=3, scheduler__max_tokens_per_step=11)
     there = engine(
         parallel__tensor=2,
@@ -65,7 +65,7 @@ def test_a_feature_outlives_its_engine(
     pair: tuple[LLM, LLM],
     plain: Plain,
 ) -> None:
-    """Asked several times at once, each beginning and moving by itself."""
+    """Each request is sent several times in parallel. Each copy begins and moves independently."""
     desk = EngineHarness(pair, patience=patience, tolerance=TWO_LAYOUTS)
     for kind, cuts, at in asked:
         desk.ask(FEATURES[name], kind, cuts=cuts, at=at)

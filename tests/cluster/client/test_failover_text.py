@@ -1,4 +1,4 @@
-"""Text, stops and counts of an answer are the same wherever it was moved."""
+"""Text, stops and counts of an answer are the same however often it is moved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def byte_ids(text: str) -> list[int]:
-    """One token a byte: every character of several bytes can be cut."""
+    """Encodes a text with one token per byte, so that any multi-byte character can be split."""
     vocab = tokenizers_for_tests.byte_level().get_vocab()
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -33,7 +33,7 @@ def byte_ids(text: str) -> list[int]:
 
 
 def moved_at(folder: Path, cut: int, payload: dict[str, Any], script: list[int] | None) -> Stream:
-    """The stream of `payload`, which moves to another engine after `cut` tokens."""
+    """Returns the stream of `payload`, which moves to another engine after `cut` tokens."""
 
     async def run() -> Stream:
         async with FakeCluster(folder, script).serving() as cluster:
@@ -76,7 +76,8 @@ def test_a_stop_string_may_span_the_move(folder: Path, behind: int) -> None:
 
 @pytest.mark.parametrize("min_tokens", [0, 20])
 def test_limits_count_from_the_first_token_ever(folder: Path, min_tokens: int) -> None:
-    """The stop token comes first before the move; what counts is the first one that may end."""
+    """The stop token first occurs before the move. With `min_tokens`, the first occurrence that
+    counts may come after it."""
     whole = truth([1], 400)
     stop = whole[2]
     ends = next(i for i, token in enumerate(whole) if token == stop and i + 1 >= min_tokens)

@@ -1,5 +1,5 @@
-"""Engines that compute prompts for others: where a request goes, and that no loss costs an answer.
-The engine's token is a hash of the whole context."""
+"""Engines that compute prompts for others (prefill-decode separation): where a request goes, and
+that no loss changes an answer. The engine's token is a hash of the whole context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
 
 LONG = [*range(1, 40)]
-"""Tokens of a prompt; blocks have 4, and 36 of these fill blocks before the last token."""
+"""Prompt token ids. Blocks have 4 tokens, so 36 of the ids fill the blocks before the last
+token."""
 SHORT = [5, 6, 7]
 COMPLETIONS = "/v1/completions"
 
@@ -228,7 +229,7 @@ def test_answers_that_have_something_of_the_prompt_are_not_split(fields: dict[st
 
 
 def test_engines_of_one_version_hand_over(tmp_path: Path) -> None:
-    """While an upgrade replaces one after the other."""
+    """This holds while an upgrade replaces engines one by one."""
 
     async def test() -> None:
         async with cluster(tmp_path).serving() as found:
@@ -264,7 +265,7 @@ def test_no_two_engines_of_one_version(tmp_path: Path) -> None:
 
 
 def test_a_session_is_not_computed_for_an_engine_that_has_it(tmp_path: Path) -> None:
-    """Which another ingress knows only by the session."""
+    """Another ingress knows only from the session which engine has its blocks."""
     store = StoreOfTest()
 
     async def test() -> None:

@@ -1,4 +1,5 @@
-"""Neighbours on the ring: as many as wanted, the same for all; an engine changes little."""
+"""The hash ring returns the requested number of neighbours, in the same order to everyone. Adding
+or removing an engine changes few of them."""
 
 from __future__ import annotations
 

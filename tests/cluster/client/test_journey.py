@@ -1,4 +1,5 @@
-"""The events of a request: times never fall, there is one end, and every attempt is there."""
+"""The events of a request: times never decrease, there is exactly one final event, and every
+attempt is recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from swell.engine.wire import JourneyEventType as Kind
 from swell.worker.sampler_wire import SamplerParams
 
 ODD_S = st.floats(-1e3, 1e3, allow_nan=False)
-"""Also of an engine that reports nonsense."""
+"""Times in seconds, including invalid ones that an engine might report."""
 REPORTED = st.lists(
     st.builds(JourneyEvent, st.sampled_from([Kind.QUEUED, Kind.SCHEDULED, Kind.PREEMPTED]), ODD_S),
     max_size=3,
@@ -37,7 +38,7 @@ def assert_lawful(events: list[PlacedEvent]) -> None:
 
 @given(STEPS, st.booleans())
 def test_times_never_fall_and_there_is_one_end(steps, twice: bool) -> None:
-    """Whatever is reported, in any order, and however often."""
+    """This holds for any reports, in any order, with repetitions."""
     journey, attempt = Journey(), 1
     journey.add(Kind.ROUTED, 0.0, 0, attempt)
     for what, now_s in steps:
@@ -68,7 +69,7 @@ def test_times_never_fall_and_there_is_one_end(steps, twice: bool) -> None:
 def test_events_of_an_engine_are_placed_whatever_its_clock(
     clock_offset_s: float, way_s: float, wait_s: float, back_s: float
 ) -> None:
-    """Too late by the way back, and by nothing else."""
+    """Placed events are late by the travel time of the report, and by nothing else."""
     arrived_s = clock_offset_s + way_s
     scheduled_s = arrived_s + wait_s
     report = [

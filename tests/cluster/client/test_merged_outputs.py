@@ -1,4 +1,4 @@
-"""What several requests give is read as it comes, all that is there at once."""
+"""A reader of several requests gets all available outputs of all of them at once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def texts(batch: OutputBatch) -> list[tuple[int, str]]:
 async def after(
     reader: MergedOutputs, *puts: tuple[RequestState, RequestOutput]
 ) -> list[tuple[int, str]]:
-    """What a reader that waits already gets."""
+    """Returns what a waiting reader gets when these outputs are put."""
     waiting = asyncio.ensure_future(anext(reader))
     await asyncio.sleep(0)
     for one, what in puts:
@@ -144,8 +144,8 @@ STEPS = st.tuples(st.integers(0, 2), st.sampled_from(["delta", "last", "fail", "
 def test_a_reader_gets_all_outputs_and_an_end_whenever_they_come(
     merge: type[MergedOutputs], steps: list[tuple[int, str]]
 ) -> None:
-    """`pause`: the reader runs. It never waits for more than has come; in turns it may, for the
-    request whose turn it is."""
+    """At `pause`, the reader runs. It never waits if output is available, except that
+    `OutputsInTurn` may wait for the request whose turn it is."""
 
     async def read() -> None:
         collector = TokenQueue if merge is OutputsInTurn else RequestOutputCollector

@@ -1,4 +1,5 @@
-"""Our metrics show what prometheus_client's show, and the counts of several ingresses together."""
+"""Our metrics render like those of prometheus_client, and show the counts of all ingresses
+together."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_a_counter_shows_what_theirs_shows(values: list[tuple[str, float]]):
     assert shown_alone(plain) == shown(bare_theirs)
 
 
-seconds = st.integers(0, 800).map(lambda eighths: eighths / 8)  # sums of them are exact
+seconds = st.integers(0, 800).map(lambda eighths: eighths / 8)  # their sums are exact
 finished = st.builds(
     FinishedRequestStats,
     finish_reason=st.sampled_from(REASONS),
@@ -103,7 +104,8 @@ def test_any_ingress_shows_what_one_alone_would(seen: list[tuple[bool, Iteration
 
 
 def test_an_ingress_that_does_not_know_the_others_shows_no_counters():
-    """Else its first scrape would be lower than the one before, of its predecessor."""
+    """Otherwise its first scrape would show lower counters than the last scrape of its
+    predecessor."""
     stats = PrometheusStats()
     stats.resubmitted()
     assert stats.render() == b""

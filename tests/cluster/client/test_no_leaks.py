@@ -1,4 +1,4 @@
-"""Clients that leave at any moment, engines that come and go: at the end nothing is held."""
+"""Clients disconnect at any moment and engines come and go. At the end, nothing is leaked."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wish_of(draw: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 async def ask(cluster: FakeCluster, draw: random.Random) -> int:
-    """A client with a deadline of its own, perhaps; it leaves at some moment, perhaps."""
+    """Sends a request, possibly with a deadline. The client may disconnect at any moment."""
     path, payload = wish_of(draw)
     headers = {HEADER: draw.choice(["0.001", "0.05", "86400"])} if draw.random() < 0.5 else {}
     await asyncio.sleep(draw.random() * 0.6)
@@ -52,7 +52,7 @@ async def ask(cluster: FakeCluster, draw: random.Random) -> int:
 
 
 async def send_a_part(cluster: FakeCluster, draw: random.Random) -> None:
-    """Of a request, then leave."""
+    """Sends a part of a request, then disconnects."""
     path, payload = wish_of(draw)
     content = json.dumps(payload).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -66,7 +66,7 @@ async def send_a_part(cluster: FakeCluster, draw: random.Random) -> None:
 
 
 async def engines_come_and_go(cluster: FakeCluster, draw: random.Random) -> None:
-    """For moments there is none."""
+    """Replaces engines at random times. Sometimes there is no engine at all."""
     engines = [await cluster.join(0, 20)]
     for rank in range(1, 5):
         await asyncio.sleep(draw.random() * 0.2)
@@ -81,7 +81,7 @@ async def engines_come_and_go(cluster: FakeCluster, draw: random.Random) -> None
 
 
 def held(cluster: FakeCluster) -> dict[str, Any]:
-    """What is not zero, or empty."""
+    """Returns every resource count or container that is not zero or empty."""
     ingress, llm = cluster.ingress, cluster.ingress.llm
     router = llm._placer._router
     found = {

@@ -1,4 +1,5 @@
-"""The loop over outputs: nothing lost, nothing twice, stops and ends, statistics by a clock."""
+"""The output loop: no token is lost or repeated, stops and finishes are right, and statistics
+follow the clock."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def core(params: SamplingParams, external: str = "r") -> EngineCoreRequest:
 def steps(
     request_id: str, ids: list[int], sizes: list[int], reason: FinishReason | None
 ) -> Iterator[EngineCoreOutput]:
-    """`ids` in groups of `sizes`, over and over; the last one carries the reason."""
+    """Yields `ids` in groups whose sizes cycle through `sizes`. The last one carries the finish
+    reason."""
     at, turn = 0, 0
     while at < len(ids):
         size = sizes[turn % len(sizes)]
@@ -270,7 +272,7 @@ def test_an_error_reaches_everyone_after_what_came_before() -> None:
 def test_a_resubmission_continues_where_the_first_run_stood(
     ids: list[int], lost_at: int, sizes: list[int], stops: list[str]
 ) -> None:
-    """Text, ids and end are those of an undisturbed run."""
+    """Text, ids and finish reason equal those of an undisturbed run."""
     params = SamplingParams(stop=stops, max_tokens=99)
     results = []
     for disturbed in (False, True):
@@ -325,7 +327,8 @@ class Recorder:
 
 
 def scripted(out: OutputProcessor, clock: list[float]) -> None:
-    """Arrives at 10, tokens at 12 (one), 13 (two) and 17 (one, the end); queued for 0.5 s."""
+    """The request arrives at 10 and is queued for 0.5 s. Tokens arrive at 12 (one), 13 (two) and 17
+    (one, the last)."""
     params = SamplingParams()
     request = core(params)
     clock[0] = 10.0
@@ -388,7 +391,7 @@ def logprob_of(token_id: int) -> float:
 
 
 def with_logprobs(outputs: Iterator[EngineCoreOutput]) -> Iterator[EngineCoreOutput]:
-    """Each token with one other that is more likely."""
+    """Adds logprobs: each token, and one other token that is more likely."""
     for output in outputs:
         extras = [
             TokenLogprobs([i, i + 1], [logprob_of(i), -0.25], i % 5 + 2)
@@ -414,7 +417,8 @@ def test_logprobs_go_with_their_tokens(
     interval: int,
     data: st.DataObject,
 ) -> None:
-    """In every kind, for a reader of any speed, and up to the token that ends a stop string."""
+    """This holds for every output kind, for readers of any speed, and up to the token that
+    completes a stop string."""
     params = SamplingParams(stop=stops, logprobs=1)
     out, request = processor(stream_interval=interval), core(params)
     collector = RequestOutputCollector(kind)
@@ -461,11 +465,11 @@ def test_an_engine_that_does_not_tell_what_it_was_asked_fails_that_request_alone
 
 
 PROMPT_TOLD = [(2, 9), (3, 8)]
-"""Of `core`'s prompt, 1 2 3: its own token and a likelier one, at the positions 1 and 2."""
+"""For positions 1 and 2 of `core`'s prompt 1 2 3: the prompt token and a more likely one."""
 
 
 def of_prompt(request_id: str, start: int, logprob: float, ids: list[int]) -> EngineCoreOutput:
-    """Tells of the positions from `start` on, and gives tokens."""
+    """Returns an output with the prompt logprobs from position `start` on, and with tokens."""
     columns = [list(pair) for pair in PROMPT_TOLD[start - 1 :]]
     extra = PromptLogprobs(start, columns, [[logprob, -0.5]] * len(columns), [2] * len(columns))
     return EngineCoreOutput(request_id, ids, extras=[extra])
@@ -473,8 +477,9 @@ def of_prompt(request_id: str, start: int, logprob: float, ids: list[int]) -> En
 
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
 def test_a_prompt_is_told_of_once_over_failover(kind: RequestOutputKind) -> None:
-    """A part, lost; then from the start again, and told again behind it: the first word counts.
-    What is known of every position is not asked for again."""
+    """A part of the prompt logprobs arrives, then the engine is lost. The second attempt reports
+    them all again, and once more after that: the first report of a position counts. Known positions
+    are not requested again."""
     params = SamplingParams(prompt_logprobs=1)
     out, request = processor(), core(params)
     state = out.add_request(request, params, kind=kind)
@@ -521,7 +526,7 @@ def test_a_collector_keeps_what_was_told_of_the_prompt() -> None:
 
 
 def test_what_is_told_of_a_prompt_is_no_token() -> None:
-    """Neither in the statistics, nor for the count of cached tokens."""
+    """Prompt logprobs count neither as a token in the statistics nor as cached tokens."""
     clock, seen = [10.0], Recorder()
     out = processor(stats=seen, clock=lambda: clock[0])
     params = SamplingParams(prompt_logprobs=1)

@@ -1,4 +1,4 @@
-"""The order of outputs that depend on the answers alone."""
+"""With `OutputsInTurn`, the order of outputs depends only on the answers, not on their timing."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def output(token: int, *, finished: bool) -> RequestOutput:
 
 
 def read(lengths: list[int], seed: int) -> list[tuple[int, int]]:
-    """What comes of answers of these lengths, put in a random order: numbers of requests, and
-    tokens."""
+    """Produces answers of these lengths in a random order. Returns (request number, token) pairs as
+    the reader gets them."""
 
     async def scenario() -> list[tuple[int, int]]:
         requests: list[RequestState] = states(len(lengths))

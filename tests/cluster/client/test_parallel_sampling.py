@@ -1,4 +1,4 @@
-"""Children become one answer, whatever the order in which they speak."""
+"""The outputs of parallel samples (children) join into one answer, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ CUMULATIVE, DELTA, FINAL = RequestOutputKind
 TOKENIZER = byte_level()
 
 WORDS = st.lists(st.lists(st.integers(0, 99), max_size=2), min_size=1, max_size=4)
-"""What one child says: the tokens of each of its outputs."""
+"""The outputs of one child: the tokens of each."""
 LOGPROB = -0.25
-"""Of a token t: this times t."""
+"""The logprob of token t is t times this."""
 
 
 def spoken(index: int, pieces: list[list[int]], kind: RequestOutputKind) -> Iterator[RequestOutput]:
-    """A child's outputs, as an `OutputProcessor` gives them."""
+    """Yields a child's outputs as an `OutputProcessor` makes them."""
     said: list[int] = []
     for place, piece in enumerate(pieces):
         said = said + piece

@@ -1,4 +1,4 @@
-"""Vectors on their way from an engine to their client."""
+"""Pooled vectors on their way from an engine to the client."""
 
 from __future__ import annotations
 

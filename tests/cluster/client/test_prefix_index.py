@@ -1,4 +1,5 @@
-"""What is found in the index is what engines hold, of chains of which each holds a beginning."""
+"""The index finds the prefixes of block chains that engines hold. Each engine holds a prefix of a
+chain."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ CHAIN = [*range(100, 112)]
     st.sets(st.integers(0, 4)),
 )
 def test_the_longest_prefix_that_some_engine_holds(changes, ranks) -> None:
-    """Each change lets an engine hold so many blocks of the chain."""
+    """Each change sets how many blocks of the chain an engine holds."""
     index, held = PrefixIndex(), dict.fromkeys(range(5), 0)
     for rank, length in changes:
         for name in CHAIN[held[rank] : length]:

@@ -1,4 +1,4 @@
-"""Prompts that begin alike have blocks of the same names, and other prompts have others."""
+"""Prompts with a common prefix have equal block hashes there. Other prompts have different ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SALTS = st.sampled_from([None, "a", "b"])
 
 
 def hashes_of(prompt: list[int], salt: str | None) -> list[bytes]:
-    """The oracle: the names that engines give."""
+    """The oracle: the block hashes that engines compute."""
     hashes: list[bytes] = []
     extend_block_hashes(hashes, pack_tokens(prompt), BLOCK, salt)
     return hashes
@@ -38,7 +38,7 @@ def test_names_and_digests_are_equal_where_those_of_engines_are(
 
 
 def test_a_digest_is_the_same_in_each_process() -> None:
-    """So all ingresses choose the same engine."""
+    """All ingresses therefore choose the same engine."""
     code = (
         "from swell.cluster.client.routing.prompt_blocks import PromptBlocks\n"
         "blocks = PromptBlocks(range(50), 16, 'salt')\n"

@@ -1,4 +1,5 @@
-"""`/ready` tells the truth, and so do the counts by which an ingress knows what was lost."""
+"""`/ready` reports the true state, and so do the counts from which an ingress learns what was
+lost."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def member(rank: int, state: MemberState = MemberState.ACTIVE, incarnation: int 
 
 
 def view(*members: Member, busy: dict[int, int] | None = None, state: str = "serving") -> Any:
-    """`busy`: rank -> steps done, of engines that have work."""
+    """Returns a view. `busy` maps the rank of each engine with work to its number of steps."""
     reports = [EngineReport(rank, running=1, steps=steps) for rank, steps in (busy or {}).items()]
     return ClusterView(Roster(1, members), reports, state=state)
 
@@ -45,7 +46,8 @@ def test_work_without_progress_is_told() -> None:
 
 
 def test_an_ingress_that_was_stopped_blames_nobody() -> None:
-    """It wakes to a queue of views, of which the first says nothing new."""
+    """A suspended ingress resumes with a queue of views. The first of them shows no progress
+    yet."""
     readiness = ReadinessTracker(LIMIT_S)
     readiness.on_view(view(member(0), busy={0: 7}), 0.0)
     readiness.on_view(view(member(0), busy={0: 7}), 60.0)
@@ -74,7 +76,7 @@ def test_stillness_is_excused_while_engines_must_not_step(state: str) -> None:
 
 
 def test_engines_that_form_a_group_for_too_long_are_not_ready() -> None:
-    """None of them steps meanwhile, though all are active."""
+    """No engine runs a step while the group forms, although all are active."""
     readiness = ReadinessTracker(LIMIT_S)
     for second in range(int(LIMIT_S) + 3):
         readiness.on_view(view(member(0), member(1), state="forming"), float(second))

@@ -1,4 +1,4 @@
-"""Which requests are found, and for how long."""
+"""The request records that can be found, and how long they are kept."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_runs_is_found_and_what_has_ended_is_bounded(steps) -> None:
 
 
 def test_all_requests_under_one_id_are_found() -> None:
-    """A client that tries again sends the same id."""
+    """A client that retries sends the same id."""
     history = RequestHistory(100, LIMIT_S)
     records = [make(number, request_id="mine") for number in range(MAX_FOUND + 3)]
     for record in records:

@@ -1,4 +1,4 @@
-"""What becomes of the requests of an engine that is gone."""
+"""Requests of an engine that is lost or leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.cluster.client.scripted_cluster import ScriptedCluster, run
 def test_a_loss_counts_whether_the_engine_was_leaving_or_not(
     state: MemberState, is_lost: bool
 ) -> None:
-    """So says the roster that is without it. The one before may not have come."""
+    """The roster without the engine decides whether it was lost. An earlier roster that marks it as
+    leaving may not have arrived."""
 
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)

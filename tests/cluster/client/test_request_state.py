@@ -1,4 +1,4 @@
-"""One request over its attempts: what each engine gets, and when the request is given up."""
+"""One request over its attempts: what each engine receives, and when the request fails."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ LOSSES = (MigrationReason.DIED, MigrationReason.REPAIRING)
 def test_only_what_may_be_the_reason_of_many_losses_is_given_up(
     reason: MigrationReason, gained: int, started: bool, unread: bool
 ) -> None:
-    """A request that only waited where an engine was lost is not the reason; nor is one whose
-    messages are lost again and again."""
+    """A request that only waited on a lost engine is not a suspect, and lost messages never count
+    against a request."""
     is_suspect = started if reason in LOSSES else unread
     most = MAX_FAILED_ATTEMPTS if reason in LOSSES else MAX_UNREAD_ATTEMPTS + 1
     endless = gained or not is_suspect
@@ -112,7 +112,7 @@ def test_a_later_attempt_continues_after_the_outputs_on_any_engine() -> None:
 
 
 def test_a_later_attempt_says_how_long_the_request_has_waited() -> None:
-    """From its arrival, whatever came between."""
+    """The time counts from the arrival of the request and includes earlier attempts."""
     now_s = 100.0
     processor, router = OutputProcessor(DETOKENIZER, clock=lambda: now_s), make_router()
     state = make_state(processor)
@@ -132,9 +132,8 @@ def test_a_later_attempt_says_how_long_the_request_has_waited() -> None:
 def test_messages_of_any_age_give_the_answer_of_one_engine(
     script: list[tuple[str, int]], depth: int
 ) -> None:
-    """Two engines, and a client that moves its request between them, or to the same again. Outputs
-    and aborts are on the way for any time, and may come after the request that was sent behind
-    them."""
+    """A client moves its request between two engines, or back to the same one. Outputs and aborts
+    may be delayed arbitrarily, and may arrive after a request that was sent later."""
     whole = EngineCoreRequest("r", [1, 2, 3], SamplerParams(), max_tokens=9)
     cores = [make_core(steps_in_flight=depth) for _ in range(2)]
     processor, router = OutputProcessor(DETOKENIZER), make_router()

@@ -1,4 +1,5 @@
-"""Which engine gets a request: arithmetic, affinity, stability, and counters that come to zero."""
+"""The choice of an engine for a request: scores, prefix affinity, stability, and counters that
+return to zero."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def prompt(conversation: int, length: int = 2 * BLOCK) -> list[int]:
 
 
 def counters(router: Router) -> dict[int, tuple[int, int]]:
-    """Requests and uncomputed tokens that the router believes to be in each engine."""
+    """Returns rank -> the requests and uncomputed tokens that the router assumes in each engine."""
     return {
         rank: (engine.sent.requests, engine.sent.uncomputed_tokens)
         for rank, engine in router._engines.items()
@@ -50,7 +51,7 @@ def counters(router: Router) -> dict[int, tuple[int, int]]:
 
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only equal scores are equal."""
+    """Sets the slack to zero, so that only equal scores tie."""
     monkeypatch.setattr(routing, "SLACK_TOKENS", 0)
 
 
@@ -60,7 +61,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("zero", "one", "chosen"),
     [
-        # (waiting_tokens, running, waiting): the smaller of tokens + TOKENS_PER_ROW * requests
+        # (waiting_tokens, running, waiting) of both engines: the smaller tokens + TOKENS_PER_ROW *
+        # requests wins.
         ((100, 0, 0), (99, 0, 0), 1),
         ((99, 0, 0), (100, 0, 0), 0),
         ((0, 2, 0), (0, 1, 0), 1),
@@ -81,7 +83,8 @@ def test_the_smaller_backlog_wins(zero, one, chosen) -> None:
 
 @pytest.mark.parametrize(("extra", "stays"), [(0, True), (1, False)])
 def test_a_cached_prefix_is_worth_its_tokens(extra: int, stays: bool) -> None:
-    """An engine with the prefix may be busier by just what the prefix saves, and the slack."""
+    """The engine with the prefix may have more load, by up to the tokens that the prefix saves plus
+    the slack."""
     router = router_of(0, 1)
     home = finish(router, 7, length=10 * BLOCK)
     worth = 10 * BLOCK + SLACK_TOKENS
@@ -140,7 +143,8 @@ def test_ingresses_agree_on_ties() -> None:
 
 
 def test_few_conversations_move_when_an_engine_comes() -> None:
-    """Rendezvous: those that move go to the newcomer, and it is about its share."""
+    """Rendezvous hashing: conversations move only to the new engine, and only about its share of
+    them."""
     before = [finish(router_of(0, 1, 2), c) for c in range(300)]
     after = [finish(router_of(0, 1, 2, 3), c) for c in range(300)]
     moved = [new for old, new in zip(before, after, strict=True) if new != old]
@@ -156,7 +160,7 @@ def test_only_the_conversations_of_an_engine_that_goes_move() -> None:
 
 
 def test_an_ingress_finds_a_conversation_that_another_one_placed() -> None:
-    """It knows the system prompt from its own conversations, and hashes what comes after it."""
+    """The ingress knows the system prompt from its own conversations and hashes what follows it."""
     system = [9] * 8 * BLOCK
     routers = [router_of(*range(4)) for _ in range(2)]
     for router in routers:
@@ -186,8 +190,8 @@ def test_a_prompt_below_one_block_is_spread_by_its_id() -> None:
 def test_a_burst_is_spread_over_stale_reports(
     engines: int, rounds: int, seed: int, waiting: int
 ) -> None:
-    """Nothing is heard of the engines meanwhile: what was sent counts at once, however much of
-    others waits there, and no engine gets ahead by more than the slack and one request."""
+    """The reports do not change meanwhile. Requests count as soon as they are sent, for any
+    reported load, and no engine gets ahead by more than the slack and one request."""
     reports = tuple(EngineReport(rank, waiting_tokens=waiting) for rank in range(engines))
     router = router_of(*range(engines), reports=reports)
     placed = Counter()
@@ -228,7 +232,7 @@ def test_an_answer_ends_the_wait_of_its_prompt_only() -> None:
 
 
 def test_an_engine_that_joins_gets_its_share_of_what_follows() -> None:
-    """Three ingresses see an idle newcomer in the same late report."""
+    """Three ingresses see an idle new engine in the same late report."""
     old = tuple(EngineReport(rank, running=4, waiting_tokens=300) for rank in range(3))
     routers = [router_of(*range(4), reports=(*old, EngineReport(3))) for _ in range(3)]
     placed = Counter(
@@ -240,7 +244,7 @@ def test_an_engine_that_joins_gets_its_share_of_what_follows() -> None:
 
 @pytest.mark.parametrize("reports", [1, 2])
 def test_a_prompt_counts_beside_the_report_until_the_second_that_follows(reports: int) -> None:
-    """The first may have been written before the prompt arrived."""
+    """The first report after the request may have been written before the request arrived."""
     router = router_of(0, reports=(EngineReport(0, waiting_tokens=1000),))
     router.choose("r", prompt(1, 50))
     for steps in range(1, reports + 1):
@@ -261,7 +265,7 @@ def test_no_more_is_remembered_than_the_cache_holds() -> None:
     for conversation in range(6):
         finish(router, conversation)
         assert len(router._engines[0].blocks) <= 5
-    # The start of a chain outlives its end.
+    # Blocks at the end of a chain are evicted before those at its start.
     assert router._engines[0].cached_blocks(names_of(prompt(5))) == 2
     assert router._engines[0].cached_blocks(names_of(prompt(3))) == 1
 
@@ -334,7 +338,8 @@ def test_an_engine_in_repair_gets_nothing_and_forgets() -> None:
 def test_what_is_remembered_of_a_chain_is_its_start(
     prompts: list[tuple[int, int]], num_blocks: int
 ) -> None:
-    """The law that lets the search for the end of a prefix skip."""
+    """A chain is always remembered as a prefix. The search for the end of a cached prefix relies on
+    this to skip blocks."""
     router = Router(BLOCK)
     router.update(ClusterView(Roster(1, (member(0, num_blocks=num_blocks),))))
     for index, (conversation, blocks) in enumerate(prompts):
@@ -379,10 +384,10 @@ def test_reports_of_engines_outside_of_the_roster_are_ignored() -> None:
 
 
 class Conservation(RuleBasedStateMachine):
-    """Requests come, are answered and end in any order, while engines come, leave and die.
+    """Requests arrive, are answered and finish in any order, while engines join, leave and fail.
 
-    What the router counts for an engine is what was placed on *that* engine: one that takes
-    the rank of a dead one starts from nothing, and ends at nothing.
+    The router's counters of an engine cover only requests placed on *that* engine: an engine that
+    takes over the rank of a lost one starts and ends at zero.
     """
 
     def __init__(self) -> None:
@@ -391,7 +396,7 @@ class Conservation(RuleBasedStateMachine):
         self.states: dict[int, MemberState] = {}
         self.lives: dict[int, int] = {}
         self.routes: dict[str, tuple[Route, int]] = {}
-        """Of each request, with the incarnation of its engine."""
+        """Request id -> its route, and the incarnation of its engine."""
         self.unanswered: set[str] = set()
         self.count = 0
         self.reports: dict[int, EngineReport] = {}
@@ -423,7 +428,8 @@ class Conservation(RuleBasedStateMachine):
 
     @rule(rank=st.integers(0, 3))
     def an_engine_starts_again(self, rank: int) -> None:
-        """Seen only by its incarnation: the roster without it was never told."""
+        """Only the incarnation shows the restart: the roster without the engine was never
+        published."""
         if rank in self.states:
             self.lives[rank] += 1
             self._tell()
@@ -467,7 +473,7 @@ class Conservation(RuleBasedStateMachine):
 
     @invariant()
     def the_backlog_is_that_of_all_engines(self) -> None:
-        """Only those that have changed are looked at again."""
+        """The router recomputes only engines that have changed, yet the sums cover all engines."""
         engines = self.router._engines.values()
         for rows in (2, 5):
             parts = ([e.waiting(rows) for e in engines], [e.own_waiting(rows) for e in engines])
@@ -510,7 +516,7 @@ TestConservation = Conservation.TestCase
 
 
 class ConservationOfMany(Conservation):
-    """Two neighbours are considered, and two that hold the prefix."""
+    """Considers only two neighbours on the hash ring, and two engines that hold the prefix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -531,7 +537,7 @@ TestConservationOfMany = ConservationOfMany.TestCase
 
 
 def test_many_engines_share_conversations_evenly_and_keep_them() -> None:
-    """Of a hundred engines each gets its share, and a conversation stays where it is."""
+    """Each of a hundred engines gets its share, and a conversation stays on its engine."""
     router = router_of(*range(100))
     homes = {c: finish(router, c) for c in range(2000)}
     counts = Counter(homes.values())
@@ -552,7 +558,7 @@ def test_few_conversations_move_when_one_of_many_engines_comes() -> None:
 
 
 def test_a_prefix_that_all_of_many_engines_hold_binds_nobody() -> None:
-    """New conversations with one system prompt spread, by load too."""
+    """New conversations that share a system prompt are also spread by load."""
     router = router_of(*range(100), reports=tuple(EngineReport(r) for r in range(100)))
     system = list(range(1000, 1000 + 8 * BLOCK))
     for rank in range(100):

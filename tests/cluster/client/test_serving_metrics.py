@@ -1,8 +1,8 @@
-"""Every serving metric against scripted runs: each number that `/metrics` shows is what happened.
+"""Every serving metric against scripted runs: each number in `/metrics` equals what happened.
 
 A request is one child of an answer, as in vLLM: `n` answers to a prompt are `n` requests. Its queue
-time goes from its arrival at the ingress to the first schedule on the engine that gave its first
-token; what never had a token has no prefill and no decode time.
+time lasts from its arrival at the ingress until it is first scheduled on the engine that produced
+its first token. A request without any token gets neither a prefill time nor a decode time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.cluster.client.scripted_cluster import ScriptedCluster, run
 
 PROMPT = list(range(1, 9))  # two blocks of 4 tokens
 CLUSTER = ("epoch", "engines", "engine_steps_total", "rescale_phase", "upgrade_phase")
-"""What every run shows beside the serving metrics."""
+"""Metrics that every run shows in addition to the serving metrics."""
 
 
 def serving(scenario, **settings: object) -> dict[str, float]:
@@ -27,7 +27,8 @@ def serving(scenario, **settings: object) -> dict[str, float]:
 
 
 def finished(reason: str, count: int = 1, **values: float) -> dict[str, float]:
-    """The metrics of requests of 8 prompt tokens that had all their times; `values`: sums."""
+    """Returns the metrics of `count` requests of 8 prompt tokens that ran to completion. `values`
+    are the sums of their times and tokens."""
     times = {
         "time_to_first_token_seconds": "ttft",
         "e2e_request_latency_seconds": "e2e",
@@ -56,7 +57,8 @@ PLAIN = finished("length", ttft=3.0, e2e=4.0, queue=1.0, prefill=2.0, decode=1.0
 
 
 def plain(cluster: ScriptedCluster, rank: int = 0) -> None:
-    """A second in the queue, two for the prompt, half of one for each token."""
+    """Runs a request with one second in the queue, two for the prompt, and half a second per
+    token."""
     cluster.submit(PROMPT, 3)
     cluster.wait(1.0)
     cluster.step(rank, 2.0)
@@ -90,7 +92,7 @@ def test_a_request_that_finds_its_prompt_in_the_cache():
         plain(cluster)
 
     twice = finished("length", 2, ttft=6.0, e2e=8.0, queue=2.0, prefill=4.0, decode=2.0, tokens=6.0)
-    # The last block holds the last prompt token, which is always computed.
+    # The last block contains the last prompt token, which is always computed.
     assert serving(scenario) == {**twice, "prefix_cache_hits_total": 4.0}
 
 
@@ -120,7 +122,7 @@ def test_a_request_that_must_compute_its_whole_prompt_looks_nothing_up():
 
 def test_a_preempted_request_looks_its_prompt_up_once():
     def scenario(cluster: ScriptedCluster) -> None:
-        # Seven blocks: two prompts of two, one answer of three, and one block too few for both.
+        # Seven blocks hold both prompts (two each) and one answer (three), but not both answers.
         core = cluster.join(0, num_blocks=7)
         other = [9, *PROMPT[1:]]
         cluster.submit(PROMPT, 9)
@@ -149,7 +151,7 @@ def test_a_preempted_request_looks_its_prompt_up_once():
 
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_request_that_goes_on_elsewhere_counts_once(stays):
-    """Whether the engine that it leaves is gone with its counters or goes on later."""
+    """The first engine may have left with its counters, or continue later."""
 
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
@@ -212,7 +214,7 @@ ENDED = {
     "request_generation_tokens_count": 1.0,
     "e2e_request_latency_seconds_count": 1.0,
 }
-"""What a request shows that ended before its first token."""
+"""The metrics of a request that finished before its first token."""
 
 
 def test_a_request_for_which_no_engine_comes_has_waited_all_its_life():
@@ -279,11 +281,12 @@ def test_three_answers_are_three_requests_and_compute_their_prompt_once():
         cluster.join(0)
         cluster.submit(PROMPT, 3, n=3)
         cluster.wait(1.0)
-        cluster.step(0, 2.0)  # the prompt, of one of them
+        cluster.step(0, 2.0)  # the prompt of one request
         for _ in range(3):
             cluster.step(0, 0.5)
 
-    # The other two find a block a step later, and have their first tokens with its second.
+    # The other two are scheduled one step later, find the cached block, and get their first tokens
+    # in the first one's second step.
     assert serving(scenario) == {
         **finished(
             "length", 3, ttft=10.0, e2e=13.0, queue=7.0, prefill=3.0, decode=3.0, tokens=9.0

@@ -1,4 +1,4 @@
-"""`stream_interval`, as the server and as a request has it, over HTTP."""
+"""`stream_interval` over HTTP, set by the server and by a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Surveys of healthy hosts, and how one of them is made worse."""
+"""Surveys of healthy hosts, and functions that add a fault to one of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ WITH_GPU = {
 
 
 def config(**parts: object) -> Config:
-    """`section__key=value`; ingresses can be reached from other hosts."""
+    """Builds a configuration from `section__key=value`. By default the ingresses are reachable from
+    other hosts."""
     settings = {"serve__host": "0.0.0.0", "cluster__ports": "21000-21063", **parts}
     return load(MODEL, {key.replace("__", "."): value for key, value in settings.items()})
 
@@ -89,7 +90,7 @@ def name(host: int) -> str:
 
 
 def survey(count: int = 3, *, gpus: bool = False, **fields: Any) -> Survey:
-    """So many healthy hosts that all reach each other."""
+    """Returns a survey of `count` healthy hosts that all reach each other."""
     names = [name(host) for host in range(count)]
     tried = links.pairs(names)
     of_gpus = WITH_GPU if gpus else {}
@@ -115,7 +116,7 @@ def survey(count: int = 3, *, gpus: bool = False, **fields: Any) -> Survey:
 
 
 def with_host(before: Survey, host: int, **fields: Any) -> Survey:
-    """The same, but for some facts of one host."""
+    """Returns the survey with some facts of one host replaced."""
     worse = changed(before.hosts[name(host)], **fields)
     return changed(before, hosts=before.hosts | {name(host): worse})
 
@@ -123,7 +124,7 @@ def with_host(before: Survey, host: int, **fields: Any) -> Survey:
 def with_link(
     before: Survey, source: int, target: int, part: str = "engines", **fields: Any
 ) -> Survey:
-    """The same, but for one link."""
+    """Returns the survey with some facts of one link replaced."""
     return changed(
         before,
         links=[
@@ -136,7 +137,8 @@ def with_link(
 
 
 def with_clock(before: Survey, host: int, ahead_s: float, round_trip_s: float = 0.0) -> Survey:
-    """The same, but for the clock of one host, as every link shows it."""
+    """Returns the survey with the clock of one host ahead by `ahead_s` seconds, as every link shows
+    it."""
     return changed(
         before,
         links=[

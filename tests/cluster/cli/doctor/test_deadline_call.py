@@ -1,4 +1,4 @@
-"""A call that blocks is left alone after its deadline."""
+"""A blocking call is abandoned after its deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command on this machine: table, JSON, exit codes."""
+"""`swell doctor` on this machine: table, JSON, exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NANO = str(ROOT / "configs" / "models" / "nano")
 
 @pytest.fixture(autouse=True)
 def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its import takes seconds."""
+    """Skips the import of torch, which takes seconds."""
     monkeypatch.setattr(fact_collector, "_TORCH_PROBE", 'print(\'{"version": "2.13.0"}\')')
 
 
@@ -208,7 +208,7 @@ def test_many_hosts_are_not_all_named(capsys: Capture) -> None:
 
 
 def test_what_a_host_says_is_printed_as_plain_text(capsys: Capture) -> None:
-    """No control characters of another machine reach the terminal."""
+    """Control characters from another machine do not reach the terminal."""
     finding = problem("torch", ["a"], "\x1b[31mred\nline", "x")
     report = doctor_command._report(survey(1), [finding])
     print_report(report)

@@ -1,4 +1,4 @@
-"""The command beside a real Ray of two nodes, of which one hangs; and without any Ray."""
+"""`swell doctor` with a real two-node Ray cluster in which one node hangs, and without any Ray."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.test_layers import ROOT
 NANO = str(ROOT / "configs" / "models" / "nano")
 COMMAND_S = 250.0
 PATIENCE_S = 200
-"""How long a node may take that answers: it imports torch, on a machine that is busy."""
+"""Time limit in seconds for a node that answers: it imports torch, on a busy machine."""
 LATE_S = 30
-"""The same where one of two nodes hangs, which the command waits for."""
+"""Time limit in seconds if one of two nodes hangs: the command waits this long for it."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_two_nodes_answer_and_reach_each_other(world: RealRay) -> None:
     assert "free-resources" in levels(report, "ok")
     assert len(report.links) == 6 and not [link for link in report.links if link.error]
     assert {link.part for link in report.links} == {"coordinator", "engines", "http"}
-    assert "token-authentication" in levels(report, "ok")  # Ray turns it on for its own cluster
+    assert "token-authentication" in levels(report, "ok")  # Ray enables it for its own clusters
     assert all(facts.ray and facts.ray.session_folder for facts in report.hosts.values())
     assert {a["name"] for a in ray.util.list_named_actors(all_namespaces=True)} == before
     assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
@@ -98,7 +98,8 @@ def test_a_node_that_hangs_is_named_and_the_other_is_checked(world: RealRay) -> 
 
 @pytest.mark.slow
 def test_an_address_at_which_no_ray_answers() -> None:
-    """Nothing listens there, or what listens never answers: Ray tries for a while. Both at once."""
+    """The port is closed, or its listener never answers. Ray retries for a while, so both cases run
+    in parallel."""
     with (
         socket.socket() as closed,
         socket.create_server(("127.0.0.1", 0)) as silent,

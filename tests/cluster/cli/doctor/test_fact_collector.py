@@ -1,4 +1,4 @@
-"""The facts of this machine."""
+"""The facts that `swell doctor` collects about this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NODE = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its import takes seconds, and has a test of its own."""
+    """Skips the import of torch, which takes seconds and has a test of its own."""
     monkeypatch.setattr(fact_collector, "_TORCH_PROBE", 'print(\'{"version": "2.13.0"}\')')
 
 

@@ -1,4 +1,4 @@
-"""Files that differ have other digests, and large ones are not read."""
+"""Different files have different digests, and large files are not read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_a_letter_more_or_less_is_another_file(config: Config, name: str) -> Non
 
 
 def test_of_weights_the_header_counts(config: Config) -> None:
-    """Their bytes are not read: a checkpoint would take minutes."""
+    """The digest covers only the header of a weights file and its size. Reading a whole checkpoint
+    would take minutes."""
     folder = Path(config.model.path)
     before = config_files(config, SALT)["model.safetensors"]
     write_weights(folder, "F32", b"4321")
@@ -66,7 +67,8 @@ def test_of_weights_the_header_counts(config: Config) -> None:
 
 
 def test_a_printed_digest_says_nothing_of_a_key(config: Config) -> None:
-    """Who guesses the key cannot verify it: another run has another salt."""
+    """A guessed key cannot be verified with a printed digest, because each run uses another
+    salt."""
     key = "serve.api_keys_file"
     assert config_files(config, SALT)[key].digest != config_files(config, b"other")[key].digest
 
@@ -82,7 +84,7 @@ def test_a_model_that_this_host_does_not_have(path: str) -> None:
 
 
 def test_the_hubs_cache_is_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hosts whose caches have other commits serve other models."""
+    """Hosts with different commits in their Hugging Face caches would serve different models."""
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""What `nvidia-smi` prints, and that one that fails or hangs is a fact of its own."""
+"""The output of `nvidia-smi` is parsed. If it fails or hangs, that is reported as a fact."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ H100 = Gpu(
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Put a script in the place of `nvidia-smi`."""
+    """Returns a function that replaces `nvidia-smi` by a shell script."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
     def write(script: str) -> None:

@@ -1,4 +1,5 @@
-"""Real connections of this machine: what is refused, silent or somebody else's is told apart."""
+"""Real connections on this machine: a refused port, a silent one and a foreign server are
+distinguished."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def at(listener: Listener) -> Target:
 
 @contextlib.contextmanager
 def stranger(answer: bytes | None) -> Iterator[Target]:
-    """Another server, which answers so and closes, or never does."""
+    """Starts a foreign server that sends `answer` and closes. If `answer` is None, it never
+    answers."""
     with socket.create_server((HOST, 0)) as server:
 
         def run() -> None:

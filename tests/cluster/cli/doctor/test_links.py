@@ -1,4 +1,4 @@
-"""Which hosts try to reach which, and at which ports."""
+"""The pairs of hosts that try to connect to each other, and their ports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_of_many_hosts_each_has_a_bounded_number_of_peers(size: int) -> None:
     for host in hosts:
         assert 15 <= sum(source == host for source, _ in found) <= 16
     for border in range(1, size):
-        """A switch between the hosts before and after it."""
+        """Some link crosses every boundary between two groups of hosts, so a faulty switch between
+        them is found."""
         assert any(source < hosts[border] <= target for source, target in found)
 
 

@@ -1,4 +1,5 @@
-"""Each check passes on healthy hosts, and each fault of a host is found, under its name alone."""
+"""Each check passes on healthy hosts. Each fault of a host is found by its own check and by no
+other."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from tests.cluster.cli.doctor.surveys import (
 )
 
 OF_THE_COMMAND = {"configuration", "cluster"}
-"""Checks that are made before there is a survey: `test_doctor_command.py`."""
+"""Checks that run before there is a survey, tested in `test_doctor_command.py`."""
 
 
 class Fault(NamedTuple):
@@ -43,7 +44,7 @@ class Fault(NamedTuple):
     check: str
     hosts: tuple[int, ...]
     value: str
-    """Part of what is found."""
+    """A substring of the reported value."""
 
 
 def ray(**fields: Any) -> Any:
@@ -64,7 +65,7 @@ NOWHERE_TOGETHER = changed(
     config=config(parallel__tensor=2, parallel__data=1, cluster__cpus_per_worker=1),
     free={name(host): {"CPU": 1.0} for host in range(3)},
 )
-"""There are cores enough, two on no host."""
+"""There are enough cores in total, but no host has two."""
 UNREADABLE = {"model.path": "/models/m/config.json"}
 DAMAGED = FILES | {"model.safetensors": FileFacts(size_bytes=4 * GIB, digest="b0")}
 
@@ -75,7 +76,8 @@ MEMORY_LIMIT = MemoryFacts(
     limit_bytes=8 * GIB,
     limit_source="/memory.max",
 )
-"""Too little for weights of 4 GiB, enough for a host of which GPUs hold them."""
+"""Too little memory for weights of 4 GiB on CPUs, but enough for a host whose GPUs hold the
+weights."""
 
 FAULTS = [
     Fault(changed(HEALTHY, silent={name(1): "no answer after 60 s"}), "hosts", (1,), "no answer"),
@@ -332,7 +334,7 @@ def test_hosts_that_share_a_fault_share_a_finding() -> None:
 
 
 def test_no_host_that_answers_is_blamed_for_one_that_is_silent() -> None:
-    """What is known of the others is still said."""
+    """The findings about the other hosts are still reported."""
     alone = survey(1)
     silent = changed(
         alone, silent={name(1): "no answer"}, nodes=alone.nodes | {name(1): {"CPU": 8.0}}
@@ -344,7 +346,7 @@ def test_no_host_that_answers_is_blamed_for_one_that_is_silent() -> None:
 
 
 def test_torch_for_cpu_beside_torch_for_cuda() -> None:
-    """A head without a GPU may have the smaller build."""
+    """A head node without a GPU may have the smaller CPU build of torch."""
     mixed = with_host(ON_GPUS, 0, torch=TorchFacts(version="2.13.0+cpu"), gpus=GpuFacts())
     mixed = changed(mixed, nodes=mixed.nodes | {name(0): {"CPU": 8.0}})
     assert bad(run_checks(mixed)) == []

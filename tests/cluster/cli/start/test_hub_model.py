@@ -1,4 +1,5 @@
-"""A model of the hub is announced, and a hub that has no answer is said soon, in one line."""
+"""A model from the Hugging Face Hub is announced. A hub that does not answer is reported quickly,
+in one line."""
 
 from __future__ import annotations
 

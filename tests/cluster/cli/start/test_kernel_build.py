@@ -1,4 +1,4 @@
-"""A start that compiles kernels says so."""
+"""A start that compiles kernels reports this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `swell serve` starts its own Ray: again and again, until `cluster.start_timeout_s`."""
+"""`swell serve` starts its own Ray, and retries until `cluster.start_timeout_s`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Screen:
 
 
 class FakeRay:
-    """`ray.init` raises these errors in turn, then succeeds; each attempt makes a process."""
+    """A fake `ray` module. `ray.init` raises the given errors in turn, then succeeds. Each attempt
+    starts a process."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)
@@ -62,7 +63,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
     context = SimpleNamespace(gcs_address="")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(local_ray, "_BETWEEN_S", 0.0)
-    monkeypatch.setattr(local_ray, "_QUICK_S", 0.0)  # every attempt has taken long
+    monkeypatch.setattr(local_ray, "_QUICK_S", 0.0)  # treats every attempt as a slow one
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(ray_settings, "protect_token", lambda: None)
     monkeypatch.setattr(ray_settings, "end_idle_daemons", lambda: None)
@@ -125,7 +126,7 @@ def test_an_error_that_time_does_not_cure_ends_them_soon(
 def test_a_signal_ends_the_start_and_is_no_error(
     fake: FakeRay, screen: Screen, tmp_path: Path, error: BaseException
 ) -> None:
-    """Ray's own handler of SIGTERM raises SystemExit; SIGINT only sets `stop`."""
+    """Ray's own SIGTERM handler raises SystemExit. SIGINT only sets `stop`."""
     stop = threading.Event()
     fake.errors = [error]
     fake.during = stop.set
@@ -174,7 +175,7 @@ def test_no_node_is_awaited_whose_raylet_has_ended(
 
 
 def test_a_gcs_that_has_closed_its_port_is_lost() -> None:
-    """After SIGTERM its process stays for a minute, and answers nothing."""
+    """After SIGTERM, the GCS process stays for a minute without answering."""
     processes = RayProcesses()
     assert not processes.has_lost_one()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -184,8 +185,8 @@ def test_a_gcs_that_has_closed_its_port_is_lost() -> None:
 
 
 def test_ray_starts_its_processes_by_the_functions_that_are_replaced() -> None:
-    """In another version of Ray they may have other names: then a signal to the group would hang
-    the end again, and Ray would wait 30 s for its node."""
+    """These functions may have other names in another version of Ray. Then a signal to the process
+    group would hang the shutdown, and Ray would wait 30 s for its node."""
     assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
     text = inspect.getsource(node.Node.__init__)
     assert "services.get_node(" in text and "except RuntimeError" in text
@@ -194,7 +195,8 @@ def test_ray_starts_its_processes_by_the_functions_that_are_replaced() -> None:
 def test_a_process_that_ray_leaves_behind_ends_with_it(
     fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was stopped, or whose node was lost, hears neither Ray nor its node."""
+    """A process that was suspended, or whose node was lost, does not notice that Ray has
+    stopped."""
     monkeypatch.setattr(local_ray, "_LEFT_S", 0.1)
     left: list[subprocess.Popen[bytes]] = []
 

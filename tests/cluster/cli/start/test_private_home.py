@@ -1,4 +1,4 @@
-"""An account without a home that can be written serves as any other."""
+"""An account without a writable home directory serves like any other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from swell.cluster.cli.start.private_home import (
 )
 
 NOBODY = 54_321
-"""A user id without a name and a home."""
+"""A user id without a name or a home directory."""
 PROGRAM = """
 import getpass, os, sys
 from pathlib import Path
@@ -42,7 +42,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def no_home(folder: Path) -> str:
-    """A path that is below a file: nobody can write there, nor can root."""
+    """Returns a path below a regular file, where even root cannot write."""
     (folder / "file").write_text("")
     return str(folder / "file" / "home")
 
@@ -86,11 +86,11 @@ def test_nothing_can_be_written_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
 def test_a_user_id_without_a_name(tmp_path: Path) -> None:
-    """As OpenShift gives one to each project. Ray finds the token."""
+    """OpenShift assigns such a user id to each project. Ray still finds its token."""
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         pytest.skip("setpriv is not installed")
-    folder = Path("/tmp", f"swell-test-{os.getpid()}")  # pytest's own is the user's alone
+    folder = Path("/tmp", f"swell-test-{os.getpid()}")  # NOBODY cannot enter pytest's own
     folder.mkdir(mode=0o700)
     os.chown(folder, NOBODY, NOBODY)
     become = [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]

@@ -1,4 +1,5 @@
-"""An address at which no Ray can answer is refused before Ray tries it for a minute."""
+"""An address at which no Ray can answer is refused at once, instead of after Ray's retries of a
+minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a Ray of ours leaves behind is ended, and nothing else."""
+"""Every process that our Ray leaves running is killed, and no other process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ words = [sys.executable, "-c", "import time; time.sleep(600)"]
 child = subprocess.Popen(words, stdout=subprocess.DEVNULL, start_new_session=True)
 print(child.pid, flush=True)
 """
-"""Starts a process that inherits its standard error, and ends before it."""
+"""Starts a process that inherits its standard error, and exits before that process does."""
 WAITS_FOR = """
 import os, sys, time
 while not os.path.exists(sys.argv[1]):
@@ -90,14 +90,15 @@ def test_a_reader_of_the_logs_and_this_process_are_none_of_them(tmp_path: Path, 
 
 
 def _beside(folder: Path) -> Path:
-    """A file whose path begins with the folder's name."""
+    """Returns a file in another folder whose path starts with this folder's name."""
     path = folder.with_name(f"{folder.name}-other")
     path.mkdir()
     return path / "log"
 
 
 def test_a_process_that_starts_meanwhile_is_found(tmp_path: Path, log: Path) -> None:
-    """Between two looks: here by one that waits, and then is there."""
+    """A process that starts between two scans is found. Here it starts late and then keeps
+    running."""
     deadline = time.monotonic() + DEADLINE_S
     late = start("-c", "import time; time.sleep(600)", log=log)
     while not writers(tmp_path):

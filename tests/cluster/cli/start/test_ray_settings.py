@@ -38,7 +38,7 @@ def mode_of(path: Path) -> int:
 
 
 def test_the_token_is_there_for_its_owner_alone_before_ray_starts(home: Path) -> None:
-    """Ray takes a token that is there, and would write one that everybody can read."""
+    """Ray uses an existing token. It would create one that every account can read."""
     before = os.umask(0)
     try:
         ray_settings.set_defaults(60.0)
@@ -70,7 +70,7 @@ def test_no_token_is_made_where_none_is_used(home: Path, monkeypatch: pytest.Mon
 def test_the_folder_of_ray_lies_in_one_that_only_its_owner_enters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray lets everybody into its own folder."""
+    """Ray makes its own folder accessible to every account."""
     found: list[Path] = []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""States are shown once a second at most, and nothing of others is."""
+"""The start screen shows states at most once a second, and no output of libraries."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_libraries_write_goes_to_the_log(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_has_left_ends_nothing(tmp_path: Path) -> None:
-    """`swell serve | head -1` serves on."""
+    """With `swell serve | head -1` the server keeps running."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
