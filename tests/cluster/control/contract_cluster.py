@@ -1,4 +1,5 @@
-"""What the contract of Ray needs of an implementation, and the namespace of one of its tests."""
+"""The interface that the Ray contract tests need of an implementation, and the namespace of one
+test."""
 
 from __future__ import annotations
 
@@ -16,39 +17,40 @@ KEYS = ChannelKeys(b"public", b"secret")
 VERSION = "2-0f3a91c2d4e5"
 CONTACT = CoordinatorContact(ChannelAddress("m", "i", "t"), KEYS, 1)
 PATIENCE_S = 60.0
-"""How long Ray may take to notice a death, or to start a process, on a machine that is busy."""
+"""Time limit in seconds for Ray to notice a death or start a process on a busy machine."""
 OTHER_HOST = "other_host"
-"""A resource that only the second host has."""
+"""A custom resource that only the second host has."""
 _namespaces = count()
 
 
 class World(Protocol):
-    """One implementation, on a host of its own with nothing on it. Its actors are small ones, with
-    the restarts and repeats of ours:
+    """One implementation of `RayPort`, on an empty host of its own. Its actors are small, but have
+    the same restart and retry options as ours:
 
-    - `pid()` and `arguments()` of the constructor;
-    - `fail(text)` raises `LookupError(text)`;
-    - `note(text, wait_s)` keeps a text that outlives the actor, then waits, then returns the pid.
+    - `pid()` returns the process id, and `arguments()` the constructor's arguments.
+    - `fail(text)` raises `LookupError(text)`.
+    - `note(text, wait_s)` records a text that outlives the actor, waits, and returns the pid.
     """
 
     ray: RayPort
     num_cpus: float
-    """Of the whole cluster."""
+    """The CPUs of the whole cluster."""
 
     def run(self, scenario: Coroutine[Any, Any, None]) -> None: ...
 
     def notes(self) -> list[str]:
-        """The texts of all calls of `note` that have begun, in their order."""
+        """Returns the texts of all calls of `note` that have begun, in order."""
 
     def stop_process(self, pid: int) -> None:
-        """It runs no further, until it is continued or killed."""
+        """Suspends the process until it is continued or killed."""
 
     def continue_process(self, pid: int) -> None: ...
 
     def process_lives(self, pid: int) -> bool: ...
 
     def add_host(self) -> str:
-        """Another host, for bundles of `OTHER_HOST` alone. Returns its node. Called once."""
+        """Adds a host, which is used only by bundles with `OTHER_HOST`. Returns its node id. May be
+        called once."""
 
     def close(self) -> None: ...
 
@@ -92,7 +94,7 @@ class Cluster:
         return await self.ray.actor_names(self.namespace)
 
     async def groups(self) -> list[str]:
-        """Names of the groups of this namespace."""
+        """Returns the names of the placement groups in this namespace."""
         return [name for name in await self.ray.groups() if name.startswith(self.namespace)]
 
     async def close(self) -> None:

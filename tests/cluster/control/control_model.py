@@ -1,7 +1,7 @@
-"""A model of a manager and its engines: every order of requests, starts, deaths and take-overs.
+"""A model of a manager and its engines, for all orders of requests, starts, deaths and takeovers.
 
-The decisions are those of `control_state.py`; the model carries them out as `Fleet` does, one
-event at a time. Time passes only where a plan waits for it.
+The decisions are those of `control_state.py`. The model carries them out as `Fleet` does, one event
+at a time. Time passes only if a plan waits for it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _REST_MOVES = 60
 
 
 class Violation(AssertionError):
-    """A law does not hold; the message ends with the events that lead there."""
+    """An invariant does not hold. The message ends with the events that led there."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How often each event may happen."""
+    """How often each kind of event may happen."""
 
     data: int = 1
     max_engines: int = 3
@@ -40,9 +40,9 @@ class Bounds:
     """Starts that fail, or groups that do not form."""
     take_overs: int = 0
     loads: int = 0
-    """Numbers that the autoscaler wants."""
+    """Targets that the autoscaler requests."""
     waits: int = 0
-    """Starts that find no room, and wait."""
+    """Starts that find no room and wait for it."""
     notices: int = 0
     """Engines whose host will be taken away."""
 
@@ -63,13 +63,13 @@ class World:
     batches: tuple[Batch, ...]
     left: Bounds
     accepted: int
-    """The newest target that was accepted."""
+    """The newest accepted target."""
     whole: int
-    """The smallest of those since the manager saw the cluster whole."""
+    """The smallest target that was accepted since the manager last saw the cluster whole."""
     paused: bool
     checkpoint: ClusterCheckpoint
     is_planned: bool = False
-    """Nothing has happened since the last plan."""
+    """Whether nothing has happened since the last plan."""
     wait_s: float | None = None
     now: float = 0.0
 
@@ -80,7 +80,7 @@ class World:
 
     @cached_property
     def key(self) -> object:
-        """Equal for worlds that differ only in what time it is."""
+        """A key that is equal for worlds that differ only in the current time."""
         slots = sorted(self.state.backoff.slots.items())
         return (
             self.state.change, self.state.leadership, self.state.pause_requested,
@@ -96,13 +96,13 @@ Move = tuple[str, World]
 
 @dataclass
 class Model:
-    """The moves of one world. `control`: `control_state`, or a mutation of it."""
+    """The moves of a world. `control` is the module `control_state` or a mutated copy of it."""
 
     bounds: Bounds
     control: ModuleType = control_state
     config: Config = field(init=False)
     rested: set[object] = field(default_factory=set)
-    """Keys of worlds that are known to come to rest."""
+    """Keys of worlds that are known to settle."""
 
     def __post_init__(self) -> None:
         cluster = {"max_engines": self.bounds.max_engines, "drain_timeout_s": 30}
@@ -130,7 +130,7 @@ class Model:
     # ---------------------------------------------------------------- what must happen
 
     def owed(self, world: World) -> Iterator[Move]:
-        """Moves that happen by themselves."""
+        """Yields the moves that must happen by themselves."""
         if not world.is_planned:
             yield self.plan(world)
         elif world.wait_s is not None:
@@ -163,7 +163,8 @@ class Model:
 
     @staticmethod
     def _leave_host(world: World, engine: EngineStatus) -> Move:
-        """Its replacement serves, or its host goes."""
+        """Starts the drain of an engine, because its replacement serves or its host is about to
+        go."""
         return f"leave host {engine.rank}", _with(world, with_fields(engine, intent=Intent.DRAIN))
 
     def plan(self, world: World) -> Move:
@@ -202,7 +203,7 @@ class Model:
         return f"join {batch.ranks}", _put_batch(world, number, batch)
 
     def _finish(self, world: World, number: int, failing: tuple[int, ...]) -> Move:
-        """The batch is over; those that fail are not there any more."""
+        """Finishes a batch. Engines in `failing` are removed, the others serve."""
         batch, started = world.batches[number], []
         for engine in self._alive(world, batch):
             if engine.rank not in failing:
@@ -218,7 +219,7 @@ class Model:
         return f"started {started}, failed {list(failing)}", world
 
     def _fail(self, world: World, batch: Batch, rank: int) -> World:
-        """An engine does not start; the others of its batch go on."""
+        """Lets the start of one engine fail. The others of its batch continue."""
         world = _without(world, rank)
         state = self.control.on_failed(
             world.state,
@@ -249,7 +250,7 @@ class Model:
     # ---------------------------------------------------------------- what may happen
 
     def free(self, world: World) -> Iterator[Move]:
-        """Requests and accidents."""
+        """Yields the moves that may happen: requests and failures."""
         left, limits = world.left, self.config.cluster
         if left.scales:
             for engines in range(1, left.max_engines + 1):
@@ -316,7 +317,7 @@ class Model:
         whole = world.whole
         if _is_whole(world.fleet, world.state.change.target) or world.state.change.error:
             whole = world.state.change.target
-        if kind == "drains":  # it was whole before the engine was marked
+        if kind == "drains":  # whole before the engine was marked
             whole = min(whole, target)
         after = replace(
             world,
@@ -337,7 +338,8 @@ class Model:
         return f"die {engine.rank}", _spend(after, "deaths")
 
     def _succeed(self, world: World) -> World:
-        """Another manager: it adopts what serves or starts, and ends everything else."""
+        """Starts another manager. It adopts the engines that serve or start and stops all
+        others."""
         state = self._take_over(world.checkpoint, world.paused)
         engines = tuple(
             with_fields(
@@ -371,7 +373,7 @@ class Model:
     # ---------------------------------------------------------------- laws
 
     def check(self, world: World) -> None:
-        """What holds in every world."""
+        """Checks the invariants that hold in every world."""
         change, fleet = world.state.change, world.fleet
         stage = self.control.ChangeStage
         _law((change.error is not None) == (change.stage is stage.FAILED), "error iff failed")
@@ -386,8 +388,8 @@ class Model:
             _law(fleet.starting == fleet.pending != [], "pending means that nothing else is done")
 
     def rest(self, world: World) -> None:
-        """Without further accidents as many engines serve as are wanted. What follows from a world
-        is followed once: most are on the way of others."""
+        """Checks that, without further failures, the target number of engines serves in the end.
+        Each world is followed only once, because most are on the path of others."""
         passed = []
         for _ in range(_REST_MOVES):
             if (world.key, world.wait_s) in self.rested:
@@ -484,7 +486,7 @@ def _spend(world: World, kind: str) -> World:
 
 
 def explore(bounds: Bounds, control: ModuleType = control_state, limit: int = 200_000) -> int:
-    """Visit every world within the bounds. Raises Violation; returns how many there are."""
+    """Visits every world within the bounds. Raises `Violation`, or returns the number of worlds."""
     model = Model(bounds, control)
     first = model.first()
     parents: dict[object, tuple[object, str]] = {}

@@ -1,4 +1,4 @@
-"""A manager without Ray: a scripted placement and coordinator, in virtual time."""
+"""A manager without Ray, with a scripted placement and coordinator, in virtual time."""
 
 from __future__ import annotations
 
@@ -42,15 +42,16 @@ TAG = names.engine_tag(FIRST, KEYS)
 START_S = 10.0
 """Virtual seconds until a fake engine is ready."""
 RELOAD_S = 4.0
-"""Virtual seconds until one has other weights."""
+"""Virtual seconds until an engine has loaded other weights."""
 WAIT_FOR_ROOM_S = 600.0
-"""Virtual seconds that an engine waits for room which does not wait without limit."""
+"""Virtual seconds that an engine waits for room if its wait is limited."""
 CHECKPOINT_S = 0.01
 """Virtual seconds that the checkpoint store takes to answer."""
 
 
 class _VirtualTimeSelector(selectors.DefaultSelector):
-    """Waits for nothing: a wait moves the clock to its end. To wait for ever is a deadlock."""
+    """A selector that never blocks: a wait moves the clock to its deadline. An unlimited wait is a
+    deadlock and raises AssertionError."""
 
     now = 0.0
 
@@ -73,7 +74,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class FakeCoordinator:
-    """What `CoordinatorHandle` promises."""
+    """A fake `CoordinatorHandle`."""
 
     contact = None
     pid = 77
@@ -83,23 +84,23 @@ class FakeCoordinator:
         self.events = events
         self.roster = Roster()
         self.reports: dict[int, EngineReport] = {}
-        """The others report that they are idle."""
+        """Rank -> report. Engines without an entry report that they are idle."""
         self.unheard: set[int] = set()
-        """Engines of which it has old reports alone."""
+        """Engines whose reports stay at an old roster epoch."""
         self.stalled_engines: list[StalledEngine] = []
         self.kept = ManagerState()
         self.state = "serving"
         self.group_s = 0.0
-        """How long a group takes to form."""
+        """Seconds that a group takes to form."""
         self.group_fails: str | None = None
         self.join_raises: Exception | None = None
         self.refused: dict[int, str] = {}
-        """Why engines do not join their group, by rank."""
+        """Rank -> why the engine does not join its group."""
         self.silent = False
         self.needed: set[str] = set()
-        """Versions by which answers have begun."""
+        """Versions with which answers have begun."""
         self.gone = False
-        """Its actor is dead for good."""
+        """Whether the coordinator actor is permanently dead."""
         self._lost: set[int] = set()
         self._changed = asyncio.Event()
 
@@ -194,12 +195,12 @@ class FakeCoordinator:
             self.kept = state
 
     def report_stalled(self, rank: int) -> None:
-        """The engine makes no progress any more, and the coordinator reports it."""
+        """Reports an engine that makes no more progress, as the coordinator does."""
         self.stalled_engines.append(StalledEngine(rank, f"engine {rank} was silent"))
         self._change(roster.remove(self.roster, [rank]), "stopped", [rank])
 
     def restart(self, *ranks: int) -> None:
-        """It comes back with the reports of these engines; it knows nothing else."""
+        """Restarts the coordinator. It knows only the engines `ranks`, from their reports."""
         known = [m for m in self.roster.members if m.rank in ranks]
         epoch = self.roster.epoch
         active = roster.update_members(Roster(0, tuple(known)), ranks, state=MemberState.ACTIVE)
@@ -214,18 +215,18 @@ class FakeCoordinator:
 
 @dataclass(eq=False)
 class Process:
-    """An engine as Ray sees it: it lives on when the manager that started it is gone."""
+    """An engine as Ray sees it. It outlives the manager that started it."""
 
     handle: EngineHandle
     ready_at: float
     ended: asyncio.Future[str]
     version: str
-    """What it runs, or is about to run."""
+    """The version that it runs or will run next."""
     ready: EngineReady | None = None
 
 
 class FakeCollector:
-    """What `StrayCollector` promises."""
+    """A fake `StrayCollector`."""
 
     left: Leftovers | None = None
 
@@ -237,10 +238,10 @@ class FakeCollector:
 
 
 class FakePlacement:
-    """What `Placement` promises, with scripted engines.
+    """A fake `Placement` with scripted engines.
 
-    As in Ray, a process and its placement group are two things: the group of a process that died
-    stays, and keeps its name and its resources, until it is removed.
+    As in Ray, a process and its placement group are separate: if the process dies, the group stays
+    and keeps its name and resources until it is removed.
     """
 
     def __init__(self, coordinator: FakeCoordinator) -> None:
@@ -249,31 +250,31 @@ class FakePlacement:
         self.processes: dict[str, Process] = {}
         self.groups: set[str] = set()
         self.keys = KEYS
-        """Of the coordinator that the next manager has."""
+        """The channel keys of the next manager's coordinator."""
         self.capacity = 1000
-        """Placement groups for which there are resources."""
+        """The number of placement groups for which there are resources."""
         self.events = coordinator.events
         self.failures: dict[int, list[StartFailed]] = {}
-        """What the next starts of a rank raise."""
+        """Rank -> the errors that its next starts raise."""
         self.always: StartFailed | None = None
         self.broken: set[str] = set()
-        """Versions of which no engine starts."""
+        """Versions whose engines never start."""
         self.unreadable: set[str] = set()
-        """Versions whose weights no engine gets in place of its own."""
+        """Versions whose weights engines fail to load in place of their own."""
         self.room = 1000
         self.waits_for_room = False
-        """An engine above `capacity` waits, and does not fail."""
+        """Whether an engine beyond `capacity` waits instead of failing."""
         self.on_waiting: Callable[[], None] = lambda: None
         self.nodes: dict[int, str] = {}
-        """Where engines of a rank serve; the others are at `node`."""
+        """Rank -> the node of its engine. The other engines are on `node`."""
         self.draining: dict[str, float] = {}
-        """Seconds until nodes are taken away."""
+        """Node -> seconds until it is taken away."""
         self.hung: set[int] = set()
-        """Engines that answer nothing."""
+        """Engines that do not answer any call."""
         self.dies_on_start: set[int] = set()
-        """The next engines of these ranks die as soon as they have started."""
+        """Ranks whose next engines die right after their start."""
         self.slow_s: dict[int, float] = {}
-        """What engines of a rank take longer than others to be ready."""
+        """Rank -> extra seconds until its engines are ready."""
         self.starting = 0
         self.max_starting = 0
         self._known: set[str] = set()
@@ -281,7 +282,7 @@ class FakePlacement:
 
     @property
     def alive(self) -> dict[int, EngineHandle]:
-        """Engines that can serve."""
+        """The engines that can serve, by rank."""
         ready = [process for process in self.processes.values() if process.ready]
         assert len({process.handle.rank for process in ready}) == len(ready), "two of one rank"
         return {process.handle.rank: process.handle for process in ready}
@@ -404,14 +405,14 @@ class FakePlacement:
                 self.on_waiting()
 
     def place(self, handle: EngineHandle, ready_at: float) -> None:
-        """Its process begins to load."""
+        """Creates the process of an engine, which begins to load."""
         self.groups.add(handle.name)
         ended = asyncio.get_running_loop().create_future()
         version = handle.version_name or FIRST
         self.processes[handle.name] = Process(handle, ready_at, ended, version)
 
     def add_existing(self, rank: int, tag: str = TAG) -> Member:
-        """An engine that an earlier manager has left, ready to serve."""
+        """Adds an engine that an earlier manager left, ready to serve."""
         handle = self._plan(rank, tag)
         self.place(handle, 0.0)
         handle.ready = self.processes[handle.name].ready = self._ready(handle)
@@ -451,7 +452,7 @@ class FakePlacement:
             await self.end(handle)
 
     def kill_engine(self, rank: int) -> None:
-        """Its process ends; its placement group stays."""
+        """Kills the process. The placement group stays."""
         name = self.alive[rank].name
         self.processes.pop(name).ended.set_result("it was killed")
 
@@ -476,8 +477,8 @@ class FakePlacement:
 
 
 class FakeCheckpointStore:
-    """What `CheckpointStore` promises; it outlives everything, and those of one application share
-    it."""
+    """A fake `CheckpointStore`. It outlives all managers, and those of one application share its
+    page."""
 
     def __init__(self, identity: str, page: list[ClusterCheckpoint] | None = None) -> None:
         self.identity = identity
@@ -507,14 +508,14 @@ class FakeCheckpointStore:
 
 
 class VirtualGround(ThreadGround):
-    """Its time since 1970 is that of the event loop."""
+    """A ground whose Unix time is that of the event loop."""
 
     def unix_time(self) -> float:
         return asyncio.get_running_loop().time()
 
 
 class ManagerHarness:
-    """Managers and what they manage, in virtual time."""
+    """Managers, and the engines and coordinator that they manage, in virtual time."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = load({"model": {"path": "m"}, **config})
@@ -525,7 +526,7 @@ class ManagerHarness:
         self.manager = self.another()
 
     def redeploy(self, identity: str, **parallel: Any) -> None:
-        """The next manager has another configuration."""
+        """Gives the next manager another configuration."""
         self.config = load({"model": {"path": "m"}, "parallel": parallel})
         self.checkpoints = FakeCheckpointStore(identity, self.checkpoints.page)
         self.placement.keys = "other keys"
@@ -533,7 +534,7 @@ class ManagerHarness:
         self.placement.coordinator = self.coordinator
 
     def configure(self, **sections: Any) -> None:
-        """The next manager has other values of keys that engines do not read."""
+        """Changes configuration keys that engines do not read, and creates the next manager."""
         self.config = load({"model": {"path": "m"}, **sections})
         self.manager = self.another()
 
@@ -551,23 +552,23 @@ class ManagerHarness:
         await self.manager.upgrade(identity, self.config)
 
     async def update_weights(self, identity: str) -> None:
-        """To those in the folder of this name."""
+        """Updates the weights to those in the folder `identity`."""
         model = msgspec.structs.replace(self.config.model, path=identity)
         config = msgspec.structs.replace(self.config, model=model)
         await self.manager.upgrade(identity, config, in_place=True)
 
     @property
     def versions(self) -> list[str]:
-        """Of the active engines, sorted."""
+        """The versions of the active engines, sorted."""
         return sorted(m.version for m in self.coordinator.roster.members if m.rank in self.active)
 
     async def lose_manager(self) -> None:
-        """It dies, and does nothing more; its successor has not begun."""
+        """Stops the manager without cleanup, and creates its successor without starting it."""
         await self.manager.leave()
         self.manager = self.another()
 
     async def settle(self) -> None:
-        """Until nothing changes any more; refuses to wait for ever."""
+        """Waits until nothing changes any more. Fails after a time limit."""
         quiet = 0
         for _ in range(10_000):
             await asyncio.sleep(0.05)
@@ -585,7 +586,7 @@ class ManagerHarness:
 
     @property
     def active(self) -> list[int]:
-        """Ranks that clients are sent to; an engine behind each."""
+        """The ranks to which clients send requests. Checks that each has a live engine."""
         ranks = [m.rank for m in self.coordinator.roster.members if m.state is MemberState.ACTIVE]
         assert set(ranks) <= set(self.placement.alive)
         return ranks

@@ -1,4 +1,4 @@
-"""A Ray that is a few tables. What is ended stays listed for a few listings. No processes."""
+"""A Ray made of a few tables, without processes. Removed names stay listed for a few listings."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ KEYS = ChannelKeys(b"public", b"secret")
 
 
 class FakeRay:
-    """What `RayPort` promises, as far as these tests need it. Actors and groups are their names;
-    `_answer` says what a call gives."""
+    """A fake `RayPort`, as far as these tests need it. Actors and groups are identified by name.
+    `_answer` computes the result of a call."""
 
     node_id = "node"
 
     def __init__(self) -> None:
         self.actors: dict[str, Any] = {}
-        """What each answers to every call; an exception is raised."""
+        """Actor -> its answer to every call. An exception is raised."""
         self.reserved: list[str] = []
         self.kv: dict[bytes, bytes] = {}
         self.created: Any = None
-        """What new engines answer."""
+        """The answer of newly created engines."""
         self.has_room = True
         self.resources: dict[str, float] = {"CPU": 1000.0}
         self.nodes: list[dict[str, float]] = []
-        """Resources of each node; empty: one with all `resources`."""
+        """The resources of each node. Empty: one node with all `resources`."""
         self.is_gcs_away = False
         self.draining: dict[str, float] = {}
         self.room_after: int | None = None
-        """Waits for a group until there is room; None: never."""
+        """The number of waits for a group until there is room. None: there never is."""
         self.created_groups: list[tuple[dict[str, float], int]] = []
-        """A bundle and how many, of each group."""
+        """(bundle, number of bundles) of each created group."""
         self.ended: list[str] = []
-        """Names of actors and groups, each as often as it was ended."""
+        """Names of killed actors and removed groups, once per call."""
         self.killed_pids: list[tuple[int, str]] = []
-        """Each with its node."""
+        """(pid, node) of each killed process."""
         self.listings_until_gone: int | None = 2
-        """Of names; None: what was ended never goes."""
+        """The number of listings in which a removed name still appears. None: it never
+        disappears."""
         self._going: dict[str, int] = {}
 
     def new_endpoint(self) -> CoordinatorEndpoint:

@@ -1,4 +1,4 @@
-"""The real Ray for its contract: one local cluster, and small actors in place of ours."""
+"""The real Ray for its contract tests: one local cluster, with small actors in place of ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.cluster.control.contract_cluster import OTHER_HOST, PATIENCE_S
 
 
 class RealRay:
-    """What `World` promises (`test_ray_contract.py`). Connects this process to a Ray of its own."""
+    """The `World` of the contract tests (`test_ray_contract.py`) on a real Ray. Connects this
+    process to its own Ray cluster."""
 
     num_cpus = 4.0
 
@@ -70,7 +71,7 @@ class RealRay:
         raise TimeoutError("the other host does not come up")
 
     def close(self) -> None:
-        # The other host first: a raylet without its head waits half a minute for it.
+        # The other host stops first: a raylet without its head node waits half a minute for it.
         if self._other_host is not None:
             self._other_host.terminate()
             self._other_host.wait()

@@ -1,4 +1,5 @@
-"""The policy on traces: it follows what lasts, ignores what does not, and never flaps."""
+"""The autoscaling policy on load traces: it follows lasting changes, ignores short ones, and never
+flaps."""
 
 from __future__ import annotations
 
@@ -22,25 +23,26 @@ from swell.cluster.control.plan.load_signals import Load
 from swell.configs.autoscaling import AutoscalingConfig
 
 TICK_S = 2.0
-"""As the manager observes."""
+"""The interval of the manager's observations."""
 ROWS = 10
 SERVICE_S = 5.0
-"""So an engine serves two requests a second."""
+"""Seconds per request: with `ROWS` rows, an engine serves two requests per second."""
 RATE = ROWS / SERVICE_S
 BOOT_S = 40.0
 HOUR_S = 3600.0
 MIN, MAX = 1, 8
 _WINDOW = 5
-"""Observations by which it is known whether what waits falls."""
+"""The number of observations that show whether the queue shrinks."""
 CONFIG = AutoscalingConfig(enabled=True)
 
 
 @dataclass
 class Run:
-    """A cluster as a fluid: requests come at a rate, and each slot serves them at one."""
+    """A fluid model of a cluster: requests arrive at a rate, and each slot serves them at a fixed
+    rate."""
 
     rate: Callable[[float], float]
-    """Requests a second, by the time."""
+    """Requests per second as a function of time."""
     config: AutoscalingConfig = CONFIG
     target: int = 1
     decisions: list[Decision] = field(default_factory=list)
@@ -80,7 +82,8 @@ class Run:
 
     @property
     def directions(self) -> list[bool]:
-        """Whether it grows, without repetitions."""
+        """Whether each run of decisions grows the cluster. Consecutive equal directions are
+        merged."""
         found = [decision.engines > decision.before for decision in self.decisions]
         return [grows for i, grows in enumerate(found) if i == 0 or grows != found[i - 1]]
 
@@ -101,7 +104,8 @@ def test_a_burst_that_is_shorter_than_the_growth_takes_changes_nothing() -> None
 
 
 def test_a_day_is_followed_in_few_steps() -> None:
-    """Between a tenth and all of the greatest load; the queue is empty but when it grows."""
+    """The load varies between a tenth and all of its peak. Requests queue only while the cluster
+    grows."""
 
     def rate(now: float) -> float:
         return MAX * LOW * RATE * (0.55 - 0.45 * math.cos(2 * math.pi * now / (24 * HOUR_S)))
@@ -116,7 +120,8 @@ def test_a_day_is_followed_in_few_steps() -> None:
 
 @pytest.mark.parametrize("period_s", [8, 40, 120, 400, 700, 1200, 2400])
 def test_a_load_that_flaps_does_not_flap_the_cluster(period_s: int) -> None:
-    """Changes cost more than the engines that they save: what comes back soon keeps its engines."""
+    """A change costs more than the engines that it saves, so a load that soon returns keeps its
+    engines."""
 
     def rate(now: float) -> float:
         return 3.0 * RATE if now % period_s < period_s / 2 else 0.0
@@ -202,7 +207,7 @@ def test_what_one_load_wants(load: Load, engines: int, reason: str) -> None:
 
 
 def test_newcomers_that_are_not_there_yet_are_not_wanted_twice() -> None:
-    """Two serve, four are wanted, the queue is as long as before."""
+    """Two engines serve, the target is four, and the queue is as long as before."""
     found = recommend(Load(2, 20, 50, 30.0), 4, CONFIG, ROWS)
     assert found.engines == 4
 
@@ -226,8 +231,8 @@ def test_what_an_operator_wants_begins_both_times_anew() -> None:
 
 
 def test_nothing_is_decided_from_what_was_before_a_gap() -> None:
-    """The coordinator was away: ten seconds of load before and one observation after it are none
-    of a minute."""
+    """The coordinator was away. Ten seconds of load before the gap and one observation after it do
+    not count as a minute of load."""
     policy = Autoscaler(CONFIG, MIN, MAX, ROWS)
     busy = Load(2, 20, 50, 30.0)
     for at in (0.0, 2.0, 4.0, 60.0, 62.0, 64.0):

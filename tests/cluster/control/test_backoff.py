@@ -1,4 +1,4 @@
-"""How often, and how fast, engines that fail are started again."""
+"""How often, and after which delays, failing engines are restarted."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_cannot_succeed_is_a_trouble_at_once_and_tried_again_all_the_same()
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.floats(0, 100)), max_size=40))
 def test_ranks_have_nothing_to_do_with_each_other(events) -> None:
-    """What is decided for a rank is what would be decided if there were no other."""
+    """The decisions for one rank do not depend on events of other ranks."""
     together, alone, now = Backoff(), Backoff(), 0.0
     for rank, dies, lived_s in events:
         now += 1.0

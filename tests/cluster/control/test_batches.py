@@ -1,4 +1,4 @@
-"""What is done side by side, and when it is taken."""
+"""Jobs that run in parallel, and when their results are taken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def _job(seconds: float, fails: bool = False) -> None:
 
 
 def _batches(**jobs: tuple[float, bool]) -> list[tuple[float, dict[str, bool]]]:
-    """When each batch came, and which of its jobs have succeeded."""
+    """Returns the time of each batch, and job -> whether it succeeded."""
 
     async def collect() -> list[tuple[float, dict[str, bool]]]:
         now = asyncio.get_running_loop().time
@@ -46,7 +46,7 @@ def test_a_failure_ends_no_wait() -> None:
 
 
 def test_what_waits_for_something_else_holds_up_nothing() -> None:
-    """`idle` begins to work when the first batch has long been taken."""
+    """A job that is still idle when the others are done does not delay their batch."""
 
     async def collect() -> list[tuple[float, list[str]]]:
         now = asyncio.get_running_loop().time

@@ -1,4 +1,5 @@
-"""What a manager writes down for its successor, and what an earlier manager can still do to it."""
+"""The checkpoint that a manager writes for its successor, and what an earlier manager can still do
+to it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ IDENTITY = "configuration"
 
 
 class SlowRay(FakeRay):
-    """Its next write of a value that another one replaces arrives when `arrive` is set."""
+    """If `holds`, the next overwriting write takes effect only when `arrive` is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a manager decides, in every order of events within bounds; and the laws one by one."""
+"""The manager's decisions in every order of events within bounds, and each invariant separately."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ BOUNDS = {
 
 
 class Rule(NamedTuple):
-    """A line of `control_state.py`, and what breaks it."""
+    """A line of `control_state.py`, a mutation that breaks it, and the bounds within which that
+    shows."""
 
     bounds: str
     line: str
@@ -110,7 +111,7 @@ RULES = {
 
 
 def test_a_request_waits_while_all_room_is_for_another_engine() -> None:
-    """Its starts belong to the requested change all the same, when they begin."""
+    """When the starts begin, they still belong to the requested change."""
     limits = load({"model": {"path": "m"}}).cluster
     state = control_state.initial(load({"model": {"path": "m"}}))
     fleet = FleetView((EngineStatus(0, Place.SERVING),), is_reserved=True)
@@ -137,6 +138,6 @@ def _without(rule: Rule) -> ModuleType:
     source = inspect.getsource(control_state)
     assert source.count(rule.line) == 1, rule.line
     module = ModuleType("mutated_control_state")
-    sys.modules[module.__name__] = module  # dataclasses look there
+    sys.modules[module.__name__] = module  # for dataclasses
     exec(compile(source.replace(rule.line, rule.broken), "mutated", "exec"), module.__dict__)
     return module

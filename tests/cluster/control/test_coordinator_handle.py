@@ -1,4 +1,4 @@
-"""How a coordinator that says nothing is noticed. Ray is a fake here, and time only jumps."""
+"""Detection of a coordinator that does not answer. Ray is a fake, and time is virtual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.cluster.control.fake_ray import FakeRay
 
 
 class StoppedActor(FakeRay):
-    """The actor answers no call until it was killed so often; then it answers all of them."""
+    """An actor that answers no call until it has been killed `kills` times, and then answers all of
+    them."""
 
     def __init__(self, kills: int) -> None:
         super().__init__()
@@ -56,7 +57,8 @@ def test_a_coordinator_whose_successor_is_stopped_too_is_killed_again() -> None:
 
 
 class SlowActor(FakeRay):
-    """It was stopped, and each successor needs `start_s` before it answers what was asked."""
+    """An actor that was suspended. Each successor needs `start_s` before it answers pending
+    calls."""
 
     def __init__(self, start_s: float) -> None:
         super().__init__()
@@ -65,15 +67,15 @@ class SlowActor(FakeRay):
         self._life = asyncio.Event()
 
     async def _answer(self, _actor: str, _method: str, _args: tuple[Any, ...]) -> ClusterView:
-        """As Ray does, it repeats a call of which the actor died, by its successor."""
+        """Repeats the call on the successor if the actor dies, as Ray does."""
         if self.kills == 0:
             await self._life.wait()
         while not await self._answers():
-            """The next one is asked."""
+            """The call is repeated on the next one."""
         return ClusterView(Roster())
 
     async def _answers(self) -> bool:
-        """Whether this life lasts until it answers."""
+        """Returns whether this incarnation lives until it can answer."""
         life = self._life
         ready_s = max(0.0, self._ready_at - asyncio.get_running_loop().time())
         try:
@@ -96,7 +98,8 @@ class SlowActor(FakeRay):
 def test_a_successor_that_takes_long_to_start_is_not_killed_for_ever(
     start_s: float, callers: int
 ) -> None:
-    """However many wait for it: one that starts within `start_timeout_s` answers all of them."""
+    """A successor that starts within `start_timeout_s` answers all callers, however many wait for
+    it."""
 
     async def scenario() -> None:
         config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
@@ -123,7 +126,7 @@ def test_a_successor_that_takes_long_to_start_is_not_killed_for_ever(
 
 
 def test_one_that_hangs_after_a_recovery_is_killed_as_soon_as_the_first() -> None:
-    """Each hang ends with one kill: what was once a successor that starts is none for ever."""
+    """Each hang is ended by one kill: the grace time of a starting successor applies only once."""
 
     async def scenario() -> None:
         config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
@@ -133,7 +136,7 @@ def test_one_that_hangs_after_a_recovery_is_killed_as_soon_as_the_first() -> Non
         handle._actor = "coordinator"
         for pause_s in (3600.0, 3600.0, 3600.0, 10.0, 10.0):
             await asyncio.sleep(pause_s)
-            actor.kills = 0  # it is stopped again
+            actor.kills = 0  # suspended again
             begun = loop.time()
             await handle.view()
             taken.append(loop.time() - begun)
@@ -148,7 +151,7 @@ def test_one_that_hangs_after_a_recovery_is_killed_as_soon_as_the_first() -> Non
 
 
 def test_a_manager_that_does_not_reach_ray_kills_no_coordinator() -> None:
-    """It is perhaps cut off, and Ray would do later what it was asked for."""
+    """The manager may be cut off, and Ray would carry out the kill later."""
 
     async def scenario() -> None:
         actor = StoppedActor(kills=1)
@@ -172,7 +175,7 @@ def test_a_manager_that_does_not_reach_ray_kills_no_coordinator() -> None:
 
 
 class LostActor(FakeRay):
-    """Its host is lost. The actor that `open` finds later answers."""
+    """An actor whose host is lost. The actor that `open` finds later answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +213,7 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
 
 
 class LateActor(FakeRay):
-    """A call is not answered, and the probe after it when the test wants it."""
+    """An actor that never answers a call, and answers a probe when the test wants it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +228,7 @@ class LateActor(FakeRay):
 
 @pytest.mark.parametrize("turns", range(6))
 def test_a_task_that_calls_ends_when_it_is_cancelled_as_the_probe_is_answered(turns: int) -> None:
-    """`turns` of the loop after the answer."""
+    """The task is cancelled `turns` loop iterations after the answer to the probe."""
 
     async def scenario() -> None:
         actor = LateActor()

@@ -31,7 +31,8 @@ CONFIG = load("m", {"cluster.interface": "lo", "cluster.ports": "21600-21631"}).
 
 @pytest.fixture(scope="module")
 def running_ray() -> Iterator[None]:
-    """In a program of another namespace, as `swell serve` and Serve's controller are."""
+    """Starts Ray in a driver with another namespace, as `swell serve` and Serve's controller
+    have."""
     folder = tempfile.mkdtemp(prefix="swell-test-", dir="/tmp")
     ray.init(
         address="local",
@@ -74,7 +75,7 @@ def test_a_coordinator_is_at_its_interface_and_in_its_ports_and_is_found(
 def test_a_coordinator_on_another_host_than_its_manager_keeps_to_the_ports_of_coordinators(
     cluster: RayCluster,
 ) -> None:
-    """Ray places it there when the manager's own host cannot have it."""
+    """Ray places the coordinator on another host if it does not fit on the manager's host."""
 
     async def scenario() -> None:
         chosen = msgspec.structs.replace(cluster.new_endpoint(), host="192.0.2.1")
@@ -91,7 +92,8 @@ def test_a_coordinator_on_another_host_than_its_manager_keeps_to_the_ports_of_co
 
 
 def test_a_coordinator_that_recovers_is_found_however_many_wait_for_it(cluster: RayCluster) -> None:
-    """Its engines find it while it listens for them."""
+    """The coordinator's engines can find it while it waits for them, even with many pending
+    calls."""
 
     async def scenario() -> None:
         endpoint = cluster.new_endpoint()
@@ -111,7 +113,7 @@ def test_a_coordinator_that_recovers_is_found_however_many_wait_for_it(cluster: 
 
 
 def test_calls_that_wait_stop_no_other(cluster: RayCluster) -> None:
-    """The manager waits for changes all the time."""
+    """The manager always has a pending call that waits for changes."""
 
     async def scenario() -> None:
         actor = await cluster.get_or_create_coordinator(
@@ -133,7 +135,8 @@ def test_calls_that_wait_stop_no_other(cluster: RayCluster) -> None:
 
 @pytest.mark.parametrize("actor", [Coordinator, EngineActor, WorkerActor])
 def test_no_method_of_an_actor_is_a_coroutine(actor: Any) -> None:
-    """Or Ray runs all its calls on one event loop, one at a time."""
+    """With any coroutine method, Ray would run all calls of the actor on one event loop, one at a
+    time."""
     kind = actor.__ray_metadata__.modified_class
     assert not has_async_methods(kind)
     assert has_async_methods(type("Async", (kind,), {"run": _coroutine}))

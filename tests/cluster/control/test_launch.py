@@ -1,5 +1,5 @@
-"""How an application ends, and that `swell serve` leaves nothing on a Ray that is not its own. Ray
-and Serve are tables."""
+"""How an application stops. `swell serve` leaves nothing on a Ray cluster that is not its own. Ray
+and Serve are tables here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ENGINE = str(EngineName("swell-swell", 0, "0" * 12, "1"))
 
 @pytest.mark.parametrize("manager_lives", [True, False])
 def test_what_a_dead_manager_has_left_is_ended(monkeypatch, manager_lives) -> None:
-    """Serve deletes an application whose manager has just died, and starts no other one."""
+    """If the manager has just died, Serve deletes the application without starting another manager,
+    so `swell serve` removes what is left."""
     ray = FakeRay()
     ray.actors = dict.fromkeys([ENGINE, "coordinator-1"])
     ray.reserved = [ENGINE, "swell-other-engine-0"]
@@ -53,7 +54,7 @@ def test_what_a_dead_manager_has_left_is_ended(monkeypatch, manager_lives) -> No
     ("status", "ends"), [(ApplicationStatus.RUNNING, False), (ApplicationStatus.DELETING, True)]
 )
 def test_a_manager_waits_for_a_controller_that_has_just_died(monkeypatch, status, ends) -> None:
-    """What it does not know is no reason to end all engines."""
+    """An unknown state does not justify stopping all engines."""
     answers = [RuntimeError("the controller is being restarted")] * 2
 
     def said() -> Any:

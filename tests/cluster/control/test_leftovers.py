@@ -1,5 +1,5 @@
-"""Ray's GCS is away while engines are started and ended: what cannot be done is tried again, ever
-more slowly, the state says so, and nothing is left reserved or alive."""
+"""Ray's GCS is away while engines are started and stopped. What fails is retried with growing
+delays and shown in the state, and in the end nothing stays reserved or alive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GCS_S = 10.0
 
 
 class AwayRay(FakeRay):
-    """Whatever is called while it is away fails after some seconds, and `late` is done then."""
+    """While `away`, every call fails after some seconds, and `late` is carried out then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_whatever_ray_raises_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_start_that_is_cancelled_forgets_no_stray() -> None:
-    """It looks for strays while the collector waits for its next try."""
+    """The start looks for strays while the collector waits for its next attempt."""
 
     async def scenario() -> None:
         ray = AwayRay()
@@ -230,7 +230,7 @@ async def _always() -> bool:
 
 
 def test_what_comes_late_is_found_without_a_reason() -> None:
-    """A call of a manager that has died arrives after its successor has looked for strays."""
+    """A call of a dead manager takes effect after its successor has looked for strays."""
 
     async def scenario() -> None:
         ray, leads = AwayRay(), [True]
@@ -264,7 +264,7 @@ def test_what_comes_late_is_found_without_a_reason() -> None:
 def test_what_ray_makes_while_the_application_ends_is_ended_with_it(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """No collector runs any more."""
+    """No collector is running any more at that time."""
 
     async def scenario() -> None:
         ray = AwayRay()

@@ -1,4 +1,4 @@
-"""The load of a cluster, from reports and counts as they come."""
+"""The load of a cluster, computed from reports and counts as they arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def view(*reports: EngineReport) -> ClusterView:
 
 
 def counts(*times_s: float) -> list[float]:
-    """As an ingress counts first tokens."""
+    """Returns the histogram of these times as an ingress counts first tokens."""
     numbers = [0.0] * (len(FIRST_TOKEN_BOUNDS_S) + 2)
     for time_s in times_s:
         numbers[bisect_left(FIRST_TOKEN_BOUNDS_S, time_s)] += 1

@@ -1,4 +1,4 @@
-"""Engines as operators want them: growing, shrinking, describing, pausing."""
+"""Operator requests: growing, shrinking, describing, pausing."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_a_leaving_engine_finishes_its_requests_first() -> None:
 def test_an_engine_that_was_idle_under_an_earlier_roster_finishes_what_moves_to_it(
     moves_at_s: float,
 ) -> None:
-    """Another engine of its version begins to replace a worker, so that the answers of that one
-    continue here: reports from before say nothing about it, and the newest one comes later."""
+    """Another engine of its version replaces a worker, so its answers continue on this engine.
+    Earlier reports do not show them, and the newest report is late."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -124,7 +124,7 @@ def test_an_engine_that_was_idle_under_an_earlier_roster_finishes_what_moves_to_
 
 
 def test_what_an_active_engine_had_counts_for_none_that_leaves() -> None:
-    """A coordinator that was restarted takes it for active until it is told."""
+    """A restarted coordinator considers the engine active until the manager marks it again."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -143,7 +143,7 @@ def test_what_an_active_engine_had_counts_for_none_that_leaves() -> None:
 
 
 def test_a_leaving_engine_that_is_not_heard_has_its_time() -> None:
-    """An old report, without requests, does not say what it has now."""
+    """An old report without requests does not show what the engine has now."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -307,7 +307,7 @@ def test_describe_holds_what_the_contract_names() -> None:
 
 
 def test_a_cluster_described_as_idle_has_the_roster_of_its_last_change() -> None:
-    """The change ends while the description waits for the coordinator."""
+    """The change finishes while the description waits for the coordinator."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()

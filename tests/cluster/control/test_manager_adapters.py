@@ -1,4 +1,4 @@
-"""The names of adapters outlive managers, coordinators and checkpoints."""
+"""Adapter names outlive managers, coordinators and checkpoints."""
 
 from __future__ import annotations
 

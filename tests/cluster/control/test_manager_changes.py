@@ -1,4 +1,4 @@
-"""A new target replaces the old one, whatever is under way."""
+"""A new target replaces the old one at any stage of a change."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_failure_of_a_start_that_was_cancelled_is_none() -> None:
 
 
 def test_a_start_that_was_cancelled_is_no_member_that_is_in_the_way_of_the_next_one() -> None:
-    """A coordinator that was restarted meanwhile has heard of it."""
+    """A coordinator that restarted meanwhile lists the cancelled engine as a member."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -225,7 +225,7 @@ def test_a_longer_drain_timeout_counts_from_now_on() -> None:
 
 @pytest.mark.parametrize("before", ["scale", "drain"])
 def test_a_drain_that_is_requested_again_begins_anew(before: str) -> None:
-    """The target does not fall once more, and the engine is not kept any more."""
+    """The target does not decrease again, and the engine is no longer kept."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -248,8 +248,8 @@ def test_a_drain_that_is_requested_again_begins_anew(before: str) -> None:
 
 
 def test_an_engine_that_was_kept_and_leaves_again_is_marked_again() -> None:
-    """A report from before says nothing about what it got meanwhile. Another engine leaves all the
-    time."""
+    """Reports from before do not show what the engine received since. Another engine is leaving all
+    the time."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -272,7 +272,7 @@ def test_an_engine_that_was_kept_and_leaves_again_is_marked_again() -> None:
 
 
 def test_the_time_of_a_drain_begins_when_the_coordinator_has_heard_of_it() -> None:
-    """It is stopped for a while, and the operator requests the same once more meanwhile."""
+    """The coordinator's call is delayed, and the operator repeats the request meanwhile."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -372,7 +372,7 @@ def test_a_pause_may_begin_during_a_change(seconds) -> None:
 
 
 def test_a_failed_start_that_is_not_wanted_any_more_is_no_failure() -> None:
-    """It is cancelled while the engine that was started with it joins."""
+    """The failed start is cancelled while the engine that was started with it joins."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -406,7 +406,7 @@ _PAUSES_S = st.sampled_from([0.0, 0.05, 1.0, START_S / 2, START_S, START_S + 3])
 
 
 async def step(harness: ManagerHarness, what: str, number: int) -> int | None:
-    """Returns the target that was accepted, if one was requested."""
+    """Carries out one step. Returns the accepted target if one was requested."""
     manager, placement, coordinator = harness.manager, harness.placement, harness.coordinator
     match what:
         case "scale" | "scale now":
@@ -442,7 +442,7 @@ async def step(harness: ManagerHarness, what: str, number: int) -> int | None:
 @settings(max_examples=120, derandomize=True, deadline=None, database=None)
 @given(st.lists(st.tuples(_STEP, _PAUSES_S), max_size=12), st.sampled_from([0.0, 3.0]))
 def test_any_order_of_changes_and_deaths_ends_with_what_was_requested_last(steps, group_s) -> None:
-    """Nothing is left over: no process, no placement group, no rank that is not wanted."""
+    """In the end there is no extra process, placement group or rank."""
 
     async def scenario(harness: ManagerHarness) -> None:
         harness.coordinator.group_s = group_s

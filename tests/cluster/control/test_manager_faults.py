@@ -1,4 +1,4 @@
-"""Engines that fail: at their start, dead, or missing in the roster."""
+"""Engines that fail to start, die, or are missing from the roster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.cluster.control.fake_manager import (
 
 
 def test_a_first_start_that_can_never_succeed_is_said_to_be_in_vain() -> None:
-    """`swell serve` ends then. Other callers see it tried again, ever more slowly."""
+    """`swell serve` exits in this case. Other callers see retries with growing delays."""
 
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.always = permanent("model.path='m' is no folder")
@@ -81,7 +81,7 @@ def test_a_new_request_ends_a_wait() -> None:
 
 
 def test_what_fails_after_the_cluster_was_up_is_not_in_vain() -> None:
-    """The reason has how often it was tried, and when it is tried next."""
+    """The reason contains the number of attempts and the time of the next one."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -164,7 +164,8 @@ def test_of_a_half_failed_grow_the_good_half_serves() -> None:
 
 
 def test_a_failed_growth_after_a_death_keeps_the_size_that_was_whole() -> None:
-    """A replacement is no change: two engines were wanted and there, and stay wanted."""
+    """A replacement is not a change of the target: two engines served before, so the target stays
+    two."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -172,7 +173,7 @@ def test_a_failed_growth_after_a_death_keeps_the_size_that_was_whole() -> None:
         await harness.settle()
         harness.placement.always = transient()
         harness.placement.kill_engine(0)
-        await asyncio.sleep(START_S + 0.2)  # the replacement failed, and waits
+        await asyncio.sleep(START_S + 0.2)  # the failed replacement waits for its retry
         assert harness.manager.phase == "prepare"
         await harness.manager.scale(3)
         await harness.settle()
@@ -246,7 +247,7 @@ def test_an_engine_that_dies_while_others_start_is_replaced() -> None:
 
 @pytest.mark.parametrize("dying", [0, 2])
 def test_an_engine_that_dies_while_others_leave(dying) -> None:
-    """Rank 2 leaves. Whichever dies meanwhile, two serve in the end."""
+    """Rank 2 is leaving. Any engine may die meanwhile, and two serve in the end."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -301,8 +302,8 @@ def test_a_slow_start_holds_up_no_replacement() -> None:
 
 
 def test_a_start_that_fails_is_reported_while_another_one_loads() -> None:
-    """They were requested together: what serves in the end is the target, and the state says why
-    at once."""
+    """Both starts were requested together. The target becomes the number that serves, and the state
+    shows the reason at once."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -321,7 +322,7 @@ def test_a_start_that_fails_is_reported_while_another_one_loads() -> None:
 
 
 def test_a_replacement_that_fails_is_tried_again_while_another_one_loads() -> None:
-    """Both engines die with their host, and one does not find its weights at once."""
+    """Both engines die with their host, and one does not find its weights at first."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -356,7 +357,7 @@ def test_a_drain_holds_up_no_replacement() -> None:
 
 
 def test_an_engine_that_stopped_is_killed_and_replaced() -> None:
-    """It cannot stop itself, so it is not asked to."""
+    """A suspended engine cannot stop itself, so the manager kills it without asking."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -374,7 +375,7 @@ def test_an_engine_that_stopped_is_killed_and_replaced() -> None:
 
 @pytest.mark.parametrize("group_fails", ["rank 2 did not come", None])
 def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) -> None:
-    """None: the newcomer dies while the group forms."""
+    """If `group_fails` is None, the new engine dies while the group forms."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -398,7 +399,8 @@ def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) ->
 
 
 def test_a_newcomer_that_dies_before_it_may_join_does_not_join() -> None:
-    """Another change of the group is under way, and takes long; its group would wait for it."""
+    """Another slow change of the group is in progress. The new group would wait for the dead
+    engine."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -428,7 +430,7 @@ def test_a_newcomer_that_dies_before_it_may_join_does_not_join() -> None:
 
 
 def test_a_newcomer_that_dies_as_it_joins_is_replaced() -> None:
-    """The roster lists it for a moment; only the manager sees that it is dead."""
+    """The roster lists the engine for a moment. Only the manager sees that it is dead."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -475,7 +477,7 @@ def test_an_engine_that_dies_after_a_failed_grow_is_replaced() -> None:
 
 
 def test_an_engine_outlives_a_coordinator_that_is_lost_while_it_joins_again() -> None:
-    """The coordinator's death is none of the engine's."""
+    """The death of the coordinator is not blamed on the engine."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order: when it is over, as many engines serve as were accepted."""
+"""After any events in any order, the number of serving engines equals the accepted target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONG_S = 2000.0
 
 
 class RandomChanges:
-    """Chooses what happens next; knows what was accepted last."""
+    """Chooses the next event at random, and records the last accepted target."""
 
     def __init__(self, harness: ManagerHarness, seed: int) -> None:
         self.harness = harness
@@ -117,7 +117,7 @@ def test_what_was_accepted_is_there_in_the_end(seed, caplog) -> None:
         assert len(placement.processes) == manager.target, changes.done
         note = await harness.checkpoints.read()
         assert (note.target, note.pause_requested) == (manager.target, changes.pause_requested)
-        if "change failed" not in caplog.text:  # else it was given up, and that was said
+        if "change failed" not in caplog.text:  # else the change was given up and logged
             assert (manager.phase, manager.target) == ("idle", changes.target), changes.done
 
     run(scenario, data=2, max_engines=6, drain_timeout_s=30)

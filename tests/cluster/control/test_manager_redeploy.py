@@ -1,4 +1,4 @@
-"""An application that is deployed again, or deleted, and managers that lead no more."""
+"""Applications that are redeployed or deleted, and managers that no longer lead."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.cluster.control.fake_manager import (
 
 
 def test_engines_of_another_configuration_are_replaced() -> None:
-    """The new manager comes before the old one has gone, and another size was requested of that
-    one."""
+    """The new manager starts before the old one has stopped. The target requested from the old one
+    is dropped."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -39,7 +39,7 @@ def test_engines_of_another_configuration_are_replaced() -> None:
 
 
 def test_another_number_of_engines_in_the_configuration_is_the_new_target() -> None:
-    """Engines that are there stay; the target that was requested is void, a pause is not."""
+    """Running engines stay. A requested target is dropped, but a pause is kept."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -94,7 +94,7 @@ def test_a_manager_that_leads_no_more_accepts_nothing(request_change) -> None:
 
 
 def test_a_manager_that_is_to_end_while_it_takes_over_leaves_nothing() -> None:
-    """The application is deleted meanwhile, and no other comes after it."""
+    """The application is deleted during the takeover, and no other manager follows."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -109,8 +109,8 @@ def test_a_manager_that_is_to_end_while_it_takes_over_leaves_nothing() -> None:
 
 
 def test_an_old_manager_starts_nothing_beside_the_new_one() -> None:
-    """It sees its engines die as the other one ends them; it cannot learn that from its
-    coordinator, which was ended too."""
+    """The old manager sees its engines die when the new one stops them. Its coordinator cannot tell
+    it why, because that was stopped too."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()

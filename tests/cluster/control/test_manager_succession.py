@@ -1,4 +1,4 @@
-"""Managers that come after another one, and coordinators that come back."""
+"""Managers that take over from an earlier one, and coordinators that restart."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_a_new_manager_adopts_what_serves() -> None:
 
 
 def test_a_new_manager_goes_on_with_a_drain() -> None:
-    """The old one was lost while rank 1 was leaving: it leaves, and does not come back."""
+    """The old manager was lost while rank 1 was leaving. The engine still leaves and does not
+    return."""
 
     async def scenario(harness: ManagerHarness) -> None:
         members = [harness.placement.add_existing(rank) for rank in (0, 1)]
@@ -67,8 +68,8 @@ def test_a_new_manager_gives_a_leaving_engine_its_time() -> None:
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_new_manager_gives_a_leaving_engine_what_is_left_of_its_time(restarted: bool) -> None:
-    """The operator had given it longer than the configuration does. `restarted`: the coordinator
-    was, too, and does not know that it leaves."""
+    """The operator chose a longer drain time than the configured one. `restarted`: the coordinator
+    restarted too and does not know that the engine is leaving."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -150,7 +151,7 @@ def test_a_manager_that_is_lost_during_a_change_leaves_it_to_the_next(shrinks) -
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_manager_that_comes_back_leaves_all_to_the_leader(stopped) -> None:
-    """`stopped`: it had no time to see that there is another, and ends."""
+    """`stopped`: the old manager stops before it notices that there is another."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -188,8 +189,8 @@ def test_a_new_manager_keeps_the_pause() -> None:
 @pytest.mark.parametrize("coordinator", [False, True])
 @pytest.mark.parametrize("dead", [[0], [1, 2], [0, 1, 2]])
 def test_engines_and_manager_die_together(dead, coordinator) -> None:
-    """What the dead engines had reserved is given back, and as many are there again as were
-    requested, though no process that knew how many has lived."""
+    """The resources of the dead engines are released, and the requested number of engines serves
+    again, although every process that knew this number is dead."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -211,7 +212,7 @@ def test_engines_and_manager_die_together(dead, coordinator) -> None:
 
 @pytest.mark.parametrize("after_s", [START_S / 2, START_S + 5])
 def test_an_engine_that_loads_or_waits_to_join_is_adopted(after_s) -> None:
-    """The manager dies while a newcomer loads, or while its group forms."""
+    """The manager dies while a new engine loads, or while its group forms."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -350,7 +351,7 @@ def test_an_engine_goes_on_leaving_after_a_restart_of_the_coordinator() -> None:
 
 
 def test_an_engine_that_was_marked_as_leaving_too_late_is_kept() -> None:
-    """Calls to the coordinator may overtake each other."""
+    """Calls to the coordinator may arrive in another order than they were sent."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -375,7 +376,8 @@ def test_a_restarted_coordinator_gets_what_is_wanted() -> None:
 
 
 def test_a_restarted_coordinator_that_knows_an_earlier_manager_gets_what_is_wanted() -> None:
-    """Its own predecessor died before the engines had what this manager wants."""
+    """The restarted coordinator knows only a predecessor of this manager, which had another
+    target."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -392,7 +394,7 @@ def test_a_restarted_coordinator_that_knows_an_earlier_manager_gets_what_is_want
 
 
 def test_an_engine_that_was_detached_meanwhile_does_not_join_again() -> None:
-    """Its drain and the restart of the coordinator both wait for the same change of the group."""
+    """The drain of the engine and the coordinator's restart both wait for the same group change."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -412,7 +414,7 @@ def test_an_engine_that_was_detached_meanwhile_does_not_join_again() -> None:
 
 
 def test_a_manager_that_leads_no_more_ends_no_engine_that_it_has_taken_out() -> None:
-    """Its successor did not know of that, and has let the engine join again."""
+    """The successor did not know that the engine was taken out, and has let it join again."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -442,7 +444,7 @@ def test_a_member_that_was_not_placed_is_taken_out() -> None:
 @pytest.mark.parametrize("stepped_down", [True, False])
 @pytest.mark.parametrize("pauses", [True, False])
 def test_only_the_manager_that_leads_pauses_and_resumes(stepped_down, pauses) -> None:
-    """The other one may not have seen yet that there is a successor."""
+    """The other manager may not know yet that it has a successor."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -462,7 +464,7 @@ def test_only_the_manager_that_leads_pauses_and_resumes(stepped_down, pauses) ->
 
 
 def test_a_manager_that_has_not_seen_its_successor_ends_nothing_that_starts() -> None:
-    """The successor waits for it."""
+    """The successor waits for the starting engine."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()

@@ -1,4 +1,4 @@
-"""Upgrades by a whole manager, on a scripted placement and coordinator."""
+"""Upgrades with a whole manager, on a scripted placement and coordinator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 async def watched(harness: ManagerHarness, change: Awaitable[None]) -> tuple[int, int]:
-    """The least active engines, and the most engines at once, until the change has settled."""
+    """Waits until the change has settled. Returns the minimum of active engines and the maximum of
+    engines at any time."""
     least, most = len(harness.active), len(harness.placement.processes)
     ended = asyncio.ensure_future(change)
     while not ended.done():
@@ -86,7 +87,7 @@ def test_one_engine_is_not_replaced_without_room_beside_it() -> None:
 
 @pytest.mark.parametrize("capacity", [2, 1000])
 def test_a_version_that_does_not_become_ready_is_rolled_back(capacity: int) -> None:
-    """The operator sees why, and may try again."""
+    """The operator sees the reason and may retry."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -150,7 +151,7 @@ def test_the_successor_of_a_manager_goes_on() -> None:
 
 
 def test_the_last_engine_of_a_version_ends_when_nobody_needs_it() -> None:
-    """No drain time ends it, whatever it reports."""
+    """The drain timeout does not apply to this engine, for any of its reports."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -172,7 +173,7 @@ def test_the_last_engine_of_a_version_ends_when_nobody_needs_it() -> None:
 
 
 def test_an_engine_of_a_version_that_is_needed_is_made_again() -> None:
-    """The last one of the old version dies while an answer waits for it."""
+    """The last engine of the old version dies while an answer still needs it."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -198,7 +199,7 @@ def test_an_engine_of_a_version_that_is_needed_is_made_again() -> None:
 
 
 def test_an_application_that_is_deployed_again_is_upgraded() -> None:
-    """The cluster does not end; a configuration that does not become ready is rolled back."""
+    """The cluster keeps serving. A configuration that does not become ready is rolled back."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -221,7 +222,7 @@ def test_an_application_that_is_deployed_again_is_upgraded() -> None:
 
 
 def test_a_configuration_that_never_served_is_replaced_outright() -> None:
-    """The first deployment has failed, and is corrected."""
+    """The first deployment failed and is corrected."""
 
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.broken = {OLD}
@@ -239,7 +240,7 @@ def test_a_configuration_that_never_served_is_replaced_outright() -> None:
 
 @pytest.mark.parametrize("survivors", [0, 1])
 def test_an_upgrade_replaces_a_version_that_does_not_start_any_more(survivors: int) -> None:
-    """Its weights are gone, and its engines died."""
+    """The weights of the old version are gone, and its engines have died."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -256,7 +257,7 @@ def test_an_upgrade_replaces_a_version_that_does_not_start_any_more(survivors: i
 
 
 def test_an_upgrade_in_place_goes_on_with_one_engine() -> None:
-    """An operator wants fewer meanwhile: then there is room beside it."""
+    """The operator reduces the target meanwhile, which frees room for the next engine."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -271,7 +272,7 @@ def test_an_upgrade_in_place_goes_on_with_one_engine() -> None:
 
 
 def test_an_engine_that_died_has_one_successor_though_answers_need_its_version() -> None:
-    """Its resources are not free yet when the manager hears that."""
+    """The manager learns of the needed version before the resources of the dead engine are free."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()

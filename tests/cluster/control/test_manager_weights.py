@@ -1,4 +1,5 @@
-"""Other weights in the engines that are there, by a whole manager on a scripted placement."""
+"""In-place updates of the weights of running engines, with a whole manager on a scripted
+placement."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def test_the_only_engine_keeps_its_answers() -> None:
 
 
 def test_an_update_is_cancelled_by_the_weights_before() -> None:
-    """Known by their folder: `model.device` may have been resolved since."""
+    """The old weights are recognized by their folder, because `model.device` may have been resolved
+    since."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -210,7 +212,7 @@ def test_a_successor_finds_an_engine_that_has_left_and_got_nothing_yet() -> None
 
 
 def test_a_successor_knows_drains_of_the_engines_that_these_were() -> None:
-    """The last checkpoint that was written is of before: the GCS was away."""
+    """The GCS was away, so the last checkpoint was written before the update finished."""
 
     async def scenario(harness: ManagerHarness) -> None:
         async def away(note: object) -> None:
@@ -356,7 +358,7 @@ def test_weights_for_another_configuration_than_the_wanted_one_are_refused() -> 
 
 
 def test_an_engine_that_dies_meanwhile_is_replaced() -> None:
-    """By one of the version that has served; the update goes on."""
+    """The replacement has the version that served before. The update continues."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()

@@ -1,4 +1,4 @@
-"""What is found in Ray under our names: whose it is, and what is adopted."""
+"""Names that are found in Ray: which application owns them, and which actors are adopted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_other_names_are_no_engines_of_ours(text: str) -> None:
 
 
 def test_applications_whose_names_begin_alike_are_apart() -> None:
-    """One is called `app`, another `app-engine`."""
+    """Example: one application is called `app`, another one `app-engine`."""
     for app in ("app-engine", "app-engine-1", "another-app"):
         other = str(name(1, app=f"swell-{app}"))
         assert parse(other, "swell-app") is None and not is_group(other, "swell-app")

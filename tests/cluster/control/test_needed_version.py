@@ -1,4 +1,4 @@
-"""Answers that have begun get an engine of their version, also where there is no room for one."""
+"""Running answers get an engine of their version, even if there is no room for another one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from tests.cluster.control.test_manager_upgrade import until
 OLD, NEW, NEWEST = "1-configuration", "2-other", "3-newest"
 _TICK_S = 0.5
 _SOON_S = 200.0
-"""Longer than several drains, starts and waits for room."""
+"""Seconds: longer than several drains, starts and waits for room."""
 
 
 @dataclass(eq=False)
 class Answer:
-    """One that has begun, and computes while its ingress has an engine of its version."""
+    """An answer that has begun. It makes progress while its ingress has an engine of its
+    version."""
 
     version: str
     left_s: float
@@ -35,15 +36,15 @@ class Answer:
 
 @dataclass(eq=False)
 class Ingress:
-    """What ingresses tell the coordinator, and engines report, of these answers."""
+    """The messages of ingresses and reports of engines about these answers."""
 
     harness: ManagerHarness
     answers: list[Answer] = field(default_factory=list)
     sends: bool = False
-    """New requests come, one with each tick."""
+    """Whether a new request arrives with each tick."""
     num_begun: int = 0
     num_waiting: int = 0
-    """Of the last tick: answers without an engine."""
+    """The number of answers without an engine in the last tick."""
 
     def begin(self, version: str, seconds: float) -> Answer:
         self.answers.append(Answer(version, seconds))
@@ -86,7 +87,8 @@ class Ingress:
 
 
 async def upgraded(harness: ManagerHarness, *identities: str) -> Ingress:
-    """All engines are of the newest of these versions, and as many have room as there are."""
+    """Upgrades to these versions in turn, so that all engines have the newest, and limits the
+    capacity to the current number of engines. Returns the ingress."""
     await harness.start()
     for identity in identities:
         await harness.upgrade(identity)
@@ -103,7 +105,8 @@ async def ended(*answers: Answer) -> None:
 
 
 async def is_whole(harness: ManagerHarness, version: str, engines: int) -> None:
-    """Soon, and from then on: nothing flaps."""
+    """Checks that the cluster soon has this many engines of the version and then stays so, without
+    flapping."""
     async with asyncio.timeout(_SOON_S):
         await until(lambda: harness.versions == [version] * engines)
         await harness.settle()
@@ -134,7 +137,7 @@ def test_one_engine_gives_way_and_comes_back(engines: int, sends: bool) -> None:
 
 @pytest.mark.parametrize("sends", [False, True])
 def test_with_room_for_one_engine_versions_take_turns(sends: bool) -> None:
-    """What has begun on the one ends before the other one comes."""
+    """The answers that run on one version finish before an engine of the other one starts."""
 
     async def scenario(harness: ManagerHarness) -> None:
         ingress = await upgraded(harness, "other")
@@ -152,7 +155,8 @@ def test_with_room_for_one_engine_versions_take_turns(sends: bool) -> None:
 @pytest.mark.parametrize("room", [0, 1, 2])
 @pytest.mark.parametrize("sends", [False, True])
 def test_several_versions_take_turns(engines: int, room: int, sends: bool) -> None:
-    """`room`: beside the engines that serve. No engine is ended that an answer needs."""
+    """`room` is the extra capacity beyond the serving engines. No engine that an answer needs is
+    stopped."""
 
     async def scenario(harness: ManagerHarness) -> None:
         ingress = await upgraded(harness, "other", "newest")
@@ -169,7 +173,7 @@ def test_several_versions_take_turns(engines: int, room: int, sends: bool) -> No
 
 @pytest.mark.parametrize("waits_for_room", [False, True])
 def test_it_goes_before_engines_that_are_missing_for_lack_of_room(waits_for_room: bool) -> None:
-    """Three are wanted, there is room for two, and the third one is tried, or waits."""
+    """The target is three, there is room for two, and the third engine is retried or waits."""
 
     async def scenario(harness: ManagerHarness) -> None:
         ingress = await upgraded(harness, "other")
@@ -251,7 +255,8 @@ def test_other_changes_meanwhile_lose_nothing(change: str, after_s: float) -> No
 
 
 def test_a_version_that_does_not_start_delays_no_other() -> None:
-    """Its weights are gone: it is tried ever more slowly, and the missing engine is replaced."""
+    """The old weights are gone: starts of that version are retried with growing delays, and the
+    missing engine is replaced."""
 
     async def scenario(harness: ManagerHarness) -> None:
         ingress = await upgraded(harness, "other")
@@ -275,7 +280,7 @@ def test_a_version_that_does_not_start_delays_no_other() -> None:
 
 @pytest.mark.parametrize("sends", [False, True])
 def test_a_larger_version_gets_the_room_of_several(sends: bool) -> None:
-    """Its engine finds no room where one has left: the next one gives way."""
+    """The larger engine does not fit into the room of one engine, so the next one gives way too."""
 
     async def scenario(harness: ManagerHarness) -> None:
         ingress = await upgraded(harness, "other")
@@ -327,13 +332,13 @@ def waiting(rank: int, version: Version) -> EngineStatus:
 
 
 def test_who_waits_for_room_in_vain_is_cancelled() -> None:
-    """The answer has ended, and its version happens to be the wanted one."""
+    """The answer has finished, and its version happens to be the target version."""
     fleet = serving(0, THREE), serving(1, TWO), serving(2, TWO), waiting(3, THREE)
     assert decide(*fleet, needed=None).cancel == (3,)
 
 
 def test_an_engine_whose_own_answers_must_end_first_is_not_waited_for() -> None:
-    """Another one can give way at once."""
+    """Another engine can give way at once."""
     held = serving(2, TWO, Intent.DRAIN)
     found = decide(serving(0, THREE), serving(1, THREE), held, waiting(3, ONE), needed=ONE)
     assert found.gives_way == 1 and found.takes_place == 3 and 2 in found.held

@@ -1,4 +1,5 @@
-"""Engines on a host that is taken away serve until others do, and have left before it goes."""
+"""Engines on a host that will be taken away serve until others do, and leave before the host
+goes."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ def test_an_engine_that_finds_no_other_host_leaves_with_its_own() -> None:
 
 
 def test_a_notice_that_is_withdrawn_leaves_as_many_engines_as_are_wanted() -> None:
-    """Ray's GCS was restarted, and does not know it any more."""
+    """Ray's GCS was restarted and no longer knows the notice."""
 
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.nodes = {1: "spot"}

@@ -1,4 +1,4 @@
-"""A growth that finds no room waits for it, says so, and is given up when fewer are wanted."""
+"""A scale-up without room waits for it, reports so, and is cancelled if the target decreases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_an_engine_waits_for_room_where_hosts_may_join(enabled: bool) -> None:
 
 
 def test_an_engine_for_answers_waits_for_the_room_of_another_one() -> None:
-    """Also where no host may join, and not for longer than the answers do."""
+    """This holds even if no host may join the cluster. The wait lasts no longer than the answers
+    do."""
 
     async def scenario() -> None:
         table = Table()
@@ -115,7 +116,7 @@ def test_the_phase_and_what_waits_are_of_one_moment() -> None:
 
         await harness.manager.scale(2)
         harness.coordinator.view = slow_view  # type: ignore[method-assign]
-        for _ in range(2):  # begun before it waits, and while it does
+        for _ in range(2):  # once before it waits, once while it does
             state = await harness.manager.describe()
             is_pending = state["rescale"]["phase"] == "pending"
             assert is_pending == (state["pending"] is not None), state

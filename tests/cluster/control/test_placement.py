@@ -1,5 +1,5 @@
-"""What a manager finds in Ray when it comes, and what it does with it. Ray is a table here, whose
-rows go a while after they were ended."""
+"""The actors and groups that a manager finds in Ray when it starts, and what it does with them. Ray
+is a table here, whose rows disappear some time after removal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def name(rank: int, start: str, tag: str = TAG) -> str:
 
 
 class Table(FakeRay):
-    """Engines and what they say of themselves. Both they and their groups take a while to go."""
+    """Engines and their answers. Engines and their groups take a while to disappear."""
 
     async def _answer(self, actor: str, method: str, args: tuple[Any, ...]) -> Any:
         if method == "version" and self.actors.get(actor) is LOADING:
@@ -61,7 +61,7 @@ class Table(FakeRay):
 
 
 class FakeCoordinator:
-    """What `Placement` asks of a `CoordinatorHandle`."""
+    """The part of a `CoordinatorHandle` that `Placement` uses."""
 
     name = "coordinator-configuration"
     contact = SimpleNamespace(keys=KEYS, address=ADDRESS)
@@ -127,7 +127,8 @@ def test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended(table: Tabl
 def test_an_engine_in_the_roster_that_does_not_answer_is_asked_again(
     table: Table, monkeypatch: pytest.MonkeyPatch, is_listed: bool
 ) -> None:
-    """The coordinator hears of it: that it has stopped is seen there."""
+    """The coordinator is told about the engine, because only there it shows whether the engine has
+    stopped."""
     serving = table.engine(0, "a", says(0, 5))
     answer, asked = table._answer, 0
 
@@ -163,7 +164,7 @@ def test_what_this_manager_has_placed_is_no_stray_until_it_is_ended(table: Table
         table.reserved.append(handle.name)
         handle.actor = handle.group = handle.name
         assert not await ours.strays.collect() and table.ended == []
-        await ours._destroy(handle)  # and Ray has not heard it
+        await ours._destroy(handle)  # Ray does not receive it
         assert await ours.strays.collect() and not table.actors and not table.reserved
 
     asyncio.run(scenario())
@@ -267,8 +268,8 @@ def test_a_process_is_killed_at_once_on_whatever_host(table: Table, node: str) -
 def test_workers_that_must_share_a_host_share_a_bundle(
     table: Table, settings: dict[str, Any], bundle: dict[str, float], count: int
 ) -> None:
-    """Tensor ranks, and all workers of a process. Hosts that have enough in sum only are refused
-    with the reason."""
+    """Tensor-parallel ranks share a host, and so do all workers of one process. If hosts have
+    enough resources only in total, the request is refused with the reason."""
 
     async def scenario() -> None:
         cuda = load({"model": {"path": "m"}}, {"model.device": "cuda", **settings})

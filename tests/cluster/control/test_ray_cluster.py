@@ -1,4 +1,4 @@
-"""What the shell on the real Ray adds to it. No Ray runs here."""
+"""The additions of the adapter `RayCluster` to the real Ray. No Ray runs here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from swell.cluster.control.ray.ray_cluster import RayCluster, _translate
 
 
 def raised(cause: Exception) -> RayError:
-    """As a caller gets it: an error of Ray's and of the cause's type at once."""
+    """Returns the error as a caller gets it: an instance of both Ray's error and the cause's
+    type."""
     error = RayTaskError("method", "a traceback", cause).as_instanceof_cause()
     assert isinstance(error, RayError)
     return error
@@ -42,7 +43,8 @@ def test_errors_of_ray_are_ours() -> None:
 
 
 def test_the_cause_is_what_was_raised_first() -> None:
-    """An engine's start fails with what its worker raised, or with the death of its worker."""
+    """The start of an engine fails with the error that its worker raised, or with its worker's
+    death."""
     for inner in (ValueError("bad"), raised(ValueError("bad"))):
         error = _translate(raised(inner))
         assert isinstance(error, ActorRaised)
@@ -52,7 +54,7 @@ def test_the_cause_is_what_was_raised_first() -> None:
 
 
 def test_a_write_that_timed_out_comes_before_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a late one would replace a newer value."""
+    """Otherwise a late write would overwrite a newer value."""
     answers, written = threading.Event(), []
 
     def put(_key: bytes, value: bytes, _overwrite: bool, *, namespace: bytes) -> bool:

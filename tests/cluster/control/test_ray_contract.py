@@ -1,4 +1,4 @@
-"""What the control plane assumes of Ray, held against each implementation of `RayPort`."""
+"""The assumptions of the control plane about Ray, tested with each implementation of `RayPort`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 NEVER_S = 3.0
-"""How long nothing may come before nothing is believed to come."""
+"""Seconds without an event after which it is assumed that none will come."""
 
 Scenario = Callable[[Cluster], Awaitable[None]]
 
@@ -132,7 +132,7 @@ def test_an_engine_that_dies_stays_dead_and_leaves_its_group(run) -> None:
 
 
 def test_a_killed_name_is_free_at_once_while_its_process_may_last(run) -> None:
-    """It is stopped, and cannot end by itself."""
+    """The process is suspended and cannot exit by itself."""
 
     async def scenario(cluster: Cluster) -> None:
         ray, engine = cluster.ray, await cluster.engine("engine")
@@ -153,7 +153,7 @@ def test_a_killed_name_is_free_at_once_while_its_process_may_last(run) -> None:
 
 
 def test_a_stopped_process_of_another_host_is_ended_there(run, world) -> None:
-    """Ray would ask it first, for seconds, and its memory would not be free meanwhile."""
+    """Ray would first ask the process to exit, for seconds, while its memory stays in use."""
     node = world.add_host()
 
     async def scenario(cluster: Cluster) -> None:
@@ -188,7 +188,7 @@ def test_actors_end_with_their_group(run) -> None:
 
 
 def test_an_actor_of_a_group_that_was_removed_never_lives_and_keeps_its_name(run) -> None:
-    """The request to create it may come late."""
+    """The request to create the actor may arrive late."""
 
     async def scenario(cluster: Cluster) -> None:
         ray, group = cluster.ray, await cluster.group(f"{cluster.namespace}-engine")

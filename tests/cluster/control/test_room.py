@@ -1,4 +1,4 @@
-"""What engines reserve, and the hosts that have it."""
+"""The resources that engines reserve, and the hosts that have them."""
 
 from __future__ import annotations
 

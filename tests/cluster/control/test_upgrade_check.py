@@ -1,4 +1,4 @@
-"""What of a configuration an upgrade changes, what it leaves, and what it refuses by name."""
+"""The parts of a configuration that an upgrade changes, leaves, or refuses by name."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_a_default_that_nobody_has_written_is_no_wish(model: Path) -> None:
 def test_the_configuration_that_runs_is_refused_however_it_was_given(
     model: Path, was: str, wanted: str
 ) -> None:
-    """The manager stores it with the device that was found, and under the identity as given."""
+    """The manager stores the configuration with the resolved device, and under its identity as
+    given."""
     deployed, on_cpus = configured(model, model__device=was), {"CPU": 8.0}
     state = take_over(UpgradeRecord(), identity(deployed), resolve_device(deployed, on_cpus))
     running = state.record.get(state.record.wanted).config
@@ -135,7 +136,7 @@ def test_another_tokenizer_is_refused_by_the_names_of_its_files(
 def test_another_hidden_size_is_refused_where_prompts_are_embeddings(
     model: Path, tmp_path: Path
 ) -> None:
-    """Ingresses check their width. It is no matter elsewhere."""
+    """Ingresses check the width of the embeddings. Elsewhere the hidden size does not matter."""
     other, embeds = make_model(tmp_path / "other", hidden_size=7), {"model__prompt_embeds": True}
     with pytest.raises(UpgradeRefused, match=r"config\.json: the width of embeddings"):
         upgraded(configured(model, **embeds), settings(other, **embeds))
@@ -176,7 +177,7 @@ def test_an_ingress_reads_the_model_that_runs_under_the_name_that_was_deployed(
 
 
 def test_what_only_ingresses_read_of_the_model_is_as_it_was_deployed(model: Path) -> None:
-    """A file of Serve changes it without another engine."""
+    """A redeployment through Serve changes such keys without new engines."""
     before = configured(model)
     after = configured(model, model__special_tokens_in_text="control")
     assert identity(after) == identity(before) and family_of(after) == family_of(before)
@@ -208,7 +209,7 @@ def spoil(path: Path, how: str) -> None:
 def test_files_that_have_no_end_are_refused_and_not_read(
     model: Path, tmp_path: Path, name: str, how: str
 ) -> None:
-    """A manager that read one would hang, or have no memory left."""
+    """A manager that reads such a file would hang or run out of memory."""
     other = make_model(tmp_path / "other")
     spoil(other / name, how)
     load_format = "auto" if "safetensors" in name else "dummy"
@@ -216,7 +217,8 @@ def test_files_that_have_no_end_are_refused_and_not_read(
     with pytest.raises(UpgradeRefused) as caught:
         upgraded(configured(model), wanted)
     message = str(caught.value)
-    # Only files can have the names of tokenizers and weights: others count as missing.
+    # The names of tokenizers and weights count only for regular files: others are reported as
+    # missing.
     is_missing = how != "huge" and name not in JSON_FILES
     assert (name in message) or (is_missing and "weights" in message), message
 
@@ -225,7 +227,7 @@ def test_files_that_have_no_end_are_refused_and_not_read(
 def test_a_relative_path_is_refused_wherever_the_manager_runs(
     model: Path, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be another folder on each host."""
+    """A relative path would mean another folder on each host."""
     make_model(tmp_path / "other").rename(tmp_path / "moved")
     (tmp_path / "other").mkdir()
     (tmp_path / "moved").rename(tmp_path / "other" / "sub")

@@ -1,5 +1,5 @@
-"""How an upgrade ends: done, failed, cancelled, replaced by another one; each phase has a way
-out."""
+"""The outcomes of an upgrade: done, failed, cancelled, or replaced by another one. Each phase has a
+way out."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ async def described(harness: ManagerHarness) -> dict[str, Any]:
 
 
 def counts(harness: ManagerHarness) -> tuple[int, int, int]:
-    """Done, failed, cancelled, as the coordinator has them for the metrics."""
+    """Returns how many upgrades are done, failed and cancelled, as the coordinator has them for the
+    metrics."""
     status = harness.coordinator.kept.scaling.upgrade
     return status.done, status.failed, status.cancelled
 
 
 async def phases(harness: ManagerHarness) -> list[str]:
-    """Until the upgrade has ended."""
+    """Returns the phases until the upgrade has finished."""
     seen: list[str] = []
     for _ in range(10_000):
         phase = (await described(harness))["phase"]
@@ -90,7 +91,7 @@ def test_what_ended_how_is_known_to_the_next_manager() -> None:
 
 
 def test_another_version_replaces_an_upgrade_that_runs() -> None:
-    """What it falls back to is the last version that all engines were of."""
+    """A roll-back returns to the last version that all engines had."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -120,7 +121,7 @@ def test_one_that_replaced_another_and_fails_goes_back_to_what_served_before_bot
 
 @pytest.mark.parametrize("capacity", [2, 1000])
 def test_a_roll_back_to_weights_that_are_gone_is_tried_ever_more_slowly(capacity: int) -> None:
-    """The state says so, and another version is a way out."""
+    """The state shows the retries. Another version is a way out."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -148,8 +149,8 @@ def test_a_roll_back_to_weights_that_are_gone_is_tried_ever_more_slowly(capacity
 
 
 def test_a_roll_back_of_the_only_engine_needs_no_room_beside_it() -> None:
-    """A host was lost since: the version that was cancelled serves until its answers have ended,
-    and then the other one takes its place."""
+    """A host was lost meanwhile. The cancelled version serves until its answers have finished, then
+    the other version takes its place."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -183,7 +184,7 @@ def test_who_goes_back_may_go_forth_again(stage: str) -> None:
 
 
 def test_versions_in_use_are_remembered_however_many_are_requested() -> None:
-    """An engine of the first one finishes an answer: the next manager adopts it."""
+    """An engine of the first version finishes an answer. The next manager adopts it."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
@@ -211,7 +212,7 @@ def requested(state: UpgradeState, *identities: str) -> UpgradeState:
 
 
 def test_so_many_versions_are_not_in_use_at_once() -> None:
-    """The limit holds no operator up who goes back."""
+    """The limit does not block an operator who returns to an earlier version."""
     state = take_over(UpgradeRecord(), "one", CONFIG)
     names = [f"{n}-v" for n in range(MAX_VERSIONS)]
     with pytest.raises(ScaleRefused, match=f"{MAX_VERSIONS} versions have engines .* the limit is"):

@@ -1,4 +1,5 @@
-"""Upgrades that meet other changes: no wake-up is lost, and nothing that is over is remembered."""
+"""Upgrades that coincide with other changes: no wake-up is lost, and nothing outdated is
+remembered."""
 
 from __future__ import annotations
 
@@ -35,14 +36,15 @@ def serving(*versions: Version) -> FleetView:
 
 @pytest.mark.parametrize("stage", [UpgradeStage.SETTLED, UpgradeStage.FAILED])
 def test_engines_leave_first_only_until_all_are_of_one_version(stage: UpgradeStage) -> None:
-    """An engine that was needed once more had no room beside the others."""
+    """With an in-place upgrade, an engine of the old version that was needed again had no room of
+    its own."""
     state = UpgradeState(settled(in_place=True, stage=stage))
     after, _ = upgrade_plan.plan(state, serving(TWO, TWO), 2, (), 0.0)
     assert not after.record.in_place and after.record.stage is stage
 
 
 def test_starts_without_room_count_in_a_row() -> None:
-    """Those before an engine that has started since say nothing about the next one."""
+    """Failures before an engine that has started since do not count for the next one."""
     state = UpgradeState(settled(stage=UpgradeStage.IN_PROGRESS, in_place=True), no_room=2)
     missing, _ = upgrade_plan.plan(state, serving(TWO), 2, (), 0.0)
     assert missing.no_room == 2
@@ -51,7 +53,7 @@ def test_starts_without_room_count_in_a_row() -> None:
 
 
 def test_a_request_that_is_not_stored_leaves_no_trace() -> None:
-    """Ray's GCS takes it, and its answer is late: the next manager must not find it."""
+    """Ray's GCS takes the checkpoint but answers late. The next manager must not find it."""
 
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
