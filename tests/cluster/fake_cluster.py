@@ -1,8 +1,8 @@
-"""A cluster whose faults the test controls: a coordinator and engines on threads,
-real channels, and one ingress with a real HTTP server.
+"""A cluster whose faults the test controls: a coordinator and engines on threads, real channels,
+and one ingress with a real HTTP server.
 
-An engine's token is a hash of the seed and the whole context before it, or stands in a script, so
-an answer that was continued wrongly cannot look right. It steps only as often as it is allowed.
+An engine's token is a hash of the seed and the whole context, or comes from a script, so an answer
+that was continued wrongly cannot look right. An engine runs only as many steps as it is allowed.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ UNLIMITED_STEPS = 10**9
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait for something that must become true."""
+    """Waits until the condition is true."""
     async with asyncio.timeout(DEADLINE_S):
         while not condition():
             await asyncio.sleep(LOOK_S)
 
 
 class _Threaded:
-    """A function that is repeated on a thread until `close`; calls of other threads run in
-    between."""
+    """Runs `turn` repeatedly on a thread until `close`. Calls from other threads run between two
+    turns."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -87,7 +87,7 @@ class _Threaded:
 
 
 class FakeCoordinator(_Threaded):
-    """Sends every subscriber the view that a test sets; a successor may take its keys and
+    """Sends every subscriber the view that a test sets. A successor can take over its keys and
     address."""
 
     def __init__(self, before: FakeCoordinator | None = None) -> None:
@@ -102,7 +102,7 @@ class FakeCoordinator(_Threaded):
         self.view = ClusterView(Roster())
         self.epochs_seen: list[int] = []
         self.is_silent = False
-        """It answers no subscriber."""
+        """Whether it ignores subscribers."""
         self._subscribers: dict[bytes, None] = {}
         self._published: ClusterView | None = None
         self._thread.start()
@@ -131,7 +131,7 @@ class FakeCoordinator(_Threaded):
 
 
 class FakeEngine(_Threaded):
-    """One start of an engine."""
+    """One incarnation of an engine."""
 
     incarnations = itertools.count(1)
 
@@ -149,26 +149,26 @@ class FakeEngine(_Threaded):
         )
         self.credit_steps = 0
         self.tokens_at_once = 1
-        """Tokens of a request in one output, unless it ends before."""
+        """The tokens of a request in one output. The last output may have fewer."""
         self._losing = False
-        """Messages are counted and not sent."""
+        """Whether messages are counted but not sent."""
         self.requests: dict[str, tuple[bytes, EngineCoreRequest, list[int]]] = {}
         self.arrived: list[EngineCoreRequest] = []
         self.unscheduled: list[tuple[bytes, EngineCoreRequest]] = []
-        """Requests of which no step has begun."""
+        """(client, request) of requests for which no step has begun."""
         self.aborted: list[str] = []
         self.deaf_to_aborts = False
-        """Aborts are recorded, and not handled."""
+        """Whether aborts are recorded but not carried out."""
         self.keep_alives = 0
         self.counts: dict[bytes, int] = {}
-        """Messages with outputs, by connection."""
+        """Connection -> the number of messages with outputs."""
         self.received: Counter[bytes] = Counter()
-        """Messages that have come, keep-alives not counted."""
+        """Connection -> the number of received messages, without keep-alives."""
         self._script = script
         self._thread.start()
 
     def say(self, script: list[int]) -> None:
-        """Set the tokens of the next requests. None may be running."""
+        """Sets the tokens of the next requests. No request may be running."""
         self._script = script
 
     def allow(self, steps: int = UNLIMITED_STEPS) -> None:
@@ -178,8 +178,8 @@ class FakeEngine(_Threaded):
         self.call(add)
 
     def lose(self, steps: int) -> None:
-        """Take steps whose messages are lost, all before the next message from a client: what is
-        sent again never falls into the same loss."""
+        """Runs steps whose messages are lost, all before the next message from a client is handled,
+        so that a resent request is never lost in the same steps."""
 
         def lose() -> None:
             self._losing = True
@@ -190,7 +190,7 @@ class FakeEngine(_Threaded):
         self.call(lose)
 
     def begin(self) -> None:
-        """Begin a step with all requests, and do not end it."""
+        """Begins a step with all requests without finishing it."""
         self.call(self._tell_started)
 
     def _tell_started(self) -> None:
@@ -206,7 +206,7 @@ class FakeEngine(_Threaded):
         self.unscheduled.clear()
 
     def fail(self, message: str) -> None:
-        """End all requests with an error."""
+        """Fails all requests with an error."""
 
         def end() -> None:
             held, self.requests = self.requests, {}
@@ -219,8 +219,8 @@ class FakeEngine(_Threaded):
         self.call(end)
 
     def disconnect_clients(self, *, recount: bool) -> None:
-        """Drop all clients as if they were dead, and perhaps count their messages from the
-        beginning."""
+        """Drops all clients as if they were dead. If `recount`, the counts of their messages start
+        again at zero."""
 
         def drop() -> None:
             held, self.requests = self.requests, {}
@@ -315,13 +315,13 @@ def _finish_reason(request: EngineCoreRequest, tokens: list[int]) -> FinishReaso
 
 
 def experts_of(token: int) -> bytes:
-    """Two layers with two experts each."""
+    """Returns the expert ids of a token: two layers with two experts each."""
     return bytes([token % 7, 8, token % 5, 9])
 
 
 def _extras(request: EngineCoreRequest, tokens: list[int]) -> list[Extra]:
-    """What belongs to the last of `tokens`, the outputs: log probabilities, where every token is
-    certain, and the experts of the tokens before it."""
+    """Returns the extras that belong to the last of the output `tokens`: logprobs, in which every
+    token is certain, and the routed experts of the tokens before it."""
     found: list[Extra] = []
     prompt, sampler = request.prompt_token_ids, request.sampler
     if sampler.prompt_logprobs is not None and len(tokens) == 1:
@@ -340,12 +340,12 @@ def _extras(request: EngineCoreRequest, tokens: list[int]) -> list[Extra]:
 
 
 class FakeManager:
-    """Records the calls that it receives; answers with what the test sets."""
+    """A manager that records its calls and answers as the test sets."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.arguments: dict[str, tuple[Any, ...]] = {}
-        """Of the last call of each name."""
+        """Method name -> the arguments of its last call."""
         self.refusal: str | None = None
         self.adapters: LoadedAdapters | None = None
 
@@ -365,7 +365,7 @@ class FakeManager:
 
 
 class FakeCluster:
-    """Use as `async with FakeCluster(folder).serving() as cluster`."""
+    """A fake cluster. Use it as `async with FakeCluster(folder).serving() as cluster`."""
 
     def __init__(
         self,
@@ -381,7 +381,7 @@ class FakeCluster:
         self.manager = FakeManager()
         self.store: Any = None
         self.drain_s = 5.0
-        """How long answers may last once the ingress ends."""
+        """Seconds that answers may continue after the ingress begins to stop."""
         self.engines: list[FakeEngine] = []
         self.ingress: Ingress
         self.edge: EdgeServer
@@ -409,7 +409,7 @@ class FakeCluster:
 
     @contextlib.asynccontextmanager
     async def another_ingress(self, store: Any) -> AsyncIterator[tuple[Ingress, str]]:
-        """Start a second ingress, with its own handle of the store, and return its URL."""
+        """Starts a second ingress with its own handle of the store. Yields it and its URL."""
         connect = partial(AsyncEngineCoreClient, self.coordinator.address, self.coordinator.keys)
         ingress = await build_ingress(self.config, connect, self.manager, store)
         edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5, self.config.serve)
@@ -422,13 +422,13 @@ class FakeCluster:
             await ingress.stop()
 
     async def change(self, step: Callable[[Roster], Roster], **changes: Any) -> None:
-        """Change the roster, and return when the ingress knows it."""
+        """Changes the roster and waits until the ingress knows it."""
         roster = step(self.coordinator.view.roster)
         self.coordinator.tell(roster=roster, **changes)
         await until(lambda: self.ingress.llm.view.roster.epoch >= roster.epoch)
 
     def start(self, rank: int, steps: int = UNLIMITED_STEPS) -> FakeEngine:
-        """Start an engine that is not in the roster; it may run so many steps."""
+        """Starts an engine without adding it to the roster, with credit for `steps` steps."""
         engine = FakeEngine(self.coordinator.keys, rank, self._script, self._vocab_size)
         engine.allow(steps)
         self.engines.append(engine)
@@ -481,7 +481,7 @@ class Stream:
         self.error: dict[str, Any] | None = None
         self.usage: dict[str, Any] | None = None
         self.num_events = 0
-        """Events with tokens."""
+        """The number of events with tokens."""
         self.done = asyncio.create_task(self._read(cluster.client, {**payload, "stream": True}))
 
     async def _read(self, client: httpx.AsyncClient, payload: dict[str, Any]) -> Stream:
@@ -505,6 +505,6 @@ class Stream:
             self.finish_reason = choice["finish_reason"] or self.finish_reason
 
     async def has(self, tokens: int) -> None:
-        """Wait until so many tokens have arrived."""
+        """Waits until at least this many tokens have arrived."""
         await until(lambda: len(self.ids) >= tokens or self.done.done())
         assert len(self.ids) >= tokens, self.error

@@ -1,4 +1,4 @@
-"""A server that answers as Swell does, from a script: no model, no Ray, real sockets."""
+"""A scripted server that answers like Swell: no model, no Ray, real sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 
 class FakeServer:
-    """`phases` are reported one after the other once a change was requested."""
+    """A fake server. After a change is requested, it reports `phases` one after the other."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -133,7 +133,7 @@ class FakeServer:
 
 
 def logprobs_of(body: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Those of so many tokens of a choice, if the request asks for them."""
+    """Returns the logprobs of `tokens` tokens of a choice if the request asks for them."""
     if not body.get("logprobs"):
         return {}
     others = {"ab ": -0.125, "cd ": -2.5}
@@ -152,7 +152,7 @@ def _event(value: Any) -> bytes:
 
 @contextlib.contextmanager
 def running() -> Iterator[FakeServer]:
-    """A fake server on a free port, in a thread."""
+    """Runs a fake server on a free port, in a thread."""
     fake = FakeServer()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The store of an application in the test's process, behind handles as Ray Serve has them."""
+"""The store of an application in the test's process, with handles like those of Ray Serve."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from swell.configs.sessions import SessionLimits
 
 
 def old_store(limits: SessionLimits, now_s: float) -> SessionStore:
-    """One that is no longer young."""
+    """Returns a store that is no longer young."""
     store = SessionStore(limits, now_s - session_store.YOUNG_S)
     grow_old(store, now_s - session_store.YOUNG_S)
     return store
 
 
 def grow_old(store: SessionStore, start_s: float) -> None:
-    """A store that was started at `start_s` has requests until it is no longer young."""
+    """Sends requests to a store that was started at `start_s` until it is no longer young."""
     reports = round(session_store.YOUNG_S / session_store.REPORT_S)
     for number in range(1, reports + 1):
         store.handle(ReportSessions([], []), start_s + number * session_store.REPORT_S)
 
 
 class StoreOfTest:
-    """One that has run for long. While `is_away` it answers nothing."""
+    """A store that has run for a long time. While `is_away`, every call fails."""
 
     def __init__(self, **limits: Any) -> None:
         self.limits = ServeConfig(**limits)
         self.is_away = False
         self.loses: type[Any] | None = None
-        """The answer to the next request of this type is lost."""
+        """The reply to the next request of this type is lost."""
         self.restart()
         self.service._sessions = old_store(self.limits, time.monotonic())
 
     def restart(self) -> None:
-        """Everything is lost, and the store is young."""
+        """Replaces the store by an empty, young one."""
         self.service = StoreService(self.limits)
 
     def new_handle(self) -> SimpleNamespace:

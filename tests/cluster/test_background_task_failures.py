@@ -1,5 +1,5 @@
-"""A failure is injected into each loop of an ingress and of the manager: either only one message is
-lost, or the process ends. No request hangs."""
+"""A failure is injected into each background loop of an ingress and of the manager. Either only one
+message is lost, or the process exits. No request hangs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def planted(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def first_times(times: int, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, but the first `times` fail."""
+    """Returns `call`, except that its first `times` calls fail."""
     left = [None] * times
 
     def run_it(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def test_outputs_that_cannot_be_handled_are_computed_again(
 
 
 def test_a_view_that_fails_to_apply_is_applied_when_it_comes_again(folder: Path) -> None:
-    """Requests of the engine that left are not lost meanwhile."""
+    """Requests of the engine that left are not lost in the meantime."""
 
     async def case() -> None:
         async with FakeCluster(folder).serving() as cluster:
@@ -88,7 +88,7 @@ def test_a_view_that_fails_to_apply_is_applied_when_it_comes_again(folder: Path)
             roster = rosters.join(cluster.coordinator.view.roster, [second.member])
             cluster.coordinator.tell(roster=rosters.remove(roster, [0]))
             await until(lambda: links._failed_views)  # type: ignore[attr-defined]
-            cluster.coordinator.tell()  # the heartbeat
+            cluster.coordinator.tell()  # the coordinator's heartbeat
             await asyncio.wait_for(stream.done, 20)
             assert stream.ids == truth([1], 20)
 
@@ -136,8 +136,7 @@ def test_an_ingress_that_stops_listening_exits(deaths: Deaths) -> None:
 
 
 def test_a_manager_whose_loop_has_ended_ends(deaths: Deaths) -> None:
-    """Otherwise no engine would be started any more, while requests to scale were still
-    accepted."""
+    """Otherwise no engine would be started any more, while scale requests were still accepted."""
 
     async def scenario(world: ManagerHarness) -> None:
         await world.start()
@@ -196,7 +195,7 @@ def test_engines_that_left_and_cannot_be_ended_hold_up_no_change() -> None:
 
 @pytest.mark.parametrize("turns", range(6))
 def test_a_manager_that_is_cancelled_as_it_wakes_stops(turns: int) -> None:
-    """While it waits for a time, as before it tries something again."""
+    """The cancellation arrives while the manager waits for a time, e.g. before a retry."""
 
     async def scenario(world: ManagerHarness) -> None:
         await world.start()
@@ -213,7 +212,7 @@ def test_a_manager_that_is_cancelled_as_it_wakes_stops(turns: int) -> None:
 
 
 def test_serves_health_check_runs_in_the_ingress_loop() -> None:
-    """Without a method of ours Serve's health check runs in another thread, which answers even when
+    """Without our own method, Serve's health check runs in another thread, which answers even if
     this loop hangs."""
     for deployment in (ManagerDeployment, IngressDeployment, StoreDeployment):
         assert asyncio.iscoroutinefunction(deployment.check_health)
@@ -221,7 +220,7 @@ def test_serves_health_check_runs_in_the_ingress_loop() -> None:
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_manager_that_another_has_followed_is_not_healthy(leads: bool) -> None:
-    """Serve ends it, and starts another one if it was the only one."""
+    """Serve stops such a manager, and starts a new one if there is no other."""
     deployment = SimpleNamespace(_manager=SimpleNamespace(leads=leads))
     with nullcontext() if leads else pytest.raises(RuntimeError, match="has taken over"):
         asyncio.run(ManagerDeployment.check_health(deployment))  # type: ignore[arg-type]

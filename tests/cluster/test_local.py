@@ -1,4 +1,4 @@
-"""`LLM`: the whole path in one process, on the trained model."""
+"""The offline `LLM`: the whole path in one process, with the trained model."""
 
 from __future__ import annotations
 
@@ -220,12 +220,12 @@ INTERRUPTIBLE = (
     "scheduler.py",
     "inline.py",
 )
-"""Files in whose every line the user's interrupt may arrive."""
+"""The user's interrupt may arrive before any line of these files."""
 
 
 def interrupt_at(line: int, call):
-    """Run `call` and raise KeyboardInterrupt before the line of this number; False if it ended
-    before."""
+    """Runs `call` and raises KeyboardInterrupt before its `line`-th executed line. Returns False if
+    the call finished earlier."""
     seen = 0
 
     def watch(frame, event, _argument):
@@ -305,7 +305,7 @@ def test_a_refused_call_keeps_the_cached_prefixes(llm):
 
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
 def test_workers_that_wait_for_each_other_are_freed_from_an_interrupted_step(split, monkeypatch):
-    """One of them has the step and the other has not."""
+    """One worker has received the step and the other has not."""
     settings = {"cache.memory_bytes": 50_000_000, f"parallel.{split}": 2}
     with LLM(str(NANO), **settings) as other:
         before = other.generate("upper: abc", GREEDY)[0].outputs[0].text

@@ -1,4 +1,5 @@
-"""Offline sleep and new weights: answers equal those of an engine that has loaded them."""
+"""Offline sleep and weight updates: answers equal those of an engine that was started with the new
+weights."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without the files that read and write text, as training often leaves it."""
+    """A checkpoint without tokenizer files, as training often writes it."""
     folder = make(tmp_path_factory.mktemp("new"), 2)
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -65,7 +66,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(old: Path, new: Path) -> dict[str, list[list[int]]]:
-    """Of engines that have loaded nothing else."""
+    """Returns the answers of fresh engines with the old and the new weights."""
     found = {}
     for name, folder in (("old", old), ("new", new)):
         whole = folder
@@ -108,7 +109,7 @@ def test_an_engine_that_sleeps_reads_them_when_it_wakes_up(
         assert llm.is_sleeping()
         llm.wake_up()
         assert answers(llm) == expected["new"] and not llm.is_sleeping()
-        llm.sleep(2)  # which drops what came as tensors
+        llm.sleep(2)  # drops weights that came as tensors
         llm.wake_up()
         assert answers(llm) == expected["new"]
 
@@ -241,7 +242,8 @@ def test_tensors_may_share_a_buffer(old: Path, tmp_path: Path) -> None:
 
 
 def refusal_of(llm: LLM, source: Any) -> str:
-    """Now, or when it wakes up."""
+    """Returns the error of the update, which is raised at once or at wake-up. Empty: there was
+    none."""
     try:
         llm.update_weights(source)
         llm.wake_up()
@@ -272,8 +274,8 @@ def interrupt(*_arguments: Any, **_options: Any) -> Any:
 
 
 def interrupted(workers: int, call: Callable[[], None]) -> None:
-    """While weights are loaded: on the thread of the call, or beside that of workers, which go on
-    with it."""
+    """Interrupts `call` while weights are loaded. One worker loads on the calling thread. Several
+    load on their own threads and continue after the interrupt."""
     loads = threading.Event()
 
     def load(*arguments: Any) -> Any:
@@ -309,7 +311,7 @@ def test_an_interrupt_leaves_the_weights_of_before_and_no_half_of_a_model(
 def test_weights_of_an_interrupted_call_are_read_again(
     old: Path, new: Path, tmp_path: Path, expected: dict[str, Any]
 ) -> None:
-    """Their files may be others by then."""
+    """The files may have changed in the meantime."""
     folder = tmp_path / "step"
     shutil.copytree(old, folder)
     with engine(old, **{"parallel.tensor": 2}) as llm:

@@ -1,4 +1,4 @@
-"""One application at a time has a port of a host, however its processes come and go."""
+"""A port of a host belongs to one application at a time, across restarts of its processes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def process(*arguments: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def raylet() -> Iterator[subprocess.Popen[str]]:
-    """What outlives ingresses."""
+    """A process that outlives the ingresses."""
     with process(SLEEPER) as found:
         assert found.stdout is not None
         found.stdout.readline()
@@ -119,7 +119,7 @@ def test_hosts_overlap_where_one_is_all(
 def test_a_replaced_ingress_finds_its_port(
     claims: PortClaims, clock: Clock, raylet: subprocess.Popen[str]
 ) -> None:
-    """Nobody holds the claim meanwhile, and nobody else gets it."""
+    """Between the two ingresses, nobody holds the claim and nobody else gets it."""
     claims.claim("127.0.0.1", PORT, "a", raylet.pid).release(ends=False)
     clock.now_s += LEASE_S - 1
     assert not is_free(claims, "b") and is_free(claims, "a")
@@ -199,7 +199,8 @@ STEPS = st.lists(
 def test_two_owners_never_have_overlapping_claims(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
 ) -> None:
-    """Against a model that knows who holds what, and until when what nobody holds is kept."""
+    """Compared with a model that records who holds each claim, and until when a released claim is
+    reserved."""
     clock = Clock()
     claims = PortClaims(tmp_path_factory.mktemp("claims") / "ports", clock)
     held: list[tuple[PortClaim, str, str]] = []

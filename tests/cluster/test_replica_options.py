@@ -1,5 +1,5 @@
-"""How long Ray Serve waits for a replica: longer than a link is down, and never for one that stands
-still, which its watchdog ends."""
+"""How long Ray Serve waits for a replica: longer than a network outage, and never for a hanging
+replica, which its watchdog kills."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = {"model": {"path": "nowhere"}}
 
 
 def options(config: Config) -> dict[str, Any]:
-    """By deployment."""
+    """Returns deployment name -> deployment."""
     ingress = app.application(config)._bound_deployment
     bound = [getattr(argument, "_bound_deployment", None) for argument in ingress.init_args]
     return {deployment.name: deployment for deployment in (ingress, *bound) if deployment}
@@ -31,7 +31,7 @@ def test_an_outage_ends_no_replica(stall_timeout_s: float, monkeypatch: pytest.M
     assert set(deployments) == {"Ingress", "Manager", "Store"}
     for deployment in deployments.values():
         settings = deployment._deployment_config
-        # TCP sends again within twice the duration of an outage.
+        # TCP retransmits within twice the duration of an outage.
         assert 3 * settings.health_check_timeout_s > 2 * LONGEST_OUTAGE_S
         assert settings.health_check_period_s <= 10, "one that has ended is found soon"
         environment = deployment.ray_actor_options["runtime_env"]["env_vars"]

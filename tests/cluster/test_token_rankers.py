@@ -1,5 +1,5 @@
-"""Causal language models that rank pairs by the logits of two tokens, as Qwen3-Reranker does: equal
-to transformers' own head."""
+"""Causal language models that rank pairs by the logits of two tokens, such as Qwen3-Reranker. The
+scores equal those of transformers' own head."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def serving(folder: Path, **settings: Any) -> LLM:
 
 @torch.no_grad()
 def probability(folder: Path, model: Any, text: str) -> float:
-    """Of the token for yes against the one for no, behind a text."""
+    """Returns the probability of the token for yes, relative to the one for no, after a text."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(text, return_tensors="pt").input_ids
     logits = model(ids).logits[0, -1]
@@ -71,7 +71,7 @@ def test_equal_to_the_head_of_transformers(
 
 @pytest.mark.parametrize("template", [TEMPLATE, BACKWARDS])
 def test_pairs_are_written_by_the_template(tmp_path: Path, template: str) -> None:
-    """Also texts that hold the names of its places."""
+    """This includes texts that contain the names of the template's placeholders."""
     model = make(tmp_path, "qwen3")
     query = "what is {document}"
     documents = [*TEXTS, "it is {query}"]

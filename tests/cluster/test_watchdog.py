@@ -1,4 +1,4 @@
-"""A process whose event loop stands still is ended by its watchdog, and no other one is."""
+"""A process whose event loop hangs is killed by its watchdog. Other processes are not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swell.cluster import watchdog_process
 
 LIMIT_S = 1.0
 DEADLINE_S = 120.0
-"""Of every wait: for a machine that is many times slower."""
+"""Time limit in seconds of every wait, for a machine that is many times slower."""
 PROGRAM = """
 import asyncio, sys, time
 from swell.cluster.watchdog import Watchdog
@@ -58,7 +58,8 @@ class Watched:
         return self.process.stdout.readline().strip()
 
     def say(self, word: str) -> str:
-        """The pid of its watchdog now, or what it answers."""
+        """Sends a word and returns the reply: the pid of the current watchdog, or another
+        answer."""
         self.send(word)
         return self._line()
 
@@ -71,7 +72,7 @@ class Watched:
         return -self.process.wait(timeout=DEADLINE_S)
 
     def close(self) -> str:
-        """What it and its watchdog printed as errors."""
+        """Kills the process. Returns what it and its watchdog wrote to standard error."""
         self.process.kill()
         _, errors = self.process.communicate(timeout=DEADLINE_S)
         return errors
@@ -93,7 +94,7 @@ def until_gone(pid: int) -> None:
 
 
 def until_it_watches(pid: int) -> None:
-    """Until it waits for bytes."""
+    """Waits until the process blocks in poll."""
     deadline = time.monotonic() + DEADLINE_S
     while "poll" not in Path(f"/proc/{pid}/wchan").read_text():
         assert time.monotonic() < deadline
@@ -165,8 +166,9 @@ def test_a_watchdog_ends_when_it_is_told_to(watched: Watched) -> None:
 
 
 def silence_of(monkeypatch: pytest.MonkeyPatch, took_s: float, waited_s: float) -> float:
-    """Seconds by the clock until a loop without progress has stood still for 1 s, if each look
-    takes `took_s` and its thread waits `waited_s` of them for a core; 100 if it has not by then."""
+    """Returns the clock time in seconds after which a loop without progress counts as hanging for 1
+    s. Each poll takes `took_s`, and its thread waits for a core during `waited_s` of that time.
+    Returns at least 100 if that does not happen."""
     clock = [0.0]
     reading, writing = os.pipe()
 
@@ -174,7 +176,7 @@ def silence_of(monkeypatch: pytest.MonkeyPatch, took_s: float, waited_s: float) 
         clock[0] += took_s
         if clock[0] < 100:
             return [], [], []
-        return pipes, [], []  # its end
+        return pipes, [], []  # the pipe is closed
 
     monkeypatch.setattr(watchdog_process.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(watchdog_process.select, "select", select)

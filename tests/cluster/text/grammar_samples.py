@@ -1,5 +1,5 @@
-"""Answers under the grammar of a request, without a model: tokens are drawn at random among those
-that the grammar allows, and the parser of the request reads them."""
+"""Answers under a request's grammar, without a model: tokens are drawn at random among those that
+the grammar allows, and the parser of the request reads them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GrammarSample(msgspec.Struct):
     make_parser: Callable[[], Parser]
 
     def read(self, tokens: int | None = None, *, stream: bool = False) -> Message:
-        """The parts that the parser makes of so many tokens."""
+        """Returns the message that the parser reads from the first `tokens` tokens."""
         text = self.text_of(self.ids[:tokens])
         parser, parts = self.make_parser(), []
         for piece in text if stream else [text]:
@@ -90,7 +90,7 @@ def walk(
     likes: tuple[str, ...] = (),
     max_tokens: int = MAX_TOKENS,
 ) -> GrammarSample:
-    """`likes`: tokens that are sampled wherever the grammar allows them."""
+    """Samples an answer. Tokens in `likes` are chosen wherever the grammar allows them."""
     from llguidance import LLMatcher
 
     one = kind(name)

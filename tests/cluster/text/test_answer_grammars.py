@@ -1,5 +1,5 @@
-"""Requests that constrain an answer to calls, a format, or both, over tokenizers of each kind:
-whatever the model samples, the parser reads the requested parts."""
+"""Requests that constrain an answer to calls, a format, or both, over tokenizers of each kind: for
+any sampled tokens, the parser reads the requested parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ NAMED = {"type": "function", "function": {"name": "wait"}}
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 THINKING = [name for name in KINDS if kind(name).reasoning in ("think", "think-open")]
 CHOOSING = [name for name in WITH_TOOLS if name != "gpt_oss"]
-"""All that it writes stands behind a header (test_harmony.py), so no token makes it call."""
+"""Kinds in which a token makes the model call a tool. gpt_oss is not one: all its output follows a
+header (test_harmony.py)."""
 OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>")
 OPENERS += ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>")
 
@@ -175,7 +176,7 @@ def test_reasoning_before_a_form(name: str, tools: bool):
     fields = {"tools": TOOLS, "tool_choice": "required"} if tools else {"response_format": FORM}
     thought = set()
     for seed in range(4):
-        # DeepSeek's template reads `thinking`, and does without reasoning else.
+        # DeepSeek's template reads `thinking`, which is off by default.
         body = request(**fields, thinking_token_budget=8, chat_template_kwargs={"thinking": True})
         answer = walk(name, body, seed, likes=("<think>",) if seed % 2 else ())
         assert answer.ended
@@ -193,7 +194,7 @@ BLANKS = ("\u0120", "\u010a", "\u0109", "\u010d")
 
 @pytest.mark.parametrize("name", THINKING)
 def test_whitespace_is_bounded(name: str):
-    """With a model that writes whitespace wherever the grammar allows it."""
+    """The sampled answers contain whitespace wherever the grammar allows it."""
     variables = {"chat_template_kwargs": {"thinking": True}}
     for fields in ({"response_format": FORM}, {"tools": TOOLS, "tool_choice": NAMED}):
         if "tools" in fields and name not in WITH_TOOLS:
@@ -207,7 +208,8 @@ def test_whitespace_is_bounded(name: str):
 @pytest.mark.parametrize("form", [r"\n?a", r"\s{0,2}b", r"[^x]{3}"])
 @pytest.mark.parametrize("name", THINKING)
 def test_behind_reasoning_a_form_keeps_its_first_characters(name: str, form: str):
-    """Line breaks behind the mark belong to the mark, so the form does not begin with one."""
+    """Line breaks after the reasoning marker belong to the marker, so the answer does not begin
+    with one."""
     for seed in range(8):
         body = request(
             structured_outputs={"regex": form},
@@ -274,7 +276,7 @@ def test_budgets_that_are_refused(budget: int):
 
 @pytest.mark.parametrize("name", ["qwen3", "llama2", "deepseek_v3"])
 def test_names_of_tokens_are_written_by_a_model(name: str):
-    """A whole engine, whose model has random weights."""
+    """Runs a whole engine whose model has random weights."""
     added = [str(token) for token in kind(name).tokenizer.added_tokens_decoder.values()]
     texts = ["".join(f"{text}," for text in added), "<think>a</think>"]
     forms = [StructuredOutputs(choice=[texts[0]]), StructuredOutputs(choice=texts)]

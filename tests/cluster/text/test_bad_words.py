@@ -1,4 +1,4 @@
-"""Bad words as token sequences, over tokenizers of every family."""
+"""Bad words as token sequences, for tokenizers of every family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Wrapped:
 
 
 class Slow:
-    """One without a backend of Rust."""
+    """A tokenizer without a Rust backend."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -35,7 +35,7 @@ class Slow:
 
 
 def by_definition(backend: Any, words: list[str]) -> list[list[int]]:
-    """vLLM's rule, word by word, and the form behind a line end."""
+    """The reference: vLLM's rule, word by word, and in addition the form after a newline."""
     found: list[list[int]] = []
     for word in words:
         forms = [
@@ -56,7 +56,7 @@ def by_definition(backend: Any, words: list[str]) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["llama2", "mistral_v3", "phi3", "gemma", "llama3", "qwen3"])
 @pytest.mark.parametrize("before", ["", " ", "a ", "\n", "a\n", "(", "x="])
 def test_a_word_is_found_wherever_it_stands(name: str, before: str) -> None:
-    """With tokenizers that put a space before a text, and with others."""
+    """This holds for tokenizers with and without a prefix space."""
     tokenizer = kind(name).tokenizer
     for word in ("the", "Paris"):
         sequences = bad_words_token_ids(tokenizer, [word])
@@ -72,8 +72,8 @@ def test_the_rule(family: str, wrap: Any) -> None:
 
 
 def test_a_word_is_found_at_the_beginning_and_behind_a_space() -> None:
-    """For words with as many tokens in both places: the tokens of any text with the word contain
-    one of the sequences."""
+    """For words with the same number of tokens in both positions, the tokens of any text with the
+    word contain one of the sequences."""
     backend = FAMILIES["byte_level"]()
     for word in ("the", "dog", "isn't"):
         banned = bad_words_token_ids(Wrapped(backend), [word])
@@ -106,7 +106,8 @@ def test_two_forms_where_the_space_belongs_to_the_token() -> None:
     ],
 )
 def test_the_second_form_counts_if_it_is_as_long(spaced: list[int], counts: bool) -> None:
-    """It must be as long as the first form [1, 2], and begin with another token."""
+    """The second form counts if it is as long as the first form [1, 2] and begins with another
+    token."""
     forms = {"x": [1, 2], " x": spaced, "\n": [9], "\nx": [9, 1, 2]}
 
     class Table:
@@ -145,7 +146,7 @@ def test_more_tokens_than_an_engine_takes_are_refused() -> None:
 
 
 def test_tokens_that_the_model_cannot_sample_need_no_ban() -> None:
-    """A tokenizer may know more tokens than its model."""
+    """A tokenizer may have more tokens than its model."""
     backend = FAMILIES["byte_level"]()
     every = bad_words_token_ids(Wrapped(backend), WORDS)
     largest = max(map(max, every))

@@ -1,4 +1,4 @@
-"""Conversations as the chat template writes them: transformers is the oracle."""
+"""Conversations as the chat template renders them, with transformers as the oracle."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_tools_and_calls_reach_the_template_as_transformers_has_them() -> None:
 
 
 def test_calls_that_the_demo_template_writes_are_parsed() -> None:
-    """A call in the history has the form that an answer's call is read from."""
+    """Calls in the history and calls in an answer have the same form."""
     template = nano()
     body = chat(messages=CALLED[:2])
     text = template.render(body.messages, TemplateOptions(add_generation_prompt=False))

@@ -27,7 +27,7 @@ def test_children_differ_in_their_seeds_alone(n, more, seed, logprobs) -> None:
         n=n, best_of=None if more is None else n + more, seed=seed, logprobs=logprobs, stop=["x"]
     )
     found = child_sampling_params(params)
-    if n == 1 and more is None:  # one answer needs no distinct seeds: the engine accepts any
+    if n == 1 and more is None:  # one answer needs no distinct seed
         assert found == [params]
         return
     assert len(found) == n + (more or 0)

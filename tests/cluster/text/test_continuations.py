@@ -1,6 +1,6 @@
-"""The text of an answer, as clients get it: it continues the prompt, or begins a text of its own.
+"""The text of an answer as clients receive it: it continues the prompt, or begins a new text.
 
-Over tokenizers that put a space in front of every text, and over others.
+Tested with tokenizers that add a space before every text, and with others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 NAMES = ["llama2", "mistral_v3", "phi3", "gemma", "llama3", "qwen3"]
 PREPENDING = ["llama2", "mistral_v3", "phi3"]
-"""Kinds whose tokenizer adds a space in front of every text."""
+"""Kinds whose tokenizer adds a space before every text."""
 CASES = [
     ("The sky", " is blue"),
     ("The ", "sky"),
@@ -36,7 +36,7 @@ URL = "/v1/completions"
 
 
 class ScriptedServer:
-    """One server, whose answers are scripted."""
+    """A server with scripted answers."""
 
     def __init__(self, cluster: FakeCluster, engine: Any, name: str) -> None:
         self.cluster = cluster
@@ -49,14 +49,14 @@ class ScriptedServer:
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
     def behind(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-        """The tokens of a text, cut where the answer begins."""
+        """Returns the tokens of prompt and answer, split where the answer begins."""
         head, whole = self.ids(prompt), self.ids(prompt + answer)
-        if whole[: len(head)] != head:  # the text has other tokens where it is cut
+        if whole[: len(head)] != head:  # the split changes the tokens
             return head, self._spelled(answer)
         return head, whole[len(head) :]
 
     def _spelled(self, text: str) -> list[int]:
-        """Tokens that spell a text behind others."""
+        """Returns tokens that spell a text when they follow other tokens."""
         for anchor in "|\n=x":
             head = self.ids(anchor, special=False)
             whole = self.ids(anchor + text, special=False)
@@ -65,7 +65,7 @@ class ScriptedServer:
         raise AssertionError(f"no tokens end in {text!r} alone")
 
     async def post(self, url: str, script: list[int], **fields: Any) -> dict[str, Any]:
-        """A whole answer, whose tokens are `script`."""
+        """Returns a whole answer whose tokens are `script`."""
         self._engine.say(script)
         body = {"model": "fake", "max_tokens": len(script), **fields}
         answer = await self.cluster.client.post(url, json=body)
@@ -73,7 +73,7 @@ class ScriptedServer:
         return answer.json()
 
     async def stream(self, script: list[int], **fields: Any) -> list[dict[str, Any]]:
-        """The choices of a stream's events."""
+        """Returns the choices of a stream's events."""
         self._engine.say(script)
         body = {"model": "fake", "max_tokens": len(script), "stream": True}
         url = "/v1/chat/completions" if "messages" in fields else URL
@@ -130,8 +130,8 @@ def test_an_echo_is_the_prompt_as_it_was_sent(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("echo", [False, True])
 def test_offsets_point_at_the_tokens(name: str, echo: bool) -> None:
-    """A token that is a part of a character is where that character is; a special token that
-    is skipped has a place and no text."""
+    """A token that is a part of a character has the offset of that character. A skipped special
+    token has an offset but no text."""
 
     def check(server: ScriptedServer, text: str, reported: dict[str, Any], ids: list[int]) -> None:
         assert len(reported["tokens"]) == len(reported["text_offset"]) == len(ids)
@@ -244,7 +244,7 @@ def test_a_stop_string_may_begin_with_the_first_space(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_form_reaches_the_client_to_the_letter(name: str) -> None:
-    """Behind a chat's template and behind a completion's prompt, whole and streamed."""
+    """This holds after a chat template and after a completion's prompt, whole and streamed."""
 
     async def run() -> None:
         async with running_server(name) as server:
@@ -274,7 +274,7 @@ def test_a_form_reaches_the_client_to_the_letter(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama2", "llama3"])
 @pytest.mark.parametrize("cut", [1, 3, 4, 5])
 def test_a_continuation_continues_after_a_migration(name: str, cut: int) -> None:
-    """Also where prompt and answer, or the two engines, share a character."""
+    """A character may be split between prompt and answer, or between the two engines."""
 
     async def run() -> None:
         async with running_server(name) as server:

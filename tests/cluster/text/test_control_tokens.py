@@ -1,5 +1,5 @@
-"""A control token that a client writes into a message is text; the template's own are control
-tokens, and other texts have the ids that transformers gives them."""
+"""A control token that a client writes into a message is plain text. The template's own control
+tokens stay control tokens, and other texts have the ids that transformers gives them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def processor(name: str, mode: str = "text") -> PromptProcessor:
 
 @cache
 def control_ids(name: str) -> dict[str, int]:
-    """The added tokens, without those that users write."""
+    """Returns the added tokens, except those that users may write."""
     tokenizer = kind(name).tokenizer
     return {
         token.content: id
@@ -66,7 +66,7 @@ def control_ids(name: str) -> dict[str, int]:
 
 
 def messages_of(*contents: str) -> list[dict[str, str]]:
-    """A conversation that every kind's template takes."""
+    """Returns a conversation that every kind's template accepts."""
     roles = ("user", "assistant") * len(contents)
     return [
         {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
@@ -109,7 +109,7 @@ def test_texts_without_control_tokens_have_the_ids_of_transformers(
 @settings(max_examples=15)
 @given(st.data())
 def test_control_tokens_in_texts_are_text(name: str, data: st.DataObject) -> None:
-    """The template's own are as many as without them, and the text is the same."""
+    """The ids contain only the template's own control tokens, and the text is unchanged."""
     tokens = [*control_ids(name)]
     before, behind, last = (data.draw(texts) for _ in range(3))
     token = data.draw(st.sampled_from(tokens))
@@ -119,7 +119,7 @@ def test_control_tokens_in_texts_are_text(name: str, data: st.DataObject) -> Non
     assert count_control(name, ids) == count_control(name, own)
     tokenizer = kind(name).tokenizer
     written = tokenizer.decode(by_transformers(name, messages_of(*contents)))
-    # Some tokenizers write a space behind each control token.
+    # Some tokenizers write a space after each control token.
     assert tokenizer.decode(ids).replace(" ", "") == written.replace(" ", "")
 
 
@@ -138,7 +138,7 @@ def test_every_control_token_is_neutralized_in_every_place(name: str) -> None:
 @settings(max_examples=10)
 @given(st.data())
 def test_a_control_token_merges_with_the_text_beside_it(name: str, data: st.DataObject) -> None:
-    """The ids are those of a tokenizer that does not have this control token."""
+    """The ids equal those of a tokenizer that lacks this control token."""
     one = kind(name)
     question = [{"role": "user", "content": "x"}]
     rendered = one.tokenizer.apply_chat_template(
@@ -153,7 +153,7 @@ def test_a_control_token_merges_with_the_text_beside_it(name: str, data: st.Data
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
     spec = json.loads(one.tokenizer.backend_tokenizer.to_str())
-    # Its text stays in a vocabulary, under its id, where no merge leads to it.
+    # The token's text stays in the vocabulary, under its id, but no merge leads to it.
     spec["added_tokens"] = [one for one in spec["added_tokens"] if one["content"] != token]
     expected = Tokenizer.from_str(json.dumps(spec)).encode(written, add_special_tokens=False)
     got = one.tokenizer.convert_ids_to_tokens(ids_of(name, [{"role": "user", "content": content}]))
@@ -244,7 +244,7 @@ def test_tools_calls_and_documents_are_texts_too() -> None:
 def test_a_control_token_is_text_for_every_family_of_tokenizers(
     family: str, normalized: bool
 ) -> None:
-    """Also for models that have its text as a word, and where a normalizer changes it."""
+    """This includes models that have the token's text as a word, and normalizers that change it."""
     backend = Tokenizer.from_str(FAMILIES[family]().to_str())
     tokens = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     backend.add_special_tokens(
@@ -264,7 +264,7 @@ def test_a_control_token_is_text_for_every_family_of_tokenizers(
 
 
 def test_a_tokenizer_without_a_backend_cuts_control_tokens() -> None:
-    """No token of another form is known of it."""
+    """Only the exact spelling of each control token is known for such a tokenizer."""
 
     class Slow:
         added_tokens_decoder = {7: AddedToken("<s>", special=True)}

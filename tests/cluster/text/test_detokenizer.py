@@ -1,4 +1,4 @@
-"""The text of all pieces is the tokenizer's own decoding of all ids."""
+"""The joined pieces equal the tokenizer's own decoding of all ids."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def incremental(shared: Detokenizer, ids: list[int], skip: bool) -> str:
 
 
 def ids_of(name: str) -> st.SearchStrategy[list[int]]:
-    """Ids of the whole vocabulary and a little beyond it, with more than their share of byte
-    tokens and special ones."""
+    """Draws ids from the whole vocabulary and a few beyond it, with extra byte tokens and special
+    tokens."""
     tokenizer = TOKENIZERS[name]
     vocab = tokenizer.get_vocab()
     rare = [i for token, i in vocab.items() if token.startswith("<0x") or len(token) == 1]
@@ -65,8 +65,8 @@ def is_special(name: str, token_id: int) -> bool:
 @pytest.mark.parametrize("name", sorted(LAWFUL))
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_prompt_and_its_continuation_are_the_decoding_of_both(name: str, skip: bool) -> None:
-    """Except where bytes of the answer make bytes of the prompt invalid: the text of the prompt is
-    shown already."""
+    """One exception: bytes of the answer may make bytes of the prompt invalid after the prompt's
+    text was shown."""
 
     @settings(max_examples=60, deadline=None)
     @given(ids_of(name), ids_of(name))
@@ -90,7 +90,7 @@ def test_a_prompt_and_its_continuation_are_the_decoding_of_both(name: str, skip:
 @pytest.mark.parametrize("name", sorted(SHARED))
 @pytest.mark.parametrize("line", sorted(set(made.CORPUS)))
 def test_a_text_may_be_cut_behind_every_token(name: str, line: str) -> None:
-    """Also within a character, and far behind the beginning."""
+    """The split may be within a character, or far into the text."""
     tokenizer, shared = TOKENIZERS[name], SHARED[name]
     for copies, step in ((1, 1), (9, 23)):
         ids = tokenizer.encode(" ".join([line] * copies)).ids
@@ -233,7 +233,7 @@ def test_a_machine_that_disagrees_is_not_taken(monkeypatch: pytest.MonkeyPatch) 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 430), max_size=40))
 def test_a_window_is_exact_where_its_text_was_final(ids: list[int]) -> None:
-    """Even for bytes that are no UTF-8, whose window can be wrong in the middle."""
+    """This holds even for invalid UTF-8, for which a window may be wrong in the middle."""
     tokenizer = made.byte_level()
     text, shown = (
         WindowDetokenizer(lambda part: tokenizer.decode(part, skip_special_tokens=True)),

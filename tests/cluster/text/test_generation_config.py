@@ -1,5 +1,5 @@
-"""The defaults of a model's generation_config.json hold for every API, and only where a request
-does not say otherwise."""
+"""The defaults in a model's generation_config.json apply to every API, unless the request sets a
+value."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 def engine_requests(
     folder: Path, requests: list[tuple[str, dict[str, Any]]], **settings: object
 ) -> list[Any]:
-    """The request that the engine gets for each payload, and the answer."""
+    """Returns, for each payload, the request that the engine receives and the answer."""
 
     async def run() -> list[Any]:
         async with FakeCluster(folder, **settings).serving() as cluster:
@@ -72,7 +72,7 @@ def filters(request: Any) -> dict[str, float]:
 def test_fields_that_a_request_omits_have_the_models_defaults(folder):
     got = engine_requests(folder, list(REQUESTS.items()))
     assert [filters(request) for request, _ in got] == [DEFAULTS] * 4
-    # Chat and responses have no limit of their own; completions and messages have.
+    # Chat and responses lack a default limit of their own. Completions and messages have one.
     assert [request.max_tokens for request, _ in got] == [16, 9, 9, 5]
     received = got[2][1]
     assert (received["temperature"], received["top_p"]) == (0.25, 0.5)

@@ -1,5 +1,5 @@
-"""Answers of gpt-oss under the grammar of a request: each message is in its channel, whatever the
-request contains."""
+"""Answers of gpt-oss under a request's grammar: each message is in its channel, for any content of
+the request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARKS = {
 
 
 def walks(seeds: int = 6, **fields: Any) -> list[tuple[str, GrammarSample]]:
-    """Random walks that end, as most seeds do: two of three prefer the tokens that end a
+    """Returns random walks that end, as most seeds do: two of three prefer the tokens that end a
     message."""
     body, found = request(thinking_token_budget=8, **fields), []
     for seed in range(seeds):
@@ -118,7 +118,7 @@ def test_a_form_or_a_call() -> None:
 @pytest.mark.parametrize("fields", [{}, {"response_format": FORM}, {"tools": STRICT}])
 @pytest.mark.parametrize("budget", [0, 1, 5])
 def test_a_budget_is_that_of_all_reasoning(budget: int, fields: dict[str, Any]) -> None:
-    """After the message of reasoning there is no other one."""
+    """There is only one reasoning message."""
     encode = kind(NAME).tokenizer.encode
     opening = encode("<|channel|>analysis<|message|>", add_special_tokens=False)
     (end,) = encode("<|end|>", add_special_tokens=False)
@@ -161,7 +161,7 @@ def test_without_tools_there_are_no_calls(fields: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_model_writes_them() -> None:
-    """A whole engine, whose model has random weights."""
+    """Runs a whole engine whose model has random weights."""
     base = {
         "model": "gpt",
         "messages": [{"role": "user", "content": "How is it?"}],

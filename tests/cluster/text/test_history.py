@@ -1,5 +1,5 @@
-"""History is tolerant: objects of SDKs are accepted when they are sent back, with all their fields;
-what cannot be served is still refused by name."""
+"""Histories are read tolerantly: SDK objects are accepted when they are sent back with all their
+fields. Anything that cannot be served is still refused by name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def refusal(*messages: Any, **fields: Any) -> BadRequest:
 
 
 def parsed_message() -> dict[str, Any]:
-    """A message from `client.chat.completions.parse`, dumped whole."""
+    """A message from `client.chat.completions.parse`, fully dumped."""
     function = {"name": "f", "arguments": '{"a": 1}', "parsed_arguments": Answer(a=1)}
     call = ParsedFunctionToolCall.model_validate({**CALL, "function": function})
     message = ParsedChatCompletionMessage[Answer](
@@ -112,7 +112,7 @@ def test_unknown_fields_are_ignored_in_parts_calls_and_tools() -> None:
 
 
 def test_a_schema_keeps_properties_that_have_such_names() -> None:
-    """They are names of properties, not fields of ours."""
+    """These are names of properties in a schema, not fields of the API."""
     schema = {"type": "object", "properties": {"parsed": {"type": "string"}, "id": {}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "returns": {}}}
     request, _ = chat(tools=[tool])
@@ -180,7 +180,7 @@ def test_tokenize_reads_the_same_history() -> None:
 
 
 def parsed_items() -> list[dict[str, Any]]:
-    """Items from `client.responses.parse`, dumped whole."""
+    """Items from `client.responses.parse`, fully dumped."""
     text = ParsedResponseOutputText[Answer](
         type="output_text", text='{"a": 1}', annotations=[], parsed=Answer(a=1)
     )
@@ -252,7 +252,7 @@ def template(text: str | None = None) -> ChatTemplate:
 
 
 def shown(message: dict[str, Any]) -> dict[str, Any]:
-    """The last message, as the template gets it."""
+    """Returns the last message as the template receives it."""
     request, _ = chat(message)
     return template()._message_dicts(request.messages, TemplateOptions())[-1]
 

@@ -1,4 +1,4 @@
-"""Histories that other programs sent, as the chat templates of each kind of model write them."""
+"""Histories from other programs, as the chat templates of each kind of model render them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def written(name: str, *messages: Any) -> str:
 
 
 def called(arguments: str) -> list[dict[str, Any]]:
-    # Nine letters and digits: what the strictest templates take as an id.
+    # Nine letters and digits: the strictest templates accept only such an id.
     function = {"name": "look", "arguments": arguments}
     call = {"id": "call12345", "type": "function", "function": function}
     return [
@@ -58,7 +58,7 @@ def test_the_older_form_of_a_call_is_written_as_the_newer(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_role_of_ones_own_is_written_or_refused(name: str) -> None:
-    """It is never dropped silently."""
+    """A message with a custom role is never silently dropped."""
     refused = None
     text = ""
     try:
@@ -86,7 +86,7 @@ def test_special_tokens_are_added_and_prompts_are_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLING)
 def test_calls_made_at_once_are_written_with_their_results(name: str) -> None:
-    """Also by a template that takes one call in a message: each gets a message of its own."""
+    """If a template accepts only one call per message, each call gets its own message."""
     calls, results = [], []
     for id, kind_of in (("call12345", "first"), ("call12346", "second")):
         function = {"name": "look", "arguments": json.dumps({"at": kind_of})}

@@ -1,7 +1,7 @@
-"""Work over what clients send grows with its length, not with its square.
+"""The work for client input grows linearly with its length, not quadratically.
 
-Each function reads hostile texts of one size and of eight times that: with linear work the second
-takes 8 times the processor time of the first, with quadratic 64 times.
+Each function reads hostile texts of one size and of eight times that size. With linear work the
+second takes 8 times the CPU time of the first, with quadratic work 64 times.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GROWTH = 8
 LIMIT = 30
 PROMPTS = PromptProcessor(chat_tokenizer(), 10**6, 500, "m")
 FLOOR_S = 0.0005
-"""Less is noise."""
+"""Times below this are noise, in seconds."""
 
 PATTERNS = (
     *(
@@ -157,8 +157,9 @@ def cost_s(read: Callable[[Any], object], value: Any) -> float:
 
 
 def growth(read: Callable[[Any], object], make: Callable[[int], Any]) -> float:
-    """The least cost of the large over the least of the small. Two rounds, and up to twenty where
-    the processor has changed its speed between them: quadratic work stays above the limit."""
+    """Returns the minimum cost of the large input divided by that of the small one. Takes at least
+    two rounds, and up to twenty while the ratio is too high, because the CPU may change its speed
+    between them. Quadratic work stays above the limit."""
     small, large = make(SMALL), make(SMALL * GROWTH)
     small_s = large_s = math.inf
     for tried in range(20):
@@ -171,7 +172,7 @@ def growth(read: Callable[[Any], object], make: Callable[[int], Any]) -> float:
 
 @pytest.mark.parametrize("name", READERS)
 def test_texts_are_read_in_linear_time(name: str) -> None:
-    """Each alone, and behind the beginning of a string."""
+    """Each pattern is read by itself and after an opening quote."""
     for pattern in PATTERNS:
         for begin in ("", '"'):
 

@@ -1,4 +1,4 @@
-"""Numbers under a schema: what a grammar takes is what `jsonschema` takes, digit by digit."""
+"""Numbers under a schema: a grammar accepts exactly what `jsonschema` accepts, digit by digit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def accepts(lark: str, text: str) -> bool:
 
 
 def walk(lark: str, seed: int) -> str:
-    """A text of the grammar, each byte drawn among those that it allows."""
+    """Draws a text of the grammar, byte by byte among the allowed ones."""
     matcher = LLMatcher(BYTES, lark, log_level=0)
     rng, text = random.Random(seed), bytearray()
     while True:
@@ -55,7 +55,8 @@ def walk(lark: str, seed: int) -> str:
 
 
 def fits(schema: Schema, text: str) -> bool:
-    """Whether the value is one of the schema, computed exactly: floats are decimal numbers."""
+    """Returns whether the value satisfies the schema. The check is exact because floats are parsed
+    as decimals."""
     value = json.loads(text, parse_float=Decimal)
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     checker = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many(
@@ -112,7 +113,7 @@ def numeric_schemas(draw: st.DrawFn) -> Schema:
 
 
 def near(schema: Schema) -> list[str]:
-    """Texts of numbers at the bounds and beside them."""
+    """Returns texts of numbers at the bounds and next to them."""
     found = {"0", "-0", "0.0", "-0.0", "1", "-1", "0.5", "10"}
     for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         if keyword in schema:
@@ -146,8 +147,8 @@ def test_numbers_are_those_of_the_schema(schema: Schema, seed: int) -> None:
     for text in near(schema):
         taken = accepts(lark, text)
         assert not taken or fits(schema, text), (schema, text)
-        # One way to write a number is enough: 1 for an integer or for the only number of a range,
-        # and no -0 beside a bound.
+        # The grammar needs to allow only one way to write a number: 1 for an integer or for the
+        # only number of a range, and no -0 next to a bound.
         only = "minimum" in schema and schema["minimum"] == schema.get("maximum")
         whole = "." not in text or (schema["type"] == "number" and not only)
         digits = text.lstrip("-").partition(".")
@@ -199,7 +200,7 @@ def test_constants_are_written_in_all_their_digits(
     ],
 )
 def test_a_number_has_an_end(schema: Schema) -> None:
-    """A model that repeats a digit would write it until its answer is cut off."""
+    """Otherwise a model that repeats a digit would write it until its answer is cut off."""
     lark = grammar({"type": "array", "items": schema, "minItems": 1, "maxItems": 1})
     most = MAX_INT_DIGITS + MAX_FRACTION_DIGITS + MAX_EXPONENT_DIGITS + 10
     for beginning in ("[1", "[-1", "[0.1", "[0.3", "[1e1", "[7"):

@@ -1,4 +1,4 @@
-"""What a request that pools becomes: activations, prompts, pairs."""
+"""Pooling requests become activations, prompts and pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts become the ids that transformers gives, or a refusal before any work."""
+"""Prompts become the ids that transformers gives, or are refused before any work."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_a_text_of_ten_megabytes_is_refused_untouched(monkeypatch: pytest.Monkey
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(made.EXACT)), st.text(min_size=1, max_size=60))
 def test_the_limit_in_bytes_refuses_nothing_that_fits(name: str, text: str) -> None:
-    """For tokenizers that keep every character: WordPiece and words drop or merge unknown ones."""
+    """Tested with tokenizers that keep every character. WordPiece and word-level tokenizers drop or
+    merge unknown ones."""
     if name in ("wordpiece", "words", "metaspace"):
         return
     from transformers import PreTrainedTokenizerFast

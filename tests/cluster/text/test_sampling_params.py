@@ -1,4 +1,5 @@
-"""Which sampling parameters are allowed, what is refused and how, and what an engine receives."""
+"""Sampling parameters: allowed values, refusals and their messages, and the values that an engine
+receives."""
 
 from __future__ import annotations
 

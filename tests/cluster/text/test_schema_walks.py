@@ -1,7 +1,7 @@
-"""Any schema that is accepted can be followed to an end, and what is written then fits it.
+"""Every accepted schema can be followed to an end, and the resulting text fits the schema.
 
-Schemas are drawn at random; a text is drawn byte by byte among those that the grammar allows, and
-`jsonschema` judges it. A place from which nothing continues fails the draw itself.
+Schemas are drawn at random. A text is drawn byte by byte among those that the grammar allows, and
+validated with `jsonschema`. A state without any allowed byte fails the draw itself.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ _SCHEMAS = st.recursive(_LEAVES, _combined, max_leaves=5)
 
 
 def walk(lark: str, seed: int) -> str:
-    """A text of the grammar. Brackets and quotes are closed early, and a long text is ended as soon
-    as it can be."""
+    """Draws a text of the grammar. Closes brackets and quotes early, and ends a long text as soon
+    as possible."""
     matcher = LLMatcher(BYTES, lark, log_level=0)
     rng, text = random.Random(seed), bytearray()
     while True:
@@ -112,7 +112,7 @@ def walk(lark: str, seed: int) -> str:
         closers = [token for token in tokens if token in CLOSERS]
         if is_long:
             tokens = [token for token in tokens if token not in OPENERS] or tokens
-            # Some patterns end with b; in a string a bracket closes nothing.
+            # Some patterns end with b. Inside a string, a bracket closes nothing.
             ends = [token for token in b'"b' if token in tokens]
             tokens, closers = (ends[:1], []) if ends else (tokens, closers)
         token = rng.choice(closers if closers and (is_long or rng.random() < 0.5) else tokens)
@@ -222,7 +222,7 @@ def test_long_lists_that_mean_little_work_are_held() -> None:
 
 
 def compiled(schema: Any) -> str:
-    """Its grammar; empty: it is refused."""
+    """Returns the grammar of a schema, or an empty text if the schema is refused."""
     try:
         return compile_grammar(StructuredOutputs(json=schema)).lark
     except BadRequest:
@@ -234,6 +234,6 @@ def fits(schema: Any, value: Any) -> bool:
         jsonschema.Draft202012Validator(schema).validate(value)
     except jsonschema.ValidationError:
         return False
-    except RecursionError:  # the schema refers to itself at once, which says nothing
+    except RecursionError:  # a schema that refers directly to itself decides nothing
         return True
     return True

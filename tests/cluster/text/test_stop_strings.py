@@ -1,4 +1,4 @@
-"""Stop strings against a plain search in the whole text."""
+"""Stop strings, compared with a plain search in the whole text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOPS = st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=4)
 def oracle(
     pieces: list[str], stops: list[str], include: bool, min_tokens: int
 ) -> tuple[str, str | None, int]:
-    """Read character by character; (text, stop, tokens read)."""
+    """Reads character by character. Returns (text, stop, tokens read)."""
     text = ""
     for count, piece in enumerate(pieces, 1):
         for char in piece:
@@ -62,7 +62,7 @@ def test_exactly_what_may_become_a_stop_is_held(pieces: list[str], stops: list[s
             size
             for stop in stops
             for size in range(len(stop))
-            if text.endswith(stop[:size])  # the empty beginning always is
+            if text.endswith(stop[:size])  # the empty prefix always matches
         )
         assert shown == text[: len(text) - longest]
 
@@ -104,7 +104,7 @@ def test_without_stops_text_passes() -> None:
 
 
 def test_equal_requests_share_what_their_stops_need() -> None:
-    """A request with many long stops has thousands of nodes, of some 280 bytes each."""
+    """A request with many long stop strings needs thousands of nodes of about 280 bytes each."""
     stops = [chr(97 + index) * 250 for index in range(16)]
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""Structured outputs: each format becomes a grammar of exactly that format, or a refusal."""
+"""Structured outputs: each format becomes a grammar of exactly that format, or is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NANO = str(Path(__file__).parents[3] / "configs/models/nano")
 
 
 def accepts(source: str, text: str) -> bool:
-    """Whether the library accepts a text, with tokens of one byte."""
+    """Returns whether llguidance accepts a text, with one token per byte."""
     matcher = LLMatcher(load_vocabulary(NANO), source, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     tokens = list(text.encode())
@@ -293,7 +293,7 @@ PEOPLE = [
 
 
 def run(**overrides) -> list[list[int]]:
-    """Sample at temperature 1.5, each kind of format beside rows without one."""
+    """Samples at temperature 1.5, each kind of format next to rows without one."""
     forms = [
         StructuredOutputs(json=SCHEMA),
         None,

@@ -1,4 +1,4 @@
-"""Formats that cannot be enforced are refused with the reason; a hostile grammar ends only its own
+"""Formats that cannot be enforced are refused with the reason. A hostile grammar fails only its own
 check."""
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def _chain(length: int) -> dict[str, object]:
 
 
 HOSTILE = {
-    # Overflows the compiler's stack, which ends its process.
+    # Overflows the compiler's stack, which kills its process.
     "rules": "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(9000)) + 'r9000: "b"',
     "references": f"start: %json {json.dumps(_chain(3000))}",
-    # Minutes of work and gigabytes, in a kilobyte.
+    # Takes minutes of work and gigabytes of memory, from one kilobyte of text.
     "patterns": "start: %json "
     + json.dumps(
         {"allOf": [{"type": "string", "pattern": f"(a|b)*c{{{i}}}d*"} for i in range(40)]}
@@ -110,7 +110,7 @@ def test_a_hostile_grammar_ends_its_check_and_nothing_else(name):
     checker = GrammarChecker(GRAMMAR_LIMITS)
     try:
         assert checker.check('start: "a"') == ""
-        reasons = ("it takes more than", "it needs more")  # on a slow core the time may end first
+        reasons = ("it takes more than", "it needs more")  # on a slow core time may run out first
         assert checker.check(HOSTILE[name]).startswith(reasons[: 1 if name == "patterns" else 2])
         assert checker.check('start: "a"') == ""
         assert checker.check("start: b") != ""
@@ -119,7 +119,8 @@ def test_a_hostile_grammar_ends_its_check_and_nothing_else(name):
 
 
 def test_an_answer_that_was_interrupted_is_not_taken_for_the_next_one():
-    """Ctrl-C in a notebook, while the check runs; its signal may be ignored where tests run."""
+    """Ctrl-C in a notebook during the check. SIGUSR1 stands in for SIGINT, which may be ignored
+    where tests run."""
 
     def interrupt(_number, _frame):
         raise KeyboardInterrupt
@@ -152,7 +153,7 @@ def test_an_answer_that_was_interrupted_is_not_taken_for_the_next_one():
 
 
 def unread_bytes(pipe: IO[bytes]) -> int:
-    """How much was written to a pipe and not read yet."""
+    """Returns the number of bytes that were written to a pipe and not yet read."""
     (count,) = array.array("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
     return count
 

@@ -1,4 +1,4 @@
-"""Requests of many answers: how many are allowed, and that all of them begin or none."""
+"""Requests with many answers: how many are allowed. Either all of them begin or none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_up_to_the_limit_they_pass(prompts: int, params: SamplingParams) -> None
 
 
 def test_ids_do_not_collide() -> None:
-    """With 32 bits two of 131 072 were equal in 9 of 10 requests."""
+    """With 32-bit ids, 9 of 10 requests with 131 072 answers would have two equal ids."""
     ids = {internal_request_id("x") for _ in range(200_000)}
     assert len(ids) == 200_000
     assert all(len(id.rpartition("-")[2]) == 16 for id in ids)
@@ -143,7 +143,7 @@ def test_a_client_that_leaves_while_its_answers_begin_takes_them_along(folder: P
 def test_a_client_that_leaves_or_is_late_does_not_queue_for_its_grammar(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A grammar may take half a second to check, and one process checks them all."""
+    """A grammar check may take half a second, and one process does all checks."""
     compiled: list[object] = []
     monkeypatch.setattr(input_processor, "compile_grammar", lambda *args: compiled.append(args))
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of every decoder family, made in memory, and a chat tokenizer around one."""
+"""Small tokenizers of every decoder family, made in memory, and a chat tokenizer that uses one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 @cache
 def byte_level(vocab_size: int = 420) -> Tokenizer:
-    """As gpt2, llama 3, qwen: BPE over bytes, so ids may split characters anywhere."""
+    """Like gpt2, llama 3 and qwen: byte-level BPE, so ids may split characters anywhere."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,7 +69,7 @@ def _fallback_bpe() -> Tokenizer:
 
 @cache
 def llama2() -> Tokenizer:
-    """Sentencepiece-like with byte fallback; the text loses one leading space."""
+    """Like SentencePiece with byte fallback. Decoding removes one leading space."""
     tokenizer = _fallback_bpe()
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -90,7 +90,7 @@ def llama2() -> Tokenizer:
 
 @cache
 def gemma() -> Tokenizer:
-    """Byte fallback without the strip."""
+    """Byte fallback without removal of the leading space."""
     tokenizer = _fallback_bpe()
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence(
@@ -101,7 +101,7 @@ def gemma() -> Tokenizer:
 
 @cache
 def metaspace() -> Tokenizer:
-    """As t5: the first token of a text loses its space."""
+    """Like t5: decoding removes the space of the first token."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -114,7 +114,7 @@ def metaspace() -> Tokenizer:
 
 @cache
 def wordpiece() -> Tokenizer:
-    """As bert: words are joined by spaces, and the decoder cleans up within a token."""
+    """Like bert: decoding joins words with spaces and cleans up within a token."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=True)
@@ -127,7 +127,7 @@ def wordpiece() -> Tokenizer:
 
 @cache
 def words() -> Tokenizer:
-    """No decoder at all: tokens are joined by spaces."""
+    """A tokenizer without a decoder: decoding joins tokens with spaces."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.WordLevelTrainer(special_tokens=["<unk>", *SPECIALS], show_progress=False)
@@ -137,7 +137,7 @@ def words() -> Tokenizer:
 
 @cache
 def suffix_bpe() -> Tokenizer:
-    """As clip: the end of a word is marked, and the last word loses its space."""
+    """Like clip: the end of a word is marked, and decoding removes the space of the last word."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -153,7 +153,7 @@ def suffix_bpe() -> Tokenizer:
 
 @cache
 def replaced_after_fusing() -> Tokenizer:
-    """A rule over the whole text, which no table of pieces can express."""
+    """Decoding applies a rule to the whole text, which no table of pieces can express."""
     tokenizer = _fallback_bpe()
     tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex("▁+"), " ")])
     return tokenizer

@@ -1,4 +1,5 @@
-"""Answers for every format: near-markers, broken calls, whole calls; and how to read them."""
+"""Sample answers for every format: near-markers, broken calls and whole calls, and functions to
+parse them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from swell.cluster.text.parsers.deltas import (
 )
 
 Names = tuple[str | None, str | None]
-"""Names of a tool format and of a reasoning format."""
+"""The names of a tool format and of a reasoning format."""
 
 _THOUGHTS = [name for name in REASONING if name != "harmony"]
 _BEHIND_THOUGHTS = ("hermes", "kimi_k2", "llama3", "pythonic", "qwen3_coder")
@@ -33,7 +34,7 @@ ALL: list[Names] = [
     *((name, "think") for name in _BEHIND_THOUGHTS),
     *[("mistral", "mistral"), ("gemma4", "gemma4"), ("harmony", "harmony")],
 ]
-"""Each format alone, and some of each way to begin a call with reasoning before it."""
+"""Each format by itself, and some tool formats of each style with reasoning before the call."""
 
 _DSML = "｜DSML｜"
 _DEEPSEEK = [
@@ -74,7 +75,7 @@ TAGS = {
     "gemma4": ["<|channel>thought\n", "<channel|>"],
     "harmony": MARKERS["harmony"],
 }
-"""The markers of reasoning formats."""
+"""Reasoning format -> its markers."""
 
 SHOWN = [
     Tool(
@@ -85,7 +86,7 @@ SHOWN = [
         },
     )
 ]
-"""The tools of the request. Other tools have no schema."""
+"""The tools of the request. There is no schema for other tools."""
 
 
 def elements(
@@ -228,7 +229,7 @@ def markers(names: Names) -> list[str]:
 
 
 def whole(names: Names) -> list[str]:
-    """Thoughts and calls, each complete."""
+    """Returns complete reasoning blocks and tool calls."""
     tools, reasoning = names
     return (THOUGHTS[reasoning] if reasoning else []) + (CALLS[tools] if tools else [])
 
@@ -246,19 +247,19 @@ def texts(names: Names, max_pieces: int = 8) -> st.SearchStrategy[str]:
 
 
 def parser(names: Names, shown: Sequence[Tool] | None = None) -> Parser:
-    """A parser whose call ids only count the calls."""
+    """Returns a parser whose call ids are consecutive numbers."""
     count = itertools.count()
     return make_parser(*names, lambda: f"id{next(count)}", SHOWN if shown is None else shown)
 
 
 def read(names: Names, pieces: list[str], shown: Sequence[Tool] | None = None) -> list[AnswerDelta]:
-    """The fewest parts of an answer that comes in `pieces`."""
+    """Parses an answer that arrives in `pieces` and merges adjacent parts."""
     one = parser(names, shown)
     return merge([part for piece in pieces for part in one.push(piece)] + one.flush())
 
 
 def symbols(parts: list[AnswerDelta]) -> list[tuple[object, ...]]:
-    """Parts, character by character."""
+    """Splits parts into single characters."""
     found: list[tuple[object, ...]] = []
     for part in parts:
         match part:

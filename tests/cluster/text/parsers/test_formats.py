@@ -49,7 +49,7 @@ def call(index: int, name: str, arguments: str, call_id: str | None = None) -> l
 EXACT: list[tuple[Names, str, list[AnswerDelta]]] = [
     (HERMES, "Just text.\n", [Content("Just text.\n")]),
     (
-        # Qwen 2.5, in parallel.
+        # Qwen 2.5 with parallel calls.
         HERMES,
         'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n'
         '</tool_call>\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>',
@@ -60,13 +60,13 @@ EXACT: list[tuple[Names, str, list[AnswerDelta]]] = [
         ],
     ),
     (
-        # Hermes 2 Pro writes the keys the other way round.
+        # Hermes 2 Pro writes the keys in the other order.
         HERMES,
         '<tool_call>\n{"arguments": {"symbol": "TSLA"}, "name": "price"}\n</tool_call>\n',
         call(0, "price", '{"symbol": "TSLA"}'),
     ),
     (
-        # Arguments as a string; a small model that forgets a brace or two.
+        # Arguments as a JSON string, and a small model that omits a brace or two.
         HERMES,
         '<tool_call>{"name": "f", "arguments": "{\\"q\\": \\"\\u00e9\\ud83d\\ude00\\"}"}'
         '</tool_call><tool_call>\n{"name": "g", "arguments": {"a": [1}\n</tool_call>'
@@ -79,7 +79,7 @@ EXACT: list[tuple[Names, str, list[AnswerDelta]]] = [
         ],
     ),
     (
-        # Malformed: no arguments that could be any, no name, broken off.
+        # Malformed: arguments that are not an object, no name, truncated.
         HERMES,
         ' <tool_call>\n{"name": "f", "arguments": 3}\n</tool_call>\n<tool_call>{"arguments": {}}'
         '</tool_call><tool_call>\n{"name": "f", "argum',
@@ -91,7 +91,7 @@ EXACT: list[tuple[Names, str, list[AnswerDelta]]] = [
         ],
     ),
     (
-        # Broken off inside the arguments: they stay.
+        # Truncated inside the arguments, which are kept.
         HERMES,
         '<tool_call>\n{"name": "f", "arguments": {"a": "b\\',
         call(0, "f", '{"a": "b\\'),
@@ -103,7 +103,7 @@ EXACT: list[tuple[Names, str, list[AnswerDelta]]] = [
     ),
     (HERMES, "a\n\n<tool_call>\n<", [Content("a\n\n<tool_call>\n<")]),
     (
-        # Qwen3 thinks first; markers in its thoughts are none.
+        # Qwen3 reasons first. Markers in its reasoning are plain text.
         ("hermes", "think"),
         "<think>\nI need <tool_call>.\n</think>\n\n"
         '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
@@ -142,13 +142,13 @@ EXACT: list[tuple[Names, str, list[AnswerDelta]]] = [
         [*call(0, "f", "{}"), Content("; then {")],
     ),
     (
-        # Mistral 7B v0.3, Nemo.
+        # Mistral 7B v0.3 and Nemo.
         MISTRAL,
         '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "]"}}, {"name": "g", "arguments": {}}]',
         [*call(0, "f", '{"a": "]"}'), *call(1, "g", "{}")],
     ),
     (
-        # Mistral Small 3.2, Ministral 3.
+        # Mistral Small 3.2 and Ministral 3.
         MISTRAL,
         'Sure.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]aB3dE6gH9[ARGS]{}',
         [Content("Sure."), *call(0, "f", '{"a": 1}'), *call(1, "g", "{}", "aB3dE6gH9")],
@@ -230,7 +230,7 @@ def deepseek(calls: list[str], between: str) -> str:
 
 
 def rendered(name: str, content: str, calls: list[tuple[str, str]]) -> str:
-    """An answer in this format, as the models' chat templates write it."""
+    """Returns an answer in this format as the models' chat templates write it."""
     if not calls:
         return content
     key = "parameters" if name == "llama3" else "arguments"
@@ -301,7 +301,7 @@ def test_call_ids_are_unique_and_of_their_formats_form(name: str) -> None:
     ids = {tool_format(name).random_id() for _ in range(100)}
     assert len(ids) == 100 and all(re.fullmatch(form, one) for one in ids)
     if name == "kimi_k2":
-        return  # the model gives the ids
+        return  # the model writes the ids
     parser = make_parser(name, None)
     parts = parser.push(CALLS[name][0]) + parser.flush()
     assert re.fullmatch(form, collect(parts).tool_calls[0].id)
@@ -367,7 +367,7 @@ def test_formats_are_guessed_from_templates(
 
 
 def test_space_before_a_form_is_read_once() -> None:
-    """It is held, but not scanned again with each piece that comes."""
+    """The space is held, but is not scanned again with each new piece."""
     parser = StructuredOrCallsParser(HermesParser())
     for _ in range(1000):
         assert parser.push(" ") == []

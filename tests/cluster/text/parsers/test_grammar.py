@@ -1,4 +1,4 @@
-"""The parser reads all text that a grammar allows as valid calls: random walks."""
+"""The parser reads every text that a grammar allows as valid calls, tested with random walks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ELEMENTS = Tool(
         "additionalProperties": {"type": "boolean"},
     },
 )
-"""Schemas that formats with element arguments can enforce."""
+"""Schemas that formats with XML-like arguments can enforce."""
 
 
 def tools(name: str) -> list[Tool]:
@@ -86,7 +86,7 @@ SPANNING += [
     "ue>",
 ]
 SPANNING += ["</｜DSML｜parameter>", "</｜DSML｜invoke>\n", "</invoke>\n", "list", "unit"]
-"""Tokens across the places where a grammar goes from literal text to JSON and back."""
+"""Tokens that span a boundary between literal text of the grammar and JSON."""
 
 _OPTIONS = [
     pytest.param(name, special, id=f"{name}-{'special' if special else 'text'}")
@@ -96,7 +96,8 @@ _OPTIONS = [
 
 
 class ByteTokenizer:
-    """What llguidance needs of a tokenizer: bytes, an end, special tokens, longer tokens."""
+    """The tokenizer interface that llguidance needs: bytes, an end token, special tokens, longer
+    tokens."""
 
     eos_token_id = EOS
     bos_token_id = None
@@ -126,7 +127,8 @@ def tokenizer(llg: Any) -> Any:
 
 
 def walk(matcher: Any, rng: random.Random, opening: str) -> str | None:
-    """A random sentence that begins with `opening`; None if it does not come to an end."""
+    """Returns a random sentence of the grammar that begins with `opening`, or None if it does not
+    end within 500 tokens."""
     ids = list(opening.encode())
     assert matcher.consume_tokens(ids), matcher.get_error()
     for step in range(500):
@@ -147,11 +149,11 @@ def walk(matcher: Any, rng: random.Random, opening: str) -> str | None:
 
 
 BEGUN = {"harmony": "Hm <|channel|>commentary to=fun"}
-"""Openings that lead an answer to a call."""
+"""Openings after which an answer must continue with a call."""
 
 
 def openings(name: str, required: bool, special: dict[str, int]) -> list[str]:
-    """Random text hardly ever begins a call: some sentences are led to one."""
+    """Returns openings. Some lead to a call, because random text almost never begins one."""
     if required:
         return [""]
     if special and name not in ("llama3", "pythonic", "deepseek_v32"):
@@ -197,7 +199,7 @@ def test_every_sentence_is_read_as_valid_calls(
         counts.add(len(message.tool_calls))
     assert min(counts) >= required
     assert max(counts) >= 1 and (max(counts) == 1 or parallel)
-    several = parallel and name != "harmony"  # whose answer ends behind a call
+    several = parallel and name != "harmony"  # harmony ends the answer after a call
     assert max(counts) > 1 or not (several and required)
 
 
@@ -231,7 +233,7 @@ def test_markers_are_special_tokens_where_the_tokenizer_has_them(name: str) -> N
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_an_empty_schema_allows_what_true_allows(name: str) -> None:
-    """Both are the schema of any value (JSON Schema 2020-12, 4.3.2)."""
+    """`{}` and `true` both allow any value (JSON Schema 2020-12, 4.3.2)."""
 
     def grammar_of(any_value: Any) -> str:
         schema = {"type": "object", "properties": {"a": any_value}}

@@ -1,4 +1,4 @@
-"""The reader of calls against `json`, which reads the whole text at once."""
+"""The incremental reader of calls, compared with `json`, which reads the whole text at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SPACE = st.text(" \t\r\n", max_size=2)
 
 
 def taken(value: TextReader, text: str) -> tuple[str, int]:
-    """The output of a value for single characters, and where it ended."""
+    """Feeds single characters to a value. Returns its output, and where it ended."""
     shown = ""
     for at, char in enumerate(text):
         if value.ended:
@@ -37,7 +37,7 @@ def taken(value: TextReader, text: str) -> tuple[str, int]:
 
 
 class RawValue(JsonCall):
-    """A value in the arguments of a call, or beside them."""
+    """A value inside the arguments of a call, or next to them."""
 
     fence = "<"
 
@@ -62,7 +62,7 @@ def test_a_string_is_decoded_as_json_does(value: str, ascii_only: bool) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0xD700, 0xE100), max_size=6))
 def test_surrogates_pair_up_or_are_replaced(units: list[int]) -> None:
-    """`json` pairs them as well, and leaves lone ones, which no UTF-8 can carry."""
+    """`json` joins surrogate pairs too, but keeps lone surrogates, which UTF-8 cannot encode."""
     text = '"' + "".join(f"\\u{unit:04x}" for unit in units) + '"'
     pairs = json.loads(text)
     assert taken(StringValue(), text)[0] == "".join(
@@ -73,7 +73,7 @@ def test_surrogates_pair_up_or_are_replaced(units: list[int]) -> None:
 @pytest.mark.parametrize(
     ("held", "arguments"),
     [
-        # The first five are vLLM's tests of its parser for Hermes.
+        # The first five are from vLLM's tests of its Hermes parser.
         ('{"param": "max_connections"}', '{"param": "max_connections"}'),
         ("hello", '"hello"'),
         ("{hello world}", '"{hello world}"'),
@@ -86,7 +86,8 @@ def test_surrogates_pair_up_or_are_replaced(units: list[int]) -> None:
     ],
 )
 def test_arguments_in_a_string_are_json_text(held: str, arguments: str) -> None:
-    """The object that the string holds; a string that holds none stays one."""
+    """If the string contains an object, its text is the arguments. Any other string stays a
+    string."""
     text = json.dumps(held)
     assert taken(StringArguments(), text + "}x") == (arguments, len(text))
     whole = StringArguments()
@@ -95,7 +96,7 @@ def test_arguments_in_a_string_are_json_text(held: str, arguments: str) -> None:
 
 
 def no_json(constant: str) -> None:
-    """Python reads NaN and Infinity."""
+    """Rejects NaN and Infinity, which Python's `json` accepts."""
     raise json.JSONDecodeError("no JSON", constant, 0)
 
 
@@ -140,7 +141,8 @@ def test_an_escape_that_json_does_not_know_is_text() -> None:
 
 @st.composite
 def objects(draw: st.DrawFn) -> tuple[str, dict[str, Any], str]:
-    """An object with its keys in any order, what it holds, and the text of its arguments."""
+    """Draws an object with its keys in any order. Returns its text, its fields, and the text of its
+    arguments."""
     fields = draw(st.dictionaries(st.text(max_size=4), _JSON, max_size=3))
     fields |= {"name": draw(st.text(min_size=1, max_size=5)), "arguments": {}}
     texts = {key: json.dumps(value) for key, value in fields.items()}

@@ -1,4 +1,5 @@
-"""Chat templates of each kind: what is guessed from them, and that what they write is read back."""
+"""Chat templates of each kind: the formats that are detected from them. What the templates write
+can be parsed."""
 
 from __future__ import annotations
 
@@ -42,14 +43,15 @@ def calls(names: list[str], arguments: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rendered(name: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    """Without tools, which some templates show in the last question only."""
+    """Renders without tools, which some templates show only with the last question."""
     variables = {"add_generation_prompt": False, **variables}
     text: str = kind(name).tokenizer.apply_chat_template(messages, tokenize=False, **variables)
     return text
 
 
 def turn(name: str, message: dict[str, Any]) -> tuple[str, str]:
-    """The prompt before an answer, and the answer as the template writes it as history."""
+    """Returns the prompt before an answer, and the answer as the template writes it in a
+    history."""
     prompt = rendered(name, [QUESTION], add_generation_prompt=True)
     whole = rendered(name, [QUESTION, message])
     common = next(
@@ -91,7 +93,7 @@ def test_a_call_in_the_history_is_read_back(name: str, arguments: dict[str, Any]
 
 
 _SINGLE = ("llama3", "gpt_oss")
-"""Their templates write one call a message."""
+"""Kinds whose templates write one call per message."""
 
 
 @pytest.mark.parametrize("name", [n for n in KINDS if kind(n).tools and n not in _SINGLE])
@@ -126,7 +128,7 @@ PROMPTS = [
 def test_reasoning_begins_as_the_template_and_its_variables_define(
     name: str, variables: dict[str, Any], answer: str, message: Message
 ) -> None:
-    """Even where the format says that reasoning is open, the prompt may have closed it."""
+    """Even if the format begins inside reasoning, the prompt may have closed it already."""
     prompt = rendered(name, [QUESTION], add_generation_prompt=True, **variables)
     parser = make_parser(None, kind(name).reasoning, prompt=prompt)
     assert collect([*parser.push(answer), *parser.flush()]) == message

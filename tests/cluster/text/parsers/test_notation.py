@@ -1,4 +1,5 @@
-"""Arguments in Python's and in Gemma's notation, against Python's own reader and against JSON."""
+"""Arguments in Python's and in Gemma's notation, compared with Python's own parser and with
+JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def read(notation: Notation, pieces: list[str]) -> tuple[str, NotationCall]:
 
 
 def noted(value: Any, mark: str) -> str:
-    """A value as Gemma's chat templates write it."""
+    """Writes a value as Gemma's chat templates do."""
     match value:
         case str():
             return f"{mark}{value}{mark}"

@@ -1,4 +1,5 @@
-"""Grammars of Python's and of Gemma's notation: texts that they allow, schemas that they refuse."""
+"""Grammars of Python's and of Gemma's notation: the texts that they allow and the schemas that they
+refuse."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def llg() -> Any:
 
 
 def allows(llg: Any, name: str, pieces: list[str], special: dict[str, int]) -> bool:
-    """Whether the grammar of forced calls allows the text; tokens in `special` are special
+    """Returns whether the grammar of forced calls allows the text. Pieces in `special` are special
     tokens."""
     builder = GrammarBuilder([Tool("f", parameters=RICH)], True, special)
     calls = tool_format(name).call_grammar(builder)

@@ -1,5 +1,5 @@
-"""The invariants of `Parser`, for every format, on answers that are whole, broken and nearly
-marked."""
+"""The invariants of `Parser` for every format, on whole answers, broken answers and
+near-markers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ every_format = pytest.mark.parametrize("names", ALL, ids=str)
 alone = pytest.mark.parametrize(
     "names", [*(names for names in ALL if None in names), ("hermes", "think")], ids=str
 )
-"""Each format without others, and one pair."""
+"""Each format by itself, and one pair."""
 
 
 # ---------------------------------------------------------------------------------------- cuts
@@ -55,7 +55,7 @@ def test_parts_do_not_depend_on_how_the_text_is_cut(names: Names, data: st.DataO
 
 @every_format
 def test_every_cut_of_a_real_answer_gives_the_same_parts(names: Names) -> None:
-    """All 8 cuts of three characters at a time, along the whole answer."""
+    """Tries all 8 ways to split a window of three characters, for each window of the answer."""
     text = "\n".join(whole(names) or ["Hm."])
     parts = read(names, [text])
     window = 3
@@ -70,25 +70,26 @@ def test_every_cut_of_a_real_answer_gives_the_same_parts(names: Names) -> None:
 # ---------------------------------------------------------------------------- what is held back
 
 _ENDS = ["", 'x"', '"', 'x"]', "]", 'x"}', "}", 'x"}]', "}]", 'x"]}', "]}", 'x"}}', "}}"]
-"""Texts that end a value in which the text stopped."""
+"""Texts that close a value at which the text stopped."""
 
 _CALL_ENDS = [
     *['{}, "name": "f"}', '"f", "arguments": {}}', '1, "name": "f", "arguments": {}}'],
     *['1, "name": "f"}', '1, "arguments": {}}', "{}}", '"f"}'],
 ]
-"""Texts that end a call of a known tool that stopped before a value."""
+"""Texts that complete a call of a known tool that stopped before a value."""
 
 
 @cache
 def _continuations(names: Names) -> list[str]:
-    """Wherever a parser may hold text, one of these continuations completes a call or a tag."""
+    """Returns continuations. At any point where a parser may hold text, one of them completes a
+    call or a tag."""
     ends = [*_CALL_ENDS, *(f": {end}" for end in _CALL_ENDS), ", " * bool(names[0])]
     for key in ("name", "arguments", "parameters", "type", "id", "x"):
         calls = [f'{{"{key}": {end}' for end in _CALL_ENDS]
         ends += [one[at:] for one in calls for at in range(len(key) + 3)]
         ends += [f', "{key}": {end}' for end in _CALL_ENDS]
     ends += ["n", "e9", "9", "\\ude00", "x", "g[ARGS]{}", "[ARGS]{}", 'x"=1)', "x'=1)"]
-    ends += ['\\u007b}"'[at:] for at in range(7)]  # a brace that is escaped
+    ends += ['\\u007b}"'[at:] for at in range(7)]  # an escaped brace
     ends += ["9" * size + "[ARGS]{}" for size in range(10)]
     found = [one[at:] for one in whole(names) for at in range(len(one))]
     found += [end + tail for end in _ENDS for tail in ends]
@@ -102,7 +103,8 @@ def _continuations(names: Names) -> list[str]:
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_released_text_is_common_to_all_continuations(names: Names, data: st.DataObject) -> None:
-    """No released text is taken back, and all held text could still become something else."""
+    """Released text is never taken back. For all held text, some continuation gives it another
+    meaning."""
     text = data.draw(texts(names, max_pieces=4))[:80]
     one, parts, found = parser(names), [], ""
     for end, char in enumerate(text, 1):
@@ -129,9 +131,9 @@ def test_released_text_is_common_to_all_continuations(names: Names, data: st.Dat
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> None:
-    """With reasoning, all but its tags and the newlines around them."""
+    """With reasoning, only its tags and the newlines around them are dropped."""
     if names[0] == "harmony":
-        return  # this format marks all text, and its headers are dropped
+        return  # this format marks all text and drops its headers
     text = data.draw(texts(names))
     parts = read(names, [text])
     if any(isinstance(part, ToolCall) for part in parts):
@@ -150,13 +152,13 @@ def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_parts_are_pieces_of_the_text_in_its_order(names: Names, data: st.DataObject) -> None:
-    """A parser may drop text, but invents and moves none (escapes apart, which it decodes)."""
+    """A parser may drop text, but never adds or moves any, except that it decodes escapes."""
     text = data.draw(texts(names)).replace("\\", "")
     rest = iter(text)
     ordered = True
     for part in read(names, [text]):
         if isinstance(part, ToolCall):
-            ordered = False  # Arguments may stand before the name.
+            ordered = False  # Arguments may come before the name.
         elif ordered:
             assert all(char in rest for char in part.text), (text, part)
 
@@ -165,11 +167,11 @@ def test_parts_are_pieces_of_the_text_in_its_order(names: Names, data: st.DataOb
 
 
 MAX_STEPS_PER_CHAR = 100
-"""About twice what the dearest character costs, far below the length of the answers."""
+"""About twice the cost of the most expensive character, and far below the length of the answers."""
 
 
 def _events(names: Names, pieces: list[str]) -> int:
-    """Calls of Python and C functions while an answer is read."""
+    """Returns the number of Python and C function calls while an answer is parsed."""
     count = 0
 
     def tick(frame: FrameType, event: str, arg: object) -> None:
@@ -188,7 +190,8 @@ def _events(names: Names, pieces: list[str]) -> int:
 
 
 def held_strings(value: object, depth: int = 5) -> list[str]:
-    """Strings that an object holds, but not those in its lists, which are joined once."""
+    """Returns the strings that an object holds, except those in lists, which are joined only
+    once."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, GeneratorType):
@@ -251,9 +254,9 @@ _ADVERSARIES = [
 
 @alone
 def test_work_grows_with_the_length_of_the_answer_alone(names: Names) -> None:
-    """A character costs so many steps at most, in one piece and alone, and no step copies text
-    that is already held: what is held lies in lists. Each format reads every unit behind one
-    opening, and its own marks behind all."""
+    """The cost per character is bounded, in one piece and character by character, and no step
+    copies held text, because it is held in lists. Each format reads every unit after one opening,
+    and its own markers after all openings."""
     begun = [call[: len(call) * 2 // 3] for call in whole(names)]
     openings = ["", "[TOOL_CALLS]", '<tool_call>{"arguments":{"a":"', '{"type":"', *begun]
     marks = tuple(markers(names))
@@ -275,7 +278,7 @@ def _check_work(names: Names, opening: str, unit: str) -> None:
 
 
 def test_fragments_reach_calls_of_every_format() -> None:
-    """The generated answers are not all broken."""
+    """Some generated answers contain whole calls."""
     for names in ALL:
         if names[0] is not None:
             calls = [f for f in fragments((names[0], None)) if read((names[0], None), [f])]
@@ -284,6 +287,6 @@ def test_fragments_reach_calls_of_every_format() -> None:
 
 
 def test_text_behind_a_tag_that_begins_no_code_is_not_held() -> None:
-    """Built-in tools stand behind `<|python_tag|>` alone."""
+    """Only `<|python_tag|>` introduces built-in tools."""
     one = parser(("llama3", None))
     assert one.push("<|python_start|>S") == [Content("<|python_start|>S")]

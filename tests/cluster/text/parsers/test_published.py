@@ -1,4 +1,5 @@
-"""Answers that model cards, vLLM's tests and the harmony guide publish, and their parts."""
+"""Answers published in model cards, vLLM's tests and the harmony guide, and their expected
+parts."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ ANSWERS: list[tuple[Names, list[Tool], str, str | None, str | None, Calls]] = [
         *(None, None, [("python", {"source": 'subprocess.call(["ls"])'})]),
     ),
     (LLAMA, [], "<|python_tag|>print(1)", None, "<|python_tag|>print(1)", []),
-    # Behind text only a tool that the model was shown is called.
+    # After other text, a call counts only if the request has the tool.
     (
         *(LLAMA, SEARCH),
         'As {"name": "Bob", "parameters": {}}. {"name": "search", "parameters": {"q": "a"}}',

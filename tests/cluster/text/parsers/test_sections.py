@@ -1,5 +1,6 @@
-"""Calls in sections and in elements: examples that the models' makers and vLLM's and SGLang's tests
-have published, what schemas make of values, and calls that the models' templates render."""
+"""Calls in sections and in XML-like elements: examples published by the models' makers and in
+vLLM's and SGLang's tests, the types that schemas give to values, and calls that the models'
+templates render."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ PUBLISHED: list[tuple[str, str, str | None, list[dict[str, Any]]]] = [
         None,
         [{"shape": "rectangle", "dimensions": {"width": 10, "height": 20}, "count": 2}],
     ),
-    # Without <tool_call>, which the model forgets; without the first </parameter>.
+    # Without <tool_call>, which the model omits sometimes, and without the first </parameter>.
     ("qwen3_coder", "Ok.\n\n" + qwen(DALLAS).removeprefix("<tool_call>\n"), "Ok.", [DALLAS]),
     ("qwen3_coder", qwen(DALLAS).replace("</parameter>\n", "", 1), None, [DALLAS]),
     ("qwen3_coder", "<function=unknown>\n</function>", "<function=unknown>\n</function>", []),
@@ -117,7 +118,7 @@ PUBLISHED: list[tuple[str, str, str | None, list[dict[str, Any]]]] = [
         "<tool_call>\n<function=bad\n</function>\n</tool_call>",
         [],
     ),
-    # On one line, as PR #36032 of vLLM has it.
+    # On one line, as in PR #36032 of vLLM.
     (
         "qwen3_coder",
         '<tool_call>\n<function=get_weather>\n<parameter=object_or_null>{"key": "value", "n": 42}'
@@ -230,7 +231,7 @@ CUT: list[tuple[str, str, str | None, list[str]]] = [
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\n[1,\n</para", None, ['{"x": [1,']),
     ("qwen3_coder", qwen({"city": "A"})[:-3], None, ['{"city": "A"}']),
     ("qwen3_coder", qwen({"city": "A"}) + "\nDone.", "\nDone.", ['{"city": "A"}']),
-    # What is no part of a call ends it, though it is not whole.
+    # Text that cannot belong to a call ends it, even if the call is incomplete.
     ("qwen3_coder", "<tool_call>\n<function=f>\n<oops", "<oops", ["{"]),
     ("qwen3_coder", "<tool_call>\n<tool_call>\n<function=f></function>", "<tool_call>\n", ["{}"]),
     ("glm", "<tool_call>f\n<arg_key>k</arg_key>\noops", "<arg_key>k</arg_key>oops", ["{"]),
@@ -292,7 +293,7 @@ def test_a_template_of_a_kind_is_known(name: str) -> None:
 def test_calls_that_a_template_renders_are_parsed(
     name: str, arguments: list[dict[str, Any]], content: str
 ) -> None:
-    """Calls as history: an answer written like the history is parsed, too."""
+    """An answer that is written like a call in the history is parsed."""
     ids = [f"functions.get_weather:{index}" for index in range(len(arguments))]
     calls = [
         {"id": one, "type": "function", "function": {"name": "get_weather", "arguments": given}}

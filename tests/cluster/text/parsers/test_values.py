@@ -1,4 +1,5 @@
-"""How a tool's schema types values that are written as text, in answers and in grammars."""
+"""A tool's schema determines the types of values that are written as text, in answers and in
+grammars."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_a_string_comes_out_while_it_is_written_and_a_number_when_it_is_whole() 
 
 @pytest.mark.parametrize("escape", ["\\", "\\u00", "\\q"])
 def test_a_value_ends_within_an_escape_that_json_does_not_have(escape: str) -> None:
-    """No continuation of it is JSON, so what marks the end of the value does."""
+    """No continuation of such a value is JSON, so the next end marker ends it."""
     text = f'<tool_call>\n<function=f>\n<parameter=x>\n["a{escape}</parameter>\n</function>'
     calls = collect(make_parser("qwen3_coder", None, lambda: "id", TOOLS).push(text)).tool_calls
     assert json.loads(calls[0].arguments) == {"x": f'["a{escape}'}
