@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, with random numbers, and models into which they are merged."""
+"""LoRA adapters in PEFT's format with random weights, and models into which they are merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ PREFIX = "base_model.model."
 
 
 def module_shapes(model: Any) -> dict[str, tuple[int, int]]:
-    """Linear module of one of transformers' models, but the head -> (out, in)."""
+    """Returns name -> (out, in) for each linear module of a transformers model, except the LM
+    head."""
     return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
@@ -37,7 +38,7 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> Path:
-    """Write an adapter whose effect is about as large as the weights."""
+    """Writes an adapter whose effect is about as large as the weights."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for module, (outs, size) in shapes.items():
@@ -64,7 +65,7 @@ def make_adapter(
 def write_adapter(
     folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """With the keys that PEFT writes beside those that matter."""
+    """Writes an adapter, including keys that PEFT writes but that do not matter."""
     folder.mkdir(parents=True, exist_ok=True)
     written = {
         "alpha_pattern": {},
@@ -103,7 +104,7 @@ def write_adapter(
 
 
 def merge(model: Any, adapter: Path) -> None:
-    """W + scale * B A for each module of one of transformers' models, in place, as PEFT's
+    """Adds scale * B A to the weight W of each module of a transformers model, in place, as PEFT's
     `merge_and_unload` does."""
     settings = json.loads((adapter / "adapter_config.json").read_text())
     tensors = load_file(adapter / "adapter_model.safetensors")

@@ -11,7 +11,7 @@ NANO = Path(__file__).parents[1] / "configs" / "models" / "nano"
 
 
 def copy_of(target: Path, change: Callable[[dict[str, Any]], None] = lambda tensors: None) -> Path:
-    """The model in another folder, with changed weights."""
+    """Copies the model to another folder and changes its weights."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(NANO, target)
@@ -23,7 +23,7 @@ def copy_of(target: Path, change: Callable[[dict[str, Any]], None] = lambda tens
 
 
 def add_noise(tensors: dict[str, Any], seed: int) -> None:
-    """So much that nearly every answer differs."""
+    """Adds enough noise that nearly every answer differs."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -34,5 +34,5 @@ def add_noise(tensors: dict[str, Any], seed: int) -> None:
 
 
 def lose_a_tensor(tensors: dict[str, Any]) -> None:
-    """It is missed when an engine loads."""
+    """Removes a tensor that an engine needs to load."""
     del tensors[next(name for name in sorted(tensors) if name.endswith("norm.weight"))]

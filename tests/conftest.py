@@ -20,9 +20,9 @@ prepare_for_torch()
 
 
 def _register_hypothesis_profiles() -> None:
-    """`ci`, the default: the same examples in every run, and nothing is written. `random`, chosen
-    with `--hypothesis-profile random`: new examples in every run; failing ones are kept and tried
-    again."""
+    """Registers two profiles. `ci`, the default, uses the same examples in every run and writes
+    nothing. `random` (`--hypothesis-profile random`) draws new examples in every run, and stores
+    failing ones to retry them."""
     if find_spec("hypothesis") is None:  # machines with a GPU run `tests/gpu` without it
         return
     from hypothesis import settings
@@ -36,8 +36,8 @@ _register_hypothesis_profiles()
 
 
 def pytest_sessionstart() -> None:
-    """Start the reaper, so that processes that tests start end with this one. Oracles compute in
-    this process too, some before its first engine."""
+    """Starts the reaper, so that processes started by tests end with this one. Also initializes
+    vector math, because oracles compute in this process, some before its first engine."""
     from swell.worker.vector_math import initialize_vector_math
 
     reaper.start()
@@ -45,23 +45,23 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the tests from garbage collections: else a full one takes seconds in a process that
-    has all of them."""
+    """Excludes the collected tests from garbage collection. Otherwise a full collection takes
+    seconds in a process with all tests."""
     freeze_gc()
 
 
 @pytest.fixture(autouse=True)
 def _tests_stay_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that gives memory back would collect them too. It need not: no engine of a test is
-    excluded."""
-    for module in ("swell.worker.memory.sleep", "swell.worker.worker"):
+    """Keeps workers that release memory from collecting the excluded tests too. That is safe,
+    because no engine of a test is excluded."""
+    for module in ("swell.worker.sleep", "swell.worker.worker"):
         monkeypatch.setattr(f"{module}.collect_frozen", gc.collect)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _settings_of_ray_end_with_their_module() -> Iterator[None]:
-    """A Ray that a test starts in this process leaves its own in the environment, such as the mode
-    of authentication: a cluster that another test starts would have it."""
+    """Restores the `RAY_*` environment variables. A Ray that a test starts in this process sets
+    some, such as the authentication mode, and they would affect the cluster of another test."""
     before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
     yield
     for name in [name for name in os.environ if name.startswith("RAY_") and name not in before]:
@@ -74,8 +74,9 @@ Deaths = list[tuple[str, BaseException]]
 
 @pytest.fixture(autouse=True)
 def deaths(monkeypatch: pytest.MonkeyPatch) -> Iterator[Deaths]:
-    """Loops that would have ended this process, and their exceptions. A test that injects such a
-    failure removes it from the list; else a loop that ends fails the test, not pytest."""
+    """Yields the background loops that would have ended this process, and their exceptions. A test
+    that injects such a failure must remove it from the list. Any other loop that ends fails the
+    test instead of killing pytest."""
     ended: Deaths = []
     monkeypatch.setattr(process, "exit_process", lambda loop, error: ended.append((loop, error)))
     yield ended

@@ -1,4 +1,5 @@
-"""EAGLE heads with random weights, and the same in plain torch, over a model of transformers."""
+"""EAGLE heads with random weights, and a plain torch implementation on top of a transformers
+model."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention,
 from transformers import AutoModelForCausalLM
 
 SCALE = 0.2
-"""Standard deviation of weights: guesses differ from row to row."""
+"""Standard deviation of the weights, large enough that drafts differ between rows."""
 
 
 def make(folder: Path, method: str, model: str, **options: Any) -> str:
-    """Write a head for the model of a folder. Options: `vocab`, tokens that a head of EAGLE-3 may
-    guess; `own`, names of what it does not take from the model; `layers`, of EAGLE; `aux`, layers
-    whose outputs EAGLE-3 reads; `bias`; `seed`; others are keys of config.json."""
+    """Writes a head for the model in a folder. Options: `vocab`, the number of tokens that an
+    EAGLE-3 head can draft; `own`, names of tensors that it does not share with the model; `layers`,
+    the number of layers of EAGLE; `aux`, the layers whose outputs EAGLE-3 reads; `bias`; `seed`.
+    All others are keys of config.json."""
     served = json.loads(Path(model, "config.json").read_text())
     size, inner, vocab = (served[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     seed, bias, own = options.pop("seed", 0), options.pop("bias", False), options.pop("own", ())
@@ -74,7 +76,7 @@ def make(folder: Path, method: str, model: str, **options: Any) -> str:
 
 
 class PlainHead:
-    """One row, all of it at once; float32."""
+    """Computes one row without a cache, in float32."""
 
     def __init__(self, folder: str, model: str) -> None:
         self._weights = load_file(str(Path(folder, "model.safetensors")))
@@ -88,7 +90,8 @@ class PlainHead:
 
     @torch.no_grad()
     def guess(self, tokens: list[int], count: int) -> list[int]:
-        """How a row with these tokens goes on: it reads the model's states of all but the last."""
+        """Returns `count` draft tokens for a row. The head reads the model's hidden states of all
+        tokens except the last."""
         features = self._features(tokens[:-1])
         known, guesses = tokens[1:], []
         for _ in range(count):
@@ -115,7 +118,7 @@ class PlainHead:
         return linear(x, self._weights["fc.weight"], self._weights.get("fc.bias"))
 
     def _forward(self, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Its own features, and what its head reads, [T, hidden] each."""
+        """Returns the head's own features and the input of its LM head, each [T, hidden]."""
         embeds = embedding(ids, self._embed)
         if not self._is_third:
             x = self._fuse(torch.cat((embeds, features), -1))
@@ -164,7 +167,7 @@ class PlainHead:
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """x [T, heads, dim], angles [T, dim / 2]"""
+    """Applies rotary embeddings. x [T, heads, dim], angles [T, dim / 2]"""
     cos, sin = (part.repeat(1, 2).unsqueeze(1) for part in (angles.cos(), angles.sin()))
     one, two = x.chunk(2, -1)
     return x * cos + torch.cat((-two, one), -1) * sin

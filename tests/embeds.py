@@ -1,4 +1,4 @@
-"""Prompts as embeddings, as a client sends them."""
+"""Encodes prompt embeddings as a client sends them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swell.cluster.text.prompt.prompt_embeds import EmbedsPrompt, read_prompt_em
 
 
 def encoded(embeds: torch.Tensor) -> str:
-    """[tokens, width] -> what `prompt_embeds` takes"""
+    """Encodes embeddings [tokens, width] as a value of `prompt_embeds`."""
     return base64.b64encode(save({"prompt_embeds": embeds.contiguous()})).decode()
 
 

@@ -1,4 +1,4 @@
-"""Pages whose tables are written by a program: what is between two markers is replaced."""
+"""Pages with generated tables: the text between two markers is replaced."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def marker(name: str) -> str:
 
 
 def replace(path: Path, name: str, text: str) -> None:
-    """Put `text` between the marker of `name` and the next `<!-- end -->`. Raises ValueError
-    without them."""
+    """Puts `text` between the marker of `name` and the next `<!-- end -->`. Raises ValueError if
+    they are missing."""
     head, start, rest = path.read_text().partition(marker(name))
     _old, end, tail = rest.partition(END)
     if not start or not end:
@@ -24,5 +24,5 @@ def replace(path: Path, name: str, text: str) -> None:
 
 
 def row(cells: Sequence[str]) -> str:
-    """One line of a table."""
+    """Returns one line of a table."""
     return f"| {' | '.join(cells)} |"

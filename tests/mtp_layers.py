@@ -1,4 +1,5 @@
-"""Checkpoints with a layer for multi-token prediction, and the same layer by transformers."""
+"""Checkpoints with a layer for multi-token prediction (MTP), and transformers' implementation of
+that layer."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 TYPES: dict[str, tuple[str, dict[str, Any]]] = {
-    # name -> (model type, what differs from `tiny_models.SIZES`)
+    # Name -> (model type, values that differ from `tiny_models.SIZES`).
     "llama": ("llama", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3_moe": ("qwen3_moe", {**MOE, "num_experts": 4}),
@@ -70,12 +71,12 @@ AT_THE_TOP = {
     "eh_proj": "fc",
     "shared_head.norm": "norm",
 }
-"""Where the layer is called `mtp`: names of what is not in it."""
+"""Names of tensors outside the layer in checkpoints that call it `mtp`."""
 
 
 def make(folder: Path, kind: str, *, own: bool = False, seed: int = 0, **changes: Any) -> str:
-    """Write a random model with four layers and one for multi-token prediction. `own`: it stores
-    an embedding and a head of that layer, too; `changes`: of its config."""
+    """Writes a random model with four layers and one MTP layer. If `own`, that layer has its own
+    embedding and LM head. `changes` override its config."""
     model_type, differs = TYPES[kind]
     values = {**tiny_models.SIZES, "num_hidden_layers": 5, "initializer_range": 0.15, **differs}
     values |= changes
@@ -114,7 +115,7 @@ def _called_mtp(name: str, layer: str) -> str:
 
 
 def _shorten(path: Path) -> None:
-    """The fifth layer is none of the model's own."""
+    """Changes config.json so that the fifth layer is the MTP layer."""
     config = json.loads(path.read_text())
     for key, value in config.items():
         if isinstance(value, list) and len(value) == 5:
@@ -126,10 +127,10 @@ def _shorten(path: Path) -> None:
 
 
 class PlainLayer:
-    """One row, all of it at once; float32."""
+    """Computes one row without a cache, in float32."""
 
     def __init__(self, folder: str, model: str = "") -> None:
-        """`model`: of the hidden states, if it is another one."""
+        """`model` computes the hidden states, if it is not the one in `folder`."""
         self._model = _whole(model or folder)
         carrier = _whole(folder)
         carrier._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\.", r"^mtp\."]
@@ -144,7 +145,8 @@ class PlainLayer:
 
     @torch.no_grad()
     def guess(self, tokens: list[int], count: int) -> list[int]:
-        """How a row with these tokens goes on: it reads the model's states of all but the last."""
+        """Returns `count` draft tokens for a row. The layer reads the model's hidden states of all
+        tokens except the last."""
         out = self._model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         features = out.hidden_states[-1]
         known, guesses = tokens[1:], []

@@ -1,5 +1,5 @@
-"""Small random models that pool, saved as folders with a tokenizer and the files of
-sentence-transformers, and what they should give: transformers' hidden states, pooled here.
+"""Small random pooling models, saved as folders with a tokenizer and the files of
+sentence-transformers, and their expected results: transformers' hidden states, pooled here.
 
 `python -m tests.pooled_models FOLDER` saves an embedder and a ranker for tests in other
 environments."""
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    # model type -> what differs from SIZES
+    # Model type -> values that differ from SIZES.
     "bert": {},
     "roberta": {"pad_token_id": 1, "max_position_embeddings": 130, "type_vocab_size": 1},
     "xlm-roberta": {"pad_token_id": 1, "max_position_embeddings": 130, "type_vocab_size": 1},
@@ -58,7 +58,7 @@ TEXTS = [
     "a longer text. " * 5,
     "0 1 2 3 4 5 6 7 8 9 a b c d",
 ]
-"""Of mixed lengths: 3 to 72 tokens."""
+"""Texts of mixed lengths, from 3 to 72 tokens."""
 
 
 def make(
@@ -72,10 +72,10 @@ def make(
     seed: int = 0,
     **changes: Any,
 ) -> Any:
-    """Save a float32 model into `folder`; returns transformers' model.
+    """Saves a float32 model into `folder` and returns the transformers model.
 
-    `head`: "", or the end of its architecture's name; `modes`: of its `1_Pooling/config.json`;
-    `dense`: values and activation of a Dense module.
+    `head` is empty or the suffix of the architecture's name. `modes` are written to its
+    `1_Pooling/config.json`. `dense` is the output width and the activation of a Dense module.
     """
     values = {**SIZES, **FAMILIES[family], **changes}
     config = transformers.AutoConfig.for_model(family, **values)
@@ -97,7 +97,8 @@ def make(
 
 
 def save_tokenizer(folder: Path, family: str) -> None:
-    """WordPiece over letters; encoders put a text between [CLS] and [SEP], decoders end it."""
+    """Saves a WordPiece tokenizer over letters. Encoders put a text between [CLS] and [SEP];
+    decoders append an end token."""
     backend = Tokenizer(
         models.WordPiece(
             {word: i for i, word in enumerate(VOCABULARY)},
@@ -159,7 +160,7 @@ def _save(file: Path, data: Any) -> None:
 
 @torch.no_grad()
 def pooled(model: Any, method: str, ids: list[int]) -> Tensor:
-    """The pooled hidden state of one text, computed alone: [hidden]."""
+    """Returns the pooled hidden state [hidden] of one text, computed without a batch."""
     hidden: Tensor = model(torch.tensor([ids])).last_hidden_state[0]
     return {"cls": hidden[0], "last": hidden[-1], "mean": hidden.mean(0)}[method]
 

@@ -1,12 +1,12 @@
-"""Ends every process that this one has started, once this one is gone, for whatever reason.
+"""Kills every process that this one has started after this one has ended for any reason.
 
-    test process ---+--> clusters, Ray, servers: what these start inherits the mark too
-                    +--> reaper: waits for the end of the test process, then kills what is marked
+    test process ---+--> clusters, Ray, servers: their child processes inherit the mark too
+                    +--> reaper: waits until the test process ends, then kills marked processes
 
-A test ends its clusters in order. A test process that is killed cannot, and `swell serve`, which
-has a session of its own, would go on. The reaper is not marked and has a session of its own too, so
-that no signal for the others reaches it. Processes are found by their environment in `/proc`:
-without it, and without `pidfd_open`, there is no reaper.
+A test stops its clusters in order. A killed test process cannot, and `swell serve`, which has its
+own session, would keep running. The reaper is not marked and also has its own session, so that no
+signal for the others reaches it. It finds processes by their environment in `/proc`. There is no
+reaper on a system without `/proc` or without `pidfd_open`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pathlib import Path
 
 _MARK = "SWELL_STARTED_BY"
 _GRACE_S = 1.0
-"""The time in which processes may end by themselves with the test process."""
+"""Seconds in which processes may exit by themselves after the test process."""
 _LIMIT_S = 30.0
 _POLL_S = 0.1
 _PIPE_BYTES = 65536
 _FOLDER = re.compile(r"/tmp/(?:swell|hosts)-[\w-]+")
-"""A folder of Ray's, in the command line of a process of Ray's."""
+"""Matches a Ray folder in the command line of a Ray process."""
 
 
 def is_possible() -> bool:
@@ -41,8 +41,8 @@ def is_possible() -> bool:
 
 @functools.cache
 def start() -> subprocess.Popen[bytes] | None:
-    """Start the reaper of this process, and mark what this process starts from now on; None: not on
-    this system. Further calls change nothing."""
+    """Starts the reaper of this process, and marks all processes that this one starts from now on.
+    Returns None if this system is not supported. Further calls change nothing."""
     if not is_possible():
         return None
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -57,13 +57,15 @@ def start() -> subprocess.Popen[bytes] | None:
         start_new_session=True,
     )
     os.close(us)
-    # Ray names its processes by setproctitle, which else wipes the environment.
+    # Ray renames its processes with setproctitle, which wipes the environment unless SPT_NOENV is
+    # set.
     os.environ.update({_MARK: mark, "SPT_NOENV": "1"})
     return reaper
 
 
 def run_at_the_end(command: Sequence[str]) -> None:
-    """Also run this, after the processes have ended. Commands run in their order, and may fail."""
+    """Registers a command to run after the processes have ended. Commands run in order, and may
+    fail."""
     reaper = start()
     if reaper is not None and reaper.stdin is not None:
         reaper.stdin.write(json.dumps(list(command)).encode() + b"\n")
@@ -93,8 +95,8 @@ def _reap(test_process: int, mark: str) -> None:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Marked processes that are running, except one that is just loading its program: its
-    environment is empty, like that of a zombie."""
+    """Yields the running marked processes. Misses a process that is just loading its program,
+    because its environment is empty, like that of a zombie."""
     wanted = f"{_MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

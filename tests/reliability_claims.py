@@ -1,6 +1,6 @@
-"""What `docs/design/failover.md` says is protected, and the tests that would fail if it were not.
+"""The protections that `docs/design/failover.md` claims, and the tests that fail if one is missing.
 
-A claim is quoted as it stands on the page. Tests are named `FILE::FUNCTION`.
+Claims are quoted exactly as on the page. Tests are named `FILE::FUNCTION`.
 """
 
 from __future__ import annotations
@@ -361,4 +361,4 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-"""By the bold words with which each begins."""
+"""Limit -> claim -> tests. A limit is named by the bold words at its beginning."""

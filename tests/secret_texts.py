@@ -1,4 +1,5 @@
-"""Which classes hold secrets, from the source itself; and all the texts that a value may become."""
+"""Finds the classes that hold secrets in the source code, and lists all texts into which a value
+may be converted."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ _WORD = re.compile(r"\w+")
 
 
 class Holder(NamedTuple):
-    """A class with a field, or a parameter of its constructor, that holds a secret; perhaps inside
-    of a class that does."""
+    """A class with a field or constructor parameter that holds a secret, directly or inside another
+    such class."""
 
     file: str
     name: str
     types: frozenset[str]
-    """Words of the types of its fields and of its constructor's parameters."""
+    """The words in the types of its fields and constructor parameters."""
 
     @property
     def kind(self) -> type:
@@ -44,8 +45,8 @@ class Holder(NamedTuple):
 
 
 def annotated(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Names and types of the fields of a class, or of the parameters of a function. What a method
-    annotates counts as a field."""
+    """Yields name and type of each field of a class, or of each parameter of a function. Annotated
+    attributes in methods count as fields."""
     match node:
         case ast.ClassDef():
             for part in ast.walk(node):
@@ -79,7 +80,7 @@ def _classes() -> Iterator[Holder]:
 
 @cache
 def holders() -> list[Holder]:
-    """All of them, until no class is added."""
+    """Returns all holders. Repeats the search until no class is added."""
     classes, names = [*_classes()], set(SECRET_TYPES)
     while True:
         found = [one for one in classes if one.types & names]
@@ -92,7 +93,7 @@ def holders() -> list[Holder]:
 
 
 def sample(kind: Any, secret: bytes, depth: int = 0) -> Any:
-    """A value of a type of `msgspec.inspect`, with the secret where it says that there is one."""
+    """Returns a value of a `msgspec.inspect` type, with the secret wherever the type marks one."""
     match kind:
         case inspect.Metadata():
             if (kind.extra or {}).get("secret"):
@@ -127,7 +128,8 @@ def sample_struct(kind: type, secret: bytes, depth: int = 0) -> Any:
 
 
 def sample_dataclass(kind: Any, secret: bytes) -> Any:
-    """Fields may be of types that cannot be built: those that hold secrets are found by name."""
+    """Returns an instance with the secret. Fields may have types that cannot be built, so only
+    fields with the name of a known holder are filled."""
     known = {one.name: one for one in holders()}
     made = object.__new__(kind)
     for field in dataclasses.fields(kind):
@@ -143,7 +145,8 @@ def sample_dataclass(kind: Any, secret: bytes) -> Any:
 
 
 def encodings(secret: bytes) -> list[str]:
-    """All that a secret may look like in a text. Its length is a multiple of 4."""
+    """Returns all forms that a secret may have in a text. The length of the secret must be a
+    multiple of 4."""
     plain = [secret.decode("latin-1"), repr(secret)[2:-1], repr(list(secret))[1:-1]]
     plain += [secret.hex(), secret.hex(":")]
     plain += [secret.hex(" "), base64.b64encode(secret).decode().rstrip("=")]
@@ -157,7 +160,7 @@ def shows(text: str, secret: bytes) -> bool:
 
 
 def texts_of(value: Any) -> Iterator[tuple[str, str]]:
-    """What `value` looks like wherever it may be printed, by the way."""
+    """Yields (way of printing, text) for each way in which `value` may be printed."""
     yield "repr", repr(value)
     yield "str", str(value)
     yield "f-string", f"{value} {value!r} {value!s:>9}"

@@ -1,8 +1,8 @@
-"""How test processes share the tests (`pytest -n 3` of pytest-xdist).
+"""Distribution of the tests over test processes (`pytest -n 3` of pytest-xdist).
 
-A file is the unit, so that its fixtures are made once. All tests that start Ray are one unit, the
-first because it is the longest: there is one cluster at a time. Its process often waits, while the
-others compute with a low priority, which slows no cluster.
+The unit is a file, so that its fixtures are created once. All tests that start Ray are one unit, so
+that only one cluster runs at a time. It comes first because it takes longest. Its process often
+waits while the others compute with a low priority, which does not slow down the cluster.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CLUSTERS = (
     "tests/cluster/control/test_coordinator_on_ray.py",
     "tests/cluster/cli/doctor/test_doctor_on_ray.py",
 )
-"""How the ids of the tests begin that start Ray."""
+"""Prefixes of the ids of tests that start Ray."""
 PRIORITY = 10
 
 
 def unit(test_id: str) -> str:
-    """The unit of a test: the tests that one process gets together."""
+    """Returns the unit of a test. One process runs all tests of a unit."""
     return "clusters" if starts_ray(test_id) else test_id.partition("::")[0]
 
 
@@ -40,7 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests that start Ray come first in their process, which then has the normal priority."""
+    """Lowers the priority before the first test that does not start Ray. Tests that start Ray come
+    first in their process and run with normal priority."""
     if is_one_of_several(item.config) and not starts_ray(item.nodeid):
         lower_priority()
 
@@ -50,14 +51,14 @@ def is_one_of_several(config: pytest.Config) -> bool:
 
 
 def lower_priority() -> None:
-    """Lower the priority of every thread of this process, and of the processes that they start.
-    Where Linux groups processes by their session, a low priority counts only within the session:
-    the process gets a session of its own, with the same low priority."""
+    """Lowers the priority of every thread of this process and of the processes that they start. If
+    Linux groups processes by session (autogroup), a priority counts only within the session, so the
+    process gets its own session, with the same low priority."""
     if os.getpriority(os.PRIO_PROCESS, 0) < PRIORITY:
         for task in Path("/proc/self/task").glob("*"):
             with contextlib.suppress(ProcessLookupError):
                 os.setpriority(os.PRIO_PROCESS, int(task.name), PRIORITY)
-        with contextlib.suppress(OSError):  # no such groups, or it leads its session already
+        with contextlib.suppress(OSError):  # no autogroups, or it leads its session already
             os.setsid()
             Path("/proc/self/autogroup").write_text(str(PRIORITY))
 
@@ -70,5 +71,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return unit(nodeid)
 
-    config.option.loadscopereorder = False  # by the number of tests: what starts Ray has few
+    config.option.loadscopereorder = False  # sorting by test count would put the Ray unit last
     return LoadUnitScheduling(config, log)

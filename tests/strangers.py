@@ -1,7 +1,7 @@
-"""What somebody sends who reaches a socket of a cluster and has none of its secrets.
+"""Messages of a stranger who reaches a socket of a cluster but has none of its secrets.
 
-`listening` finds the sockets at which processes listen, `visit` connects to one and sends a knock,
-and a `Recorder` hears what others send over the loopback interface, so that it can be sent again.
+`listening` finds the sockets on which processes listen. `visit` connects to one and sends a knock.
+A `Recorder` captures what others send over the loopback interface, so that it can be replayed.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ import zmq
 _LISTEN = "0A"
 """The state of a listening socket in `/proc/net/tcp`."""
 _UNIX_LISTENS = 0x10000
-"""Of its flags in `/proc/net/unix`: it accepts connections."""
+"""The flag in `/proc/net/unix` for a socket that accepts connections."""
 _SO_RCVBUFFORCE = 33
 _ANSWER_S = 0.2
 _CONNECT_S = 2
 _RECORD_BYTES = 1 << 18
-"""How much of what a client has sent is of interest: handshakes and some thousand frames."""
+"""The recorded bytes per client: handshakes and some thousand frames."""
 _TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
 
 
 @dataclass(frozen=True, order=True)
 class Door:
-    """A listening socket. `family`: tcp or unix. `address`: an IP address, or the path or `@name`
-    of a Unix socket, which has the port 0."""
+    """A listening socket. `family` is tcp or unix. `address` is an IP address, or the path or
+    `@name` of a Unix socket, whose port is 0."""
 
     family: str
     address: str
     port: int = 0
 
     def connect(self, limit_s: int = _CONNECT_S) -> socket.socket:
-        """Raises OSError without an answer in this time."""
+        """Connects to the socket. Raises OSError if there is no answer within `limit_s`."""
         if self.family == "unix":
             stranger = socket.socket(socket.AF_UNIX)
-            limit = struct.pack("ll", limit_s, 0)  # a nonblocking one fails where others wait
+            limit = struct.pack("ll", limit_s, 0)  # a nonblocking connect would fail if others wait
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             stranger.connect(self.address.replace("@", "\0", 1))
             return stranger
@@ -55,7 +55,7 @@ class Door:
 
 
 def listening(pids: Iterable[int]) -> dict[int, set[Door]]:
-    """The doors of each process, in the network namespace of this one."""
+    """Returns pid -> its listening sockets, in the network namespace of this process."""
     tables: dict[str, Door] = {}
     for name, family in _TABLES:
         for line in _rows(f"/proc/net/{name}"):
@@ -71,7 +71,7 @@ def listening(pids: Iterable[int]) -> dict[int, set[Door]]:
 
 
 def _rows(table: str) -> list[list[str]]:
-    with contextlib.suppress(OSError):  # no such protocol
+    with contextlib.suppress(OSError):  # protocol not available
         return [line.split() for line in Path(table).read_text().splitlines()[1:]]
     return []
 
@@ -90,7 +90,7 @@ def _inodes(pid: int) -> set[str]:
 
 
 def greeting(mechanism: bytes) -> bytes:
-    """ZMTP 3.1, as a client says it."""
+    """Returns the ZMTP 3.1 greeting of a client."""
     return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
@@ -100,7 +100,7 @@ def _command(name: bytes, body: bytes) -> bytes:
 
 
 def knocks() -> dict[str, bytes]:
-    """What needs no secret, by name."""
+    """Returns name -> bytes that can be sent without any secret."""
     noise = random.Random(0)
     hello = b"\x01\x00" + bytes(72) + noise.randbytes(32) + bytes(8) + noise.randbytes(80)
     announced = struct.pack(">Q", 2**40)
@@ -120,7 +120,8 @@ def knocks() -> dict[str, bytes]:
 
 
 def visit(door: Door, knock: bytes) -> bytes:
-    """Connect, send, and read what comes within a moment; empty where nobody answers."""
+    """Connects, sends, and reads what arrives within a moment. Returns empty bytes if nothing
+    answers."""
     answer = b""
     with contextlib.suppress(OSError), door.connect() as stranger:
         stranger.settimeout(_ANSWER_S)
@@ -131,7 +132,8 @@ def visit(door: Door, knock: bytes) -> bytes:
 
 
 def knock_with_keys(door: Door, public: bytes, secret: bytes, server: bytes, frame: bytes) -> bool:
-    """Connect as a peer of ZeroMQ with these keys and send a frame; whether something came back."""
+    """Connects as a ZeroMQ peer with these keys and sends a frame. Returns whether anything came
+    back."""
     where = (
         f"ipc://{door.address}" if door.family == "unix" else f"tcp://{door.address}:{door.port}"
     )
@@ -140,7 +142,7 @@ def knock_with_keys(door: Door, public: bytes, secret: bytes, server: bytes, fra
         stranger.curve_serverkey = server
         stranger.curve_publickey, stranger.curve_secretkey = public, secret
         stranger.connect(where)
-        with contextlib.suppress(zmq.Again):  # refused so soon that there is no connection any more
+        with contextlib.suppress(zmq.Again):  # refused so soon that the connection is gone
             stranger.send(frame, zmq.NOBLOCK)
         return bool(stranger.poll(_ANSWER_S * 1000))
 
@@ -149,13 +151,13 @@ def knock_with_keys(door: Door, public: bytes, secret: bytes, server: bytes, fra
 
 
 class Recorder:
-    """Hears all TCP over the loopback interface: what clients have sent to each port. Needs the
-    right to open packet sockets."""
+    """Captures all TCP over the loopback interface, i.e. what clients have sent to each port. Needs
+    the permission to open packet sockets."""
 
     def __init__(self) -> None:
         self._segments: dict[tuple[Any, ...], dict[int, bytes]] = defaultdict(dict)
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0003))
-        with contextlib.suppress(PermissionError):  # else the kernel's own limit
+        with contextlib.suppress(PermissionError):  # otherwise the kernel's limit applies
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, 1 << 27)
         self._socket.bind(("lo", 0x0003))
         self._socket.settimeout(0.1)
@@ -186,7 +188,7 @@ class Recorder:
             self._segments[connection].setdefault(number, payload)
 
     def sent_to(self, port: int) -> Iterator[bytes]:
-        """The beginning of what each client has sent to that port, as far as it is whole."""
+        """Yields the first bytes that each client has sent to that port, up to the first gap."""
         for (_, _, _, target), segments in list(self._segments.items()):
             if target == port:
                 whole, expected = bytearray(), min(segments)

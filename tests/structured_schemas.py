@@ -1,6 +1,6 @@
 """JSON schemas as people write them, each with a value that it accepts.
 
-The names say what a schema is made of.
+The name of a schema says what it contains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _NULL = {"type": "null"}
 
 
 def _object(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """All properties required and no others: what OpenAI's strict mode wants."""
+    """Returns an object schema that requires all properties and allows no others, as OpenAI's
+    strict mode demands."""
     return {
         "type": "object",
         "properties": properties,

@@ -1,4 +1,4 @@
-"""The examples run as a newcomer runs them: those of a server are in `tests/e2e/one_engine`."""
+"""Runs the examples as a newcomer would. The examples of a server are in `tests/e2e/one_engine`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OF_A_SERVER = ("stream", "tools", "session", "rescale")
 TIMEOUT_S = 400
-"""Of one example on a busy machine."""
+"""Time limit in seconds for one example on a busy machine."""
 
 
 def run_example(name: str, *arguments: str) -> str:
-    """Run an example and return what it prints."""
+    """Runs an example and returns its output."""
     run = subprocess.run(
         [sys.executable, EXAMPLES / f"{name}.py", *arguments],
         capture_output=True,

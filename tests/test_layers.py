@@ -1,4 +1,5 @@
-"""Imports run downward only, and every library stays on its floors: read from the source itself."""
+"""Imports only run downward, and every library stays on its floors. Both are read from the source
+code."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ ROOT = Path(__file__).parents[1]
 FLOORS = ("cluster", "coordinator", "engine", "worker", "kernels", "configs")
 
 OUTSIDE = ("configs/models/train.py",)
-"""Scripts that stand alone: no module of ours may import them."""
+"""Standalone scripts: our modules must not import them."""
 
 MAY_IMPORT: dict[str, list[str]] = {
-    # Pattern of importing files -> patterns of the modules of ours that they may import.
-    # A file may import what any of its patterns allows.
+    # Pattern of importing files -> patterns of our modules that they may import. A file may import
+    # everything that any of its patterns allows.
     "cluster/*": [
         "engine.*",
         "coordinator.*",
         "configs.*",
-        "worker.sampler_wire",  # SamplerParams, Extra: fields of an engine's requests and outputs
+        "worker.sample.wire",  # SamplerParams, Extra: fields of engine requests and outputs
     ],
     "cluster/cli/*": ["cluster.*"],
     "cluster/cli/save_sharded.py": ["worker.sharded.saving"],  # a worker's job, without an engine
@@ -50,7 +51,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "cluster/local_engine.py": [
         "cluster.client.*",
         "cluster.text.*",
-        "worker.memory.new_weights",  # tensors of a caller in this process, written for the workers
+        "worker.new_weights",  # writes a caller's tensors for the workers
     ],
     "cluster/client/*": ["cluster.client.*", "cluster.text.*"],
     "cluster/text/*": ["cluster.text.*"],
@@ -63,7 +64,7 @@ MAY_IMPORT: dict[str, list[str]] = {
 }
 
 LIBRARIES: dict[str, list[str]] = {
-    # Library -> the only files of ours that may import it, at their top or inside.
+    # Library -> our only files that may import it, at module level or inside functions.
     "ray": [
         "cluster/app.py",
         "cluster/replica_peers.py",
@@ -101,8 +102,8 @@ LIBRARIES: dict[str, list[str]] = {
 }
 
 ON_A_GROUND: dict[str, tuple[str, ...]] = {
-    # Pattern of files that run on a `Ground` and on ports -> the shells among them, which implement
-    # these. All others take the clock, random bits, threads and processes from there.
+    # Pattern of files that use only a `Ground` and ports -> the shells among them, which implement
+    # these. All other files take the clock, random bits, threads and processes from there.
     "cluster/client/*": (),
     "cluster/control/*": ("cluster/control/ray/ray_cluster.py",),
     "coordinator/*": (
@@ -124,20 +125,21 @@ ON_A_GROUND: dict[str, tuple[str, ...]] = {
     ),
 }
 OF_A_GROUND = ("ray", "time", "secrets", "random", "threading", "multiprocessing", "os", "signal")
-"""Libraries that only shells import."""
+"""Libraries that only shells may import."""
 THREADS_OF_ASYNCIO = ("to_thread", "run_in_executor")
-"""Functions that only shells call."""
+"""Functions that only shells may call."""
 
 
 def our_files() -> list[str]:
-    """Every Python file of the floors, as a path from the top."""
+    """Returns every Python file of the floors, as a path from the repository root."""
     paths = (p for floor in FLOORS for p in (ROOT / floor).rglob("*.py"))
     return sorted(name for p in paths if (name := p.relative_to(ROOT).as_posix()) not in OUTSIDE)
 
 
 @cache
 def imports(name: str) -> tuple[str, ...]:
-    """Modules that a file imports anywhere in it; `from a import b` as `a.b` if it is a module."""
+    """Returns the modules that a file imports anywhere. `from a import b` counts as `a.b` if that
+    is a module."""
     return tuple(_imports(name))
 
 
@@ -161,7 +163,7 @@ def _imports(name: str) -> Iterator[str]:
 
 
 def _name(function: ast.expr) -> str:
-    """The last part of a dotted name."""
+    """Returns the last part of a dotted name."""
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
@@ -174,7 +176,7 @@ def _is_module(dotted: str) -> bool:
 
 
 def named_modules(name: str) -> Iterator[str]:
-    """Modules in tables of `"swell.module:Class"`: imported on use."""
+    """Yields the modules named in tables of `"swell.module:Class"`, which are imported on use."""
     for node in _nodes(name):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             module, colon, kind = node.value.partition(":")
@@ -249,7 +251,7 @@ def _on_a_ground() -> list[str]:
 
 @pytest.mark.parametrize("name", _on_a_ground())
 def test_only_shells_know_the_machine(name: str) -> None:
-    """Otherwise the simulator could not run the code on a virtual clock."""
+    """Otherwise the simulator could not run the code with a virtual clock."""
     used = {module.partition(".")[0] for module in imports(name)}
     assert not used & set(OF_A_GROUND), name
     called = {node.attr for node in _nodes(name) if isinstance(node, ast.Attribute)}
@@ -269,7 +271,7 @@ def test_the_product_imports_nothing_of_the_tests(name: str) -> None:
 
 
 def test_our_folders_are_never_imported_by_their_bare_names() -> None:
-    """`import engine` works from the top of the repository only, and collides elsewhere."""
+    """`import engine` works only in the repository root, and may collide elsewhere."""
     for name in [*FILES, *OUTSIDE, *_test_files()]:
         for module in imports(name):
             assert module.partition(".")[0] not in FLOORS, f"{name} imports {module}"
@@ -299,7 +301,7 @@ def _roots(name: str) -> set[str]:
 
 
 def test_the_door_of_kernels_is_empty() -> None:
-    """`kernels` is also the name of a Hugging Face package, for which other libraries probe."""
+    """`kernels` is also the name of a Hugging Face package, and other libraries probe for it."""
     assert list(imports("kernels/__init__.py")) == []
 
 
@@ -326,7 +328,7 @@ def test_the_door_of_kernels_is_empty() -> None:
     ],
 )
 def test_an_import_does_not_load_heavy_libraries(modules: str, absent: list[str]) -> None:
-    """Run at the top of the repository, where our folders could shadow third-party packages."""
+    """Runs in the repository root, where our folders could shadow third-party packages."""
     code = f"import sys, {modules}; print([m for m in {absent} if m in sys.modules])"
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120

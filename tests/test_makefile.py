@@ -1,4 +1,4 @@
-"""`make` checks Python before it makes anything, and shows what takes long."""
+"""`make` checks the Python version before it creates anything, and announces long steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def make(folder: Path, *, is_old: bool) -> subprocess.CompletedProcess[str]:
-    """`make setup` with a Python of ours, which makes an environment of ours."""
+    """Runs `make setup` with a fake Python that creates a fake environment."""
     for name, text in (("python", PYTHON), ("pip", PIP)):
         program = folder / name
         program.write_text(text.format(folder=folder, is_old=int(is_old)))

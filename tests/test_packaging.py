@@ -1,4 +1,4 @@
-"""The installed package contains exactly the files of the tree: the package list is written by
+"""The installed package contains exactly the files of the tree. The package list is written by
 hand."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_the_package_list_is_the_tree() -> None:
 
 
 def test_every_folder_with_code_is_a_package() -> None:
-    """A folder without `__init__.py` would work from the tree and be missing when installed."""
+    """A folder without `__init__.py` would work from the tree but be missing when installed."""
     folders = {path.parent for floor in FLOORS for path in (ROOT / floor).rglob("*.py")}
     assert len(folders) > len(FLOORS)
     without = [folder for folder in folders if not (folder / "__init__.py").is_file()]
@@ -45,7 +45,8 @@ def test_the_command_exists() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the tree, so that nothing is left in it; unpacked."""
+    """Builds a wheel from a copy of the tree, so that no build files are left in it. Returns the
+    unpacked wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")

@@ -43,7 +43,8 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 
 def test_processes_of_a_killed_test_process_are_ended(tmp_path: Path) -> None:
-    """Its grandchild has a session of its own, and the child between them has ended: an orphan."""
+    """The grandchild has its own session, and the child between them has exited, so it is an
+    orphan."""
     folder, other = Path(f"/tmp/hosts-reaper-{os.getpid()}"), tmp_path / "ended"
     folder.mkdir()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Each claim of `docs/design/failover.md` stands there and is asserted by tests that exist."""
+"""Each claim of `docs/design/failover.md` is on the page and is asserted by tests that exist."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NOT_OURS = {
     "The client of an ingress that dies sees a cut connection.",
     "The host of Ray's GCS.",
 }
-"""Limits that protect nothing: they say what is lost."""
+"""Limits without any protection: they only say what is lost."""
 
 
 def points() -> dict[int, str]:
-    """The numbered mechanisms."""
+    """Returns number -> text of the numbered mechanisms on the page."""
     text = PAGE.partition("## How it works\n")[2].partition("\n## ")[0]
     parts = re.split(r"^(\d+)\. ", text, flags=re.MULTILINE)[1:]
     return {int(number): body for number, body in zip(parts[::2], parts[1::2], strict=True)}
@@ -86,7 +86,7 @@ def test_the_tests_exist(name: str) -> None:
 
 
 def test_the_times_of_health_checks_are_those_on_the_page() -> None:
-    """Ray's own, those of the files for `ray up`, and those of the tool."""
+    """Compares the defaults of Ray, the files for `ray up`, and the host tool."""
     own = {name: getattr(RayConfig, f"health_check_{name}")() for name in SETTINGS}
     script = (ROOT / "configs" / "ray" / "environment.sh").read_text()
     ours = {

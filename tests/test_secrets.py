@@ -1,5 +1,6 @@
-"""No secret is in a text that a class becomes. The classes are found by the types of their fields,
-and fields that are named as secrets are have such a type: so a new one cannot be forgotten."""
+"""No text into which a class is converted contains a secret. The classes are found by the types of
+their fields. Fields with the name of a secret must have such a type, so a new one cannot be
+forgotten."""
 
 from __future__ import annotations
 
@@ -34,9 +35,10 @@ from tests.test_layers import FILES
 SECRET = b"Kq9vX2mZ7pLw4RtY8sNb" * 2
 NAMED = re.compile(r"(^|_)(secrets?|salts?|passwords?|passwd|api_keys?|credentials?|private)(_|$)")
 NAMED_BYTES = re.compile(r"(^|_)(keys?|tokens?|hash(es)?|digests?)(_|$)")
-"""Names of secrets where the value is bytes: a text `key` is a name, and tokens are numbers."""
+"""Names of secrets if the value is bytes. A text called `key` is a name, and integer tokens are not
+secret."""
 NO_SECRETS: dict[tuple[str, str], str] = {
-    # (file, name of the field or parameter) -> why it is none
+    # (file, name of the field or parameter) -> why it is not a secret.
     ("*", "cache_salt"): "of a request, which is shown with it or not at all",
     ("cluster/client/routing/router.py", "salt"): "the same",
     ("cluster/client/routing/prompt_blocks.py", "salt"): "the same",
@@ -53,7 +55,7 @@ NO_SECRETS: dict[tuple[str, str], str] = {
 
 
 def named_as_secrets() -> list[tuple[str, str, str]]:
-    """(file, name, type) of fields and parameters that have the name of a secret."""
+    """Returns (file, name, type) of fields and parameters that are named like secrets."""
     found = []
     for file in FILES:
         for node in nodes(file):
@@ -81,7 +83,7 @@ def test_each_exception_is_needed() -> None:
 
 
 def test_the_known_holders_are_found() -> None:
-    """Else the others would be missed, too."""
+    """Otherwise the search would miss other holders too."""
     found = {one.name for one in holders()}
     assert found >= {
         *("ChannelKeys", "CoordinatorContact", "CoordinatorEndpoint", "GroupPlan", "GroupSecret"),
@@ -109,7 +111,7 @@ def test_no_text_of_a_holder_shows_its_secret(holder: Holder) -> None:
 
 
 def test_structs_with_secrets_are_among_them() -> None:
-    """By their runtime types: no name of a type is missing in SECRET_TYPES."""
+    """Structs are found by their runtime types, which shows that SECRET_TYPES is complete."""
     known = {one.name for one in holders()}
     for file in FILES:
         source = " ".join(kind for node in nodes(file) for _, kind in annotated(node))
@@ -167,5 +169,5 @@ def test_a_struct_hides_its_secret_fields_alone() -> None:
 
 @pytest.mark.parametrize("way", [name for name, _ in texts_of(0)])
 def test_a_text_with_a_secret_is_noticed(way: str) -> None:
-    """In each way, without the base class."""
+    """Each way of printing reveals the secret if the base class is missing."""
     assert shows(dict(texts_of(Open(SECRET)))[way], SECRET)

@@ -1,4 +1,5 @@
-"""How tests run: which examples they try, and which of them are slow."""
+"""Settings of the test runs: the examples that property tests try, and the files that are marked
+slow."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.test_layers import ROOT
 
 
 def examples(profile: str) -> list[int]:
-    """The examples of a property test under a profile."""
+    """Returns the examples of a property test under a profile."""
     tried: list[int] = []
 
     @settings(settings.get_profile(profile), max_examples=20, database=None)
@@ -39,7 +40,7 @@ def test_only_the_random_profile_tries_new_examples() -> None:
 
 
 def is_marked_slow(path: Path) -> bool:
-    """Whether `pytestmark` of the file has it."""
+    """Returns whether `pytestmark` of the file contains the mark."""
     return any(
         isinstance(node, ast.Assign)
         and ast.unparse(node.targets[0]) == "pytestmark"

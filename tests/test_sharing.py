@@ -1,4 +1,4 @@
-"""Which tests are one unit, and which process has which priority."""
+"""The units of tests, and the priorities of test processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STARTERS = {
     "tests.faults.process.Cluster",
     "tests.faults.trial.Trial",
 }
-"""A library, and classes of ours that start it: a test that starts Ray imports one of these."""
+"""Ray, and our classes that start it. Every test that starts Ray imports one of these."""
 STARTS_NONE = {
     "tests/cluster/cli/test_documented_commands.py": "commands of Ray, by name",
     "tests/cluster/cli/start/test_local_ray.py": "attempts to start Ray, which is planted",
@@ -58,7 +58,7 @@ def test_a_file_is_a_unit_and_what_starts_ray_is_one() -> None:
 
 
 def test_every_file_that_may_start_ray_belongs_to_their_unit() -> None:
-    """Otherwise it would run with the low priority, and beside other tests."""
+    """Otherwise it would run with low priority, and in parallel with other tests."""
     files = {
         path.relative_to(ROOT).as_posix(): imported_names(path)
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -70,7 +70,7 @@ def test_every_file_that_may_start_ray_belongs_to_their_unit() -> None:
 
 
 def imported_names(path: Path) -> set[str]:
-    """Libraries, and what is imported from a module."""
+    """Returns the imported libraries, and the names that are imported from modules."""
     names = set[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Limits of files, functions and folders, and deadlines of tests."""
+"""Limits of file and function lengths, unique file names, and timeouts in tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_no_function_is_long(name: str) -> None:
 
 
 def function_lengths(source: str) -> list[tuple[str, int]]:
-    """Name and lines of each function and method."""
+    """Returns name and number of lines of each function and method."""
     return [
         (node.name, (node.end_lineno or node.lineno) - node.lineno + 1)
         for node in ast.walk(ast.parse(source))
@@ -51,7 +51,7 @@ def function_lengths(source: str) -> list[tuple[str, int]]:
 
 
 def test_lengths_of_functions_are_counted() -> None:
-    """Otherwise the limit would hold for no function."""
+    """Otherwise the limit would not apply to any function."""
     source = "class A:\n    async def f(self):\n        a = 1\n        return a\ndef g(): ...\n"
     assert function_lengths(source) == [("g", 1), ("f", 3)]
 
@@ -60,7 +60,7 @@ HTTP_CALLS = {"Client", "AsyncClient", "request", "stream", "get", "post", "put"
 
 
 def calls_without_timeout(source: str) -> list[int]:
-    """Lines at which httpx is called with its own timeout of five seconds."""
+    """Returns the lines that call httpx with its default timeout of five seconds."""
     return [
         node.lineno
         for node in ast.walk(ast.parse(source))
