@@ -147,7 +147,7 @@ def knock_with_keys(door: Door, public: bytes, secret: bytes, server: bytes, fra
         return bool(stranger.poll(_ANSWER_S * 1000))
 
 
-# -------------------------------------------------------------------------------- what others sent
+# -------------------------------------------------------------------------------- recorded traffic
 
 
 class Recorder:

@@ -305,7 +305,7 @@ def test_the_door_of_kernels_is_empty() -> None:
     assert list(imports("kernels/__init__.py")) == []
 
 
-# -------------------------------------------------------------------------------- what is loaded
+# -------------------------------------------------------------------------------- loaded modules
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_the_table_of_the_docs_is_this_list():
     assert set(listed) == set(WITHOUT_EFFECT) | SOMETIMES | taken
 
 
-# -------------------------------------------------------------------------------- what is refused
+# --------------------------------------------------------------------------------------- refusals
 
 HELLO = [{"role": "user", "content": "hi"}]
 MINIMAL: list[tuple[type[Any], dict[str, Any]]] = [

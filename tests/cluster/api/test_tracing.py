@@ -137,7 +137,7 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
     assert names <= set(known)
 
 
-# -------------------------------------------------------------------------------- to a collector
+# ------------------------------------------------------------------------- export to a collector
 
 
 async def finished_traces(cluster: FakeCluster) -> dict[str, float]:

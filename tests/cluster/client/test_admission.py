@@ -206,7 +206,7 @@ def test_a_burst_in_the_first_moment_is_no_rate():
     assert rate.of(0.1).requests == 50.0, "of a second, not of a tenth"
 
 
-# -------------------------------------------------------------------------------- what waits
+# ------------------------------------------------------------------------------- the backlog
 
 
 def test_what_comes_takes_free_rows_before_it_waits():
@@ -256,7 +256,7 @@ def test_a_report_that_is_repeated_with_fresh_progress_tells_of_nothing_new():
     assert router.backlog(0) == Backlog(0, 0, 1, 3)
 
 
-# -------------------------------------------------------------------------------- with engines
+# --------------------------------------------------------------------------- with real engines
 
 
 def test_engines_tell_what_they_began():

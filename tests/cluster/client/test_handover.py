@@ -187,7 +187,7 @@ def test_many_at_once_with_several_answers(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-# -------------------------------------------------------------------------------- the pure part
+# ------------------------------------------------------------------------------- pure decisions
 
 
 def request(**fields: Any) -> EngineCoreRequest:

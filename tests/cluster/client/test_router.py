@@ -55,7 +55,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "SLACK_TOKENS", 0)
 
 
-# -------------------------------------------------------------------------------- arithmetic
+# ------------------------------------------------------------------------------------ scores
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_names_that_were_not_used_for_long_are_forgotten(monkeypatch) -> None:
     assert [route.uncomputed_tokens for route in routes] == [1, 2 * BLOCK]
 
 
-# -------------------------------------------------------------------------------- where things go
+# -------------------------------------------------------------------------------------- placement
 
 
 def finish(router: Router, conversation: int, name: str = "r", length: int = 2 * BLOCK) -> int:
@@ -350,7 +350,7 @@ def test_what_is_remembered_of_a_chain_is_its_start(
         assert router._engines[0].cached_blocks(names) == sum(known)
 
 
-# -------------------------------------------------------------------------------- who is there
+# ---------------------------------------------------------------------------------- membership
 
 
 def test_without_an_active_engine_there_is_no_place() -> None:

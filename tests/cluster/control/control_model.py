@@ -127,7 +127,7 @@ class Model:
             "owner", "identity", state.change.target, state.pause_requested, state.has_served, 1
         )
 
-    # ---------------------------------------------------------------- what must happen
+    # ------------------------------------------------------------------ required moves
 
     def owed(self, world: World) -> Iterator[Move]:
         """Yields the moves that must happen by themselves."""
@@ -247,7 +247,7 @@ class Model:
     def _waiting(world: World, batch: Batch) -> tuple[int, ...]:
         return tuple(rank for rank in batch.ranks if rank in world.fleet.pending)
 
-    # ---------------------------------------------------------------- what may happen
+    # ----------------------------------------------------------------- optional moves
 
     def free(self, world: World) -> Iterator[Move]:
         """Yields the moves that may happen: requests and failures."""
@@ -370,7 +370,7 @@ class Model:
         )
         return _spend(after, "take_overs")
 
-    # ---------------------------------------------------------------- laws
+    # ---------------------------------------------------------- invariants
 
     def check(self, world: World) -> None:
         """Checks the invariants that hold in every world."""

@@ -126,7 +126,8 @@ def test_a_successor_that_takes_long_to_start_is_not_killed_for_ever(
 
 
 def test_one_that_hangs_after_a_recovery_is_killed_as_soon_as_the_first() -> None:
-    """Each hang is ended by one kill: the grace time of a starting successor applies only once."""
+    """A recovered coordinator no longer counts as a starting successor, so each hang is ended by
+    one kill."""
 
     async def scenario() -> None:
         config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")

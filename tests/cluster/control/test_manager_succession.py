@@ -183,7 +183,7 @@ def test_a_new_manager_keeps_the_pause() -> None:
     run(scenario)
 
 
-# -------------------------------------------------------------------------------- together
+# ----------------------------------------------------------- managers and engines together
 
 
 @pytest.mark.parametrize("coordinator", [False, True])

@@ -127,8 +127,8 @@ def test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended(table: Tabl
 def test_an_engine_in_the_roster_that_does_not_answer_is_asked_again(
     table: Table, monkeypatch: pytest.MonkeyPatch, is_listed: bool
 ) -> None:
-    """The coordinator is told about the engine, because only there it shows whether the engine has
-    stopped."""
+    """A silent engine is probed again while it is in the roster: the coordinator removes an engine
+    that has stopped."""
     serving = table.engine(0, "a", says(0, 5))
     answer, asked = table._answer, 0
 

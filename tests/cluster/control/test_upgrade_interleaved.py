@@ -36,8 +36,8 @@ def serving(*versions: Version) -> FleetView:
 
 @pytest.mark.parametrize("stage", [UpgradeStage.SETTLED, UpgradeStage.FAILED])
 def test_engines_leave_first_only_until_all_are_of_one_version(stage: UpgradeStage) -> None:
-    """With an in-place upgrade, an engine of the old version that was needed again had no room of
-    its own."""
+    """The upgrade was in place because an engine that answers needed again had no room next to the
+    others."""
     state = UpgradeState(settled(in_place=True, stage=stage))
     after, _ = upgrade_plan.plan(state, serving(TWO, TWO), 2, (), 0.0)
     assert not after.record.in_place and after.record.stage is stage

@@ -51,7 +51,7 @@ def refusal(*messages: Any, **fields: Any) -> BadRequest:
     return caught.value
 
 
-# ----------------------------------------------------------------------- what SDKs send back
+# -------------------------------------------------------------- messages that SDKs send back
 
 
 def parsed_message() -> dict[str, Any]:
@@ -244,7 +244,7 @@ def test_a_dumped_message_of_anthropics_client_is_taken() -> None:
     assert ignored["other"] >= 1
 
 
-# ------------------------------------------------------------- what a message may say
+# --------------------------------------------------------------- contents of messages
 
 
 def template(text: str | None = None) -> ChatTemplate:

@@ -182,7 +182,7 @@ def test_constants_are_written_in_all_their_digits(
         assert not accepts(lark, str(values[0] + 1)) or values[0] + 1 in values
 
 
-# ----------------------------------------------------------------------------------- their length
+# ------------------------------------------------------------------------------ length of numbers
 
 
 @pytest.mark.parametrize(

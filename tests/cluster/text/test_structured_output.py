@@ -257,7 +257,7 @@ def test_lark_from_elsewhere_may_name_tokens_and_hold_schemas():
     assert caught.value.param == "tools" and "oops" in caught.value.message
 
 
-# ------------------------------------------------------------------------------------ one kind
+# ---------------------------------------------------------------------------- exactly one kind
 
 
 def test_exactly_one_kind_is_given():

@@ -203,7 +203,7 @@ def test_only_what_may_become_a_call_or_a_tag_is_held(names: Names, text: str, h
     assert shown + held == text.removeprefix("<think>")
 
 
-# ------------------------------------------------------------------ what a template would render
+# ------------------------------------------------------------------------- rendered by templates
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.floats(allow_nan=False),

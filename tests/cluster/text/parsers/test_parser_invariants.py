@@ -67,7 +67,7 @@ def test_every_cut_of_a_real_answer_gives_the_same_parts(names: Names) -> None:
             assert read(names, pieces) == parts
 
 
-# ---------------------------------------------------------------------------- what is held back
+# ------------------------------------------------------------------------------------ held text
 
 _ENDS = ["", 'x"', '"', 'x"]', "]", 'x"}', "}", 'x"}]', "}]", 'x"]}', "]}", 'x"}}', "}}"]
 """Texts that close a value at which the text stopped."""

@@ -253,7 +253,7 @@ def test_calls_that_are_cut_or_broken(
         assert [call.arguments for call in message.tool_calls] == arguments
 
 
-# ------------------------------------------------------------------- what the templates render
+# ----------------------------------------------------------------------- rendered by templates
 
 _TEXT = st.text(st.characters(blacklist_categories=["Cs", "Cc"]) | st.just("\n"), max_size=12)
 _JSON = st.recursive(
