@@ -342,7 +342,8 @@ def packed() -> Iterator[tuple[str, bytes]]:
 
 
 def long_answers() -> Iterator[tuple[str, bytes]]:
-    """Yields requests whose answers have few tokens but much to report, e.g. logprobs."""
+    """Yields requests whose answers have few tokens but much to report, e.g. the echo of a long
+    prompt."""
 
     def made(**payload: Any) -> bytes:
         return post(TEXT, {**BASE[TEXT], "echo": True, "return_token_ids": True, **payload})

@@ -334,8 +334,8 @@ def test_a_response_that_lost_many_runners_fails() -> None:
 
 
 def test_responses_lost_beside_a_fatal_one_are_computed() -> None:
-    """One of these responses crashes every ingress that computes it. In its last attempt a response
-    is the only one on its runner, so the others are not lost with it."""
+    """One of these responses crashes every ingress that computes it. A runner gets at most one
+    response on its last attempt, so the other one is not lost with it."""
     store, now_s = ResponseStore(9, LIMIT_BYTES, LIMIT_S * 99), 0.0
     for id in ("a", "poison", "b"):
         assert store.handle(Begin(id, kept(2), "r0", JOB), now_s) is True

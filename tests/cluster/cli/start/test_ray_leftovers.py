@@ -97,8 +97,7 @@ def _beside(folder: Path) -> Path:
 
 
 def test_a_process_that_starts_meanwhile_is_found(tmp_path: Path, log: Path) -> None:
-    """A process that starts between two scans is found. Here it starts late and then keeps
-    running."""
+    """A process that starts between two scans is found by the later one, and `end_all` kills it."""
     deadline = time.monotonic() + DEADLINE_S
     late = start("-c", "import time; time.sleep(600)", log=log)
     while not writers(tmp_path):
