@@ -54,7 +54,7 @@ def pytest_collection_finish() -> None:
 def _tests_stay_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps workers that release memory from collecting the excluded tests too. That is safe,
     because no engine of a test is excluded."""
-    for module in ("swell.worker.sleep", "swell.worker.worker"):
+    for module in ("swell.worker.memory.sleep", "swell.worker.worker"):
         monkeypatch.setattr(f"{module}.collect_frozen", gc.collect)
 
 

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, list[str]] = {
         "engine.*",
         "coordinator.*",
         "configs.*",
-        "worker.sample.wire",  # SamplerParams, Extra: fields of engine requests and outputs
+        "worker.sampler_wire",  # SamplerParams, Extra: fields of engine requests and outputs
     ],
     "cluster/cli/*": ["cluster.*"],
     "cluster/cli/save_sharded.py": ["worker.sharded.saving"],  # a worker's job, without an engine
@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "cluster/local_engine.py": [
         "cluster.client.*",
         "cluster.text.*",
-        "worker.new_weights",  # writes a caller's tensors for the workers
+        "worker.memory.new_weights",  # writes a caller's tensors for the workers
     ],
     "cluster/client/*": ["cluster.client.*", "cluster.text.*"],
     "cluster/text/*": ["cluster.text.*"],

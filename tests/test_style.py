@@ -1,4 +1,4 @@
-"""Limits of file and function lengths, unique file names, and timeouts in tests."""
+"""Limits of files, functions and folders, and timeouts of tests."""
 
 from __future__ import annotations
 

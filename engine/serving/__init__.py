@@ -1,1 +1,1 @@
-"""The engine behind its channel: server, reports and the coordinator's client."""
+"""Serves an engine over its channel: server, reports and the client of the coordinator."""

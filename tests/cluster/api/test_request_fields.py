@@ -1,6 +1,6 @@
 """No field of a request is silently ignored. Each field of every typed body has an effect, is
-refused unless its value is neutral, or is in the table of `docs/guide/requests.md` that lists fields
-accepted without effect, with the reason. The same holds for each field of another server
+refused unless its value is neutral, or is in the table of `docs/guide/requests.md` that lists
+fields accepted without effect, with the reason. The same holds for each field of another server
 (`cluster/text/schema/known_fields.py`). An unknown field is refused in a request and ignored in a
 history.
 """

@@ -1,1 +1,1 @@
-"""What the checks look at: facts of a host, and links between hosts."""
+"""Collects the facts that the checks need: about a host, and about links between hosts."""

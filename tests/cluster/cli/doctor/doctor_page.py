@@ -1,5 +1,5 @@
-"""The table of checks in `docs/operate/doctor.md`. `python -m tests.cluster.cli.doctor.doctor_page` writes
-it."""
+"""The table of checks in `docs/operate/doctor.md`, which this module writes:
+`python -m tests.cluster.cli.doctor.doctor_page`."""
 
 from __future__ import annotations
 
