@@ -67,8 +67,8 @@ from swell.configs.sleep_check import sleep_refusal
 from swell.coordinator.coordinator import find
 from swell.coordinator.manager_state import Sleep
 from swell.coordinator.transport.contact import CoordinatorContact
-from swell.coordinator.transport.ground import ThreadGround
 from swell.coordinator.transport.ports import free_port, next_free_port
+from swell.coordinator.transport.runtime import ThreadRuntime
 
 _SERVE_PROXY_PORT = 8000
 """The port on which `serve run` starts Serve's proxy."""
@@ -118,14 +118,14 @@ class ManagerDeployment:
         self._reads = ModelFileReads()
         self._ports = ingress_ports(config.cluster.port_range)
         self._serve = with_host(config, ray.util.get_node_ip_address()).serve
-        cluster, ground = RayCluster(config.cluster), ThreadGround()
+        cluster, runtime = RayCluster(config.cluster), ThreadRuntime()
         self._checkpoints = CheckpointStore(namespace, family, cluster)
         self._resources = cluster.total_resources
         config = resolve_device(config, self._resources())
         self._coordinator = CoordinatorHandle(config, namespace, self._checkpoints, cluster)
-        placement = Placement(config, namespace, self._coordinator, cluster, ground)
+        placement = Placement(config, namespace, self._coordinator, cluster, runtime)
         self._manager = ClusterManager(
-            config, self._coordinator, placement, self._checkpoints, ground, given
+            config, self._coordinator, placement, self._checkpoints, runtime, given
         )
         await self._manager.start()
         watch("the manager", config.cluster.stall_timeout_s)
@@ -254,12 +254,12 @@ class IngressDeployment:
         self._claim = PortClaims().claim(config.serve.host, contact.port, owner, os.getppid())
         found = contact.coordinator
         allow_many_files()
-        ground = ThreadGround(silence_s=config.cluster.stall_timeout_s)
+        runtime = ThreadRuntime(silence_s=config.cluster.stall_timeout_s)
         connect = partial(
             AsyncEngineCoreClient,
             found.address,
             found.keys,
-            ground=ground,
+            runtime=runtime,
             find=partial(find, found, config.cluster.stall_timeout_s),
         )
         peers = ReplicaPeers(config.serve.ingress_replicas or 1)

@@ -15,7 +15,7 @@ from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import CoordinatorService, Membership
 from swell.coordinator.state_machine import JoinResult
 from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterView
 
 _DISCOVERY = "discovery"
@@ -51,7 +51,7 @@ class Coordinator:
         host = host_address(config.interface, ray.util.get_node_ip_address())
         self._service = CoordinatorService(
             config,
-            ThreadGround(host, config.stall_timeout_s, coordinator_ports(config.port_range)),
+            ThreadRuntime(host, config.stall_timeout_s, coordinator_ports(config.port_range)),
             lockstep=lockstep,
             endpoint=endpoint.on_host(host),
             recover=inherited or ray.get_runtime_context().was_current_actor_reconstructed,

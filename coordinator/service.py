@@ -26,9 +26,9 @@ from swell.coordinator.state_machine import CoordinatorStateMachine, JoinResult
 from swell.coordinator.subscribers import Subscribers
 from swell.coordinator.transport.channel import ChannelAddress, Inbox, make_keys
 from swell.coordinator.transport.contact import CoordinatorEndpoint
-from swell.coordinator.transport.ground import Ground, ThreadGround
 from swell.coordinator.transport.listening_clock import ListeningClock
 from swell.coordinator.transport.loop_calls import LoopCalls
+from swell.coordinator.transport.runtime import Runtime, ThreadRuntime
 from swell.coordinator.wave_protocol.null_waves import NullCoordinator
 from swell.coordinator.wave_protocol.wave_interface import CoordinatorWaves, RankedCommands
 from swell.coordinator.wave_protocol.waves import WaveCoordinator
@@ -73,37 +73,37 @@ class CoordinatorService:
     """The coordinator's socket and its loop, for engines, ingresses and the manager.
 
     The state belongs to the loop. Public methods may be called from any thread: they pass a call to
-    the loop and wait for its result (see `Ground.answer`). Those that change something name the
+    the loop and wait for its result (see `Runtime.answer`). Those that change something name the
     calling manager (`by`), and raise NotLeading if another manager leads.
     """
 
     def __init__(
         self,
         config: ClusterConfig,
-        ground: Ground | None = None,
+        runtime: Runtime | None = None,
         *,
         lockstep: bool = False,
         endpoint: CoordinatorEndpoint | None = None,
         recover: bool = False,
     ) -> None:
         """`lockstep`: engines share experts. `recover`: a predecessor had this endpoint."""
-        self._ground = ground = ground or ThreadGround()
+        self._runtime = runtime = runtime or ThreadRuntime()
         endpoint = endpoint or CoordinatorEndpoint(make_keys())
         self.keys = endpoint.keys
-        now = ground.now()
+        now = runtime.now()
         self._config = config
         self._log = StructuredLogger("coordinator")
-        self._inbox: Inbox[CoordinatorMessage] = ground.inbox(
+        self._inbox: Inbox[CoordinatorMessage] = runtime.inbox(
             CoordinatorMessage, endpoint.keys, name=endpoint.name, port=endpoint.port
         )
         waves: CoordinatorWaves = NullCoordinator()
         if lockstep:
-            waves = WaveCoordinator(number=ground.random_bits(_NUMBER_BITS))
+            waves = WaveCoordinator(number=runtime.random_bits(_NUMBER_BITS))
         self._state_machine = CoordinatorStateMachine(config, waves, now)
-        self._waker = ground.waker()
-        self._calls = LoopCalls(ground, self._waker)
+        self._waker = runtime.waker()
+        self._calls = LoopCalls(runtime, self._waker)
         self._checked_at = now
-        self._probes = LoopCalls(ground, self._waker)
+        self._probes = LoopCalls(runtime, self._waker)
         """Calls that are answered even during a recovery."""
         self._subscribers = Subscribers(config.heartbeat_s)
         self._metrics_aggregator = MetricsAggregator()
@@ -126,7 +126,7 @@ class CoordinatorService:
         self._recovery = ListeningClock(self._recovery_s)
         self._recovery.advance(now)
         self._stopping = False
-        self._loop = ground.spawn("coordinator", self._run())
+        self._loop = runtime.spawn("coordinator", self._run())
 
     @property
     def address(self) -> ChannelAddress:
@@ -239,14 +239,14 @@ class CoordinatorService:
             self._waker.close()
 
     async def _run_once(self) -> None:
-        if await self._ground.ready(self._inbox, self._wait_s(), self._waker):
+        if await self._runtime.ready(self._inbox, self._wait_s(), self._waker):
             for peer, message in self._inbox.take():
                 try:
                     self._on_message(peer, message)
                 except Exception as error:  # one peer's message must not stop the loop
                     what = type(message).__name__
                     self._log.error("not handled", message_type=what, error=repr(error))
-        now = self._ground.now()
+        now = self._runtime.now()
         self._probes.run(now)
         if self._recovering:
             self._end_recovery(now)
@@ -280,12 +280,12 @@ class CoordinatorService:
         return self._state_machine.manager_state
 
     def _change(self, step: Callable[[float], RankedCommands]) -> Roster:
-        self._send(step(self._ground.now()))
+        self._send(step(self._runtime.now()))
         return self._state_machine.roster
 
     def _wait_s(self) -> float:
         """Returns the seconds until something is due."""
-        now = self._ground.now()
+        now = self._runtime.now()
         if self._recovering:
             left_s = self._recovery_s - self._recovery.read(now)
             return min(max(0.0, left_s), self._wake_interval_s)
@@ -293,7 +293,7 @@ class CoordinatorService:
         return min(publish_s, self._wake_interval_s, self._calls.wait_s(now))
 
     def _on_message(self, peer: bytes, message: CoordinatorMessage) -> None:
-        now = self._ground.now()
+        now = self._runtime.now()
         match message:
             case Subscribe():
                 self._on_subscribe(peer, message, now)

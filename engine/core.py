@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import msgspec
 
 from swell.configs.schema import Config
-from swell.coordinator.transport.ground import THREADS, Ground, drive
+from swell.coordinator.transport.runtime import THREADS, Runtime, drive
 from swell.coordinator.wave_protocol.null_waves import NullMember
 from swell.coordinator.wave_protocol.wave_interface import EngineWaves
 from swell.coordinator.wave_protocol.waves import WaveMember
@@ -150,7 +150,7 @@ class EngineCore:
         return drive(self.step_on(THREADS))
 
     async def step_on(
-        self, ground: Ground, process_inputs: Callable[[], Awaitable[None]] | None = None
+        self, runtime: Runtime, process_inputs: Callable[[], Awaitable[None]] | None = None
     ) -> Outputs:
         """Keeps steps in flight, waits for the oldest one, and returns its outputs.
 
@@ -160,12 +160,12 @@ class EngineCore:
         """
         try:
             if self.adapters.num_held:
-                await ground.run(self._follow_adapters)
+                await runtime.run(self._follow_adapters)
             self._submit()
             if not self._in_flight:
                 return self._with_failed({})
             scheduled, future = self._in_flight.popleft()
-            output = await ground.result(future)
+            output = await runtime.result(future)
         except Exception as error:
             if isinstance(error, WorkerLost):
                 self._failed.append(self.scheduler.count_failed_attempt())
@@ -245,7 +245,7 @@ class EngineCore:
                 scheduled = self._in_lockstep(scheduled or self.scheduler.schedule_dummy())
             elif scheduled is None:
                 return
-            if scheduled.plan.new_rows:
+            if scheduled.plan.new_requests:
                 self.on_start(scheduled.started())
             self.wave_member.submitted()
             self._reads.on_plan(scheduled.plan)

@@ -101,8 +101,8 @@ LIBRARIES: dict[str, list[str]] = {
     "zmq": ["coordinator/transport/authenticator.py", "coordinator/transport/channel.py"],
 }
 
-ON_A_GROUND: dict[str, tuple[str, ...]] = {
-    # Pattern of files that use only a `Ground` and ports -> the shells among them, which implement
+ON_A_RUNTIME: dict[str, tuple[str, ...]] = {
+    # Pattern of files that use only a `Runtime` and ports -> the shells among them, which implement
     # these. All other files take the clock, random bits, threads and processes from there.
     "cluster/client/*": (),
     "cluster/control/*": ("cluster/control/ray/ray_cluster.py",),
@@ -110,7 +110,7 @@ ON_A_GROUND: dict[str, tuple[str, ...]] = {
         "coordinator/transport/authenticator.py",
         "coordinator/transport/channel.py",
         "coordinator/coordinator.py",
-        "coordinator/transport/ground.py",
+        "coordinator/transport/runtime.py",
         "coordinator/transport/ports.py",
     ),
     "engine/*": (
@@ -124,7 +124,7 @@ ON_A_GROUND: dict[str, tuple[str, ...]] = {
         "engine/kv/handover_files.py",
     ),
 }
-OF_A_GROUND = ("ray", "time", "secrets", "random", "threading", "multiprocessing", "os", "signal")
+OF_A_RUNTIME = ("ray", "time", "secrets", "random", "threading", "multiprocessing", "os", "signal")
 """Libraries that only shells may import."""
 THREADS_OF_ASYNCIO = ("to_thread", "run_in_executor")
 """Functions that only shells may call."""
@@ -240,28 +240,28 @@ def test_folders_side_by_side_import_one_way_only() -> None:
     assert both_ways == set()
 
 
-def _on_a_ground() -> list[str]:
+def _on_a_runtime() -> list[str]:
     return [
         name
         for name in FILES
-        for pattern, shells in ON_A_GROUND.items()
+        for pattern, shells in ON_A_RUNTIME.items()
         if fnmatch(name, pattern) and name not in shells
     ]
 
 
-@pytest.mark.parametrize("name", _on_a_ground())
+@pytest.mark.parametrize("name", _on_a_runtime())
 def test_only_shells_know_the_machine(name: str) -> None:
     """Otherwise the simulator could not run the code with a virtual clock."""
     used = {module.partition(".")[0] for module in imports(name)}
-    assert not used & set(OF_A_GROUND), name
+    assert not used & set(OF_A_RUNTIME), name
     called = {node.attr for node in _nodes(name) if isinstance(node, ast.Attribute)}
     assert not called & set(THREADS_OF_ASYNCIO), name
 
 
 def test_every_shell_needs_to_be_one() -> None:
-    for shells in ON_A_GROUND.values():
+    for shells in ON_A_RUNTIME.values():
         for shell in shells:
-            assert _roots(shell) & set(OF_A_GROUND), shell
+            assert _roots(shell) & set(OF_A_RUNTIME), shell
 
 
 @pytest.mark.parametrize("name", FILES)

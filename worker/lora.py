@@ -29,7 +29,7 @@ from swell.configs.runtime.log import first_line
 from swell.configs.shown import shown
 from swell.kernels.lora import LoraTokens
 from swell.worker.layers.lora import AdaptedTokens, LayerLora, LoraMatrices, LoraPart, NoLora
-from swell.worker.wire import AdapterLoaded, LoadAdapter, NewRow, SchedulerOutput
+from swell.worker.wire import AdapterLoaded, LoadAdapter, NewRequest, SchedulerOutput
 
 _MAX_READS = 16
 """Reads that may be pending in addition to one per place: reads of folders that hang, whose places
@@ -314,7 +314,7 @@ class AdapterSlots:
         sizes = (max_tokens if count else 0, count, device)
         self._among_all, self._among_sampled = LoraTokens(*sizes), LoraTokens(*sizes)
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         """Adds the request that takes a slot. Raises `AdapterNotLoaded`."""
         self._of_slot.pop(row.slot, None)
         number = self._adapters.number_of(row.adapter)

@@ -36,11 +36,11 @@ from swell.worker.step.failed_rows import NON_REQUEST_ERRORS, FailedRows, descri
 from swell.worker.step.feedback import PendingSends, make_feedback
 from swell.worker.step.forward import HeadOutput, make_forward
 from swell.worker.step.input_batch import BatchBuilder, InputBatch
-from swell.worker.step.multi_step import FurtherPasses, OutputOfPasses, RowEnds
+from swell.worker.step.multi_step import ExtraSteps, OutputOfPasses, RowEnds
 from swell.worker.step.prompt_embeds import PromptEmbedsTable
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.staging import AsyncCopy
-from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRow, SchedulerOutput
+from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 
 
 class ReadyOutput(AsyncModelRunnerOutput):
@@ -78,12 +78,12 @@ class CopyingOutput(AsyncModelRunnerOutput):
         return host.fill(self._output)
 
 
-def with_default_params(row: NewRow) -> NewRow:
+def with_default_params(row: NewRequest) -> NewRequest:
     """Returns the row with parameters that every sampler accepts."""
     return replace_fields(row, sampler=SamplerParams(), min_tokens=0, end_token_ids=[])
 
 
-def with_tokens_alone(row: NewRow) -> NewRow:
+def with_tokens_alone(row: NewRequest) -> NewRequest:
     """Returns the row without anything that can be refused."""
     return replace_fields(with_default_params(row), prompt_embeds=None, adapter="")
 
@@ -173,12 +173,12 @@ class ModelRunner:
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         """Computes one step. Returns None on all workers except the output rank."""
         output = self._execute(plan)
-        if not plan.further:
+        if not plan.extra_steps:
             return output
-        further = FurtherPasses(plan, self._row_ends.has_ended)
-        passes = [output, *map(self._execute, further)]
+        extra_steps = ExtraSteps(plan, self._row_ends.has_ended)
+        passes = [output, *map(self._execute, extra_steps)]
         computed = [each for each in passes if each is not None]
-        return OutputOfPasses(plan, computed, further.rows) if computed else None
+        return OutputOfPasses(plan, computed, extra_steps.rows) if computed else None
 
     def _execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         self.feedback.before_step(plan)
@@ -224,7 +224,7 @@ class ModelRunner:
                 self._block_files.read(file)
             except OSError as error:  # the engine starts over: this worker is not at fault
                 raise GroupError(f"blocks of another engine cannot be read: {error}") from error
-        for row in plan.new_rows:
+        for row in plan.new_requests:
             self.failed.forget(row.slot)
             try:
                 self._add_request(row)
@@ -234,13 +234,13 @@ class ModelRunner:
                 self.failed.add(row.slot, f"the worker refused it: {describe(error)}")
                 self._add_refused(row)
             self.blocks.stage_set(row.slot, row.block_ids)
-        for growth in plan.growths:
-            self.blocks.stage_append(growth.slot, growth.block_ids)
+        for blocks in plan.new_blocks:
+            self.blocks.stage_append(blocks.slot, blocks.block_ids)
         self.states.stage_drafts(plan)
         self.states.apply()
         self.blocks.apply()
 
-    def _add_refused(self, row: NewRow) -> None:
+    def _add_refused(self, row: NewRequest) -> None:
         """Adds a refused request with default parameters, so that its blocks hold the KV that their
         hashes name. If its embeddings or adapter are refused themselves, only its tokens are added:
         then no other request with the same block hashes is valid either."""
@@ -251,7 +251,7 @@ class ModelRunner:
         except Exception:
             self._add_request(with_tokens_alone(row))
 
-    def _add_request(self, row: NewRow) -> None:
+    def _add_request(self, row: NewRequest) -> None:
         """Adds a request to its slot. Raises what the request's own data raises: the same on every
         rank that samples. The tokens are staged last, so they are staged only once even if a
         parameter is refused first."""

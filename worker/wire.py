@@ -16,7 +16,7 @@ from swell.configs.runtime.secret import HoldsSecrets, SecretBytes
 from swell.worker.sampler_wire import Extra, PromptEmbeds, SamplerParams
 
 
-class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that takes a slot: for the first time, or again after preemption or failover.
 
     `token_ids` holds all known tokens: the prompt and the output tokens that exist already.
@@ -39,7 +39,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The digest of the request's adapter, which all workers have loaded; empty: no adapter."""
 
 
-class BlockGrowth(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class NewBlocks(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Blocks appended to a slot's table."""
 
     slot: int
@@ -77,8 +77,8 @@ class BlockFile(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """The plan of one step. Workers apply `copies`, `imports`, `new_rows` and `growths` in this
-    order, then compute the rows, then write `exports`.
+    """The plan of one step. Workers apply `copies`, `imports`, `new_requests` and `new_blocks` in
+    this order, then compute the rows, then write `exports`.
 
     The rows are given as parallel lists, decode rows first:
 
@@ -97,8 +97,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=Fa
 
     step: int
     epoch: int = 0
-    new_rows: list[NewRow] = []
-    growths: list[BlockGrowth] = []
+    new_requests: list[NewRequest] = []
+    new_blocks: list[NewBlocks] = []
     slots: list[int] = []
     starts: list[int] = []
     num_tokens: list[int] = []
@@ -115,7 +115,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=Fa
     """Row that samples -> how many tokens the draft model should propose after the new ones, at
     most as many as the row's blocks hold. In a row with a rejected draft the draft model proposes
     at most one token more than were accepted."""
-    further: dict[int, int] = {}
+    extra_steps: dict[int, int] = {}
     """Row that samples, without drafts -> how many more tokens are computed and sampled, one per
     pass (see `multi_step.py`). The row's blocks hold all of these tokens except the last."""
     imports: list[BlockFile] = []

@@ -25,7 +25,7 @@ from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.roster import Roster
-from swell.coordinator.transport.ground import THREADS, Ground
+from swell.coordinator.transport.runtime import THREADS, Runtime
 from swell.coordinator.wire import ClusterView, EngineLoad
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
@@ -50,12 +50,12 @@ class AsyncLLM:
         connect: ConnectEngines,
         metrics: PrometheusStats,
         on_limits: Callable[[int, int], None],
-        ground: Ground = THREADS,
+        runtime: Runtime = THREADS,
     ) -> None:
         self._view = ClusterView(Roster())
         self._loads: dict[int, EngineLoad] = {}
         """Loads that changed since that view, by rank."""
-        self.client_index = ground.random_bits(31)
+        self.client_index = runtime.random_bits(31)
         self._readiness = ReadinessTracker(config.cluster.stall_timeout_s)
         self._config = config
         self._admission = Admission(
@@ -63,7 +63,7 @@ class AsyncLLM:
             config.serve.max_waiting_tokens,
             config.serve.ingress_replicas or 1,
         )
-        self._clock = clock = ground.now
+        self._clock = clock = runtime.now
         self._metrics = metrics
         self._on_limits = on_limits
         self._ends: str | None = None

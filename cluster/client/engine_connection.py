@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from swell.configs.runtime.log import StructuredLogger
 from swell.coordinator.roster import Member
 from swell.coordinator.transport.channel import AsyncOutlet, ChannelKeys
-from swell.coordinator.transport.ground import Ground
+from swell.coordinator.transport.runtime import Runtime
 from swell.engine.wire import (
     EngineAnswer,
     EngineCoreOutputs,
@@ -51,13 +51,13 @@ class EngineConnection:
 
     def __init__(
         self,
-        ground: Ground,
+        runtime: Runtime,
         member: Member,
         keys: ChannelKeys,
         on_outputs: OnOutputs,
         on_messages_lost: OnMessagesLost,
     ) -> None:
-        self._ground = ground
+        self._runtime = runtime
         self._engine = EngineId.of(member)
         self._address = member.address
         self._keys = keys
@@ -65,7 +65,7 @@ class EngineConnection:
         self._on_messages_lost = on_messages_lost
         self._replaced: list[bytes] = []
         """Identities of lost connections, until the engine is known to have read them."""
-        self._reached_at = ground.now()
+        self._reached_at = runtime.now()
         """A lower bound of the engine's last contact: when the last keep-alive before its newest
         reply was sent."""
         self._asked_at = -float("inf")
@@ -106,7 +106,7 @@ class EngineConnection:
         self._confirmed = (-1, -1)
         """The counts in the newest reply: messages sent to the engine, and the number of its last
         output."""
-        self._outlet: AsyncOutlet[EngineAnswer] = self._ground.async_outlet(
+        self._outlet: AsyncOutlet[EngineAnswer] = self._runtime.async_outlet(
             self._address, EngineAnswer, self._keys, self._on_message
         )
 

@@ -25,7 +25,7 @@ from swell.coordinator.transport.channel import (
     ChannelTimeout,
 )
 from swell.coordinator.transport.finder import CoordinatorFinder, FindCoordinator, find_nothing
-from swell.coordinator.transport.ground import THREADS, Ground
+from swell.coordinator.transport.runtime import THREADS, Runtime
 from swell.coordinator.wire import (
     ClusterReports,
     ClusterView,
@@ -141,13 +141,13 @@ class AsyncEngineCoreClient:
         engines_in_use: EnginesInUse,
         versions_in_use: VersionsInUse,
         metrics: MetricsExchange,
-        ground: Ground = THREADS,
+        runtime: Runtime = THREADS,
         find: FindCoordinator = find_nothing,
     ) -> None:
-        self._ground = ground
+        self._runtime = runtime
         self._keys = keys
         self._address = coordinator
-        self._finder = CoordinatorFinder(ground, find, silence_s)
+        self._finder = CoordinatorFinder(runtime, find, silence_s)
         self._client_index = client_index
         self._heartbeat_s = heartbeat_s
         self._on_view, self._on_loads = on_view, on_loads
@@ -176,7 +176,7 @@ class AsyncEngineCoreClient:
         )
 
     def _connect(self) -> AsyncOutlet[IngressMessage]:
-        return self._ground.async_outlet(
+        return self._runtime.async_outlet(
             self._address, IngressMessage, self._keys, self._on_message
         )
 
@@ -210,7 +210,7 @@ class AsyncEngineCoreClient:
         self._outlet = self._connect()
 
     def _check_engines(self) -> None:
-        now, closely = self._ground.now(), self._engines_in_use() | self._unreachable.keys()
+        now, closely = self._runtime.now(), self._engines_in_use() | self._unreachable.keys()
         unreachable = {}
         for engine, connection in self._connections.items():
             unreached_s = connection.check(now, 0.0 if engine in closely else self._idle_s)
@@ -283,7 +283,7 @@ class AsyncEngineCoreClient:
         for engine, member in members.items():
             if engine not in self._connections:
                 self._connections[engine] = EngineConnection(
-                    self._ground, member, self._keys, self._on_outputs, self._on_messages_lost
+                    self._runtime, member, self._keys, self._on_outputs, self._on_messages_lost
                 )
         self._roster = roster
 

@@ -48,7 +48,7 @@ from swell.configs.schema import Config
 from swell.coordinator.manager_state import ManagerState, NotLeading, Sleep
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import Membership
-from swell.coordinator.transport.ground import Ground
+from swell.coordinator.transport.runtime import Runtime
 from swell.coordinator.wire import ClusterView
 
 _ANSWER_TIMEOUT_S = 2.0
@@ -67,14 +67,14 @@ class ClusterManager:
         coordinator: CoordinatorHandle,
         placement: Placement,
         checkpoints: CheckpointStore,
-        ground: Ground,
+        runtime: Runtime,
         identity: str,
     ) -> None:
         """`identity`: identity of the configuration as it was given; see `configs/identity.py`."""
         self._limits = config.cluster
         self._coordinator = coordinator
         self._placement = placement
-        self._checkpoints = CheckpointWriter(checkpoints, config.parallel.data, ground)
+        self._checkpoints = CheckpointWriter(checkpoints, config.parallel.data, runtime)
         coordinator.manager_id = self._checkpoints.manager_id
         self._lifecycle_lock = asyncio.Lock()
         """Held during `start` and during `stop`."""
@@ -83,7 +83,12 @@ class ClusterManager:
         placement.may_end = partial(self._checkpoints.confirm_leader, self._limits.stall_timeout_s)
         self._wake = asyncio.Event()
         self._fleet = Fleet(
-            config.cluster, coordinator, placement, ground, self._on_death, on_change=self._wake.set
+            config.cluster,
+            coordinator,
+            placement,
+            runtime,
+            self._on_death,
+            on_change=self._wake.set,
         )
         self.upgrader = Upgrader(identity, config, self._fleet, placement)
         self._elasticity = Elasticity(
@@ -118,7 +123,7 @@ class ClusterManager:
             for loop, name in (
                 (self._reconcile_forever, "reconcile"),
                 (self._watch_membership_forever, "membership"),
-                (self._placement.strays.collect_forever, "strays"),
+                (self._placement.orphans.collect_forever, "orphans"),
                 (self._elasticity.follow_nodes_forever, "nodes"),
             ):
                 self._fleet.tasks.spawn(exit_on_error_async(loop, f"manager: {name}"))
@@ -250,7 +255,7 @@ class ClusterManager:
             "phase": self.phase,
             "error": self.error,
             "trouble": self.trouble,
-            "leftovers": self._placement.strays.leftovers(),
+            "leftovers": self._placement.orphans.leftovers(),
             "upgrade": self.upgrader.describe(self.trouble),
             **self._elasticity.describe(),
         }

@@ -70,7 +70,7 @@ class Upgrader:
         """Like `Fleet.adopt`. An engine that was starting as an extra one under an earlier manager
         is marked as extra again."""
         versions, wanted = self.record.versions, self.wanted
-        related = {each.name for each in versions if each.lineage == wanted.lineage}
+        related = {each.name for each in versions if each.weights_lineage == wanted.weights_lineage}
         newcomers = await self._fleet.adopt(versions, drains, related - {wanted.name})
         is_settled = self.record.stage in (UpgradeStage.SETTLED, UpgradeStage.FAILED)
         extras = self._needed if is_settled else {self.record.wanted, *self._needed}

@@ -19,12 +19,12 @@ from collections.abc import Awaitable, Callable
 
 from swell.configs.runtime.log import StructuredLogger
 from swell.coordinator.transport.contact import CoordinatorContact
-from swell.coordinator.transport.ground import Ground
 from swell.coordinator.transport.listening_clock import ListeningClock
+from swell.coordinator.transport.runtime import Runtime
 
 FindCoordinator = Callable[[], CoordinatorContact | Awaitable[CoordinatorContact | None] | None]
 """Returns where the coordinator is now, or None if that is unknown. It may block while the GCS is
-unavailable, may raise, and is awaitable on a ground whose loops suspend."""
+unavailable, may raise, and is awaitable on a runtime whose loops suspend."""
 
 
 _FIRST_CALL = 0.25
@@ -44,8 +44,8 @@ def find_nothing() -> None:
 class CoordinatorFinder:
     """Belongs to the loop that receives from the coordinator. `find` runs on a separate loop."""
 
-    def __init__(self, ground: Ground, find: FindCoordinator, silence_s: float) -> None:
-        self._ground = ground
+    def __init__(self, runtime: Runtime, find: FindCoordinator, silence_s: float) -> None:
+        self._runtime = runtime
         self._find = find
         self._silence_s = silence_s
         self._patience_s = _FIRST_CALL * silence_s
@@ -63,7 +63,7 @@ class CoordinatorFinder:
     def on_message(self) -> None:
         """Records a message of the coordinator."""
         self._patience_s = self._silence_s
-        self._heard_at = self._clock.read(self._ground.now())
+        self._heard_at = self._clock.read(self._runtime.now())
         self._next_at = self._heard_at + self._patience_s
 
     @property
@@ -74,17 +74,17 @@ class CoordinatorFinder:
     def check(self) -> CoordinatorContact | None:
         """Checks for silence. The loop calls it in each turn, after it has handled all received
         messages. Returns the coordinator's contact once after each successful `find`."""
-        self._now = now = self._clock.advance(self._ground.now())
+        self._now = now = self._clock.advance(self._runtime.now())
         if now >= self._next_at and not self._is_looking:
             self._next_at = now + self._patience_s
             self._is_looking = True
-            self._ground.spawn("coordinator finder", self._look())
+            self._runtime.spawn("coordinator finder", self._look())
         found, self._found = self._found, None
         return found
 
     async def _look(self) -> None:
         try:
-            self._found = await self._ground.run(self._find)
+            self._found = await self._runtime.run(self._find)
         except Exception as error:
             self._log.warning("coordinator not found", error=f"{type(error).__name__}: {error}")
         finally:

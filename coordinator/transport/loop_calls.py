@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from swell.configs.runtime.waker import Waker
-from swell.coordinator.transport.ground import Ground
+from swell.coordinator.transport.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -29,17 +29,17 @@ class LoopCalls:
     """Runs calls in a loop: `call` and `call_and_wait` are for other threads, the rest for the
     loop."""
 
-    def __init__(self, ground: Ground, waker: Waker) -> None:
+    def __init__(self, runtime: Runtime, waker: Waker) -> None:
         """`waker` interrupts the loop's wait."""
-        self._ground = ground
+        self._runtime = runtime
         self._waker = waker
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._waiting: list[tuple[_Waiting[Any], Future[Any]]] = []
 
     def call(self, run: Callable[[], T]) -> T:
         """Runs a function in the loop and returns its result, or raises its exception (see
-        `Ground.answer`)."""
-        future: Future[T] = self._ground.future()
+        `Runtime.answer`)."""
+        future: Future[T] = self._runtime.future()
         return self._put(run, future)
 
     def call_and_wait(
@@ -54,15 +54,15 @@ class LoopCalls:
 
         def run() -> _Waiting[T]:
             begin()
-            return _Waiting(is_over, self._ground.now() + timeout_s, finish)
+            return _Waiting(is_over, self._runtime.now() + timeout_s, finish)
 
-        future: Future[T] = self._ground.future()
+        future: Future[T] = self._runtime.future()
         return self._put(run, future)
 
     def _put(self, run: Callable[[], T | _Waiting[T]], future: Future[T]) -> T:
         self._calls.put((run, future))
         self._waker.wake()
-        return self._ground.answer(future)
+        return self._runtime.answer(future)
 
     def run(self, now: float) -> None:
         """Runs new calls, and answers those whose wait is over."""

@@ -25,16 +25,16 @@ def add_passes(
 ) -> None:
     """Allows up to `steps` tokens for each row, if every row of the step computes only its newest
     token. `running`: number of requests with a slot."""
-    if builder.new_rows:
+    if builder.new_requests:
         return
     if not all(_decodes(request, count) for request, count in builder.rows):
         return
     for request, _ in builder.rows:
         to_come = request.core.max_tokens - request.num_outputs - request.pending - 1
-        further = min(steps - 1, to_come, max_model_len - request.total_tokens)
-        further = builder.room_for(request, further, running, kv) if further > 0 else 0
-        if further > 0:
-            builder.further[request.slot] = further
+        extra_steps = min(steps - 1, to_come, max_model_len - request.total_tokens)
+        extra_steps = builder.room_for(request, extra_steps, running, kv) if extra_steps > 0 else 0
+        if extra_steps > 0:
+            builder.extra_steps[request.slot] = extra_steps
 
 
 def _decodes(request: Request, count: int) -> bool:

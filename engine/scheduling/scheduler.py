@@ -29,7 +29,7 @@ from itertools import islice, zip_longest
 
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
-from swell.coordinator.transport.ground import THREADS
+from swell.coordinator.transport.runtime import THREADS
 from swell.engine.adapter_admission import shown_to_users
 from swell.engine.kv.kv_cache_manager import KVCacheManager, PrefixLeader
 from swell.engine.request import MAX_FAILED_ATTEMPTS, Request, RequestStatus
@@ -39,7 +39,7 @@ from swell.engine.scheduling.request_validation import invalid_reason
 from swell.engine.scheduling.step_builder import ScheduledStep, StepBuilder
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import Extra
-from swell.worker.wire import BlockGrowth, ModelRunnerOutput
+from swell.worker.wire import ModelRunnerOutput, NewBlocks
 
 NANS_IN_LOGITS = (
     "the model's logits for this request are no numbers (NaN or infinity), so no token can be drawn"
@@ -191,7 +191,7 @@ class Scheduler:
                 blocks = self._grow_or_preempt(request, end, builder)
                 if blocks is None:
                     break
-                builder.growths.append(BlockGrowth(request.slot, blocks))
+                builder.new_blocks.append(NewBlocks(request.slot, blocks))
             builder.add_row(request, count)
 
     def _schedule_waiting(self, builder: StepBuilder) -> None:
@@ -318,17 +318,17 @@ class Scheduler:
         sampled = iter(output.sampled_token_ids)
         failed = dict.fromkeys(output.rows_with_nans, NANS_IN_LOGITS) | output.failed
         for row, (request, samples) in enumerate(zip(step.rows, plan.samples, strict=True)):
-            further = plan.further.get(row, 0) if plan.further else 0
-            if samples > 1 or (samples and plan.further):
+            extra_steps = plan.extra_steps.get(row, 0) if plan.extra_steps else 0
+            if samples > 1 or (samples and plan.extra_steps):
                 tokens = list(islice(sampled, 1 + output.accepted[row]))
             else:
                 tokens = [next(sampled)] if samples else _NO_TOKENS
-            request.pending -= further + bool(samples)
+            request.pending -= extra_steps + bool(samples)
             if request.status is RequestStatus.FINISHED:
                 continue
             extras = output.extras.get(row, _NO_EXTRAS) if output.extras else _NO_EXTRAS
             if row in failed:
-                before = tokens if plan.further else _NO_TOKENS
+                before = tokens if plan.extra_steps else _NO_TOKENS
                 kind = FinishReason.INVALID if row in output.invalid else FinishReason.ERROR
                 answers = self._fail(request, before, extras, failed[row], kind)
                 outputs.setdefault(request.client, []).extend(answers)
@@ -337,8 +337,8 @@ class Scheduler:
                 answer = request.append(tokens, extras)
                 if samples > 1:
                     self._on_drafts(request, len(tokens) - 1)
-                elif further:
-                    self._on_passes(request, are_all=len(tokens) == 1 + further)
+                elif extra_steps:
+                    self._on_passes(request, are_all=len(tokens) == 1 + extra_steps)
             elif request.ends_with_prompt(plan.starts[row] + plan.num_tokens[row]):
                 answer = request.finish_prompt(extras)
             elif extras:

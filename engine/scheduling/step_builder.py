@@ -10,7 +10,7 @@ import msgspec
 from swell.engine.kv.kv_cache_manager import KVCacheManager
 from swell.engine.request import Request
 from swell.engine.wire import JourneyEvent
-from swell.worker.wire import BlockGrowth, NewRow, SchedulerOutput
+from swell.worker.wire import NewBlocks, NewRequest, SchedulerOutput
 
 _count = itemgetter(1)
 """Number of tokens of a row of a `StepBuilder`."""
@@ -35,7 +35,7 @@ class ScheduledStep(msgspec.Struct):
 
     def started(self) -> list[StartedRequest]:
         """Returns the requests that get their slots in this step."""
-        slots = {row.slot for row in self.plan.new_rows}
+        slots = {row.slot for row in self.plan.new_requests}
         return [
             StartedRequest(r.client, r.request_id, r.attempt, r.failed_attempts, r.journey_events())
             for r in self.rows
@@ -48,14 +48,14 @@ class StepBuilder(msgspec.Struct):
 
     budget_tokens: int
     rows: list[tuple[Request, int]] = []
-    new_rows: list[NewRow] = []
-    growths: list[BlockGrowth] = []
+    new_requests: list[NewRequest] = []
+    new_blocks: list[NewBlocks] = []
     preempted: bool = False
     drafts: dict[int, list[int]] = {}
     """Slot -> the drafts of its request."""
     proposals: dict[int, int] = {}
     """Slot -> how many tokens the draft model must propose after its new ones."""
-    further: dict[int, int] = {}
+    extra_steps: dict[int, int] = {}
     """Slot -> how many tokens are computed and sampled after its first one (`multi_step.py`)."""
 
     def add_new(self, request: Request, vocab_size: int, finds_ends: bool) -> None:
@@ -63,8 +63,8 @@ class StepBuilder(msgspec.Struct):
         finishes."""
         core = request.core
         ends = core.eos_token_ids + core.stop_token_ids if core.min_tokens or finds_ends else []
-        self.new_rows.append(
-            NewRow(
+        self.new_requests.append(
+            NewRequest(
                 slot=request.slot,
                 token_ids=request.token_ids.tolist(),
                 prompt_tokens=request.prompt_tokens,
@@ -90,7 +90,7 @@ class StepBuilder(msgspec.Struct):
             end = min(end, request.block_capacity_tokens + spare * kv.block_tokens)
             blocks = kv.grow(request, end)
             if blocks:
-                self.growths.append(BlockGrowth(request.slot, blocks))
+                self.new_blocks.append(NewBlocks(request.slot, blocks))
         return min(count, request.block_capacity_tokens - request.total_tokens)
 
     def plan(self, step: int, kv: KVCacheManager) -> ScheduledStep:
@@ -99,7 +99,7 @@ class StepBuilder(msgspec.Struct):
         self.rows.sort(key=_count)
         copies = kv.offload.take_copies()
         plan = SchedulerOutput(
-            step, 0, self.new_rows, self.growths, copies=copies, imports=kv.take_imports()
+            step, 0, self.new_requests, self.new_blocks, copies=copies, imports=kv.take_imports()
         )
         scheduled = ScheduledStep(plan)
         rows, slots, starts = scheduled.rows, plan.slots, plan.starts
@@ -123,7 +123,7 @@ class StepBuilder(msgspec.Struct):
             for row, slot in enumerate(slots):
                 if slot in self.proposals:
                     plan.proposals[row] = self.proposals[slot]
-        if self.further:
+        if self.extra_steps:
             self._add_passes(scheduled)
         return scheduled
 
@@ -131,11 +131,11 @@ class StepBuilder(msgspec.Struct):
         """Updates the requests as if the further passes were computed, too: their sampled tokens
         are pending like the first token."""
         for row, request in enumerate(scheduled.rows):
-            further = self.further.get(request.slot, 0)
-            if further:
-                scheduled.plan.further[row] = further
-                request.computed += further
-                request.pending += further
+            extra_steps = self.extra_steps.get(request.slot, 0)
+            if extra_steps:
+                scheduled.plan.extra_steps[row] = extra_steps
+                request.computed += extra_steps
+                request.pending += extra_steps
 
     def _add_drafts(self, plan: SchedulerOutput) -> None:
         for row, slot in enumerate(plan.slots):

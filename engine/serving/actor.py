@@ -19,7 +19,7 @@ from swell.configs.runtime.process import freeze_gc
 from swell.configs.schema import Config
 from swell.coordinator.coordinator import find
 from swell.coordinator.transport.contact import CoordinatorContact
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.executor.host_shares import workers_by_node
@@ -132,7 +132,7 @@ class EngineActor:
             core,
             self._coordinator.keys,
             self._coordinator.address,
-            ThreadGround(host, cluster.stall_timeout_s, other_ports(cluster.port_range)),
+            ThreadRuntime(host, cluster.stall_timeout_s, other_ports(cluster.port_range)),
             partial(find, self._coordinator, cluster.stall_timeout_s),
             version=self._version,
         )

@@ -27,7 +27,7 @@ from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.roster import Member
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys, Outlet
 from swell.coordinator.transport.finder import CoordinatorFinder, FindCoordinator, find_nothing
-from swell.coordinator.transport.ground import Ground, Loop
+from swell.coordinator.transport.runtime import Loop, Runtime
 from swell.coordinator.wave_protocol.wave_interface import EngineWaves, Phase
 from swell.coordinator.wire import (
     CoordinatorHeartbeat,
@@ -94,7 +94,7 @@ class CoordinatorClient:
     def __init__(
         self,
         config: ClusterConfig,
-        ground: Ground,
+        runtime: Runtime,
         coordinator: ChannelAddress,
         keys: ChannelKeys,
         snapshot: EngineSnapshot,
@@ -105,22 +105,22 @@ class CoordinatorClient:
         on_command: Callable[[], None],
         find: FindCoordinator = find_nothing,
     ) -> None:
-        self._ground = ground
+        self._runtime = runtime
         self._keys, self._address = keys, coordinator
-        self._finder = CoordinatorFinder(ground, find, config.stall_timeout_s)
+        self._finder = CoordinatorFinder(runtime, find, config.stall_timeout_s)
         self._kept = CoordinatorHeartbeat(0, ManagerState())
-        self._standalone_monitor = StandaloneMonitor(config, ground.now())
+        self._standalone_monitor = StandaloneMonitor(config, runtime.now())
         self.commands: queue.SimpleQueue[LoopCommand] = queue.SimpleQueue()
         self._heartbeat_s = min(config.heartbeat_s, config.stall_timeout_s / 4)
-        self._outlet: Outlet[EngineCommand] = ground.outlet(coordinator, EngineCommand, keys)
+        self._outlet: Outlet[EngineCommand] = runtime.outlet(coordinator, EngineCommand, keys)
         self._snapshot = snapshot
         self._progress_counter, self._num_requests = progress_counter, num_requests
         self._abort_collectives, self._on_command = abort_collectives, on_command
         self._messages: queue.SimpleQueue[list[CoordinatorMessage]] = queue.SimpleQueue()
         self._newest_epoch = 0
         self._report: EngineReport | None = None
-        self._reported_at = self._ground.now()
-        self._waker = ground.waker()
+        self._reported_at = self._runtime.now()
+        self._waker = runtime.waker()
         self._stopping = False
         self._loop: Loop | None = None
 
@@ -145,7 +145,7 @@ class CoordinatorClient:
         return self._kept.roster_epoch
 
     def start(self) -> None:
-        self._loop = self._ground.spawn("coordinator client", self._run())
+        self._loop = self._runtime.spawn("coordinator client", self._run())
 
     # ---------------------------------------------------------------- from the engine's loop
 
@@ -177,11 +177,11 @@ class CoordinatorClient:
     async def _run_until_stopped(self) -> None:
         self._send_hello()
         while not self._stopping:
-            wait_s = max(0.0, self._reported_at + self._heartbeat_s - self._ground.now())
-            there = await self._ground.ready(self._outlet, wait_s, self._waker)
+            wait_s = max(0.0, self._reported_at + self._heartbeat_s - self._runtime.now())
+            there = await self._runtime.ready(self._outlet, wait_s, self._waker)
             command = self._outlet.take() if there else None
             self._send_messages()
-            if self._ground.now() >= self._reported_at + self._heartbeat_s:
+            if self._runtime.now() >= self._reported_at + self._heartbeat_s:
                 self._send_heartbeat()
             if command is not None:
                 self._handle_command(command)
@@ -200,7 +200,7 @@ class CoordinatorClient:
             return
         self._outlet.close()
         self._address = found.address
-        self._outlet = self._ground.outlet(found.address, EngineCommand, self._keys)
+        self._outlet = self._runtime.outlet(found.address, EngineCommand, self._keys)
         self._send_hello()
 
     def _check_standalone(self) -> None:
@@ -209,7 +209,7 @@ class CoordinatorClient:
             seen.phase,
             seen.epoch,
             self._progress_counter(),
-            self._ground.now(),
+            self._runtime.now(),
             may_serve=seen.member.rank in seen.ranks
             and self._newest_epoch <= seen.epoch
             and not self._kept.manager_state.pause_requested,
@@ -224,14 +224,14 @@ class CoordinatorClient:
         while not self._messages.empty():
             for message in self._messages.get():
                 if isinstance(message, EngineReport):
-                    self._report, self._reported_at = message, self._ground.now()
+                    self._report, self._reported_at = message, self._runtime.now()
                 self._outlet.send(message)
 
     def _send_heartbeat(self) -> None:
         """Repeats the last report if the loop has sent none for a while, or none since a new
         roster. The loop may be inside a step that began before the requests of that step were
         reported; the repeated report counts them, and so shows that the engine has work."""
-        self._reported_at = self._ground.now()
+        self._reported_at = self._runtime.now()
         self._abort_if_behind()
         report = self._report
         if report is not None:
@@ -246,7 +246,7 @@ class CoordinatorClient:
 
     def _handle_command(self, command: EngineCommand) -> None:
         self._finder.on_message()
-        self._standalone_monitor.on_command(self._ground.now())
+        self._standalone_monitor.on_command(self._runtime.now())
         if isinstance(command, CoordinatorHeartbeat):
             self._keep(command)
             return

@@ -15,7 +15,7 @@ from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys, Inbox
 from swell.coordinator.transport.finder import FindCoordinator, find_nothing
-from swell.coordinator.transport.ground import THREADS, Ground, drive
+from swell.coordinator.transport.runtime import THREADS, Runtime, drive
 from swell.coordinator.wave_protocol.wave_interface import WITHOUT_GROUP, Phase
 from swell.coordinator.wire import (
     CoordinatorMessage,
@@ -68,13 +68,13 @@ class EngineServer:
         core: EngineCore,
         keys: ChannelKeys,
         coordinator: ChannelAddress,
-        ground: Ground = THREADS,
+        runtime: Runtime = THREADS,
         find_coordinator: FindCoordinator = find_nothing,
         version: str = "",
     ) -> None:
-        self._ground = ground
+        self._runtime = runtime
         self.rank, self.version = rank, version
-        self.incarnation = ground.random_bits(48)
+        self.incarnation = runtime.random_bits(48)
         self.repairs = 0
         self.core = core
         core.wave_member.rank, core.wave_member.incarnation = rank, self.incarnation
@@ -83,8 +83,8 @@ class EngineServer:
         self._progress_at_forming = 0
         self._log = StructuredLogger("engine", rank=rank)
         self._keys = keys
-        self._inbox: Inbox[EngineMessage] = ground.inbox(EngineMessage, keys)
-        self._waker = ground.waker()
+        self._inbox: Inbox[EngineMessage] = runtime.inbox(EngineMessage, keys)
+        self._waker = runtime.waker()
         self._reporter = LoadReporter(config.cluster)
         self._client_tracker = ClientTracker(config.cluster.stall_timeout_s)
         self._check_interval_s = config.cluster.heartbeat_s
@@ -97,7 +97,7 @@ class EngineServer:
         """The group's state in the last report."""
         self._coordinator_client = CoordinatorClient(
             config.cluster,
-            ground,
+            runtime,
             coordinator,
             keys,
             EngineSnapshot.of(self.member, core.wave_member),
@@ -162,13 +162,13 @@ class EngineServer:
         busy = self.core.has_work or self._reconfiguration is not None
         if not busy:
             self._send_to_coordinator(self.core.take_messages())  # before waiting for more
-        await self._process_inputs(0.0 if busy else self._reporter.wait_s(self._ground.now()))
-        self._check_peers(self._ground.now())  # after handling received messages
+        await self._process_inputs(0.0 if busy else self._reporter.wait_s(self._runtime.now()))
+        self._check_peers(self._runtime.now())  # after handling received messages
         if self._reconfiguration is not None:
             await self._reconfigure()  # takes long, like sleep: messages are handled before a step
         elif not await self._follow_sleep() and self.core.has_work:
             self._reporter.changed()
-            outputs_by_client = await self.core.step_on(self._ground, self._process_inputs)
+            outputs_by_client = await self.core.step_on(self._runtime, self._process_inputs)
             self._reporter.changed()  # reports sent within the step lack what finished in it
             for client, outputs in outputs_by_client.items():
                 self._send(client, outputs)
@@ -176,16 +176,16 @@ class EngineServer:
                 self._check_conservation()
 
     async def _process_inputs(self, timeout_s: float = 0.0) -> None:
-        if await self._ground.ready(self._inbox, timeout_s, self._waker):
+        if await self._runtime.ready(self._inbox, timeout_s, self._waker):
             for peer, message in self._inbox.take():
                 self._on_message(peer, message)
-        self._client_tracker.advance(self._ground.now())
+        self._client_tracker.advance(self._runtime.now())
         while not self._coordinator_client.commands.empty():
             self._handle_command(self._coordinator_client.commands.get())
         self._send_to_coordinator(self.core.take_messages())
 
     def _on_message(self, peer: bytes, message: EngineMessage) -> None:
-        now, clients = self._ground.now(), self._client_tracker
+        now, clients = self._runtime.now(), self._client_tracker
         if clients.is_replaced(peer):
             return
         if isinstance(message, KeepAlive):
@@ -258,7 +258,7 @@ class EngineServer:
             )
             self._inbox.send(client, message)
         if any(request.failed_attempts for request in started):
-            self._ground.flush(_FLUSH_S)
+            self._runtime.flush(_FLUSH_S)
 
     # ---------------------------------------------------------------- groups and workers
 
@@ -305,7 +305,7 @@ class EngineServer:
             keep_states=drained,
             expert_secret=self._keys.derive(f"epoch {request.epoch} of {number} at {store}"),
         )
-        regrouped = await self._ground.run(self.core.regroup, plan)
+        regrouped = await self._runtime.run(self.core.regroup, plan)
         self._progress_at_forming = self.core.progress
         if isinstance(request, ReconfigureDistributedRequest):
             self._send_to_coordinator(member.joined())
@@ -329,7 +329,7 @@ class EngineServer:
             return True
         if level > self.core.sleep_level and member.phase is Phase.PAUSED and not member.lockstep:
             self._log.info("falls asleep", level=level)
-            await self._ground.run(self.core.set_sleep, level)
+            await self._runtime.run(self.core.set_sleep, level)
             return True
         return False
 
@@ -346,7 +346,7 @@ class EngineServer:
         absent = failure.absent if isinstance(failure, GroupBroken) else ()
         self._send_to_coordinator(member.broken(str(failure), lost, absent))
         if lost:
-            await self._ground.run(self.core.executor.repair)
+            await self._runtime.run(self.core.executor.repair)
             self.core.on_repaired()
             self._send_failed()
             self._repair_unreported = True
@@ -356,7 +356,7 @@ class EngineServer:
     async def _form_again(self, wakes: bool = False) -> None:
         member = self.core.wave_member
         if not member.lockstep:
-            await self._ground.run(self.core.regroup, GroupPlan(generation=0))
+            await self._runtime.run(self.core.regroup, GroupPlan(generation=0))
             self._send_to_coordinator(member.joined())
         if self._repair_unreported:  # perhaps from an earlier turn, whose groups failed
             self._repair_unreported = False
@@ -375,7 +375,7 @@ class EngineServer:
     def _send_to_coordinator(self, messages: list[CoordinatorMessage]) -> None:
         """Sends these, and a report if one is due or the group's state has changed: the client
         repeats the report while this thread is inside a step."""
-        now, reporter, client = self._ground.now(), self._reporter, self._coordinator_client
+        now, reporter, client = self._runtime.now(), self._reporter, self._coordinator_client
         snapshot = EngineSnapshot.of(self.member, self.core.wave_member)
         reporter.load_report_s = client.load_report_s
         is_changed = snapshot != self._reported

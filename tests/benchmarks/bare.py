@@ -35,7 +35,7 @@ from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import load, parse_override
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.transport.channel import ChannelAddress
-from swell.coordinator.transport.ground import THREADS, drive
+from swell.coordinator.transport.runtime import THREADS, drive
 from swell.coordinator.wire import ClusterView
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor

@@ -31,7 +31,7 @@ from swell.worker.runner import ModelRunner
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import (
     ModelRunnerOutput,
-    NewRow,
+    NewRequest,
     SchedulerOutput,
     WorkerCommand,
     WorkerMessage,
@@ -189,15 +189,15 @@ def _admit(scheduler: Scheduler, runner: ModelRunner) -> None:
     step = scheduler.schedule()
     assert step is not None
     for row, start, count in zip(
-        step.plan.new_rows, step.plan.starts, step.plan.num_tokens, strict=True
+        step.plan.new_requests, step.plan.starts, step.plan.num_tokens, strict=True
     ):
         _run(runner, _admission(row, start, count))
     scheduler.update(step, random_output(step))
 
 
-def _admission(row: NewRow, start: int, count: int) -> SchedulerOutput:
+def _admission(row: NewRequest, start: int, count: int) -> SchedulerOutput:
     return SchedulerOutput(
-        0, new_rows=[row], slots=[row.slot], starts=[start], num_tokens=[count], samples=[True]
+        0, new_requests=[row], slots=[row.slot], starts=[start], num_tokens=[count], samples=[True]
     )
 
 

@@ -15,7 +15,7 @@ ADDRESS = ChannelAddress("machine", "ipc", "tcp://192.0.2.1:1")
 CONTACT = CoordinatorContact(ADDRESS, ChannelKeys(b"public", b"secret"), 1)
 
 
-class ScriptedGround:
+class ScriptedRuntime:
     """A clock, and loops that run when they are told to."""
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Search:
     """A finder whose loop turns each second. The coordinator was heard, if it ever was, at 0."""
 
     def __init__(self, *answers: CoordinatorContact | Exception | None, heard: bool = True) -> None:
-        self.ground = ScriptedGround()
+        self.runtime = ScriptedRuntime()
         self.answers = list(answers)
         self.asked_at: list[float] = []
-        self.finder = CoordinatorFinder(self.ground, self._find, SILENCE_S)  # type: ignore[arg-type]
+        self.finder = CoordinatorFinder(self.runtime, self._find, SILENCE_S)  # type: ignore[arg-type]
         self.finder.check()
         if heard:
             self.finder.on_message()
@@ -54,13 +54,13 @@ class Search:
         """What `check` has found. `answers`: each search ends at once."""
         found = []
         for _ in range(seconds):
-            self.ground.time_s += 1.0
-            before = len(self.ground.loops)
+            self.runtime.time_s += 1.0
+            before = len(self.runtime.loops)
             contact = self.finder.check()
-            if len(self.ground.loops) > before:
-                self.asked_at.append(self.ground.time_s)
-            while answers and self.ground.loops:
-                asyncio.run(self.ground.loops.pop())
+            if len(self.runtime.loops) > before:
+                self.asked_at.append(self.runtime.time_s)
+            while answers and self.runtime.loops:
+                asyncio.run(self.runtime.loops.pop())
             found += [contact] if contact is not None else []
         return found
 
@@ -114,7 +114,7 @@ def test_a_search_that_fails_is_tried_again() -> None:
 def test_time_in_which_it_did_not_listen_is_no_silence() -> None:
     search = Search()
     search.turn(2)
-    search.ground.time_s += 100.0
+    search.runtime.time_s += 100.0
     search.turn(3)
     assert search.asked_at == []
 

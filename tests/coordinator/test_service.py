@@ -20,7 +20,7 @@ from swell.coordinator.transport import channel
 from swell.coordinator.transport.channel import ChannelAddress, Outlet, make_keys
 from swell.coordinator.transport.codec import encode
 from swell.coordinator.transport.contact import CoordinatorEndpoint
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import (
     ClusterReports,
@@ -198,7 +198,7 @@ def test_a_failing_handler_does_not_stop_the_loop(service, connect, monkeypatch)
     assert failed == [EngineReport(0, steps=1)] and service._inbox.malformed == 1
 
 
-class JumpingGround(ThreadGround):
+class JumpingRuntime(ThreadRuntime):
     """Real time, and what the test adds to it."""
 
     def __init__(self) -> None:
@@ -210,13 +210,13 @@ class JumpingGround(ThreadGround):
 
 
 def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
-    ground = JumpingGround()
-    service = CoordinatorService(CONFIG, ground)
+    runtime = JumpingRuntime()
+    service = CoordinatorService(CONFIG, runtime)
     subscriber = Subscriber(service)
     try:
         subscriber.send(Subscribe(0))
         receive_view(subscriber, lambda _view: True)
-        ground.jumped_s += 100.0
+        runtime.jumped_s += 100.0
         service.join([member(0)], SOON_S)
         receive_view(subscriber, lambda view: view.roster.ranks == [0])
     finally:
@@ -226,12 +226,12 @@ def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
 
 def test_a_successor_that_was_stopped_while_it_listened_listens_on() -> None:
     """Its time is over when it wakes, and nothing of what was said meanwhile has been taken in."""
-    ground = JumpingGround()
-    service = CoordinatorService(CONFIG, ground, recover=True)
+    runtime = JumpingRuntime()
+    service = CoordinatorService(CONFIG, runtime, recover=True)
     subscriber = Subscriber(service)
     engine: Outlet[EngineCommand] = Outlet(service.address, EngineCommand, service.keys)
     try:
-        ground.jumped_s += 100.0
+        runtime.jumped_s += 100.0
         subscriber.send(Subscribe(0))
         while not service._subscribers:
             time.sleep(0.001)
@@ -493,8 +493,8 @@ def test_a_manager_that_no_longer_leads_changes_nothing(service, command) -> Non
 
 
 def test_an_engine_that_is_kept_while_it_goes_is_not_taken_out_after_the_time() -> None:
-    ground = JumpingGround()
-    service = CoordinatorService(CONFIG, ground, lockstep=True)
+    runtime = JumpingRuntime()
+    service = CoordinatorService(CONFIG, runtime, lockstep=True)
     machine = service._state_machine
     machine.join([member(0), member(1)], 0.0)
     for rank in (0, 1):
@@ -507,7 +507,7 @@ def test_an_engine_that_is_kept_while_it_goes_is_not_taken_out_after_the_time() 
             time.sleep(0.005)
         assert service.cancel_leave([1]).ranks == [0, 1]
         going.join(SOON_S)
-        ground.jumped_s += 200.0
+        runtime.jumped_s += 200.0
         assert not going.is_alive()
         assert service.view().roster.ranks == [0, 1]
     finally:

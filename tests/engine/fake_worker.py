@@ -16,7 +16,7 @@ from swell.configs.schema import Config, load
 from swell.engine.core import EngineCore
 from swell.engine.executor import Executor, ExecutorLimits, Progress, WorkerInfo
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
-from swell.worker.step.multi_step import FurtherPasses, OutputOfPasses, RowEnds
+from swell.worker.step.multi_step import ExtraSteps, OutputOfPasses, RowEnds
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
@@ -67,12 +67,12 @@ class FakeWorker:
         """What a draft model has computed: the same tokens in the same blocks."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        first, further = self.compute(plan), FurtherPasses(plan, self._has_ended)
-        outputs = [first, *map(self.compute, further)]
-        if not plan.further:
+        first, extra_steps = self.compute(plan), ExtraSteps(plan, self._has_ended)
+        outputs = [first, *map(self.compute, extra_steps)]
+        if not plan.extra_steps:
             return first
         passes = [Computed(output) for output in outputs]
-        return OutputOfPasses(plan, passes, further.rows).get_output()
+        return OutputOfPasses(plan, passes, extra_steps.rows).get_output()
 
     def _has_ended(self, slot: int, position: int) -> bool:
         """As the real one knows it, or does not."""
@@ -92,14 +92,14 @@ class FakeWorker:
             for tiers in (self.tiers, self.draft_tiers):
                 content = tiers[copy.source_tier][copy.source_block]
                 tiers[copy.target_tier][copy.target_block] = list(content)
-        for row in plan.new_rows:
+        for row in plan.new_requests:
             self.tokens[row.slot] = dict(enumerate(row.token_ids))
             self.tables[row.slot] = list(row.block_ids)
             self.seeds[row.slot] = row.sampler.seed
             self.ends.add_request(row)
             self.ended.discard(row.slot)
-        for growth in plan.growths:
-            self.tables[growth.slot] += growth.block_ids
+        for blocks in plan.new_blocks:
+            self.tables[blocks.slot] += blocks.block_ids
         rows = list(zip(plan.slots, plan.starts, plan.num_tokens, plan.samples, strict=True))
         assert len({slot for slot, *_ in rows}) == len(rows), "a slot has two rows"
         for row, drafts in plan.drafts.items():

@@ -17,7 +17,7 @@ from swell.configs.runtime import process
 from swell.configs.schema import Config, load
 from swell.coordinator.transport.channel import make_keys
 from swell.coordinator.transport.contact import CoordinatorContact
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import CoordinatorMessage
 from swell.engine.serving import actor
 from swell.engine.serving.ready import EngineReady, NewWeightsRefused
@@ -52,7 +52,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
         "cluster.ports": f"{PORTS[0]}-{PORTS[-1]}",
     }
     keys = make_keys()
-    coordinator = ThreadGround().inbox(CoordinatorMessage, keys)
+    coordinator = ThreadRuntime().inbox(CoordinatorMessage, keys)
     kind = actor.EngineActor.__ray_metadata__.modified_class
     contact = CoordinatorContact(coordinator.address, keys, 1)
     made = kind(load(str(NANO), settings), 0, contact, "1-a")
@@ -77,7 +77,7 @@ def with_weights(shell: Any, folder: Path) -> Config:
 def answer(shell: Any, ready: EngineReady) -> list[int]:
     """Greedy tokens, by the engine at this address."""
     keys = shell._coordinator.keys
-    outlet = ThreadGround().outlet(ready.address, EngineCoreOutputs, keys)
+    outlet = ThreadRuntime().outlet(ready.address, EngineCoreOutputs, keys)
     sampler = SamplerParams(temperature=0.0)
     outlet.send(EngineCoreRequest("r", [5, 6, 7, 8], sampler, max_tokens=24))
     tokens: list[int] = []

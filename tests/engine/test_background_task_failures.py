@@ -15,7 +15,7 @@ import swell.worker.worker
 from swell.configs.schema import load
 from swell.coordinator.roster import Member
 from swell.coordinator.transport.channel import Inbox, Outlet, make_keys
-from swell.coordinator.transport.ground import THREADS
+from swell.coordinator.transport.runtime import THREADS
 from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wave_protocol.waves import WaveMember
 from swell.coordinator.wire import (

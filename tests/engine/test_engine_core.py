@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.coordinator.transport.ground import THREADS, drive
+from swell.coordinator.transport.runtime import THREADS, drive
 from swell.engine.wire import EngineCoreRequest, FinishReason, JourneyEvent
 from swell.engine.wire import JourneyEventType as Kind
 from swell.worker.sampler_wire import SamplerParams

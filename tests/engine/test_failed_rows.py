@@ -127,7 +127,7 @@ def test_a_row_that_fails_in_its_last_token_takes_none_of_a_row_with_passes(
     assert token_ids(outputs[f"r{failing}"]) == expected(asked[failing])[:-1]
     assert outputs[f"r{failing}"][-1].stop_reason == WHY
     executor: Any = core.executor
-    assert any(0 < len(plan.further) < len(plan.slots) for plan in executor.plans)
+    assert any(0 < len(plan.extra_steps) < len(plan.slots) for plan in executor.plans)
     core.check_idle()
 
 

@@ -92,7 +92,10 @@ def test_others_are_answered_while_an_adapter_is_loaded() -> None:
     executor.finish("a")
     assert token_ids(run(core)["held"]) == expected(held)
     assert (report(core).adapters_loaded, report(core).adapter_loads) == (1, 1)
-    assert {row.adapter for plan in executor.plans for row in plan.new_rows} == {"", "digest of a"}
+    assert {row.adapter for plan in executor.plans for row in plan.new_requests} == {
+        "",
+        "digest of a",
+    }
     core.check_idle()
 
 

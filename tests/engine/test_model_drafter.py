@@ -153,8 +153,8 @@ def test_no_guess_lies_behind_the_longest_sequence(depth: int, outputs: int) -> 
     answer(core, request("r", [1, 2], outputs))
     assert_all_right(core)
     plans = core.executor.plans
-    added = [growth.block_ids for plan in plans for growth in plan.growths]
-    (row,) = (row for plan in plans for row in plan.new_rows)
+    added = [blocks.block_ids for plan in plans for blocks in plan.new_blocks]
+    (row,) = (row for plan in plans for row in plan.new_requests)
     assert len(row.block_ids) + sum(map(len, added)) <= -(-(2 + outputs) // 4)
 
 

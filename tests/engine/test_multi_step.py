@@ -33,7 +33,7 @@ def request(name: str = "r", max_tokens: int = 20, **extra: Any) -> EngineCoreRe
 
 def further(core: Any) -> list[list[int]]:
     """Of each plan with rows, what it computes behind the first tokens."""
-    return [list(plan.further.values()) for plan in core.executor.plans if plan.slots]
+    return [list(plan.extra_steps.values()) for plan in core.executor.plans if plan.slots]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -97,7 +97,7 @@ def test_a_prompt_is_not_held_up_by_further_steps_of_its_own_plan() -> None:
     before = len(core.executor.plans)
     core.step()
     plan = core.executor.plans[before]
-    assert len(plan.slots) == 2 and plan.new_rows and not plan.further
+    assert len(plan.slots) == 2 and plan.new_requests and not plan.extra_steps
     outputs = run(core)
     assert token_ids(outputs["bb"]) == expected(request("bb", 30))[1:]
 
@@ -120,7 +120,7 @@ def test_nothing_is_computed_behind_the_longest_sequence() -> None:
     core.add_request(request(max_tokens=13), CLIENT)
     assert len(token_ids(run(core)["r"])) == 13
     for plan in core.executor.plans:
-        for row, count in plan.further.items():
+        for row, count in plan.extra_steps.items():
             assert plan.starts[row] + plan.num_tokens[row] + count <= 16
 
 

@@ -160,7 +160,7 @@ def test_a_request_that_is_in_every_failed_step_ends(harness) -> None:
     prompts = {"poison": [13] * 9, **{f"r{i}": [1, i] for i in range(4)}}
 
     def lose_worker(plan: SchedulerOutput) -> None:
-        slots = {row.slot for row in plan.new_rows if row.token_ids[0] == 13}
+        slots = {row.slot for row in plan.new_requests if row.token_ids[0] == 13}
         if slots.intersection(plan.slots):
             engine.executor.breaks_by = WorkerLost("worker 1 died")
 

@@ -29,11 +29,11 @@ from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
 from swell.engine.serving.ready import EngineReady, NewWeightsRefused
 from swell.engine.serving.server import EngineServer
-from tests.simulator.ground import SimGround
 from tests.simulator.kernel import WORLD
 from tests.simulator.model import BROKEN_WEIGHTS, SimExecutor, folder_of, weights_in
 from tests.simulator.process import Process
 from tests.simulator.ray_port import SimRay
+from tests.simulator.runtime import SimRuntime
 
 if TYPE_CHECKING:
     from tests.simulator.control_plane import ControlPlane
@@ -63,7 +63,7 @@ Done = Callable[[Any], None]
 class SimCoordinator(CoordinatorService):
     """As `coordinator/coordinator.py`. Its calls return what a caller awaits."""
 
-    ground_class: type[SimGround] = SimGround
+    runtime_class: type[SimRuntime] = SimRuntime
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class SimCoordinator(CoordinatorService):
         self._plane, self._pid = plane, plane.ray.pid_of(process)
         super().__init__(
             config,
-            self.ground_class(process, plane.net),
+            self.runtime_class(process, plane.net),
             lockstep=lockstep,
             endpoint=endpoint.on_host(process.host),
             recover=inherited or restarted,
@@ -174,9 +174,9 @@ class SimEngine:
                 if weights_in(self._config.model.path) == BROKEN_WEIGHTS:
                     self.cannot_load = True
                     raise ValueError("the weights are broken")
-                ground = SimGround(self.process, self._plane.net)
+                runtime = SimRuntime(self.process, self._plane.net)
                 limits = self.executor.start()
-                self._serve(EngineCore(self._config, self.executor, limits, ground.now))
+                self._serve(EngineCore(self._config, self.executor, limits, runtime.now))
             elif version != self._version:
                 await self._begin_anew(config, version)
         return self.ready()
@@ -204,14 +204,14 @@ class SimEngine:
             raise NewWeightsRefused(str(refusal))
 
     def _serve(self, core: EngineCore) -> None:
-        ground = SimGround(self.process, self._plane.net)
+        runtime = SimRuntime(self.process, self._plane.net)
         self.server = EngineServer(
             self._config,
             self.rank,
             core,
             self._coordinator.keys,
             self._coordinator.address,
-            ground,
+            runtime,
             finder(self._plane, self.process, self._coordinator),
             version=self._version,
         )
@@ -293,16 +293,16 @@ class SimManager:
 
     def __init__(self, plane: ControlPlane, process: Process) -> None:
         self.process = process
-        ray, ground = SimRay(plane.ray, process), SimGround(process, plane.net)
+        ray, runtime = SimRay(plane.ray, process), SimRuntime(process, plane.net)
         checkpoints = CheckpointStore(NAMESPACE, IDENTITY, ray)
         self._coordinator = CoordinatorHandle(plane.config, NAMESPACE, checkpoints, ray)
-        placement = Placement(plane.config, NAMESPACE, self._coordinator, ray, ground)
+        placement = Placement(plane.config, NAMESPACE, self._coordinator, ray, runtime)
         self.manager = ObservedManager(
             with_weights(plane.config, plane.deployed),
             self._coordinator,
             placement,
             checkpoints,
-            ground,
+            runtime,
             identity(plane.deployed),
         )
         self.manager.on_failed_change = plane.on_failed_change

@@ -101,10 +101,10 @@ class SimEnd:
             self._set_timer(self._deadline)
 
     def ready(self, timeout_s: float | None = 0.0, waker: SimWaker | None = None) -> bool:
-        """Without waiting; who waits awaits `SimGround.ready`."""
+        """Without waiting; who waits awaits `SimRuntime.ready`."""
         if self.queue or timeout_s == 0.0:
             return bool(self.queue)
-        raise RuntimeError("only `SimGround.ready` waits")
+        raise RuntimeError("only `SimRuntime.ready` waits")
 
     def vanish(self) -> None:
         raise NotImplementedError

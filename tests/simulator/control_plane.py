@@ -22,7 +22,6 @@ from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
 from tests.simulator.actors import SimCoordinator, SimEngine, SimManager, finder
-from tests.simulator.ground import SimGround
 from tests.simulator.groups import SimGroups
 from tests.simulator.kernel import WORLD, Kernel
 from tests.simulator.model import NumberDetokenizer
@@ -31,6 +30,7 @@ from tests.simulator.node_provider import NodeProvider
 from tests.simulator.operator import Operator
 from tests.simulator.process import Process
 from tests.simulator.ray import SimRayCluster
+from tests.simulator.runtime import SimRuntime
 from tests.simulator.scenario import HOSTS, Request, Scenario
 
 STALL_TIMEOUT_S = 10.0
@@ -178,7 +178,7 @@ class SimIngress:
     async def _open(self) -> None:
         while (contact := self._plane.contact) is None:
             await asyncio.sleep(_POLL_S)
-        ground = SimGround(self.process, self._plane.net)
+        runtime = SimRuntime(self.process, self._plane.net)
 
         def connect(client_index: int, *, on_view: OnView, **others: Any) -> AsyncEngineCoreClient:
             def observed(view: ClusterView, lost: list[EngineId]) -> None:
@@ -189,7 +189,7 @@ class SimIngress:
             address, keys = contact.address, contact.keys
             find = finder(self._plane, self.process, contact)
             return AsyncEngineCoreClient(
-                address, keys, client_index, on_view=observed, **others, ground=ground, find=find
+                address, keys, client_index, on_view=observed, **others, runtime=runtime, find=find
             )
 
         self.llm = AsyncLLM(
@@ -198,7 +198,7 @@ class SimIngress:
             connect,
             self.usage,  # type: ignore[arg-type]
             lambda max_model_len, vocab_size: None,
-            ground,
+            runtime,
         )
 
     def submit(self, request: SimRequest) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from swell.coordinator.transport.channel import ChannelKeys
-from tests.simulator.ground import SimGround
 from tests.simulator.kernel import Kernel
 from tests.simulator.network import Network, NetworkOptions
 from tests.simulator.process import Process
+from tests.simulator.runtime import SimRuntime
 
 KEYS = ChannelKeys(b"", b"")
 
@@ -36,17 +36,17 @@ class EchoWorld:
         self.clients = [Client(self, f"client{i}", f"host{i}") for i in range(1, clients + 1)]
 
     def serve(self, process: Process) -> None:
-        ground = SimGround(process, self.net)
-        self.inbox = inbox = ground.inbox(Request, KEYS, name="echo", port=5000)
+        runtime = SimRuntime(process, self.net)
+        self.inbox = inbox = runtime.inbox(Request, KEYS, name="echo", port=5000)
 
         async def serve() -> None:
             while True:
-                await ground.ready(inbox, None)
+                await runtime.ready(inbox, None)
                 for peer, request in inbox.take():
                     self.received.append((self.kernel.now, request.number))
                     inbox.send(peer, Reply(request.number))
 
-        self.kernel.soon(process, lambda: ground.spawn("serve", serve()))
+        self.kernel.soon(process, lambda: runtime.spawn("serve", serve()))
 
     def settle(self) -> None:
         """A request of each client is answered."""
@@ -72,12 +72,12 @@ class Client:
         self._kernel = world.kernel
         self.process = Process(world.kernel, name, host)
         self.replies: list[tuple[float, int]] = []
-        ground = SimGround(self.process, world.net)
+        runtime = SimRuntime(self.process, world.net)
 
         def take(reply: Reply) -> None:
             self.replies.append((world.kernel.now, reply.number))
 
-        self.outlet = ground.async_outlet(world.inbox.address, Reply, KEYS, take)
+        self.outlet = runtime.async_outlet(world.inbox.address, Reply, KEYS, take)
 
     def ask(self, number: int) -> None:
         self._kernel.soon(self.process, self.outlet.send, Request(number))

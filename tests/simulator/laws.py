@@ -114,7 +114,7 @@ class Run:
         if any(engine.version() != record.wanted for engine in plane.living_engines):
             return False  # one that ended answers of its version is replaced
         fleet = plane.manager.manager._fleet
-        if fleet.starting or fleet.ending or not fleet._placement.strays.is_done:
+        if fleet.starting or fleet.ending or not fleet._placement.orphans.is_done:
             return False  # as the state says
         if len(plane.ray.groups) > plane.manager.manager.target:
             return False  # made by a call that came late, and found at the next look

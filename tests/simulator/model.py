@@ -162,7 +162,7 @@ class SimExecutor(Executor):
 
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         assert not self.sleep_level, "it computes while it sleeps"
-        for row in plan.new_rows:
+        for row in plan.new_requests:
             self._rows[row.slot] = (dict(enumerate(row.token_ids)), row.sampler.seed)
             if row.sampler.seed == POISON_SEED:
                 self.on_poison()

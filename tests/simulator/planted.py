@@ -22,7 +22,7 @@ from swell.cluster.client.routing.routable_engines import RoutableEngines
 from swell.cluster.client.routing.router import Router
 from swell.cluster.control.engines import actor_names
 from swell.cluster.control.engines.fleet import Fleet
-from swell.cluster.control.engines.strays import StrayCollector
+from swell.cluster.control.engines.orphans import OrphanCollector
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan import control_state, upgrade, upgrade_plan
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
@@ -114,7 +114,7 @@ def _epoch_reset(right: Any, self: Any, epoch: int, hellos: Any, now: float) -> 
     return right(self, 0, hellos, now)
 
 
-def _all_strays(right: Any, actors: Any, groups: Any, namespace: str, known: Any = ()) -> Any:
+def _all_orphans(right: Any, actors: Any, groups: Any, namespace: str, known: Any = ()) -> Any:
     serving = {name for name in known if name.startswith("coordinator")}
     return right(actors, groups, namespace, serving)
 
@@ -305,14 +305,16 @@ BUGS = {
         CoordinatorStateMachine, "cancel_leave", lambda right, self, ranks, now: [], shape=_kept
     ),
     "manager: a drain is over at once": Bug(Fleet, "leave", _no_time_to_leave),
-    "manager: what it placed is a stray": Bug(actor_names, "find_strays", _all_strays, PROCESSES),
+    "manager: what it placed is an orphan": Bug(
+        actor_names, "find_orphans", _all_orphans, PROCESSES
+    ),
     "manager: what is left is the target": Bug(
         control_state, "take_over", _what_is_left, PROCESSES
     ),
     "manager: the dead are not replaced": Bug(control_state, "plan", _not_replaced, PROCESSES),
     "manager: a death is not noticed": Bug(Fleet, "_watch", _nothing, ("kill",)),
     "manager: what could not be ended is left": Bug(
-        StrayCollector, "collect_forever", _never, ("gcs-away", "kill")
+        OrphanCollector, "collect_forever", _never, ("gcs-away", "kill")
     ),
     "manager: a pause is forgotten": Bug(
         control_state, "take_over", _pause_forgotten, ("kill", "kill-control")

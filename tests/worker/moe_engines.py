@@ -16,7 +16,7 @@ from swell.configs.schema import Config, load
 from swell.worker.wire import (
     GroupPlan,
     ModelRunnerOutput,
-    NewRow,
+    NewRequest,
     Regrouped,
     SamplerParams,
     SchedulerOutput,
@@ -99,7 +99,7 @@ class Engine:
         if not self.computed:
             self.computed = [0] * len(rows)
             new = [
-                NewRow(
+                NewRequest(
                     row,
                     self.tokens[row],
                     len(self.tokens[row]),

@@ -15,7 +15,7 @@ from swell.kernels.sample import sample_tokens, uniform_noise
 from swell.worker.sample.allowed_token_ids import NOT_ALLOWED_LOGIT
 from swell.worker.sample.logits_processor import BANNED_BIAS
 from swell.worker.sampler_wire import SamplerParams
-from swell.worker.wire import NewRow
+from swell.worker.wire import NewRequest
 
 
 @dataclass
@@ -32,9 +32,9 @@ class ReferenceRow:
     def known(self) -> list[int]:
         return self.prompt + self.outputs
 
-    def new_row(self, slot: int) -> NewRow:
+    def new_request(self, slot: int) -> NewRequest:
         """The message that puts the request into a slot, with its outputs so far."""
-        return NewRow(
+        return NewRequest(
             slot,
             self.known,
             len(self.prompt),

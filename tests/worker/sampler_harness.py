@@ -40,7 +40,7 @@ class SamplerHarness:
     def take(self, rows: dict[int, ReferenceRow]) -> None:
         """Requests take slots, as in a step."""
         for slot, row in rows.items():
-            new = row.new_row(slot)
+            new = row.new_request(slot)
             self.states.stage(new)
             self.sampler.add_request(new)
         self.states.apply()

@@ -22,7 +22,7 @@ from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.failed_rows import FailedRows
 from swell.worker.step.input_batch import BatchBuilder, InputBatch
 from swell.worker.step.request_states import RequestStates
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 from tests.structured_schemas import SCHEMAS
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ class Answers:
         }
         sampler = SamplerParams(**params, grammar=None if lark is None else Grammar(lark))
         known = [*PROMPT, *(outputs or [])]
-        row = NewRow(slot, known, len(PROMPT), [], sampler, **row_fields)
+        row = NewRequest(slot, known, len(PROMPT), [], sampler, **row_fields)
         self.states.stage(row)
         self.sampler.add_request(row)
         self.states.apply()

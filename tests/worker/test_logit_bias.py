@@ -14,7 +14,7 @@ from swell.worker.comm.mesh import Mesh
 from swell.worker.sample import allowed_token_ids as allowed
 from swell.worker.sample.logits_processor import BANNED_BIAS
 from swell.worker.sampler_wire import SamplerParams
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 from tests.kernels.load import load_backend
 from tests.worker import test_model_runner as runner_parts
 from tests.worker.reference_sampler import ReferenceRow
@@ -165,11 +165,11 @@ def test_words_and_counts_across_chunks_and_steps(cut):
     ]
     sizes = [len(row.known) for row in rows]
     plans = [
-        SchedulerOutput(0, 0, [NewRow(2, [90], 1, [], EVERYTHING)], [], [2], [0], [1], [True]),
+        SchedulerOutput(0, 0, [NewRequest(2, [90], 1, [], EVERYTHING)], [], [2], [0], [1], [True]),
         SchedulerOutput(
             1,
             0,
-            [rows[0].new_row(0), rows[1].new_row(2)],
+            [rows[0].new_request(0), rows[1].new_request(2)],
             slots=[2, 0],
             starts=[0, 0],
             num_tokens=[sizes[1], cut],

@@ -17,7 +17,7 @@ from swell.worker.sampler_wire import Extra, PromptLogprobs, SamplerParams, Toke
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.input_batch import BatchBuilder, InputBatch
 from swell.worker.step.request_states import RequestStates
-from swell.worker.wire import ModelRunnerOutput, NewRow, SchedulerOutput
+from swell.worker.wire import ModelRunnerOutput, NewRequest, SchedulerOutput
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ def test_a_nearly_certain_token_keeps_its_digits() -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[NewRow], SchedulerOutput]:
+def steps(draw: st.DrawFn) -> tuple[list[NewRequest], SchedulerOutput]:
     """Rows in slots, computed from anywhere to anywhere; some are prompts, some have outputs."""
     slots = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
     rng = draw(st.randoms(use_true_random=False))
@@ -95,11 +95,11 @@ def steps(draw: st.DrawFn) -> tuple[list[NewRow], SchedulerOutput]:
         samples.append(start + counts[-1] == length)
         ids = [rng.randrange(VOCAB) for _ in range(length)]
         sampling = params(draw(NUM_LOGPROBS), draw(NUM_LOGPROBS))
-        rows.append(NewRow(slot, ids, draw(st.integers(1, length)), [], sampling))
+        rows.append(NewRequest(slot, ids, draw(st.integers(1, length)), [], sampling))
     return rows, SchedulerOutput(0, slots=slots, starts=starts, num_tokens=counts, samples=samples)
 
 
-def begin(rows: list[NewRow], plan: SchedulerOutput) -> tuple[RequestStates, InputBatch]:
+def begin(rows: list[NewRequest], plan: SchedulerOutput) -> tuple[RequestStates, InputBatch]:
     states, blocks = RequestStates(SLOTS, LENGTH, CPU), BlockTables(SLOTS, LENGTH, 4, CPU)
     for row in rows:
         states.stage(row)
@@ -129,7 +129,7 @@ def test_prompt_logprobs_of_each_position(step, at_once: int) -> None:
     reader = PromptLogprobsReader(head, states)
     for row in rows:
         # The previous request of the slot used every parameter.
-        reader.add_request(NewRow(row.slot, [1] * LENGTH, LENGTH, [], params(None, 20)))
+        reader.add_request(NewRequest(row.slot, [1] * LENGTH, LENGTH, [], params(None, 20)))
         reader.add_request(row)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SLICE_POSITIONS", at_once)
@@ -169,7 +169,7 @@ def test_sampled_logprobs_use_unmodified_logits(step) -> None:
     states, batch = begin(rows, plan)
     of_drawn = SampledLogprobs(states)
     for row in rows:
-        of_drawn.add_request(NewRow(row.slot, [1], 1, [], params(20, None)))
+        of_drawn.add_request(NewRequest(row.slot, [1], 1, [], params(20, None)))
         of_drawn.add_request(row)
     logits = torch.randn(batch.num_samples, VOCAB)
     own, tokens = logits.clone(), torch.randint(VOCAB, (batch.num_samples,))
@@ -199,8 +199,8 @@ def test_nothing_is_computed_without_logprobs(monkeypatch: pytest.MonkeyPatch) -
     prompt = list(range(10))
     # The second one requests logprobs of its prompt, which was computed before this step.
     rows = [
-        NewRow(2, prompt, 10, [], params(None, None)),
-        NewRow(0, prompt, 8, [], params(None, 3)),
+        NewRequest(2, prompt, 10, [], params(None, None)),
+        NewRequest(0, prompt, 8, [], params(None, 3)),
     ]
     plan = SchedulerOutput(0, slots=[2, 0], starts=[0, 7], num_tokens=[10, 3], samples=[True, True])
     states, batch = begin(rows, plan)
@@ -216,7 +216,10 @@ def test_nothing_is_computed_without_logprobs(monkeypatch: pytest.MonkeyPatch) -
 
 def test_both_kinds_of_one_row_leave_together() -> None:
     """Prompt and first token in one step, and a chunk that draws nothing."""
-    rows = [NewRow(1, [3, 4, 5], 3, [], params(1, 0)), NewRow(4, [6] * 9, 9, [], params(1, 0))]
+    rows = [
+        NewRequest(1, [3, 4, 5], 3, [], params(1, 0)),
+        NewRequest(4, [6] * 9, 9, [], params(1, 0)),
+    ]
     plan = SchedulerOutput(0, slots=[1, 4], starts=[0, 2], num_tokens=[3, 4], samples=[True, False])
     states, batch = begin(rows, plan)
     reader, of_drawn = PromptLogprobsReader(Head(), states), SampledLogprobs(states)

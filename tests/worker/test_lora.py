@@ -19,7 +19,7 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.lora import AdapterNotLoaded, AdapterSlots, NoAdapters
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step.forward import CapturedForward
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 from tests import adapters
 from tests.device import DEVICE, on_device
 from tests.engine.planted_drafts import plant
@@ -301,8 +301,8 @@ def test_models_that_take_none_say_so(tmp_path: Path, family: str) -> None:
         LLM(str(tmp_path / "model"), **{"lora.adapters": {"mine": str(folder)}})
 
 
-def row(slot: int, adapter: str) -> NewRow:
-    return NewRow(slot, [0], 1, [0], SamplerParams(), adapter=adapter)
+def row(slot: int, adapter: str) -> NewRequest:
+    return NewRequest(slot, [0], 1, [0], SamplerParams(), adapter=adapter)
 
 
 class Loaded(NoAdapters):

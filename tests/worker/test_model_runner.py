@@ -26,7 +26,7 @@ from swell.worker.step.input_batch import BatchBuilder
 from swell.worker.step.intermediate import IntermediateTensors
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.staging import StagedTable
-from swell.worker.wire import BlockGrowth, NewRow, SchedulerOutput
+from swell.worker.wire import NewBlocks, NewRequest, SchedulerOutput
 
 pytestmark = pytest.mark.slow
 
@@ -34,8 +34,8 @@ CPU = torch.device("cpu")
 ROWS, LENGTH, BLOCK = 6, 40, 4
 
 
-def greedy_row(slot: int, tokens: list[int], blocks: list[int] | None = None) -> NewRow:
-    return NewRow(slot, tokens, len(tokens), blocks or [], SamplerParams())
+def greedy_row(slot: int, tokens: list[int], blocks: list[int] | None = None) -> NewRequest:
+    return NewRequest(slot, tokens, len(tokens), blocks or [], SamplerParams())
 
 
 @pytest.mark.parametrize("device_is_host", [True, False])
@@ -69,7 +69,7 @@ def test_staged_writes_equal_direct_ones(device_is_host, steps):
 def test_a_row_brings_its_tokens_and_columns():
     states = RequestStates(ROWS, LENGTH, CPU)
     params = SamplerParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=(1 << 64) - 2)
-    states.stage(NewRow(2, [5, 6, 7], 2, [], params))
+    states.stage(NewRequest(2, [5, 6, 7], 2, [], params))
     states.apply()
     assert states.token_ids[2, :3].tolist() == [5, 6, 7]
     assert states.float_params[2].tolist() == [0.5, 0.25, 0.125]
@@ -84,7 +84,7 @@ def test_a_row_brings_its_tokens_and_columns():
 
 def test_sampling_filters_are_neutral_for_a_greedy_row():
     states = RequestStates(ROWS, LENGTH, CPU)
-    states.stage(NewRow(1, [5], 1, [], SamplerParams(temperature=0, top_k=7, min_p=0.5)))
+    states.stage(NewRequest(1, [5], 1, [], SamplerParams(temperature=0, top_k=7, min_p=0.5)))
     assert not (states.random_sampling.any or states.with_top_k_or_p.any)
 
 
@@ -130,7 +130,7 @@ def plans(draw):
 @given(plans())
 def test_a_batch_agrees_with_its_plan(plan):
     states, blocks = RequestStates(ROWS, LENGTH, CPU), BlockTables(ROWS, LENGTH, BLOCK, CPU)
-    for row in plan.new_rows:
+    for row in plan.new_requests:
         states.stage(row)
         blocks.stage_set(row.slot, row.block_ids)
     states.apply()
@@ -138,7 +138,7 @@ def test_a_batch_agrees_with_its_plan(plan):
     batch = BatchBuilder(states, blocks, 256).build(plan)
     ids, positions, slots, last, starts = [], [], [], [], [0]
     sampled = []
-    columns = zip(plan.new_rows, plan.starts, plan.num_tokens, plan.samples, strict=True)
+    columns = zip(plan.new_requests, plan.starts, plan.num_tokens, plan.samples, strict=True)
     for row, start, count, sample in columns:
         for position in range(start, start + count):
             ids.append(row.token_ids[position])
@@ -159,10 +159,10 @@ def test_a_batch_agrees_with_its_plan(plan):
     meta = batch.attention
     assert meta.slot_mapping.tolist() == slots
     assert meta.query_start.tolist() == starts
-    assert meta.context_tokens.tolist() == [len(row.token_ids) for row in plan.new_rows]
+    assert meta.context_tokens.tolist() == [len(row.token_ids) for row in plan.new_requests]
     assert meta.max_query_tokens == max(plan.num_tokens, default=0)
     assert meta.max_context_tokens == max(meta.context_tokens.tolist(), default=0)
-    for row, table in zip(plan.new_rows, meta.block_table.tolist(), strict=True):
+    for row, table in zip(plan.new_requests, meta.block_table.tolist(), strict=True):
         assert table[: len(row.block_ids)] == row.block_ids
     for tensor in (meta.query_start, meta.context_tokens, meta.block_table):
         assert tensor.dtype == torch.int32
@@ -235,7 +235,7 @@ LIFE = [
         4,
         0,
         [greedy_row(3, [70, 71], [2])],
-        [BlockGrowth(0, [7])],
+        [NewBlocks(0, [7])],
         slots=[0, 3],
         starts=[5, 0],
         num_tokens=[1, 2],
@@ -340,8 +340,8 @@ def sampled(pairs: list[tuple[int, int]]):
         (SchedulerOutput(9, slots=[0], starts=[0], num_tokens=[6]), 1),
         (SchedulerOutput(9, slots=[2, 1], starts=[8, 3], num_tokens=[1, 1]), 2),
         # A new row must not be overwritten by what was sampled for its predecessor.
-        (SchedulerOutput(9, new_rows=[greedy_row(1, [1])]), 2),
-        (SchedulerOutput(9, new_rows=[greedy_row(4, [1])]), 0),
+        (SchedulerOutput(9, new_requests=[greedy_row(1, [1])]), 2),
+        (SchedulerOutput(9, new_requests=[greedy_row(4, [1])]), 0),
     ],
 )
 def test_the_first_stage_receives_what_it_needs_and_no_more(plan, wanted):

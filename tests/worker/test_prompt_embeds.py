@@ -20,7 +20,7 @@ from swell.worker.sample.sampler import Sampler
 from swell.worker.sampler_wire import PromptEmbeds, SamplerParams
 from swell.worker.step.failed_rows import NON_REQUEST_ERRORS
 from swell.worker.step.prompt_embeds import PromptEmbedsTable
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 from tests.device import on_device
 from tests.embeds import prompt_of
 from tests.engine.planted_drafts import Teacher, plant
@@ -203,11 +203,11 @@ def test_only_where_the_configuration_takes_them(tmp_path: Path) -> None:
         assert len(llm.generate(prompt, GREEDY)) == 1
 
 
-def row(slot: int, tokens: int, embeds: torch.Tensor | None) -> NewRow:
+def row(slot: int, tokens: int, embeds: torch.Tensor | None) -> NewRequest:
     given = None
     if embeds is not None:
         given = PromptEmbeds("F32", embeds.shape[1], embeds.numpy().tobytes())
-    return NewRow(slot, [0] * tokens, tokens, [0], SamplerParams(), prompt_embeds=given)
+    return NewRequest(slot, [0] * tokens, tokens, [0], SamplerParams(), prompt_embeds=given)
 
 
 def test_a_table_gives_each_step_its_part_and_keeps_nothing() -> None:
@@ -235,7 +235,7 @@ def test_a_prefix_that_is_computed_needs_no_embeddings() -> None:
     rest = embeds.behind(4)
     assert rest is not None and (rest.first, rest.num_tokens) == (4, 2)
     table = PromptEmbedsTable(4, torch.device("cpu"), is_first_stage=True)
-    table.add_request(NewRow(0, [0] * 6, 6, [0], SamplerParams(), prompt_embeds=rest))
+    table.add_request(NewRequest(0, [0] * 6, 6, [0], SamplerParams(), prompt_embeds=rest))
     part = table.override(SchedulerOutput(1, slots=[0], starts=[4], num_tokens=[1]))
     assert part is not None and torch.equal(part.values, noise(6, 4)[4:5])
     part = table.override(SchedulerOutput(2, slots=[0], starts=[5], num_tokens=[1]))
@@ -253,7 +253,7 @@ def test_a_refused_parameter_changes_no_embedding(
     with serving(tmp_path, **{"cache.block_tokens": 8}) as llm:
         own, refused = Sampler.add_request, []
 
-        def refuse_once(sampler: Sampler, row: NewRow) -> None:
+        def refuse_once(sampler: Sampler, row: NewRequest) -> None:
             if not refused:
                 refused.append(row.slot)
                 raise ValueError("this one")

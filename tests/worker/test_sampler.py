@@ -13,7 +13,7 @@ from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.input_batch import BatchBuilder, InputBatch
 from swell.worker.step.request_states import RequestStates
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 VOCAB = 40
 
 
-def setup(rows: list[NewRow]) -> tuple[Sampler, InputBatch]:
+def setup(rows: list[NewRequest]) -> tuple[Sampler, InputBatch]:
     """All rows computed to their end, each sampling."""
     states, blocks = RequestStates(16, 32, CPU), BlockTables(16, 32, 16, CPU)
     sampler = Sampler(states, VOCAB)
@@ -39,16 +39,16 @@ def setup(rows: list[NewRow]) -> tuple[Sampler, InputBatch]:
     return sampler, BatchBuilder(states, blocks, 256).build(plan)
 
 
-def draw(rows: list[NewRow], logits: torch.Tensor) -> list[int]:
+def draw(rows: list[NewRequest], logits: torch.Tensor) -> list[int]:
     sampler, batch = setup(rows)
     return sampler(logits.clone(), batch).tokens.tolist()
 
 
 ROWS = [
-    NewRow(3, [1, 2], 2, [], SamplerParams(temperature=1.0, seed=5)),
-    NewRow(0, [1, 2, 3], 1, [], SamplerParams()),
-    NewRow(7, [4], 1, [], SamplerParams(temperature=0.7, top_k=4, seed=-9)),
-    NewRow(1, [4, 5], 2, [], SamplerParams(temperature=2.0, top_p=0.5, min_p=0.1, seed=5)),
+    NewRequest(3, [1, 2], 2, [], SamplerParams(temperature=1.0, seed=5)),
+    NewRequest(0, [1, 2, 3], 1, [], SamplerParams()),
+    NewRequest(7, [4], 1, [], SamplerParams(temperature=0.7, top_k=4, seed=-9)),
+    NewRequest(1, [4, 5], 2, [], SamplerParams(temperature=2.0, top_p=0.5, min_p=0.1, seed=5)),
 ]
 
 
@@ -78,7 +78,7 @@ def test_the_batch_does_not_matter():
     order = [2, 0, 3, 1]
     assert draw([ROWS[i] for i in order], logits[order]) == [together[i] for i in order]
     for i, row in enumerate(ROWS):
-        moved = NewRow(9, row.token_ids, row.prompt_tokens, [], row.sampler)
+        moved = NewRequest(9, row.token_ids, row.prompt_tokens, [], row.sampler)
         assert draw([moved], logits[i : i + 1]) == [together[i]]
 
 
@@ -86,8 +86,8 @@ def test_resumption_does_not_matter():
     """Output tokens that come back as known tokens leave the noise of the next as it was."""
     torch.manual_seed(0)
     logits, params = torch.randn(1, VOCAB), SamplerParams(temperature=1.5, seed=77)
-    fresh = NewRow(0, [1, 2, 3, 4], 4, [], params)
-    resumed = NewRow(0, [1, 2, 3, 4], 2, [], params)
+    fresh = NewRequest(0, [1, 2, 3, 4], 4, [], params)
+    resumed = NewRequest(0, [1, 2, 3, 4], 2, [], params)
     assert draw([fresh], logits) == draw([resumed], logits)
 
 
@@ -98,8 +98,8 @@ def test_min_tokens(temperature, outputs, held_back):
     logits[:, 11], logits[:, 12] = 90.0, 80.0
     logits[:, 30] = 40.0
     params = SamplerParams(temperature=temperature)
-    held = NewRow(0, [1] * (5 + outputs), 5, [], params, min_tokens=3, end_token_ids=[11, 12])
-    free = NewRow(1, [1] * 6, 5, [], params, end_token_ids=[11, 12])
+    held = NewRequest(0, [1] * (5 + outputs), 5, [], params, min_tokens=3, end_token_ids=[11, 12])
+    free = NewRequest(1, [1] * 6, 5, [], params, end_token_ids=[11, 12])
     assert draw([held, free], logits) == [30 if held_back else 11, 11]
 
 
@@ -123,14 +123,14 @@ def test_unused_parameters_cost_nothing(monkeypatch):
     # The filters of a greedy row cause no sampling.
     monkeypatch.setattr(module, "sample_tokens", never)
     monkeypatch.setattr(module, "uniform_noise", never)
-    greedy = NewRow(5, [1], 1, [], SamplerParams(top_k=3, top_p=0.1, min_p=0.5))
+    greedy = NewRequest(5, [1], 1, [], SamplerParams(top_k=3, top_p=0.1, min_p=0.5))
     assert draw([ROWS[1], greedy], logits[:2]) == logits[:2].argmax(-1).tolist()
 
 
 def test_seeds_of_64_bits():
     states = RequestStates(4, 8, CPU)
     for slot, seed in enumerate([(1 << 64) - 1, -1, 1 << 63, (1 << 63) - 1]):
-        states.stage(NewRow(slot, [1], 1, [], SamplerParams(seed=seed)))
+        states.stage(NewRequest(slot, [1], 1, [], SamplerParams(seed=seed)))
     states.apply()
     seeds = np.array([-1, -1, -(1 << 63), (1 << 63) - 1])
     assert states.int_params[:, 1].tolist() == seeds.tolist()

@@ -30,7 +30,7 @@ from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.slot_set import SlotSet
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 
 _ALIGNMENT = 4
 """A token's bytes are a multiple of this, so that a block is a whole number of elements of the KV
@@ -194,7 +194,7 @@ class RoutedExpertsReader(HiddenStatesReader):
         # [max_rows]
         self._reported_np = np.zeros(states.max_rows, dtype=np.int64)
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         self._active.set(row.slot, row.sampler.routed_experts)
         self._reported_np[row.slot] = 0
 

@@ -15,7 +15,7 @@ from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtr
 from swell.worker.sampler_wire import Activation, Extra, PooledValues, PoolingParams
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.request_states import RequestStates
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class PoolingReader(HiddenStatesReader):
             shape = (states.max_rows, pooler.hidden_size)
             self._kept = torch.zeros(shape, device=states.token_ids.device)
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         params = row.sampler.pooling or PoolingParams()
         if params.dimensions > self._pooler.out_features:
             limit = self._pooler.out_features

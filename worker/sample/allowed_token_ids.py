@@ -14,7 +14,7 @@ from swell.worker.sample.logits_processor import BANNED_BIAS, LogitsProcessor
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.slot_set import SlotSet
-from swell.worker.wire import NewRow
+from swell.worker.wire import NewRequest
 
 NOT_ALLOWED_LOGIT = 1e6 * BANNED_BIAS
 """The logit of all other tokens. It is far below any sum of bans, so that one of the allowed tokens
@@ -35,7 +35,7 @@ class AllowedTokenIds(LogitsProcessor):
         # [max_rows, ceil(V / 32)] int32
         self._bitmask: Tensor | None = None
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         allowed = row.sampler.allowed_token_ids
         mask = packed_bits(allowed, self._vocab) if allowed else None
         self._active_slots.set(row.slot, bool(allowed))

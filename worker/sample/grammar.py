@@ -35,7 +35,7 @@ from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.slot_set import SlotSet
 from swell.worker.step.staging import AsyncCopy
-from swell.worker.wire import NewRow
+from swell.worker.wire import NewRequest
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -82,7 +82,7 @@ class GrammarMask(LogitsProcessor):
         grammar."""
         self._compiler: _GrammarCompiler | None = None
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         grammar, slot = row.sampler.grammar, row.slot
         self._active_slots.set(slot, grammar is not None)
         self._grammar_states[slot] = None

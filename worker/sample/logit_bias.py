@@ -24,7 +24,7 @@ from swell.worker.sample.logits_processor import BANNED_BIAS, LogitsProcessor
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.slot_set import SlotSet
-from swell.worker.wire import NewRow
+from swell.worker.wire import NewRequest
 
 ALWAYS = np.iinfo(np.int64).max
 NO_TOKEN = -1
@@ -46,7 +46,7 @@ class _BiasEntries:
     wanted: np.ndarray
 
     @classmethod
-    def of(cls, row: NewRow, vocab: int) -> _BiasEntries | None:
+    def of(cls, row: NewRequest, vocab: int) -> _BiasEntries | None:
         """Returns the entries of biases, then of end tokens, then of the last tokens of bad words;
         None if the row has none.
 
@@ -92,7 +92,7 @@ class LogitBias(LogitsProcessor):
         # [max_rows] the first position at which the slot's entries no longer apply
         self._until_np = np.zeros(states.max_rows, dtype=np.int64)
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         entries = _BiasEntries.of(row, self._vocab)
         self._entries[row.slot] = entries
         self._until_np[row.slot] = 0 if entries is None else entries.until.max()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swell.worker.sampler_wire import Extra
 from swell.worker.step.input_batch import InputBatch
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 
 BANNED_BIAS = -1e30
 """The amount added to the logit of a banned token. It is finite: if a grammar allows only banned
@@ -26,7 +26,7 @@ class LogitsProcessor(ABC):
     """
 
     @abstractmethod
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         """Adds the request that takes a slot, with the outputs that it has. Drops the slot's old
         state.
 
@@ -80,7 +80,7 @@ class HiddenStatesReader(ABC):
     row uses it, and all tensor ranks of the last stage compute the same."""
 
     @abstractmethod
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         """Adds the request that takes a slot. Drops the slot's old state."""
 
     @abstractmethod

@@ -23,7 +23,7 @@ from swell.worker.sampler_wire import Extra, PromptLogprobs, TokenLogprobs
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.slot_set import SlotSet
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 
 SLICE_POSITIONS = 256
 """The most prompt positions whose logits exist at the same time: 150 MiB for 150 000 tokens."""
@@ -106,7 +106,7 @@ class SampledLogprobs:
     def __init__(self, states: RequestStates) -> None:
         self._num_logprobs = _NumLogprobs(states.max_rows)
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         self._num_logprobs.set(row.slot, row.sampler.logprobs)
 
     def any_requested(self, batch: InputBatch) -> bool:
@@ -183,7 +183,7 @@ class PromptLogprobsReader(HiddenStatesReader):
         # [max_rows]
         self._prompt_tokens_np = np.zeros(states.max_rows, dtype=np.int64)
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         self._num_logprobs.set(row.slot, row.sampler.prompt_logprobs)
         self._prompt_tokens_np[row.slot] = row.prompt_tokens
 

@@ -14,7 +14,7 @@ from swell.worker.sample.logits_processor import LogitsProcessor
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.slot_set import SlotSet
-from swell.worker.wire import NewRow
+from swell.worker.wire import NewRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Penalties(LogitsProcessor):
         # [M] int64 each: the rows of the step with penalties, and their slots
         self._rows = self._slots = torch.zeros(0, dtype=torch.int64)
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         params, slot = row.sampler, row.slot
         strengths = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self._staged.pop(slot, None)

@@ -22,7 +22,7 @@ from swell.worker.sampler_wire import Extra
 from swell.worker.step.failed_rows import FailedRows
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.request_states import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, RequestStates
-from swell.worker.wire import ModelRunnerOutput, NewRow
+from swell.worker.wire import ModelRunnerOutput, NewRequest
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class Sampler:
             GrammarMask(states, vocab_size, model_path, failed, tensor),
         ]
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         """Adds the request that takes a slot. Raises what the request's own data raises."""
         self._logprobs.add_request(row)
         for processor in self._logits_processors:

@@ -40,7 +40,7 @@ class TokenFeedback:
     receives tokens."""
 
     def before_step(self, plan: SchedulerOutput) -> None:
-        """Receives the tokens that the plan needs; called before the plan's new rows are
+        """Receives the tokens that the plan needs; called before the plan's new requests are
         applied."""
 
     def after_forward(self, batch: InputBatch) -> None:
@@ -140,7 +140,7 @@ class FirstStageFeedback(TokenFeedback):
         slots, starts = np.array(plan.slots, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
         low[slots] = starts
         high[slots] = starts + np.array(plan.num_tokens, dtype=np.int64)
-        for row in plan.new_rows:
+        for row in plan.new_requests:
             low[row.slot], high[row.slot] = 0, np.iinfo(np.int64).max
         for index, message in enumerate(self._expected):
             at, position = message.slots_np, message.positions_np

@@ -151,7 +151,7 @@ class BatchBuilder:
         )
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
-        """Builds the batch of a plan whose new rows and growths have been applied. Raises
+        """Builds the batch of a plan whose new requests and new_blocks have been applied. Raises
         `ValueError` or `IndexError` for a plan that does not fit (see `Gather`)."""
         sizes = self._gather(plan.slots, plan.starts, plan.num_tokens, plan.samples)
         every = sizes.samples == sizes.tokens

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from swell.worker.sampler_wire import Extra
-from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRow, SchedulerOutput
+from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 
 Read = Callable[[int, int], int]
 """(slot, position) -> the token at that position."""
@@ -39,7 +39,7 @@ class RowEnds:
         tokens = token_ids.numpy()
         return cls(lambda slot, position: int(tokens[slot, position]))
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         """Resets the row's end. Known tokens have not ended the row, and an end token before
         `min_tokens` does not end it either: the sampler may draw one if parameters contradict each
         other."""
@@ -58,7 +58,7 @@ class RowEnds:
         return slot in self._ended
 
 
-class FurtherPasses:
+class ExtraSteps:
     """The passes of a plan after the first one. Each pass starts after the earlier ones are
     computed and omits rows that have ended."""
 
@@ -70,8 +70,8 @@ class FurtherPasses:
     def __iter__(self) -> Iterator[SchedulerOutput]:
         plan = self._plan
         rows = [row for row in range(len(plan.slots)) if not self._ends_at(row, 0)]
-        for index in range(1, 1 + max(plan.further.values(), default=0)):
-            rows = [row for row in rows if plan.further.get(row, 0) >= index]
+        for index in range(1, 1 + max(plan.extra_steps.values(), default=0)):
+            rows = [row for row in rows if plan.extra_steps.get(row, 0) >= index]
             rows = [row for row in rows if not self._ends_at(row, index)]
             if not rows:
                 return
@@ -101,7 +101,7 @@ class OutputOfPasses(AsyncModelRunnerOutput):
         passes: Sequence[AsyncModelRunnerOutput],
         rows: Sequence[Sequence[int]],
     ) -> None:
-        """`passes`: the output of the plan itself, then those of its `FurtherPasses`; `rows`: their
+        """`passes`: the output of the plan itself, then those of its `ExtraSteps`; `rows`: their
         rows."""
         self._plan, self._passes, self._rows = plan, passes, rows
 

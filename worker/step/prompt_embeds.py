@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swell.kernels.host import copy_to_device
 from swell.worker.sampler_wire import PromptEmbeds
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -43,7 +43,7 @@ class PromptEmbedsTable:
     def __len__(self) -> int:
         return len(self._of_slot)
 
-    def add_request(self, row: NewRow) -> None:
+    def add_request(self, row: NewRequest) -> None:
         """Adds the request that takes a slot. Raises `ValueError` for embeddings that do not fit
         the model."""
         self._of_slot.pop(row.slot, None)

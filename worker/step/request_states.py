@@ -14,7 +14,7 @@ from torch import Tensor
 from swell.kernels.inputs import write_tokens
 from swell.worker.step.slot_set import SlotSet
 from swell.worker.step.staging import StagedTable
-from swell.worker.wire import NewRow, SchedulerOutput
+from swell.worker.wire import NewRequest, SchedulerOutput
 
 # Columns of `RequestStates.float_params`, and of `RequestStates.int_params`.
 TEMPERATURE, TOP_P, MIN_P = range(3)
@@ -22,7 +22,7 @@ TOP_K, SEED, PROMPT_TOKENS = range(3)
 
 
 class RequestStates:
-    """Slots 0 .. max_rows - 1; a slot keeps its content until a `NewRow` takes it."""
+    """Slots 0 .. max_rows - 1; a slot keeps its content until a `NewRequest` takes it."""
 
     def __init__(self, max_rows: int, max_model_len: int, device: torch.device) -> None:
         self.max_rows = max_rows
@@ -55,7 +55,7 @@ class RequestStates:
         """[max_rows] int64, number of tokens of the prompt only."""
         return self.int_params[:, PROMPT_TOKENS]
 
-    def stage(self, row: NewRow) -> None:
+    def stage(self, row: NewRequest) -> None:
         """Puts a request into its slot at the next `apply`. Raises what the request's own data
         raises, and then stages nothing."""
         if len(row.token_ids) > self.max_model_len:

@@ -129,13 +129,13 @@ def _wait_until_deleted(config: Config, is_lost: Callable[[], bool]) -> None:
 def _clean_up_leftovers(line: Callable[[str], None]) -> None:
     """Remove what a dead manager left. Usually the manager has stopped everything, but if it was
     dead when the application was deleted, Serve does not start another one."""
-    from swell.cluster.control.engines import strays
+    from swell.cluster.control.engines import orphans
     from swell.cluster.control.ray.checkpoint_store import CheckpointStore
     from swell.cluster.control.ray.ray_cluster import RayCluster
 
     async def clean_up() -> None:
         ray, namespace = RayCluster(), f"swell-{APP}"
-        if ended := await strays.end_all(ray, namespace):
+        if ended := await orphans.end_all(ray, namespace):
             line(f"ended what a dead manager had left: {', '.join(ended)}")
         await CheckpointStore(namespace, "", ray).clear()
 

@@ -27,7 +27,7 @@ from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.tokens.token_texts import TokenTexts
-from swell.coordinator.transport.ground import THREADS
+from swell.coordinator.transport.runtime import THREADS
 from swell.engine.wire import (
     EngineCoreOutput,
     EngineCoreOutputs,

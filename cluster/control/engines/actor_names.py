@@ -1,7 +1,7 @@
-"""Names of engines in Ray, and which of the engines found there are adopted or are strays. Pure.
+"""Names of engines in Ray, and which of the engines found there are adopted or are orphans. Pure.
 
 Each start has a unique name, so a name that Ray is still removing does not block another start. An
-actor or placement group with a name of this cluster that its manager does not know is a stray.
+actor or placement group with a name of this cluster that its manager does not know is an orphan.
 
     swell-app - engine - 3 - 0f3a..91 - 7c01d2e4
     namespace            rank  tag      start
@@ -66,7 +66,7 @@ def candidates(
     return sorted(name for name in names if name is not None and name.tag in tags)
 
 
-def find_strays(
+def find_orphans(
     actors: Iterable[str], groups: Iterable[str], namespace: str, known: Collection[str] = ()
 ) -> list[str]:
     """Returns the names that a manager must terminate, sorted: all actors of its namespace and all

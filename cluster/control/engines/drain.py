@@ -12,7 +12,7 @@ from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import MAX_DRAIN_S
 from swell.coordinator.roster import MemberState
-from swell.coordinator.transport.ground import Ground
+from swell.coordinator.transport.runtime import Runtime
 
 _IDLE_POLLS = 2
 """Polls in a row that must find an engine idle: at the first one a request may still be in
@@ -31,11 +31,11 @@ class Drain:
         self,
         load_report_s: float,
         coordinator: CoordinatorHandle,
-        ground: Ground,
+        runtime: Runtime,
         engines: Mapping[int, EngineHandle],
         detach: Detach,
     ) -> None:
-        self._load_report_s, self._coordinator, self._ground = load_report_s, coordinator, ground
+        self._load_report_s, self._coordinator, self._runtime = load_report_s, coordinator, runtime
         self._engines, self._detach = engines, detach
         self.held: Mapping[int, bool] = {}
         """Leaving engines that are the last ones of their version: rank -> whether unfinished
@@ -67,13 +67,13 @@ class Drain:
 
     def resume(self, handle: EngineHandle, record: DrainRecord) -> None:
         """Continue a drain that an earlier manager started, with the remaining time."""
-        now, passed = _now(), self._ground.unix_time() - record.left_at
+        now, passed = _now(), self._runtime.unix_time() - record.left_at
         if handle.next_version is not None:
             handle.intent = Intent.RELOAD
         else:
             handle.intent = Intent.DRAIN if record.is_named else Intent.LEAVE
         handle.left_at = now - min(max(0.0, passed), MAX_DRAIN_S)
-        left_s = record.deadline - self._ground.unix_time()
+        left_s = record.deadline - self._runtime.unix_time()
         self._begin(handle, min(max(0.0, left_s), MAX_DRAIN_S))
 
     def _begin(self, handle: EngineHandle, timeout_s: float) -> None:
@@ -83,7 +83,7 @@ class Drain:
 
     def _set_deadline(self, handle: EngineHandle, deadline_s: float) -> None:
         handle.leave_deadline_s = deadline_s
-        since_1970_s = self._ground.unix_time() - _now()
+        since_1970_s = self._runtime.unix_time() - _now()
         handle.drain = DrainRecord(
             handle.name,
             since_1970_s + handle.left_at,

@@ -22,7 +22,7 @@ from swell.cluster.control.plan.versions import Version
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
-from swell.coordinator.transport.ground import Ground
+from swell.coordinator.transport.runtime import Runtime
 from swell.coordinator.wire import EngineReport
 
 _PAUSE_S = 1.0
@@ -43,7 +43,7 @@ class Fleet:
         config: ClusterConfig,
         coordinator: CoordinatorHandle,
         placement: Placement,
-        ground: Ground,
+        runtime: Runtime,
         on_death: OnDeath,
         *,
         on_change: Callable[[], None],
@@ -58,7 +58,7 @@ class Fleet:
         self._config = config
         self._coordinator, self._placement = coordinator, placement
         self._on_death, self.on_change = on_death, on_change
-        self._drain = Drain(config.load_report_s, coordinator, ground, self.engines, self._detach)
+        self._drain = Drain(config.load_report_s, coordinator, runtime, self.engines, self._detach)
         self._vacating: frozenset[int] = frozenset()
         self._is_reserved = False
         self._reloading: list[EngineHandle] = []

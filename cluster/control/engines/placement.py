@@ -13,7 +13,7 @@ from swell.cluster.control.engines.engine_handle import (
     StartFailed,
     WeightsRefused,
 )
-from swell.cluster.control.engines.strays import StrayCollector
+from swell.cluster.control.engines.orphans import OrphanCollector
 from swell.cluster.control.plan import room
 from swell.cluster.control.plan.fleet_view import Intent
 from swell.cluster.control.plan.versions import Version
@@ -29,7 +29,7 @@ from swell.cluster.control.ray.ray_port import Group, RayPort
 from swell.configs.runtime.log import StructuredLogger, first_line
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.roster import MemberState
-from swell.coordinator.transport.ground import Ground
+from swell.coordinator.transport.runtime import Runtime
 from swell.engine.serving.ready import EngineReady, NewWeightsRefused
 
 _WATCH_S = 20.0
@@ -62,14 +62,14 @@ class Placement:
         namespace: str,
         coordinator: CoordinatorHandle,
         ray: RayPort,
-        ground: Ground,
+        runtime: Runtime,
     ) -> None:
         """`config`: all versions have the same `cluster` section."""
         self._config = config
         self._namespace = namespace
         self._coordinator = coordinator
         self._ray = ray
-        self._ground = ground
+        self._runtime = runtime
         self._known: set[str] = set()
         """Names of engines that were placed or adopted here and not terminated."""
         self.may_end: Callable[[], Awaitable[bool]] = _always
@@ -78,7 +78,7 @@ class Placement:
         self.on_waiting: Callable[[], None] = _ignore
         """Called when an engine starts or stops waiting for room."""
         known, look_s = lambda: {*self._known, coordinator.name}, config.cluster.stall_timeout_s
-        self.strays = StrayCollector(ray, namespace, known, lambda: self.may_end(), look_s)
+        self.orphans = OrphanCollector(ray, namespace, known, lambda: self.may_end(), look_s)
         self._log = StructuredLogger("cluster.placement")
 
     async def refusal(self, version: Version, engines: int) -> str | None:
@@ -130,7 +130,7 @@ class Placement:
         }
         kept = [handles[name] for name in actor_names.choose(answers, roster).values()]
         self._known |= {handle.name for handle in kept}
-        await self.strays.collect()
+        await self.orphans.collect()
         serving: list[EngineHandle] = []
         newcomers: list[EngineHandle] = []
         for handle in kept:
@@ -178,7 +178,7 @@ class Placement:
             handle.ready = ready
 
     def plan(self, rank: int, version: Version) -> EngineHandle:
-        start = f"{self._ground.random_bits(_START_BITS):0{_START_BITS // 4}x}"
+        start = f"{self._runtime.random_bits(_START_BITS):0{_START_BITS // 4}x}"
         name = EngineName(self._namespace, rank, self._tag(version), start)
         self._known.add(str(name))
         return EngineHandle(rank, str(name), version)
@@ -194,7 +194,7 @@ class Placement:
         """
         try:
             if handle.actor is None:
-                await self.strays.collect()
+                await self.orphans.collect()
                 await self._reserve(handle)
             async with asyncio.timeout(self._config.cluster.start_timeout_s):
                 if handle.actor is None:
@@ -344,11 +344,11 @@ class Placement:
     async def close(self, handles: list[EngineHandle]) -> None:
         """Terminate these engines, and parts of them that Ray is still creating."""
         await asyncio.gather(*(self.end(handle) for handle in handles))
-        if not self.strays.is_done:
-            await self.strays.collect()
+        if not self.orphans.is_done:
+            await self.orphans.collect()
 
     async def _destroy(self, handle: EngineHandle) -> None:
-        """Kill the actor and remove the group: strays from now on if Ray does not confirm."""
+        """Kill the actor and remove the group: orphans from now on if Ray does not confirm."""
         self._known.discard(handle.name)
         was_in_doubt, handle.in_doubt = handle.in_doubt, True
         try:
@@ -361,12 +361,12 @@ class Placement:
             self._log.warning("not ended yet", rank=handle.rank, error=first_line(error))
         finally:
             if handle.in_doubt:
-                self.strays.suspect(f"engine {handle.rank} may be left: Ray has not answered")
+                self.orphans.suspect(f"engine {handle.rank} may be left: Ray has not answered")
 
     def _tag(self, version: Version) -> str:
         contact = self._coordinator.contact
         assert contact is not None, "the coordinator is opened first"
-        return actor_names.engine_tag(version.lineage, contact.keys.public.hex())
+        return actor_names.engine_tag(version.weights_lineage, contact.keys.public.hex())
 
 
 async def _always() -> bool:

@@ -141,7 +141,7 @@ def begin(
     if in_place:
         if _beside_weights(config) != _beside_weights(wanted.config):
             raise UpgradeRefused("another version was requested meanwhile: try again")
-        identity = _known_identity(record, wanted.lineage, config) or identity
+        identity = _known_identity(record, wanted.weights_lineage, config) or identity
     if identity == wanted.identity:
         raise UpgradeRefused(
             f"version {wanted.name} has this configuration already (upgrade: {record.phase}); "
@@ -154,7 +154,7 @@ def begin(
             f"({', '.join(sorted(in_use))}), and the limit is {MAX_VERSIONS}: wait until one of "
             "them has none"
         )
-    return _want(state, identity, config, in_use, wanted.lineage if in_place else "")
+    return _want(state, identity, config, in_use, wanted.weights_lineage if in_place else "")
 
 
 def _want(
@@ -192,7 +192,7 @@ def _known_identity(record: UpgradeRecord, lineage: str, config: Config) -> str 
     """Returns the identity of a known version of this lineage with these weights. It may have been
     given with other settings, such as `model.device=auto`, that have been resolved since."""
     path = config.model.path
-    same = (each for each in record.versions if each.lineage == lineage)
+    same = (each for each in record.versions if each.weights_lineage == lineage)
     return next((each.identity for each in same if each.settings["model"]["path"] == path), None)
 
 

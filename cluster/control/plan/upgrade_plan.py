@@ -333,8 +333,8 @@ def _to_reload(state: UpgradeState, fleet: FleetView, outdated: Sequence[int]) -
 def _lineage(state: UpgradeState) -> frozenset[str]:
     """Returns the names of versions whose engines may load the target weights in place of
     theirs."""
-    lineage = state.record.get(state.record.wanted).lineage
-    return frozenset(each.name for each in state.record.versions if each.lineage == lineage)
+    lineage = state.record.get(state.record.wanted).weights_lineage
+    return frozenset(each.name for each in state.record.versions if each.weights_lineage == lineage)
 
 
 def _leaving_to_reload(fleet: FleetView) -> list[EngineStatus]:

@@ -38,7 +38,7 @@ class Version(msgspec.Struct, frozen=True, dict=True):
         return f"{self.number}-{self.identity}"
 
     @property
-    def lineage(self) -> str:
+    def weights_lineage(self) -> str:
         """Versions of one lineage differ only in their weights, which engines can change in
         place."""
         return self.base or self.name

@@ -14,7 +14,7 @@ from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.configs.lora import Adapter
 from swell.configs.runtime.log import StructuredLogger
 from swell.coordinator.manager_state import ManagerId, ManagerState, Sleep
-from swell.coordinator.transport.ground import Ground
+from swell.coordinator.transport.runtime import Runtime
 
 _AWAKE = Sleep()
 _PAUSE_S = 1.0
@@ -31,9 +31,9 @@ class CheckpointWriter:
     """The checkpoints of one manager. The manager that took over last leads and writes. All methods
     run in one event loop."""
 
-    def __init__(self, store: CheckpointStore, data: int, ground: Ground) -> None:
+    def __init__(self, store: CheckpointStore, data: int, runtime: Runtime) -> None:
         """`data`: `parallel.data`."""
-        self.owner = f"{ground.random_bits(_OWNER_BITS):0{_OWNER_BITS // 4}x}"
+        self.owner = f"{runtime.random_bits(_OWNER_BITS):0{_OWNER_BITS // 4}x}"
         self._store = store
         self._data = data
         self._newest = ClusterCheckpoint()

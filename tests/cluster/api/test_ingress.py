@@ -28,8 +28,8 @@ from swell.configs.schema import load
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.transport.channel import make_keys
 from swell.coordinator.transport.contact import CoordinatorEndpoint
-from swell.coordinator.transport.ground import ThreadGround
 from swell.coordinator.transport.ports import free_port
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
 from swell.engine.serving.server import EngineServer
@@ -56,8 +56,8 @@ class SlowExecutor(FakeExecutor):
         return super().run_until(step)
 
 
-class PatientGround(ThreadGround):
-    """A `ThreadGround` whose clock stands still until `begin`."""
+class PatientRuntime(ThreadRuntime):
+    """A `ThreadRuntime` whose clock stands still until `begin`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,13 +126,13 @@ class ThreadedCluster:
         """Starts a successor with the same address and empty state. Its clock stands still until
         all engines have reported to it."""
         self.coordinator.stop()
-        ground = PatientGround()
+        runtime = PatientRuntime()
         self.coordinator = CoordinatorService(
-            self.config.cluster, ground, endpoint=self.endpoint, recover=True
+            self.config.cluster, runtime, endpoint=self.endpoint, recover=True
         )
         while len(self.coordinator._hellos) < len(self.engines):
             time.sleep(0.01)
-        ground.begin()
+        runtime.begin()
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[httpx.AsyncClient]:

@@ -28,7 +28,7 @@ from swell.coordinator import roster as rosters
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.transport.channel import ChannelAddress
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
@@ -48,7 +48,7 @@ def detokenizer() -> Detokenizer:
     return Detokenizer(tokenizers_for_tests.chat_tokenizer())
 
 
-class _ClockGround(ThreadGround):
+class _ClockRuntime(ThreadRuntime):
     def __init__(self, cluster: ScriptedCluster) -> None:
         super().__init__()
         self._cluster = cluster
@@ -77,7 +77,7 @@ class ScriptedCluster:
             self._connect,
             self.metrics,
             lambda max_model_len, vocab_size: None,
-            ground=_ClockGround(self),
+            runtime=_ClockRuntime(self),
         )
         self.metrics.registry.register(ViewCollector(lambda: self.llm.view))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from swell.cluster.client.engine_connection import EngineConnection, EngineId
 from swell.coordinator.roster import Member
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.engine.serving.client_tracker import ClientTracker
 from swell.engine.wire import (
     AbortRequests,
@@ -48,7 +48,7 @@ class Outlet:
         self.closed = True
 
 
-class Line(ThreadGround):
+class Line(ThreadRuntime):
     """The connection of an ingress, and the side of an engine that counts messages."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import (
     ClusterReports,
     ClusterView,
@@ -46,7 +46,7 @@ class Outlet:
         self.closed = True
 
 
-class Ingress(ThreadGround):
+class Ingress(ThreadRuntime):
     """A client whose channels lead nowhere, and everything it reports. Use it in an event loop."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Ingress(ThreadGround):
             engines_in_use=lambda: self.in_use,
             versions_in_use=list,
             metrics=self,
-            ground=self,
+            runtime=self,
         )
 
     def _on_unreachable(self, engines: Mapping[EngineId, str]) -> None:

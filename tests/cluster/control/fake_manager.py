@@ -30,7 +30,7 @@ from swell.coordinator.monitors.engine_monitor import StalledEngine
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.service import Membership
 from swell.coordinator.transport.channel import ChannelAddress
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.executor import ExecutorLimits, WorkerInfo
 from swell.engine.serving.ready import EngineReady
@@ -226,7 +226,7 @@ class Process:
 
 
 class FakeCollector:
-    """A fake `StrayCollector`."""
+    """A fake `OrphanCollector`."""
 
     left: Leftovers | None = None
 
@@ -246,7 +246,7 @@ class FakePlacement:
 
     def __init__(self, coordinator: FakeCoordinator) -> None:
         self.coordinator = coordinator
-        self.strays = FakeCollector()
+        self.orphans = FakeCollector()
         self.processes: dict[str, Process] = {}
         self.groups: set[str] = set()
         self.keys = KEYS
@@ -294,7 +294,7 @@ class FakePlacement:
         return f"no room for {engines} engines" if engines > self.room else None
 
     def tag(self, version: Version) -> str:
-        return names.engine_tag(version.lineage, self.keys)
+        return names.engine_tag(version.weights_lineage, self.keys)
 
     async def adopt(
         self, versions: Sequence[Version]
@@ -308,7 +308,7 @@ class FakePlacement:
         starts = {name: r.incarnation if r else None for name, r in ready.items()}
         kept = list(names.choose(starts, listed).values())
         self._known = {str(name) for name in kept}
-        self._end_strays()
+        self._end_orphans()
         serving, newcomers = [], []
         for name in kept:
             process = self.processes[str(name)]
@@ -323,9 +323,9 @@ class FakePlacement:
             await self.coordinator.remove_failed(sorted(gone))
         return serving, newcomers
 
-    def _end_strays(self) -> None:
+    def _end_orphans(self) -> None:
         for name in sorted({*self.processes, *self.groups} - self._known):
-            self._note("stray", [int(name.split("-")[2])])
+            self._note("orphan", [int(name.split("-")[2])])
             self.groups.discard(name)
             process = self.processes.pop(name, None)
             if process is not None:
@@ -357,7 +357,7 @@ class FakePlacement:
         loop = asyncio.get_running_loop()
         if handle.name not in self.groups:
             self._note("start", [handle.rank])
-            self._end_strays()
+            self._end_orphans()
             await self._reserve(handle)
             self.place(handle, loop.time() + START_S + self.slow_s.get(handle.rank, 0.0))
         process = self.processes.get(handle.name)
@@ -507,8 +507,8 @@ class FakeCheckpointStore:
         await self.write(ClusterCheckpoint())
 
 
-class VirtualGround(ThreadGround):
-    """A ground whose Unix time is that of the event loop."""
+class VirtualRuntime(ThreadRuntime):
+    """A runtime whose Unix time is that of the event loop."""
 
     def unix_time(self) -> float:
         return asyncio.get_running_loop().time()
@@ -544,7 +544,7 @@ class ManagerHarness:
             self.coordinator,
             self.placement,
             self.checkpoints,
-            VirtualGround(),
+            VirtualRuntime(),
             self.identity,
         )
 

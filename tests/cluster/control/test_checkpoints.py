@@ -14,7 +14,7 @@ from swell.cluster.control.plan.versions import UpgradeRecord
 from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.coordinator.manager_state import ManagerState
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from tests.cluster.control.fake_ray import FakeRay
 
 IDENTITY = "configuration"
@@ -38,7 +38,7 @@ class SlowRay(FakeRay):
 
 
 def writer(ray: FakeRay, identity: str = IDENTITY) -> CheckpointWriter:
-    return CheckpointWriter(CheckpointStore("swell-app", identity, ray), 1, ThreadGround())
+    return CheckpointWriter(CheckpointStore("swell-app", identity, ray), 1, ThreadRuntime())
 
 
 async def save(manager: CheckpointWriter, target: int) -> bool:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from swell.cluster.control.engines.engine_handle import StartFailed
-from swell.cluster.control.engines.strays import StrayCollector
+from swell.cluster.control.engines.orphans import OrphanCollector
 from swell.cluster.control.ray.actor_errors import GcsUnavailable
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from tests.cluster.control.fake_manager import (
     START_S,
     FakeCheckpointStore,
@@ -83,7 +83,7 @@ def test_an_engine_that_cannot_be_ended_is_ended_later_ever_more_slowly() -> Non
     async def scenario() -> None:
         ray = AwayRay()
         ours = made(FakeCoordinator(), ray)
-        collecting = asyncio.create_task(ours.strays.collect_forever())
+        collecting = asyncio.create_task(ours.orphans.collect_forever())
         handle = ours.plan(3, VERSION)
         ray.created = says(3, 1)
         await ours.start(handle)
@@ -92,12 +92,12 @@ def test_an_engine_that_cannot_be_ended_is_ended_later_ever_more_slowly() -> Non
         assert not ray.ended
         await asyncio.sleep(3600)
         assert 12 < ray.calls < 30, "ever more slowly"
-        left = ours.strays.leftovers()
+        left = ours.orphans.leftovers()
         assert left is not None and left.failures > 10 and left.next_try_s <= 300
         assert "the GCS does not answer" in left.reason
         ray.away = False
         await asyncio.sleep(300)
-        assert not ray.actors and not ray.reserved and ours.strays.leftovers() is None
+        assert not ray.actors and not ray.reserved and ours.orphans.leftovers() is None
         collecting.cancel()
 
     in_virtual_time(scenario)
@@ -107,7 +107,7 @@ def test_whatever_ray_raises_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
     async def scenario() -> None:
         ray = AwayRay()
         ours = made(FakeCoordinator(), ray)
-        collecting = asyncio.create_task(ours.strays.collect_forever())
+        collecting = asyncio.create_task(ours.orphans.collect_forever())
         ray.actors["an engine of nobody"] = says(3, 1)
 
         async def fail(namespace: str) -> list[str]:
@@ -115,9 +115,9 @@ def test_whatever_ray_raises_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
         with monkeypatch.context() as patch:
             patch.setattr(ray, "actor_names", fail)
-            ours.strays.suspect("a test")
+            ours.orphans.suspect("a test")
             await asyncio.sleep(10)
-            left = ours.strays.leftovers()
+            left = ours.orphans.leftovers()
             assert left is not None and left.reason == "Ray is not well"
         await asyncio.sleep(60)
         assert not ray.actors and not collecting.done()
@@ -127,23 +127,23 @@ def test_whatever_ray_raises_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_start_that_is_cancelled_forgets_no_stray() -> None:
-    """The start looks for strays while the collector waits for its next attempt."""
+    """The start looks for orphans while the collector waits for its next attempt."""
 
     async def scenario() -> None:
         ray = AwayRay()
         ray.actors["an engine of nobody"], ray.away = says(3, 1), True
-        strays = StrayCollector(ray, "swell", list, _always, 1000.0)
-        strays.suspect("one is left")
+        orphans = OrphanCollector(ray, "swell", list, _always, 1000.0)
+        orphans.suspect("one is left")
         for _ in range(4):
-            await strays.collect()
-        forever = asyncio.create_task(strays.collect_forever())
+            await orphans.collect()
+        forever = asyncio.create_task(orphans.collect_forever())
         await asyncio.sleep(GCS_S + 1.0)
-        start = asyncio.create_task(strays.collect())
+        start = asyncio.create_task(orphans.collect())
         await asyncio.sleep(1.0)
         start.cancel()
         ray.away = False
         await asyncio.sleep(600.0)
-        assert strays.is_done and not ray.actors
+        assert orphans.is_done and not ray.actors
         forever.cancel()
 
     in_virtual_time(scenario)
@@ -157,7 +157,7 @@ def test_what_is_made_although_nobody_waits_for_it_is_ended(
     async def scenario() -> None:
         ray = AwayRay()
         ours = made(FakeCoordinator(), ray)
-        collecting = asyncio.create_task(ours.strays.collect_forever())
+        collecting = asyncio.create_task(ours.orphans.collect_forever())
         handle, make = ours.plan(3, VERSION), getattr(ray, what)
 
         async def make_late(*args: Any, **options: Any) -> str:
@@ -179,7 +179,7 @@ def test_what_is_made_although_nobody_waits_for_it_is_ended(
                 await starting
             ray.away = False
         await asyncio.sleep(60)
-        assert not ray.actors and not ray.reserved and ours.strays.leftovers() is None
+        assert not ray.actors and not ray.reserved and ours.orphans.leftovers() is None
         collecting.cancel()
 
     in_virtual_time(scenario)
@@ -213,7 +213,7 @@ def test_the_store_is_asked_ever_more_slowly() -> None:
             return await read()
 
         store.read = counted  # type: ignore[method-assign]
-        writer = CheckpointWriter(store, 1, ThreadGround())  # type: ignore[arg-type]
+        writer = CheckpointWriter(store, 1, ThreadRuntime())  # type: ignore[arg-type]
         confirming = asyncio.create_task(writer.confirm_leader(1.0))
         await asyncio.sleep(600)
         assert 50 < reads < 80
@@ -230,7 +230,7 @@ async def _always() -> bool:
 
 
 def test_what_comes_late_is_found_without_a_reason() -> None:
-    """A call of a dead manager takes effect after its successor has looked for strays."""
+    """A call of a dead manager takes effect after its successor has looked for orphans."""
 
     async def scenario() -> None:
         ray, leads = AwayRay(), [True]
@@ -238,8 +238,8 @@ def test_what_comes_late_is_found_without_a_reason() -> None:
         async def may_end() -> bool:
             return leads[0]
 
-        strays = StrayCollector(ray, "swell", list, may_end, 30.0)
-        forever = asyncio.create_task(strays.collect_forever())
+        orphans = OrphanCollector(ray, "swell", list, may_end, 30.0)
+        forever = asyncio.create_task(orphans.collect_forever())
         await asyncio.sleep(1.0)
         ray.actors["late"] = says(3, 1)
         leads[0] = False
@@ -247,14 +247,14 @@ def test_what_comes_late_is_found_without_a_reason() -> None:
         assert "late" in ray.actors, "another manager leads, and it may be that one's"
         leads[0] = True
         await asyncio.sleep(31.0)
-        assert "late" not in ray.actors and strays.is_done
+        assert "late" not in ray.actors and orphans.is_done
 
         async def silent(namespace: str) -> list[str]:
             raise GcsUnavailable("the GCS does not answer")
 
         ray.actor_names = silent  # type: ignore[method-assign, assignment]
         await asyncio.sleep(100.0)
-        assert strays.leftovers() is None, "nothing is suspected"
+        assert orphans.leftovers() is None, "nothing is suspected"
         forever.cancel()
 
     in_virtual_time(scenario)

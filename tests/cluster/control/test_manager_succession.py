@@ -225,7 +225,7 @@ def test_an_engine_that_loads_or_waits_to_join_is_adopted(after_s) -> None:
         await asyncio.sleep(START_S + 15)
         assert set(harness.placement.processes) == before and len(before) == 2
         assert harness.active == [0, 1] and harness.manager.phase == "idle"
-        assert harness.placement.ranks_of_event("stray") == []
+        assert harness.placement.ranks_of_event("orphan") == []
 
     run(scenario)
 

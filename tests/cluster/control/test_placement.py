@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster.control.engines import placement, strays
+from swell.cluster.control.engines import orphans, placement
 from swell.cluster.control.engines.actor_names import EngineName, engine_tag
 from swell.cluster.control.engines.engine_handle import StartFailed
 from swell.cluster.control.engines.placement import Placement
@@ -24,7 +24,7 @@ from swell.cluster.control.ray.actor_errors import (
 from swell.configs.schema import ConfigError, load
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.transport.channel import ChannelAddress
-from swell.coordinator.transport.ground import ThreadGround
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterView
 from swell.engine.executor import ExecutorLimits
 from swell.engine.serving.ready import EngineReady
@@ -89,7 +89,7 @@ def member(rank: int, incarnation: int) -> Member:
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     monkeypatch.setattr(placement, "_POLL_S", 0.0)
-    monkeypatch.setattr(strays, "_POLL_S", 0.0)
+    monkeypatch.setattr(orphans, "_POLL_S", 0.0)
     return Table()
 
 
@@ -100,7 +100,7 @@ def made(coordinator: FakeCoordinator, ray: FakeRay, **settings: object) -> Plac
         "swell-app",
         coordinator,  # type: ignore[arg-type]
         ray,
-        ThreadGround(),
+        ThreadRuntime(),
     )
 
 
@@ -163,9 +163,9 @@ def test_what_this_manager_has_placed_is_no_stray_until_it_is_ended(table: Table
         table.actors[handle.name] = says(3, 1)
         table.reserved.append(handle.name)
         handle.actor = handle.group = handle.name
-        assert not await ours.strays.collect() and table.ended == []
+        assert not await ours.orphans.collect() and table.ended == []
         await ours._destroy(handle)  # Ray does not receive it
-        assert await ours.strays.collect() and not table.actors and not table.reserved
+        assert await ours.orphans.collect() and not table.actors and not table.reserved
 
     asyncio.run(scenario())
 
@@ -178,18 +178,18 @@ def test_names_differ_with_each_start(table: Table) -> None:
 def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strays, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(orphans, "_TIMEOUT_S", 0.05)
     stuck = table.engine(0, "a", DEAD)
     table.listings_until_gone = None
 
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
-        assert await ours.strays.collect() and stuck in table.actors
-        left = ours.strays.leftovers()
+        assert await ours.orphans.collect() and stuck in table.actors
+        left = ours.orphans.leftovers()
         assert left is not None and left.names == [stuck] and left.failures == 1
         table.listings_until_gone = 0
-        await ours.strays.collect()
-        assert ours.strays.leftovers() is None and stuck not in table.actors
+        await ours.orphans.collect()
+        assert ours.orphans.leftovers() is None and stuck not in table.actors
 
     asyncio.run(scenario())
 

@@ -25,7 +25,7 @@ from tests.simulator.process import Process
 from tests.simulator.ray import SimRayCluster
 from tests.simulator.scale.channel_costs import ChannelCosts
 from tests.simulator.scale.meter import MeteredProcess
-from tests.simulator.scale.turns import TurnGround
+from tests.simulator.scale.turns import TurnRuntime
 from tests.simulator.scenario import HOSTS, Scenario
 
 STEP_S, TOKEN_S = 0.040, 2e-5
@@ -94,7 +94,7 @@ class ScaleIngress(SimIngress):
 class ScaleCoordinator(SimCoordinator):
     """Its loop has the waits of a thread."""
 
-    ground_class = TurnGround
+    runtime_class = TurnRuntime
 
 
 class MeteredRay(SimRayCluster):

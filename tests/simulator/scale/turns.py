@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Generator
 from typing import Any
 
 from tests.simulator.channel import SimEnd
-from tests.simulator.ground import SimGround, SimLoopHandle
+from tests.simulator.runtime import SimLoopHandle, SimRuntime
 
 
 @types.coroutine
@@ -16,7 +16,7 @@ def _suspend(timeout_s: float | None) -> Generator[float | None, None, None]:
     yield timeout_s
 
 
-class TurnGround(SimGround):
+class TurnRuntime(SimRuntime):
     """Of a process with one loop, which waits in `ready` alone."""
 
     _work: Coroutine[Any, Any, None]

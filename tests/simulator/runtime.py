@@ -1,4 +1,4 @@
-"""The ground of a simulated process: its waits suspend, and everything takes virtual time."""
+"""The runtime of a simulated process: its waits suspend, and everything takes virtual time."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class SimLoopHandle:
         """Nothing here can wait for another loop: that one ends at its next event."""
 
 
-class SimGround:
-    """`swell.coordinator.transport.ground.Ground` of one process."""
+class SimRuntime:
+    """`swell.coordinator.transport.runtime.Runtime` of one process."""
 
     def __init__(self, process: Process, net: Network) -> None:
         self.process, self.net = process, net
@@ -83,7 +83,7 @@ class SimGround:
             self.process.fail(name, error)
 
     async def ready(self, end: Any, timeout_s: float | None, waker: Any = None) -> bool:
-        assert isinstance(end, SimEnd) and end.process is self.process, "an end of another ground"
+        assert isinstance(end, SimEnd) and end.process is self.process, "an end of another runtime"
         if timeout_s is not None and timeout_s <= 0.0:
             self._looks += 1
             assert self._looks < _MAX_LOOKS, f"{self.process.name} looks without end"

@@ -1,10 +1,10 @@
 """The environment of a process: its clock, its random bits, its channels, and the waits of its
 loops.
 
-A loop is a coroutine that awaits only `ready`, `result` and `run`. A `ThreadGround` blocks the
+A loop is a coroutine that awaits only `ready`, `result` and `run`. A `ThreadRuntime` blocks the
 thread inside each of them and never suspends, so `drive` can run such a loop on a thread. The
 simulator (`tests/simulator/`) suspends there, and runs the loops of all processes in one thread
-with a virtual clock. Therefore modules that use a ground never import `time`, `secrets`, `random`
+with a virtual clock. Therefore modules that use a runtime never import `time`, `secrets`, `random`
 or `threading`. Two loops of one process share only queues, or values that are replaced as a whole.
 """
 
@@ -46,8 +46,8 @@ class Loop(Protocol):
         """Waits until the loop has finished."""
 
 
-class Ground(Protocol):
-    """The environment of one process. Channel ends, loops and wakers of different grounds must not
+class Runtime(Protocol):
+    """The environment of one process. Channel ends, loops and wakers of different runtimes must not
     be mixed."""
 
     def now(self) -> float:
@@ -108,8 +108,8 @@ class Ground(Protocol):
         """Gives sent messages time to leave the process, before something that may kill it."""
 
 
-class ThreadGround:
-    """A `Ground` with threads, ZeroMQ and the machine's clock."""
+class ThreadRuntime:
+    """A `Runtime` with threads, ZeroMQ and the machine's clock."""
 
     def __init__(
         self,
@@ -188,8 +188,8 @@ class ThreadGround:
         time.sleep(seconds)
 
 
-THREADS: Ground = ThreadGround()
-"""The ground of a process that listens on 127.0.0.1, or not at all."""
+THREADS: Runtime = ThreadRuntime()
+"""The runtime of a process that listens on 127.0.0.1, or not at all."""
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:
@@ -200,4 +200,4 @@ def drive(work: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     work.close()
-    raise RuntimeError("a loop waited for something that its ground does not offer")
+    raise RuntimeError("a loop waited for something that its runtime does not offer")

@@ -18,11 +18,11 @@ from swell.cluster.control.ray.ray_port import Group, RayPort
 from swell.configs.runtime.log import StructuredLogger, first_line
 
 _TIMEOUT_S = 15.0
-"""How long terminated strays may take to disappear."""
+"""How long terminated orphans may take to disappear."""
 _POLL_S = 0.1
 
 
-class StrayCollector:
+class OrphanCollector:
     """Terminates everything with a name of one cluster that its manager does not know: engines of
     an earlier manager or of another configuration, and placement groups whose engines are dead."""
 
@@ -42,11 +42,11 @@ class StrayCollector:
         self._namespace = namespace
         self._known = known
         self._due = asyncio.Event()
-        """There may be strays."""
+        """There may be orphans."""
         self._left: list[str] = []
-        """Names of the strays at the last check."""
+        """Names of the orphans at the last check."""
         self._reason = ""
-        """Why strays may be left."""
+        """Why orphans may be left."""
         self._failures = 0
         """Failed collections in a row."""
         self._next_try = 0.0
@@ -55,23 +55,23 @@ class StrayCollector:
 
     @property
     def is_done(self) -> bool:
-        """Whether no known strays are left."""
+        """Whether no known orphans are left."""
         return not self._due.is_set() and not self._failures
 
     def leftovers(self) -> Leftovers | None:
-        """Returns the strays that may still hold resources; None: there are none."""
+        """Returns the orphans that may still hold resources; None: there are none."""
         if self.is_done:
             return None
         wait_s = max(0.0, self._next_try - asyncio.get_running_loop().time())
         return Leftovers(list(self._left), self._reason, self._failures, wait_s)
 
     def suspect(self, reason: str) -> None:
-        """Report that strays may be left: `collect_forever` terminates them."""
+        """Report that orphans may be left: `collect_forever` terminates them."""
         self._reason = reason
         self._due.set()
 
     async def collect_forever(self) -> None:
-        """Terminate strays whenever some may be left, and retry until none is."""
+        """Terminate orphans whenever some may be left, and retry until none is."""
         while True:
             try:
                 await asyncio.wait_for(self._due.wait(), self._period_s)
@@ -85,50 +85,50 @@ class StrayCollector:
                 await asyncio.sleep(wait_s)
 
     async def _has_some(self) -> bool:
-        """Whether there are strays. False if Ray does not answer."""
+        """Whether there are orphans. False if Ray does not answer."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 actors = await self._ray.actor_names(self._namespace)
                 groups = await self._ray.groups()
         except Exception:  # the next check may succeed
             return False
-        return bool(actor_names.find_strays(actors, groups, self._namespace, self._known()))
+        return bool(actor_names.find_orphans(actors, groups, self._namespace, self._known()))
 
     async def collect(self) -> bool:
-        """Terminate all strays, and wait for some seconds until they are gone. Returns whether
+        """Terminate all orphans, and wait for some seconds until they are gone. Returns whether
         there were any. If some are left, or if the GCS does not answer, `collect_forever`
         continues."""
         ended: set[str] = set()
         self._due.clear()
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                while await self._end_strays(ended):
+                while await self._end_orphans(ended):
                     await asyncio.sleep(_POLL_S)
         except asyncio.CancelledError:
-            self._due.set()  # no other task knows about the remaining strays
+            self._due.set()  # no other task knows about the remaining orphans
             raise
         except Exception as error:  # retried after any error
             self._failures += 1
             self.suspect(first_line(error) if str(error) else f"not gone within {_TIMEOUT_S:g} s")
-            self._log.warning("strays are left", names=self._left, reason=self._reason)
+            self._log.warning("orphans are left", names=self._left, reason=self._reason)
         else:
             self._failures = 0
         return bool(ended)
 
-    async def _end_strays(self, ended: set[str]) -> bool:
-        """Terminate each stray once and add its name to `ended`. Returns whether some are still
+    async def _end_orphans(self, ended: set[str]) -> bool:
+        """Terminate each orphan once and add its name to `ended`. Returns whether some are still
         there."""
         actors = await self._ray.actor_names(self._namespace)
         groups = await self._ray.groups()
         # Read the known names last: an engine may have been planned meanwhile.
-        self._left = actor_names.find_strays(actors, groups, self._namespace, self._known())
+        self._left = actor_names.find_orphans(actors, groups, self._namespace, self._known())
         # They do not contain the engines of a manager that has taken over since.
         if self._left and not await self._may_end():
             return False
         for name in self._left:
             if name not in ended:
                 self._log.warning(
-                    "stray ended", name=name, actor=name in actors, group=name in groups
+                    "orphan ended", name=name, actor=name in actors, group=name in groups
                 )
                 await end(self._ray, name, self._namespace, groups.get(name))
                 ended.add(name)
@@ -147,7 +147,7 @@ async def end(ray: RayPort, name: str, namespace: str, group: Group | None) -> N
 async def end_all(ray: RayPort, namespace: str) -> list[str]:
     """Terminate everything of an application that no longer has a manager. Returns the names."""
     actors, groups = await ray.actor_names(namespace), await ray.groups()
-    names = actor_names.find_strays(actors, groups, namespace)
+    names = actor_names.find_orphans(actors, groups, namespace)
     for name in names:
         await end(ray, name, namespace, groups.get(name))
     return names
