@@ -51,6 +51,8 @@ def all_tests() -> Iterator[str]:
 
 
 def assert_quoted(claims: Mapping[str, tuple[str, ...]], text: str) -> None:
+    """Quotes are compared without line breaks."""
+    text = " ".join(text.split())
     for quote, tests in claims.items():
         assert quote in text, f"not on the page: {quote!r}"
         assert tests, f"no test asserts {quote!r}"
@@ -98,7 +100,7 @@ def test_the_times_of_health_checks_are_those_on_the_page() -> None:
     for values, text in (
         (own, "(5 checks of 10 s and 3 s) that is {} s at most"),
         (ours, "`configs/ray` {} s (18 checks of 3 s and 2 s)"),
-        (tool, "those of the tool {} s (6 of them)"),
+        (tool, "those of the fault tool {} s (6 of them)"),
     ):
         each_ms = values["timeout_ms"] + values["period_ms"]
         assert text.format(values["failure_threshold"] * each_ms // 1000) in shown
