@@ -45,7 +45,7 @@ def test_everything_differs_by_secret_group_and_rank() -> None:
 )
 def test_an_address_of_somebody_else_is_not_opened(signed: str) -> None:
     assert OURS.open(1, OURS.sign(1, "10.0.0.1 7")) == "10.0.0.1 7"
-    with pytest.raises(ForeignAddress, match=r"rank 1 .* docs/security\.md"):
+    with pytest.raises(ForeignAddress, match=r"rank 1 .* docs/operate/security\.md"):
         OURS.open(1, signed)
 
 
