@@ -31,22 +31,23 @@ MEANS = {
 }
 HEAD = """# Fields of other servers
 
-Every field at the top of the request bodies of OpenAI, vLLM and SGLang, and what Swell does with
-it. This page is made from the code by `python -m tests.cluster.api.field_page`, and
-`tests/cluster/api/test_field_page.py` tries each row.
+This page is for people whose clients were written for another server: every field at the top of the
+request bodies of OpenAI, vLLM and SGLang, and how Swell handles it. It is written from the code by
+`python -m tests.cluster.api.field_page`; `tests/cluster/api/test_field_page.py` tests each row.
 
-- *served*: it has the effect that its name means ([requests.md](../guide/requests.md)).
-- *means*: another name of a field of ours; both together are a 400.
-- *taken*: any value; it changes nothing in the answer.
-- *refused*: a 400 that names it, unless its value is neutral: null, or one of those that are
-  listed.
+- *served*: the field has the effect that its name means ([requests.md](../guide/requests.md)).
+- *means*: another name for a field of Swell; both together are a 400.
+- *taken*: any value is accepted and has no effect
+  ([fields-without-effect.md](fields-without-effect.md)).
+- *refused*: a 400 that names the field, unless its value is neutral: null, or a listed value.
 
 `null` is accepted for every field that is not required, and means that the field is absent. A name
-that is in no list is a 400, or ignored with a warning (`serve.unknown_fields`). In messages,
-content parts, calls, items and tools unknown fields are ignored.
+that is not listed is a 400, or is ignored with a warning (`serve.unknown_fields`). Unknown fields
+of messages, content parts, calls, items and tools are ignored.
 
-`include_timings` is no other server's: with `true` the answer, or the last event of its stream, has
-`timings`, at all of these routes and at `/v1/messages` ([requests.md](../guide/requests.md)).
+`include_timings` is a field of Swell only: with `true` the response, or the last event of its
+stream, has `timings`, on all of these routes and on `/v1/messages`
+([timings.md](../guide/timings.md)).
 """
 
 

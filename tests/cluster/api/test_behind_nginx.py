@@ -40,9 +40,8 @@ http {{
 
 
 def settings_of_the_page(port: int, ours: int) -> str:
-    """Returns the nginx block of `docs/guide/requests.md`, with this port and a shorter
-    timeout."""
-    text = (ROOT / "docs" / "guide" / "requests.md").read_text()
+    """The block of `docs/operate/proxy.md`, at another port and with a shorter time."""
+    text = (ROOT / "docs" / "operate" / "proxy.md").read_text()
     (block,) = re.findall(r"```nginx\n(.*?)```", text, re.DOTALL)
     for said, here in (
         ("listen 8080", f"listen 127.0.0.1:{port}"),

@@ -1,8 +1,8 @@
-"""No field of a request is silently ignored. Each field of every typed body has an effect, is
-refused unless its value is neutral, or is in the table of `docs/guide/requests.md` that lists
-fields accepted without effect, with the reason. The same holds for each field of another server
-(`cluster/text/schema/known_fields.py`). An unknown field is refused in a request and ignored in a
-history.
+"""No field of a request is silently ignored: each field of every typed body is effective, is
+refused unless its value is neutral, or stands in the table of
+`docs/reference/fields-without-effect.md`, with the reason. So does each field of another server
+(`cluster/text/schema/known_fields.py`). A field that no body has is refused in a request, and
+ignored in a history.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, not
 from tests.cluster.fake_cluster import FakeCluster, body
 from tests.cluster.text import tokenizers_for_tests
 
-DOCS = Path(__file__).parents[3] / "docs" / "guide" / "requests.md"
-HEADING = "## Accepted without effect"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "fields-without-effect.md"
+HEADING = "## Fields"
 
 UNTYPED = [FunctionTool, FunctionChoice, AllowedToolsChoice, InputPart, *FORMS.values()]
 """Parts of `/v1/responses` that are parsed after the body."""
