@@ -56,10 +56,10 @@ LIMITS = {
         f"the first {COUNTS[network._KEPT_PART]}",
     ],
     "structured-output": [
-        f"**Numbers** have {number_ranges.MAX_INT_DIGITS} digits before the point at most, "
-        f"{number_ranges.MAX_FRACTION_DIGITS} behind it, and an exponent of "
+        f"**Numbers** have at most {number_ranges.MAX_INT_DIGITS} digits before the point, "
+        f"{number_ranges.MAX_FRACTION_DIGITS} after it, and an exponent of "
         f"{number_ranges.MAX_EXPONENT_DIGITS} digits",
-        f"up to {number_ranges.MAX_BOUND_DIGITS})",
+        f"(up to {number_ranges.MAX_BOUND_DIGITS})",
         f"are at most 10^{len(str(string_terminals.MAX_MULTIPLE)) - 1}",
     ],
     "doctor": [f"one attempt of {ray_hosts._LINK_S:g} s in each direction"],
