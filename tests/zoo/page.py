@@ -14,27 +14,28 @@ from tests.zoo.run import Outcome
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 HEAD = """# Models
 
-Which causal language models of transformers {version} are served, and which are refused when they
-are loaded. Written by
+This page is for people who want to know whether a model is served: all causal language models
+of transformers {version}, each with the reason if loading it is refused. It is written by
 
     python -m tests.zoo --splits --page docs/reference/models.md
 
-which builds a small random model of every architecture, with windows and chunks shorter than its
-prompts, runs it through an engine (chunked prompts, several rows a step, decoding), and compares
-tokens and log probabilities with eager transformers, in float32. There is no third outcome: a model
-is equal, or it is refused with a reason. `make test` does the same for a fixed part of the list.
+For every architecture this program builds a small random model, with attention windows and chunks
+shorter than its prompts, runs it through an engine (chunked prompts, several rows a step,
+decoding), and compares tokens and log probabilities with eager transformers, in float32. A model
+either has equal results, or is refused with a reason. `make test` tests a fixed part of the list.
 
-- **native**: with `model.backend=native`, which `auto` takes where it exists.
-- **generic**: with `model.backend=transformers`, through our paged cache; **stages** and **ranks**:
-  the same with `parallel.pipeline=2` and `parallel.tensor=2`.
-- The config is a shrunk default of its class. Where the default has no window, a second model with
-  one was run: a difference stands in brackets. Other values of its keys are checked at load by the
-  same rules.
+- **native**: `model.backend=native`, which `auto` selects where it exists.
+- **generic**: `model.backend=transformers`, with the paged cache of Swell; **stages** and
+  **ranks**: the same with `parallel.pipeline=2` and `parallel.tensor=2`.
+- **why refused**: the reason, if the model is refused.
+- The config is a small variant of the default of its class. If the default has no sliding window, a
+  second model with one was run; a different result is in parentheses. Other values of its keys are
+  checked by the same rules when a model is loaded.
 - Quantized checkpoints of any architecture are refused.
-- Models that pool (embeddings, rerankers, classifiers) are in [pooling.md](pooling.md).
-- Adapters (LoRA) of the dense native ones are in [adapters.md](adapters.md).
+- Pooling models (embeddings, rerankers, classifiers): [pooling.md](../guide/pooling.md).
+- LoRA adapters of the dense native models: [adapters.md](../guide/adapters.md).
 
-Of {total} model types {served} are served ({native} of them natively), {refused} are refused.
+{served} of {total} model types are served ({native} of them natively), and {refused} are refused.
 
 """
 COLUMNS = ("model_type", "architecture", "native", "generic", "stages", "ranks", "why refused")
@@ -125,5 +126,5 @@ def rows_of(text: str) -> dict[str, Row]:
 
 
 def version_of(text: str) -> str:
-    found = re.search(r"models of transformers (\S+) ", text)
+    found = re.search(r"models\s+of transformers ([^\s,]+)", text)
     return found.group(1) if found else ""
