@@ -297,8 +297,7 @@ class EngineCore:
         regrouped = self.executor.regroup(
             msgspec.structs.replace(groups, sleep_level=self.sleep_level, weights=self._weights)
         )
-        if isinstance(regrouped, list):  # an executor on a virtual clock returns later
-            self.freed_bytes = sum(worker.freed_bytes for worker in regrouped)
+        self.freed_bytes = sum(worker.freed_bytes for worker in regrouped)
         return regrouped
 
     def set_sleep(self, level: int) -> list[Regrouped]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
 from swell.engine.executor import (
@@ -124,6 +124,18 @@ class SimGroupStep(AsyncModelRunnerOutput):
         return self._result
 
 
+class LaterRegrouped(list[Regrouped]):
+    """The answers of workers, which come at a time of the virtual clock: none is known before, and
+    the ground of the process awaits them."""
+
+    def __init__(self, answers: Coroutine[Any, Any, list[Regrouped]]) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def __await__(self) -> Generator[Any, Any, list[Regrouped]]:
+        return self._answers.__await__()
+
+
 class SimExecutor(Executor):
     """Reads the tokens of its own slots only: what a slot lost is missing in its answers."""
 
@@ -181,15 +193,15 @@ class SimExecutor(Executor):
         at = self.process.time() + time_s
         return SimStep(self, ModelRunnerOutput(plan.step, sampled), at)
 
-    def regroup(self, groups: GroupPlan) -> Any:
+    def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         if not groups.keep_states:
             self._rows.clear()
         if groups.weights is not None and groups.weights.number:
             return self._read_weights(groups)
         wakes, self.sleep_level = self.sleep_level > groups.sleep_level, groups.sleep_level
         if wakes:
-            return self._wake()
-        return [] if self._groups is None else self._form(self._groups, groups)
+            return LaterRegrouped(self._wake())
+        return [] if self._groups is None else LaterRegrouped(self._form(self._groups, groups))
 
     def _read_weights(self, groups: GroupPlan) -> list[Regrouped]:
         """At once, also where it wakes up: how long it takes is up to `SimEngine`."""

@@ -10,7 +10,9 @@ import pytest
 
 from swell.coordinator.transport.channel import make_keys
 from swell.coordinator.transport.runtime import Runtime, ThreadRuntime, drive
+from swell.worker.wire import GroupPlan, Regrouped
 from tests.simulator.kernel import Kernel
+from tests.simulator.model import SimExecutor
 from tests.simulator.network import Network
 from tests.simulator.process import Process
 from tests.simulator.runtime import SimRuntime
@@ -186,3 +188,19 @@ def test_random_bits_belong_to_the_process() -> None:
     again = SimRuntime(Process(Kernel(0), "first"), net)
     again.random_bits(64)
     assert again.random_bits(64) == first.random_bits(64)
+
+
+def test_workers_of_virtual_time_answer_a_regrouping_as_others_do() -> None:
+    """A list at once, which the core reads like that of any executor; the runtime awaits it."""
+    answers: list[list[Regrouped]] = []
+
+    async def work(runtime: Runtime) -> None:
+        executor = SimExecutor(runtime.process)  # type: ignore[attr-defined]
+        executor.start()
+        for level in (0, 1, 0):
+            answers.append(executor.regroup(GroupPlan(generation=0, sleep_level=level)))
+            assert isinstance(answers[-1], list) and sum(a.freed_bytes for a in answers[-1]) == 0
+            assert await runtime.run(lambda: answers[-1]) == []
+
+    simulated(work)
+    assert len(answers) == 3
