@@ -38,7 +38,8 @@ class ResponseUsage(Body, kw_only=True):
 
 class ResponseFailure(Body, kw_only=True):
     message: str
-    code: Literal["server_error"] = "server_error"
+    code: Literal["server_error", "invalid_prompt"] = "server_error"
+    """OpenAI has no others that fit: the second one blames the request."""
 
 
 class IncompleteDetails(Body, kw_only=True):
@@ -79,8 +80,11 @@ class ResponseBody(Body, kw_only=True):
     metadata: dict[str, str]
     timings: Timings | UnsetType = UNSET
 
-    def fail(self, why: str) -> None:
-        self.status, self.error = "failed", ResponseFailure(message=why)
+    def fail(self, why: str, status: int = 500) -> None:
+        """`status`: of the error, were it the answer."""
+        code: Literal["server_error", "invalid_prompt"]
+        code = "invalid_prompt" if status == 400 else "server_error"
+        self.status, self.error = "failed", ResponseFailure(message=why, code=code)
 
 
 class ResponseItemList(Body, kw_only=True):

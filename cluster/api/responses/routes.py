@@ -270,7 +270,7 @@ class ResponseRoutes:
         try:
             await handle(writer)
         except Exception as error:
-            writer.fail(error_info(error).message)
+            writer.fail(error_info(error))
         await writer.finalize()
 
     async def _run_live(
@@ -285,7 +285,7 @@ class ResponseRoutes:
             live.put(b"".join(writer.stream_start(1)))
             await live.pass_on(await handle(writer))
         except Exception as error:
-            writer.fail(error_info(error).message)
+            writer.fail(error_info(error))
             await writer.finalize()
             live.put(writer.last_event())
         finally:

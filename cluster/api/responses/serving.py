@@ -66,11 +66,11 @@ class ResponsesWriter(ResponseWriter):
         self._end(usage)
         return self.response
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: ErrorInfo) -> None:
         """Ends the answer with an error. The output so far is kept, as incomplete."""
         for _ in self._writer.close("incomplete"):
             pass
-        self.response.fail(message)
+        self.response.fail(error.message, error.status)
 
     # ---------------------------------------------------------------- as a stream
 
@@ -103,7 +103,7 @@ class ResponsesWriter(ResponseWriter):
         return ()
 
     def stream_error(self, error: ErrorInfo) -> Iterable[bytes]:
-        self.fail(error.message)
+        self.fail(error)
         return ()
 
     # ---------------------------------------------------------------- whole and streamed answers

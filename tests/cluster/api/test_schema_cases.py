@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,19 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+import yaml
 
+from swell.worker.sample.grammar import GrammarMask, GrammarState
 from tests.conformance.in_process_server import InProcessServer, start_in_process_server
 from tests.kinds import kind
 
 pytestmark = pytest.mark.slow
 
 CASES = Path(__file__).parents[2] / "data/cases"
+_ALERTS = Path(__file__).parents[3] / "configs/prometheus/alerts.yaml"
+ALERTS = [
+    rule for group in yaml.safe_load(_ALERTS.read_text())["groups"] for rule in group["rules"]
+]
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +114,110 @@ def test_a_grammar_beyond_the_limits_is_its_clients_error(nano: InProcessServer)
 def errors(server: InProcessServer) -> str:
     lines = server.client.get("/metrics").text.splitlines()
     return "\n".join(line for line in lines if 'finished_reason="error"' in line)
+
+
+# ---------------------------------------------------------------------- schemas that end midway
+
+DEAD_END, DEAD_END_TOKENS = "dead end", 6
+SCHEMA = {"const": f"{DEAD_END} {'a' * 40}"}
+WHY = f"behind {DEAD_END_TOKENS} tokens none of the model's"
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
+@pytest.fixture
+def dead_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token continues `SCHEMA` behind the first ones, as a defect of the library has it."""
+    accept_token, compile_grammar = GrammarState.accept_token, GrammarMask._compile
+    dying: list[Any] = []
+
+    def compiled(self: GrammarMask, lark: str) -> Any:
+        future = compile_grammar(self, lark)
+        if DEAD_END in lark:
+            dying.append(future)
+        return future
+
+    def accepted(self: GrammarState, token: int) -> None:
+        accept_token(self, token)
+        if self._taken == DEAD_END_TOKENS and any(self._first is one for one in dying):
+            self.fail_without_token(500)
+
+    monkeypatch.setattr(GrammarMask, "_compile", compiled)
+    monkeypatch.setattr(GrammarState, "accept_token", accepted)
+
+
+def dead_bodies() -> dict[str, dict[str, Any]]:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    nested = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    asked = {"messages": ASK["messages"], "max_tokens": 60}
+    return {
+        "/v1/completions": {"prompt": "abc", "max_tokens": 60, "response_format": nested},
+        "/v1/chat/completions": {**asked, "response_format": nested},
+        "/v1/responses": {
+            "input": "abc",
+            "max_output_tokens": 60,
+            "text": {"format": {**form, "name": "x"}},
+        },
+        "/v1/messages": {**asked, "output_config": {"format": form}},
+    }
+
+
+def ended(server: InProcessServer) -> dict[str, float]:
+    """How many requests ended, by reason."""
+    text = server.client.get("/metrics").text
+    found = re.findall(
+        r'^swell_request_success_total{.*finished_reason="(\w+)".*} (.*)$', text, re.M
+    )
+    return {reason: float(count) for reason, count in found}
+
+
+@pytest.mark.usefixtures("dead_end")
+@pytest.mark.parametrize("path", PATHS)
+def test_a_schema_that_ends_midway_is_its_clients_error_alone(
+    nano: InProcessServer, path: str
+) -> None:
+    """Neither requests of the same steps nor an alert know of it."""
+    prompts = {"prompt": ["upper: abc", "lower: ABC"], "max_tokens": 40, "seed": 3}
+    other = {**prompts, "ignore_eos": True}
+    alone = nano.client.post("/v1/completions", json=other).json()["choices"]
+    before = ended(nano)
+    with ThreadPoolExecutor(1) as threads:
+        beside = threads.submit(nano.client.post, "/v1/completions", json=other)
+        answer = nano.client.post(path, json={"model": "nano", **dead_bodies()[path]})
+        assert beside.result().json()["choices"] == alone
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and WHY in error["message"], answer.text
+    assert error["type"] == "invalid_request_error"
+    assert path == "/v1/messages" or error["code"] == "invalid_grammar"
+    after = ended(nano)
+    assert after["invalid"] == before["invalid"] + 1
+    alert = next(one for one in ALERTS if one.get("alert") == "SwellRequestsFail")
+    (counted,) = re.findall(r'finished_reason="(\w+)"', alert["expr"])
+    assert after[counted] == before[counted]
+
+
+@pytest.mark.usefixtures("dead_end")
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_whose_schema_ends_midway_ends_with_an_error(
+    nano: InProcessServer, path: str
+) -> None:
+    before = ended(nano)
+    body = {"model": "nano", "stream": True, **dead_bodies()[path]}
+    answer = nano.client.post(path, json=body)
+    assert answer.status_code == 200
+    lines = [line.partition("data: ")[2] for line in answer.text.split("\n")]
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    said, last = events[:-1], events[-1]
+    assert DEAD_END[:2] in json.dumps(said), "the text before it stays"
+    if path == "/v1/responses":
+        assert last["type"] == "response.failed"
+        error = last["response"]["error"]
+        assert error["code"] == "invalid_prompt", "OpenAI's code for what the client asked"
+    else:
+        error = last["error"]
+        assert error["type"] == "invalid_request_error"
+    assert WHY in error["message"]
+    assert ended(nano)["invalid"] == before["invalid"] + 1
+    assert ended(nano)["error"] == before["error"]
 
 
 # --------------------------------------------------------------------------- harmless keywords
