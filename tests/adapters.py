@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from swell.configs.files import adapter_files, bounded_files
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -119,3 +128,33 @@ def merge(model: Any, adapter: Path) -> None:
         b = tensors[key.replace("lora_A", "lora_B")]
         with torch.no_grad():
             weights[f"{module}.weight"] += scale * (b.double() @ a.double()).float()
+
+
+def hang(monkeypatch: pytest.MonkeyPatch, *files: Path) -> threading.Event:
+    """Files whose folder hangs, for this process: an open call fails once the event is set."""
+    released, names = threading.Event(), {str(file) for file in files}
+    open_regular = bounded_files.open_regular
+
+    def opened(path: Path) -> int:
+        if str(path) in names:
+            released.wait(600)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return open_regular(path)
+
+    for module in (adapter_files, bounded_files):
+        monkeypatch.setattr(module, "open_regular", opened)
+    return released
+
+
+@contextlib.contextmanager
+def leased(file: Path) -> Iterator[None]:
+    """A file whose folder hangs, for all processes: an open call waits for the end of the lease, or
+    for the seconds of /proc/sys/fs/lease-break-time, 45 by default."""
+    handler = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the system asks for it back
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield
+    finally:
+        os.close(descriptor)
+        signal.signal(signal.SIGIO, handler)

@@ -23,6 +23,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from swell.configs.files.bounded_files import (
+    MAX_CONFIG_BYTES,
+    MAX_INDEX_BYTES,
+    open_regular,
+    read_file,
+)
 from swell.configs.files.json_text import parse_json
 from swell.configs.files.sharded_index import is_sharded, read_index, refuse_other_model
 from swell.configs.runtime.log import first_line
@@ -282,6 +288,7 @@ def _chunks(shard: WeightShard) -> Iterator[tuple[torch.Tensor, tuple[slice | in
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
     try:
+        os.close(open_regular(path))
         opened = safe_open(str(path), framework="pt", device="cpu")
     except FileNotFoundError:
         raise ValueError(
@@ -309,9 +316,9 @@ def _weight_map(folder: Path) -> dict[str, str]:
     single = folder / "model.safetensors"
     if index.is_file():
         try:
-            weight_map = parse_json(index.read_text())["weight_map"]
+            weight_map = parse_json(read_file(index, MAX_INDEX_BYTES))["weight_map"]
             return {str(name): str(file) for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"the index {str(index)!r} cannot be read ({error!r}); copy or download it again"
             ) from None
@@ -386,7 +393,7 @@ def _explain_config(path: str, error: Exception) -> str:
         )
     file = Path(path) / "config.json"
     try:
-        known = parse_json(file.read_text())
+        known = parse_json(read_file(file, MAX_CONFIG_BYTES))
     except (OSError, ValueError) as broken:
         return f"{str(file)!r} is not JSON ({broken}); copy or download it again"
     kind = known.get("model_type") if isinstance(known, dict) else None

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 
 from swell.configs.files.adapter_files import (
+    MAX_WEIGHTS_BYTES,
     MERGE,
     AdapterFiles,
     AdapterModule,
@@ -23,6 +24,7 @@ from swell.configs.files.adapter_files import (
     adapters_of,
     read_adapter,
 )
+from swell.configs.files.bounded_files import read_file
 from swell.configs.lora import Adapter, LoraConfig
 from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls
 from swell.configs.runtime.log import first_line
@@ -217,7 +219,7 @@ class Adapters(NoAdapters):
         try:
             # Not mapped: if a file is truncated while it is mapped, the process that reads it is
             # killed.
-            tensors = parse_tensors(files.weights.read_bytes())
+            tensors = parse_tensors(read_file(files.weights, MAX_WEIGHTS_BYTES))
             for layer in self._layers:
                 found = [self._read(tensors, files, part) for part in layer.parts]
                 nbytes += layer.load(number, found)

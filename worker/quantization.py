@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
 from swell.configs.files.json_text import parse_json
 
 KEYS = ("quantization_config", "compression_config", "quantization", "quant_config")
@@ -77,7 +78,7 @@ def _in_files(folder: Path) -> Iterator[tuple[str, Any]]:
         if not file.is_file():
             continue
         try:
-            value = parse_json(file.read_text())
+            value = parse_json(read_file(file, MAX_CONFIG_BYTES))
         except (OSError, ValueError):
             value = "a file that cannot be read"
         if _is_quantized(value):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from swell.configs.files.bounded_files import digest_file, open_regular, read_file
 from swell.configs.lora import Adapter, LoraConfig
 from swell.configs.section import ConfigError
 from swell.configs.shown import SHOWN_CHARS, shown
@@ -32,6 +34,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_WEIGHTS_BYTES = 4 * 2**30
+_LIMITS_BYTES = {CONFIG_NAME: MAX_CONFIG_BYTES, WEIGHTS_NAME: MAX_WEIGHTS_BYTES}
 MAX_PATTERNS = 10_000
 MAX_ALPHA = 1e5
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -57,7 +60,6 @@ _KEEPS_BASE = ("gaussian", "eva", "orthogonal", "lora_ga")
 """Values of `init_lora_weights` with which training leaves the weights of the base model
 unchanged."""
 _MODULE = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*\Z")
-_CHUNK_BYTES = 2**20
 
 
 class AdapterTensor(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -173,13 +175,10 @@ def check_adapters(lora: LoraConfig) -> None:
 def adapter_digest(name: str, folder: str) -> str:
     """Returns a digest of both files, which identifies what the adapter computes."""
     found = hashlib.blake2b(digest_size=16)
-    for file_name in (CONFIG_NAME, WEIGHTS_NAME):
+    for file_name, limit_bytes in _LIMITS_BYTES.items():
         path = Path(folder, file_name)
         try:
-            with path.open("rb") as file:
-                found.update(f"{path.stat().st_size} ".encode())
-                while chunk := file.read(_CHUNK_BYTES):
-                    found.update(chunk)
+            found.update(digest_file(path, limit_bytes, found.digest_size).encode())
         except OSError as error:
             raise ConfigError(
                 f"adapter {shown(name)}: {path} cannot be read: {error.strerror}"
@@ -198,12 +197,9 @@ def _is_folder(path: Path) -> bool:
 
 def _read_settings(path: Path, where: str) -> _Settings:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
+        data = read_file(path, MAX_CONFIG_BYTES)
     except OSError as error:
         raise ConfigError(f"{where}: {path} cannot be read: {error.strerror}") from None
-    if len(data) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{where}: {path} has more than {MAX_CONFIG_BYTES} bytes")
     try:
         raw = json.loads(data)
         if not isinstance(raw, dict):
@@ -282,8 +278,8 @@ def _read_header(folder: Path, where: str) -> tuple[dict[str, AdapterTensor], in
     """Returns the tensors that the file describes, and the position where their data begins."""
     path = folder / WEIGHTS_NAME
     try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             text = file.read(header_bytes) if header_bytes <= MAX_HEADER_BYTES else b""
     except OSError as error:

@@ -3,6 +3,7 @@ limit, and devices and FIFOs are refused, because reading them may never end."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -32,12 +33,15 @@ def digest_file(path: Path, limit_bytes: int, digest_bytes: int) -> str:
 
 
 def open_regular(path: Path) -> int:
-    """Opens a regular file and returns its descriptor. Never blocks. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is no regular file")
-    return descriptor
+    """Opens a regular file and returns its descriptor. Raises OSError. Opens no other file: a
+    fifo would block until it has a writer, and opening a device may have effects."""
+    found = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(found)
 
 
 def _chunks(path: Path, limit_bytes: int) -> Iterator[bytes]:
@@ -51,4 +55,5 @@ def _chunks(path: Path, limit_bytes: int) -> Iterator[bytes]:
             if size <= limit_bytes:
                 yield chunk
     if size > limit_bytes:
-        raise OSError(f"{path} has {size} bytes; at most {limit_bytes} are read")
+        why = f"it has {size} bytes; at most {limit_bytes} are read"
+        raise OSError(errno.EFBIG, why, str(path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.configs.files.adapter_files import (
+    CONFIG_NAME,
     MAX_CONFIG_BYTES,
     MAX_HEADER_BYTES,
+    WEIGHTS_NAME,
+    adapter_digest,
     adapters_of,
     check_adapter,
     read_adapter,
@@ -296,6 +300,32 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(b"\x80")
     with pytest.raises(ConfigError, match="convert it to safetensors"):
         read(tmp_path)
+
+
+def spoil(file: Path, how: str) -> None:
+    file.unlink()
+    if how == "a fifo":
+        os.mkfifo(file)
+    elif how == "a device":
+        file.symlink_to("/dev/zero")
+    else:
+        with file.open("wb") as large:
+            large.truncate(2**40)
+
+
+@pytest.mark.parametrize("name", [CONFIG_NAME, WEIGHTS_NAME])
+@pytest.mark.parametrize("how", ["a fifo", "a device", "huge"])
+def test_files_that_have_no_end_are_refused_and_not_read(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    """A reader would wait for them, or have no memory left."""
+    write(tmp_path)
+    spoil(tmp_path / name, how)
+    why = f"{name} .*({2**40} bytes|no regular file)"
+    with pytest.raises(ConfigError, match=why):
+        read(tmp_path)
+    with pytest.raises(ConfigError, match=why):
+        adapter_digest("mine", str(tmp_path))
 
 
 def test_a_digest_is_of_both_files(tmp_path: Path) -> None:

@@ -168,12 +168,11 @@ def test_adapters_of_a_lost_worker_are_loaded_again_and_one_that_has_gone_fails_
     tokens = answers(core, 8)
     shutil.rmtree(tmp_path / "gone")
     weights = tmp_path / "hangs" / WEIGHTS_NAME
-    weights.unlink()
-    os.mkfifo(weights)
-    os.kill(pids(core)[1], signal.SIGKILL)
-    with pytest.raises(WorkerLost) as lost:
-        answers(core, tokens=tokens)
-    recover(core, lost.value)
+    with adapters.leased(weights):
+        os.kill(pids(core)[1], signal.SIGKILL)
+        with pytest.raises(WorkerLost) as lost:
+            answers(core, tokens=tokens)
+        recover(core, lost.value)
     failed = {o.request_id: o for outputs in core.take_failed() for o in outputs.get(b"test", [])}
     assert sorted(failed) == ["gone", "hangs"]
     assert "its folder/adapter_config.json cannot be read" in failed["gone"].stop_reason

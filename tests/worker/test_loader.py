@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,20 @@ def test_an_index_that_names_what_its_files_lack(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
     text = failure(folder)
     assert name in text and other in text and "again" in text
+
+
+def test_a_fifo_or_a_device_in_place_of_a_file_is_refused_and_not_read(folder: Path) -> None:
+    shards(folder)
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    os.mkfifo(shard)
+    assert shard.name in failure(folder) and "no regular file" in failure(folder)
+    shard.unlink()
+    shard.symlink_to("/dev/zero")
+    assert shard.name in failure(folder) and "no regular file" in failure(folder)
+    with (folder / INDEX).open("wb") as file:
+        file.truncate(2**40)
+    assert INDEX in failure(folder) and str(2**40) in failure(folder)
 
 
 @pytest.mark.parametrize("keep", [3, 5000, -7])

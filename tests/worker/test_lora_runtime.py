@@ -3,7 +3,6 @@ adapter that its request named, whatever had its place before."""
 
 from __future__ import annotations
 
-import os
 import queue
 import shutil
 import threading
@@ -14,7 +13,7 @@ import pytest
 import transformers
 
 from swell.cluster.local import LLM
-from swell.configs.files.adapter_files import adapter_digest
+from swell.configs.files.adapter_files import WEIGHTS_NAME, adapter_digest
 from swell.configs.lora import Adapter
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.lora import AdapterNotLoaded, Adapters
@@ -125,7 +124,7 @@ def test_one_that_cannot_be_loaded_fails_its_requests_alone(
 
 @pytest.mark.parametrize("split", ["whole", "two steps in flight"])
 def test_a_folder_that_hangs_holds_up_its_own_requests_alone(
-    llama: Folders, split: str, tmp_path: Path
+    llama: Folders, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many there are; others find their places again, and the engine can end."""
     with serve(llama, **SPLITS[split], **{"lora.max_adapters": 3}) as llm:
@@ -138,12 +137,12 @@ def test_a_folder_that_hangs_holds_up_its_own_requests_alone(
             )
             assert core.add_request(request, b"client") is None
 
-        for name in ("hangs", "hangs too"):
-            hanging = tmp_path / name
-            hanging.mkdir()
-            shutil.copy(Path(llama.adapters["mixed"], "adapter_config.json"), hanging)
-            os.mkfifo(hanging / "adapter_model.safetensors")
-            add(name, str(hanging), f"digest of {name}")
+        hanging = [tmp_path / name for name in ("hangs", "hangs too")]
+        for folder in hanging:
+            shutil.copytree(llama.adapters["mixed"], folder)
+        released = adapters.hang(monkeypatch, *(folder / WEIGHTS_NAME for folder in hanging))
+        for folder in hanging:
+            add(folder.name, str(folder), f"digest of {folder.name}")
         for name, folder in llama.adapters.items():
             add(name, folder, adapter_digest(name, folder))
         tokens: dict[str, list[int]] = {name: [] for name in llama.adapters}
@@ -154,6 +153,7 @@ def test_a_folder_that_hangs_holds_up_its_own_requests_alone(
         assert core.adapters.num_held == 2
         core.abort_client(b"client")
         llm.check_idle()
+        released.set()
 
 
 def test_files_that_are_written_while_they_are_read_load_nothing(

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
 from swell.configs.files.json_text import parse_json
 from swell.configs.pooling import DenseSpec, PoolingSpec, read_pooling
 from swell.configs.schema import ConfigError, ModelConfig
@@ -104,14 +105,16 @@ def read_model_pooling(config: ModelConfig) -> PoolingSpec | None:
     model, which `load_config` explains. Raises `ConfigError`."""
     try:
         folder = model_folder(config.path, TEXT_FILES)
-        parse_json((folder / "config.json").read_text())
+        parse_json(read_file(folder / "config.json", MAX_CONFIG_BYTES))
     except Exception:
         return None
 
     def read(name: str) -> Any:
         file = folder / name
         try:
-            return parse_json(file.read_text()) if file.is_file() else None
+            return parse_json(read_file(file, MAX_CONFIG_BYTES)) if file.is_file() else None
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise ConfigError(f"{file} is not JSON ({error}); copy it there again") from None
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, MAX_TEXT_FILE_BYTES, read_file
 from swell.configs.files.json_text import parse_json
 from swell.worker.model_folder import model_folder
 
@@ -43,7 +44,8 @@ def load_vocabulary(model_path: str) -> LLTokenizer:
 
     folder = model_folder(model_path, TOKENIZER_FILES)
     file = folder / "tokenizer.json"
-    text = file.read_text() if file.is_file() else _converted(folder)
+    is_there = file.is_file()
+    text = read_file(file, MAX_TEXT_FILE_BYTES).decode() if is_there else _converted(folder)
     tokenizer = Tokenizer.from_str(text)
     ends = end_token_ids(model_path, tokenizer)
     if not ends:
@@ -145,5 +147,5 @@ def _rename(model: dict[str, Any], pieces: Mapping[int, str]) -> None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    data = parse_json(file.read_text()) if file.is_file() else {}
+    data = parse_json(read_file(file, MAX_CONFIG_BYTES)) if file.is_file() else {}
     return data if isinstance(data, dict) else {}

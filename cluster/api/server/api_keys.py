@@ -14,6 +14,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from swell.cluster.api.bodies.http_errors import HTTPError
+from swell.configs.files.bounded_files import open_regular
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.secret import SecretBytes, SecretText
 from swell.configs.schema import ConfigError, ServeConfig
@@ -35,7 +36,7 @@ class ApiKeys:
         if path is None:
             return
         try:
-            with Path(path).open("rb") as file:
+            with os.fdopen(open_regular(Path(path)), "rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
                 content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:

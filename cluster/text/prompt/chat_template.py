@@ -20,6 +20,7 @@ from swell.cluster.text.schema.chat_messages import (
     MessageToolCall,
     ToolDefinition,
 )
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
 from swell.configs.schema import ConfigError
 
 _RESERVED_VARIABLES = {
@@ -51,9 +52,12 @@ def read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return Path(path).read_text()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"serve.chat_template={path!r} cannot be read: {error}") from None
+        return read_file(Path(path), MAX_CONFIG_BYTES).decode()
+    except OSError as error:
+        why = error.strerror
+    except UnicodeError as error:
+        why = str(error)
+    raise ConfigError(f"serve.chat_template={path!r} cannot be read: {why}")
 
 
 class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):

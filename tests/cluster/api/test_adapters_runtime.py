@@ -4,9 +4,7 @@ carry the adapter to the engine that serves them, and everything else is refused
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -240,8 +238,7 @@ def test_folders_that_hang_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     are read at a time."""
     monkeypatch.setattr(adapter_routes, "_FILES_TIMEOUT_S", 0.5)
     hanging = Path(made(tmp_path, "hangs"))
-    (hanging / WEIGHTS_NAME).unlink()
-    os.mkfifo(hanging / WEIGHTS_NAME)
+    released = adapters.hang(monkeypatch, hanging / WEIGHTS_NAME)
 
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
@@ -261,10 +258,9 @@ def test_folders_that_hang_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
         status, text = await load("other", made(tmp_path, "b"))
         assert status == 503 and "8 reads of folders are under way" in text
         monkeypatch.setattr(adapter_routes, "_FILES_TIMEOUT_S", 60.0)
+        released.set()  # each reader fails
         async with asyncio.timeout(60):
-            while status == 503:  # unblocks each reader, which then fails
-                with contextlib.suppress(OSError):
-                    os.close(os.open(hanging / WEIGHTS_NAME, os.O_WRONLY | os.O_NONBLOCK))
+            while status == 503:
                 await asyncio.sleep(0.05)
                 status, _ = await load("other", made(tmp_path, "c"))
         assert status == 200

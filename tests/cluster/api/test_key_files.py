@@ -4,6 +4,7 @@ warning."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,15 @@ def test_a_file_that_others_may_read_is_said(
     for text in warnings:
         assert f"serve.{name}" in text and f"{mode:o}" in text and "chmod 600" in text
         assert "abc" not in text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_fifo_or_a_device_is_refused_and_not_read(tmp_path: Path, name: str) -> None:
+    """An ingress that opened one would wait for a writer."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ConfigError, match=rf"serve\.{name}='{path}' .*no regular file"):
+            Access(config(path, name))
 
 
 def test_a_file_that_is_not_on_this_host_has_no_warning(tmp_path: Path) -> None:

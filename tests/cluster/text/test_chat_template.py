@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.parsers.deltas import collect
 from swell.cluster.text.parsers.detection import detect_tools
-from swell.cluster.text.prompt.chat_template import ChatTemplate, TemplateOptions
+from swell.cluster.text.prompt.chat_template import ChatTemplate, TemplateOptions, read_template
 from swell.cluster.text.schema.chat_messages import ChatMessage
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.tokens.tokenizer import load_tokenizer
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES
+from swell.configs.schema import ConfigError
 from tests.cluster.text import tokenizers_for_tests as made
 
 NANO = Path(__file__).parents[3] / "configs" / "models" / "nano"
@@ -108,3 +111,20 @@ def test_the_error_of_a_template_names_its_source() -> None:
     with pytest.raises(BadRequest, match="this request's chat template refuses") as caught:
         nano().render([USER], TemplateOptions(template="{% if %}"))
     assert caught.value.param == "chat_template"
+
+
+def test_the_file_of_a_template_is_read_within_bounds(tmp_path: Path) -> None:
+    """A fifo would keep its reader waiting, and a device has no end."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "latin").write_bytes(b"\xe9")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)
+    why = {"fifo": "no regular file", "huge": str(MAX_CONFIG_BYTES), "latin": "utf-8", "no": "No"}
+    for name, reason in why.items():
+        path = str(tmp_path / name)
+        with pytest.raises(ConfigError, match=f"serve.chat_template='{path}' .*{reason}"):
+            read_template(path)
+    with pytest.raises(ConfigError, match="no regular file"):
+        read_template("/dev/zero")
+    (tmp_path / "good").write_bytes("é{{ messages }}".encode())
+    assert read_template(str(tmp_path / "good")) == "é{{ messages }}"
