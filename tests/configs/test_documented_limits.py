@@ -12,7 +12,7 @@ from swell.cluster.cli.doctor.probes import ray_hosts
 from swell.cluster.client.routing.admission import WINDOW_S
 from swell.cluster.control.engines import placement
 from swell.cluster.control.plan import autoscaler, backoff, load_signals, node_drains
-from swell.cluster.text.json_grammar import number_ranges, string_terminals
+from swell.cluster.text.json_grammar import number_ranges, object_merging, string_terminals
 from swell.cluster.text.schema import strict_json
 from swell.configs import schema
 from swell.configs.files import yaml_text
@@ -59,7 +59,8 @@ LIMITS = {
         f"**Numbers** have at most {number_ranges.MAX_INT_DIGITS} digits before the point, "
         f"{number_ranges.MAX_FRACTION_DIGITS} after it, and an exponent of "
         f"{number_ranges.MAX_EXPONENT_DIGITS} digits",
-        f"(up to {number_ranges.MAX_BOUND_DIGITS})",
+        f"up to {number_ranges.MAX_BOUND_DIGITS})",
+        f"names may be of {object_merging.MAX_NAME_PARTS} kinds by the patterns",
         f"are at most 10^{len(str(string_terminals.MAX_MULTIPLE)) - 1}",
     ],
     "doctor": [f"one attempt of {ray_hosts._LINK_S:g} s in each direction"],

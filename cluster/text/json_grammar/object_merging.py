@@ -4,7 +4,7 @@ others."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -17,6 +17,8 @@ Node = dict[str, Any]
 MakePlace = Callable[..., Any]
 
 MAX_PROPERTIES = 10_000
+MAX_NAME_PARTS = 32
+"""Sets of patterns that a name may match: with patterns that overlap their number doubles."""
 NAME = r'/"([^"\\\x00-\x1F\x7F]|\\(["\\bfnrt]|u00[01][0-9a-f]|u007f))*"/'
 """A name in its quotes, written in the only way that is allowed."""
 _PLAIN_NAME = r'/"[^"\\\x00-\x1F\x7F]*"/'
@@ -59,14 +61,11 @@ def merge_objects(
     patterns = dict.fromkeys(pattern for one in merged for pattern in one.patterns)
     if len(names) > MAX_PROPERTIES:
         raise SchemaError(f"has {len(names)} properties; at most {MAX_PROPERTIES} can be held")
-    matched = {
-        pattern: {name for name in names if _is_found(pattern, name, is_empty)}
-        for pattern in patterns
-    }
-    properties = {
-        name: place(*(schema for one in merged for schema in one.schemas(name, matched)))
-        for name in names
-    }
+    properties = {}
+    for name in names:
+        matched = {pattern for pattern in patterns if _is_found(pattern, name, is_empty)}
+        schemas = (schema for one in merged for schema in one.schemas(name, matched))
+        properties[name] = place(*schemas)
     if any(properties[name] is None for name in required):
         return []
     properties = {name: one for name, one in properties.items() if one is not None}
@@ -83,10 +82,11 @@ class _OneSchema:
         self.patterns: dict[str, Any] = dict(mapped(node, "patternProperties", ""))
         self.additional = node.get("additionalProperties", True)
 
-    def schemas(self, name: str, matched: dict[str, set[str]]) -> list[Any]:
-        """Returns the schemas of the property with this name."""
+    def schemas(self, name: str | None, matched: Collection[str]) -> list[Any]:
+        """Schemas of the property of this name, which these patterns match. None: no schema knows
+        the name."""
         found = [self.properties[name]] if name in self.properties else []
-        found += [schema for pattern, schema in self.patterns.items() if name in matched[pattern]]
+        found += [schema for pattern, schema in self.patterns.items() if pattern in matched]
         return found or [self.additional]
 
 
@@ -123,25 +123,41 @@ def _others(
     is_empty: Callable[[str], bool],
 ) -> list[Others]:
     known = f" & ~({' | '.join(map(_text, names))})" if names else ""
-    found = []
-    for index, pattern in enumerate(patterns):
-        schemas = [one.patterns.get(pattern, one.additional) for one in merged]
-        target = place(*schemas)
-        name = f"{_PLAIN_NAME} & {_name_of(pattern)}{known}"
-        if target is None or is_empty(name):
-            continue
-        for other in patterns[:index]:
-            if not is_empty(f"{name} & {_name_of(other)}"):
-                raise SchemaError(
-                    f"has the patterns {other!r} and {pattern!r} in patternProperties, and a name "
-                    "may match both; write patterns that exclude each other"
-                )
-        found.append(Others(name, target))
-    target = place(*(one.additional for one in merged))
-    if target is not None:
-        none = "".join(f" & ~{_name_of(pattern)}" for pattern in patterns)
-        plain = _PLAIN_NAME if patterns else NAME
-        name = f"{plain}{known}{none}" if known or none else ""
-        if not name or not patterns or not is_empty(name):
-            found.append(Others(name or None, target))
-    return found
+    if not patterns:
+        target = place(*(one.additional for one in merged))
+        return [] if target is None else [Others(f"{NAME}{known}" if known else None, target)]
+    found: dict[tuple[int, ...], tuple[Any, list[str]]] = {}
+    for name, matched in _split_names(f"{_PLAIN_NAME}{known}", patterns, is_empty):
+        target = place(*(schema for one in merged for schema in one.schemas(None, matched)))
+        if target is not None:
+            found.setdefault(tuple(map(id, target)), (target, []))[1].append(name)
+    return [
+        Others(parts[0] if len(parts) == 1 else " | ".join(f"({one})" for one in parts), target)
+        for target, parts in found.values()
+    ]
+
+
+def _split_names(
+    name: str, patterns: list[str], is_empty: Callable[[str], bool]
+) -> list[tuple[str, list[str]]]:
+    """Names as expressions that exclude each other, each with all patterns that its names match."""
+    parts: list[tuple[str, list[str]]] = [] if is_empty(name) else [(name, [])]
+    for pattern in patterns:
+        split = []
+        for part, matched in parts:
+            inside = f"{part} & {_name_of(pattern)}"
+            if is_empty(inside):
+                split.append((part, matched))
+                continue
+            split.append((inside, [*matched, pattern]))
+            outside = f"{part} & ~{_name_of(pattern)}"
+            if not is_empty(outside):
+                split.append((outside, matched))
+        parts = split
+        if len(parts) > MAX_NAME_PARTS:
+            raise SchemaError(
+                f"has {len(patterns)} patterns about the names of one object, by which names are "
+                f"of more than {MAX_NAME_PARTS} kinds; write fewer patterns, and some that exclude "
+                "each other"
+            )
+    return parts

@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from swell.cluster.text.json_grammar.evaluated_properties import (
+    EvaluatedProperties,
+    evaluated_properties,
+)
 from swell.cluster.text.json_grammar.schema_nodes import (
     DEFINITIONS,
     SCHEMA_KEYS,
@@ -28,7 +32,12 @@ from swell.cluster.text.json_grammar.schema_nodes import (
     shown_value,
 )
 from swell.cluster.text.json_grammar.schema_values import check_values
-from swell.cluster.text.json_grammar.string_patterns import fixed_texts, split_lookahead
+from swell.cluster.text.json_grammar.string_patterns import (
+    fixed_texts,
+    looks_around,
+    search_expression,
+    split_lookahead,
+)
 
 MAX_SCHEMA_DEPTH = 100
 """Limit on nested levels of schemas, not counted across references."""
@@ -43,7 +52,7 @@ FORMATS = frozenset(
 )
 """Formats that are enforced; every other one is an annotation."""
 
-_COMBINED = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if"))
+_COMBINED = frozenset(("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"))
 """Keywords that may add properties and items to those that a schema names itself."""
 
 
@@ -57,13 +66,14 @@ class SchemaKeywords:
         self._prefix = ""
         self._ignore = ignore
         self._num_nodes = 0
+        self._references = References({})
 
     def clean(self, schema: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         """Returns the schema in keywords that grammars support, without unused definitions.
         `prefix` is the path of the schema, for `ignored`. Raises SchemaError for a schema that no
         grammar can enforce."""
         self._prefix, self._num_nodes = prefix, 0
-        references = References(schema)
+        references = self._references = References(schema)
         root = self._node(schema, "", 0)
         if root is False:
             raise SchemaError("is a schema that no answer fits")
@@ -106,7 +116,7 @@ class SchemaKeywords:
         if depth and "$id" in node and "'$ref'" in repr(node):
             raise SchemaError(f"has {at(path, '$id')}, and references in that part; leave it out")
         cleaned = dict(node)
-        for keyword in [keyword for keyword in node if keyword in _RULES]:
+        for keyword in sorted(_RULES.keys() & node.keys(), key=_ORDER.__getitem__):
             rest = _RULES[keyword](self, cleaned, path)
             if rest is None:
                 return False
@@ -139,6 +149,13 @@ class SchemaKeywords:
                     for name, one in mapped(node, key, path).items()
                 }
         return node
+
+    def evaluated(self, node: dict[str, Any], path: str) -> EvaluatedProperties | None:
+        """The properties that the other keywords of a node evaluate; None: not always the same."""
+        found = evaluated_properties(node, self._references, path)
+        if found is not None:
+            self._num_nodes += found.num_schemas + len(found.names) + len(found.patterns)
+        return found
 
     def refuse(self, node: dict[str, Any], path: str, *keywords: str) -> dict[str, Any]:
         """Raises SchemaError for keywords that no grammar can enforce, or removes them if they are
@@ -221,9 +238,13 @@ def _property_names(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
     if names is True or (isinstance(names, dict) and _says_text_alone(names)):
         return _without(node, "propertyNames")
     texts = names.get("enum") if isinstance(names, dict) else None
-    known = {"enum", "type", "title", "description", "$comment"}
-    if not isinstance(texts, list) or not set(names) <= known or "patternProperties" in node:
-        return keywords.refuse(node, path, "propertyNames")
+    if not isinstance(texts, list) or not set(names) <= _NAME_ANNOTATIONS | {"enum"}:
+        parts = _parts_of_names(names)
+        if parts is None:
+            return keywords.refuse(node, path, "propertyNames")
+        return _beside(_without(node, "propertyNames"), path, *parts)
+    if "patternProperties" in node:
+        return _beside(_without(node, "propertyNames"), path, _only(texts))
     # A name that is not in the list is neither an additional nor a known property.
     properties, others = mapped(node, "properties", path), node.get("additionalProperties", True)
     named = {name: properties.get(name, others) for name in texts if isinstance(name, str)}
@@ -234,10 +255,57 @@ def _property_names(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
     }
 
 
+_NAME_ANNOTATIONS = {"type", "title", "description", "$comment"}
+
+
 def _says_text_alone(names: _Node) -> bool:
     kind = names.get("type", "string")
-    annotations = {"type", "title", "description", "$comment"}
-    return set(names) <= annotations and (kind == "string" or "string" in kind)
+    return set(names) <= _NAME_ANNOTATIONS and (kind == "string" or "string" in kind)
+
+
+def _beside(node: _Node, path: str, *schemas: _Node) -> _Node:
+    """The node, beside which other schemas hold as well."""
+    return {**node, "allOf": [*listed(node, "allOf", path), *schemas]}
+
+
+def _only(texts: list[Any]) -> _Node:
+    """The schema of objects that have no names but these."""
+    named = {text: True for text in texts if isinstance(text, str)}
+    return {"properties": named, "additionalProperties": False}
+
+
+def _parts_of_names(names: Any) -> list[_Node] | None:
+    """What a schema of names asks for, as schemas of their object; None: it is another one."""
+    if names is False:
+        return [_only([])]
+    known = _NAME_ANNOTATIONS | {"enum", "const", "pattern", "minLength", "maxLength"}
+    if not isinstance(names, dict) or not set(names) <= known:
+        return None
+    if not _says_text_alone({"type": names.get("type", "string")}):
+        return [_only([])]
+    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    patterns = [names["pattern"]] if "pattern" in names else []
+    if least or most != "":
+        patterns.append(rf"^[\s\S]{{{least},{most}}}$")
+    parts = [_only(listed(names, "enum", "propertyNames"))] if "enum" in names else []
+    parts += [_only([names["const"]])] if "const" in names else []
+    for pattern in patterns:
+        if not _is_searched(pattern):
+            return None
+        parts.append({"patternProperties": {pattern: True}, "additionalProperties": False})
+    return parts
+
+
+def _is_searched(pattern: Any) -> bool:
+    """Whether names can be searched for it."""
+    try:
+        return (
+            isinstance(pattern, str)
+            and not looks_around(pattern)
+            and bool(search_expression(pattern))
+        )
+    except ValueError:
+        return False
 
 
 def _unevaluated_properties(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
@@ -246,7 +314,14 @@ def _unevaluated_properties(keywords: SchemaKeywords, node: _Node, path: str) ->
         return _without(node, name)
     if not _COMBINED & set(node):
         return {**_without(node, name), "additionalProperties": node[name]}
-    return keywords.refuse(node, path, name)
+    found = keywords.evaluated(node, path)
+    if found is None:
+        return keywords.refuse(node, path, name)
+    if found.are_all:
+        return _without(node, name)
+    evaluated = {"properties": dict.fromkeys(found.names, True)}
+    evaluated |= {"patternProperties": dict.fromkeys(found.patterns, True)}
+    return _beside(_without(node, name), path, {**evaluated, "additionalProperties": node[name]})
 
 
 def _unevaluated_items(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
@@ -295,6 +370,8 @@ def _refused(keyword: str) -> _Rule:
 
 
 _RULES: dict[str, _Rule] = {
+    # First: it is about what the other keywords evaluate, and rules may write them in others.
+    "unevaluatedProperties": _unevaluated_properties,
     "not": _not,
     "if": _if,
     "then": _if,
@@ -307,7 +384,6 @@ _RULES: dict[str, _Rule] = {
     "dependentRequired": _dependent("dependentRequired"),
     "dependentSchemas": _dependent("dependentSchemas"),
     "propertyNames": _property_names,
-    "unevaluatedProperties": _unevaluated_properties,
     "unevaluatedItems": _unevaluated_items,
     "format": _format,
     "pattern": _pattern,
@@ -315,6 +391,8 @@ _RULES: dict[str, _Rule] = {
     "$dynamicRef": _refused("$dynamicRef"),
     "$recursiveRef": _refused("$recursiveRef"),
 }
+
+_ORDER = {keyword: place for place, keyword in enumerate(_RULES)}
 
 CLEANED = frozenset(_RULES) - {"format", "pattern", "patternProperties"}
 """Keywords that no cleaned schema contains."""

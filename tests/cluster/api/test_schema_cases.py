@@ -294,7 +294,7 @@ HELD = {
     "unique items": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     "not": ({"type": "string", "not": {"const": "a"}}, "not"),
     "if": ({"type": "string", "if": {}, "then": {"maxLength": 3}}, "if"),
-    "names by a pattern": ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
+    "names by a format": ({"type": "object", "propertyNames": {"format": "uuid"}}, "propertyNames"),
     "look-ahead": ({"type": "string", "pattern": "a(?=b)"}, "pattern"),
 }
 

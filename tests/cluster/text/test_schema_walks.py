@@ -62,6 +62,10 @@ def objects(draw: st.DrawFn, parts: st.SearchStrategy[Any]) -> Schema:
     if draw(st.integers(0, 3)) == 0:
         patterns = draw(st.lists(st.sampled_from(["^a", "^a$", "b$", "^(x|b)$"]), max_size=2))
         schema["patternProperties"] = {pattern: draw(parts) for pattern in patterns}
+    if draw(st.integers(0, 4)) == 0:
+        schema["propertyNames"] = draw(st.sampled_from([{"pattern": "b"}, {"maxLength": 2}]))
+    if draw(st.integers(0, 4)) == 0:
+        schema["unevaluatedProperties"] = draw(st.just(False) | parts)
     for keyword in ("minProperties", "maxProperties"):
         if draw(st.integers(0, 4)) == 0:
             schema[keyword] = draw(st.integers(0, 3))

@@ -39,14 +39,14 @@ REFUSED: dict[str, Schema] = {
     },
     "unique items": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
     "contains": {"type": "array", "contains": {"const": 1}},
-    "property names": {"type": "object", "propertyNames": {"pattern": "^a"}},
+    "property names": {"type": "object", "propertyNames": {"format": "uuid"}},
     "dependent": {"type": "object", "dependentRequired": {"a": ["b"]}},
     "array of itself": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
     "object of itself": {"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"},
-    "patterns that overlap": {
+    "evaluated by a choice": {
         "type": "object",
-        "patternProperties": {"^x": {"type": "integer"}, "y$": {"type": "null"}},
-        "additionalProperties": False,
+        "anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}],
+        "unevaluatedProperties": False,
     },
     "bound of too many digits": {"type": "integer", "minimum": 10**450},
     "divisor of no decimal number of digits": {"type": "number", "multipleOf": 1e-50},

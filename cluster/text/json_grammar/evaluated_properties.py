@@ -1,0 +1,92 @@
+"""The properties that a schema evaluates: its `unevaluatedProperties` is about all others.
+
+Schemas that always hold beside it, as those of `allOf` and `$ref`, add theirs; `propertyNames` adds
+none. A schema that holds for some objects alone, as one of `anyOf`, adds what depends on the
+object: it can be held only where that is evaluated in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from swell.cluster.text.json_grammar.schema_nodes import (
+    References,
+    SchemaError,
+    at,
+    checked,
+    listed,
+    mapped,
+)
+
+Node = dict[str, Any]
+
+_CHOICES = ("anyOf", "oneOf")
+_BRANCHES = ("if", "then", "else")
+_UNKNOWN = ("$dynamicRef", "$recursiveRef", "dependencies")
+_MAX_SCHEMAS = 500
+
+
+class EvaluatedProperties(msgspec.Struct):
+    names: dict[str, None]
+    patterns: dict[str, None]
+    are_all: bool = False
+    num_schemas: int = 0
+    """Schemas that were read for it."""
+
+    def has(self, other: EvaluatedProperties) -> bool:
+        """Whether all that the other evaluates is evaluated here."""
+        if self.are_all or other.are_all:
+            return self.are_all
+        return not (other.names.keys() - self.names or other.patterns.keys() - self.patterns)
+
+
+def evaluated_properties(
+    node: Node, references: References, path: str
+) -> EvaluatedProperties | None:
+    """What all keywords of a node evaluate, but its own `unevaluatedProperties`. None: it depends
+    on the object."""
+    own = {key: value for key, value in node.items() if key != "unevaluatedProperties"}
+    always, choices = _read([own], references, path, into_choices=False)
+    perhaps, _ = _read(choices, references, path, into_choices=True)
+    always.num_schemas += perhaps.num_schemas
+    return always if always.has(perhaps) else None
+
+
+def _read(
+    schemas: Iterable[Any], references: References, path: str, *, into_choices: bool
+) -> tuple[EvaluatedProperties, list[Any]]:
+    """What these schemas evaluate together, and the schemas in them that hold for some objects
+    alone; `into_choices`: with what those evaluate."""
+    found, choices = EvaluatedProperties({}, {}), []
+    waiting, seen = [*schemas], set[int]()
+    while waiting:
+        node = checked(waiting.pop(), path)
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if len(seen) > _MAX_SCHEMAS:
+            raise SchemaError(
+                f"has more than {_MAX_SCHEMAS} schemas beside {at(path, 'unevaluatedProperties')}"
+            )
+        found.names |= dict.fromkeys(mapped(node, "properties", path))
+        found.patterns |= dict.fromkeys(mapped(node, "patternProperties", path))
+        others = (node.get(f"{kind}Properties", False) for kind in ("additional", "unevaluated"))
+        found.are_all |= any(other is not False for other in others)
+        found.are_all |= into_choices and any(keyword in node for keyword in _UNKNOWN)
+        waiting += listed(node, "allOf", path)
+        if "$ref" in node:
+            waiting.append(references.resolve(node["$ref"], at(path, "$ref"))[1])
+        (waiting if into_choices else choices).extend(_choices(node, path))
+    found.num_schemas = len(seen)
+    return found, choices
+
+
+def _choices(node: Node, path: str) -> Iterator[Any]:
+    for key in _CHOICES:
+        yield from listed(node, key, path)
+    yield from (node[key] for key in _BRANCHES if key in node)
+    yield from mapped(node, "dependentSchemas", path).values()
+    yield from ({key: node[key]} for key in _UNKNOWN if key in node)
