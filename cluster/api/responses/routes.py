@@ -130,7 +130,7 @@ class ResponseRoutes:
             size, _conversation, body, found
         )
         params = await with_deadline(request, self._process_chat(chat, size, identity))
-        warn_of_keywords(request, params.ignored_keywords)
+        warn_of_keywords(request, map(name_of, params.ignored_keywords))
         response.temperature, response.top_p = params.params.temperature, params.params.top_p
         answer = _Answer(store_key(owner, response.id), items, body, response)
         writer = self._writer(answer, params, identity)

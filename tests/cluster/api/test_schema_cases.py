@@ -325,6 +325,25 @@ def test_what_is_ignored_is_named_in_a_header(lenient: InProcessServer, name: st
         streamed.read()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_ignored_in_the_background_is_named_too(
+    lenient: InProcessServer, stream: bool
+) -> None:
+    """In the header of the answer that has the response's id, by the name of its own field."""
+    schema, keyword = HELD["names by a format"]
+    form = {"type": "json_schema", "name": "a", "schema": schema}
+    body = {"model": "nano", "input": "abc", "max_output_tokens": 4, "text": {"format": form}}
+    answer = lenient.client.post(
+        "/v1/responses", json={**body, "background": True, "stream": stream}
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-swell-warning"].endswith(f" text.format.schema.{keyword}")
+    tools = [{"type": "function", "name": "rec", "parameters": schema}]
+    calling = {**body, "text": {}, "tools": tools, "tool_choice": "required"}
+    called = lenient.client.post("/v1/responses", json=calling)
+    assert called.headers["x-swell-warning"].endswith(f" tools[rec].{keyword}"), called.text
+
+
 @pytest.mark.parametrize(
     ("schema", "where"),
     [
