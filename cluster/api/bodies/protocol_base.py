@@ -47,7 +47,8 @@ class Usage(Body, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Present in chat answers, but not in each chunk with `continuous_usage_stats`."""
+    """Present in chat answers. In a chunk with `continuous_usage_stats` each piece of text is
+    counted by itself."""
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> Usage:

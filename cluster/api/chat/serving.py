@@ -102,6 +102,10 @@ class ChatResponseWriter(ResponseWriter):
         self._echoed = body.echoed
         self._hides_reasoning = body.include_reasoning is False
         self._continuous_usage = body.continuous_usage
+        self._counted: defaultdict[int, int] = defaultdict(int)
+        """Choice -> tokens of its reasoning so far, where each chunk has usage."""
+        self._read_tokens: defaultdict[int, int] = defaultdict(int)
+        """Choice -> its tokens up to the last text of reasoning."""
         self._extra_fields_per_chunk = body.return_token_ids or body.continuous_usage
         """Whether every output has more fields than text."""
         self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
@@ -154,9 +158,18 @@ class ChatResponseWriter(ResponseWriter):
         if self._counts_reasoning:
             said = [one.text for one in parsed if isinstance(one, parts.Reasoning)]
             self._reasoning[part.index] += said
+            if self._continuous_usage and any(said):
+                self._count_so_far(part, "".join(said))
         if not self._hides_reasoning:
             return parsed
         return [one for one in parsed if not isinstance(one, parts.Reasoning)]
+
+    def _count_so_far(self, part: CompletionOutput, said: str) -> None:
+        """A piece has at most the tokens that came since the last one."""
+        choice, num_tokens = part.index, part.num_output_tokens
+        most = num_tokens - self._read_tokens[choice]
+        self._counted[choice] += self._counter.reasoning_tokens([said], most)
+        self._read_tokens[choice] = num_tokens
 
     def _reasoning_texts(self) -> list[str]:
         return ["".join(said) for said in self._reasoning.values()]
@@ -170,7 +183,9 @@ class ChatResponseWriter(ResponseWriter):
         for one in parsed:
             if isinstance(one, parts.ToolCall):
                 self._called.add(choice)
-        usage = choice_usage(output) if self._continuous_usage else None
+        usage = None
+        if self._continuous_usage:
+            usage = _with_reasoning(choice_usage(output), self._counted[choice])
         if part.finish_reason is not None:
             return self._last_events(choice, part, parsed, usage)
         fields = self._data_fields(part)
@@ -218,7 +233,7 @@ class ChatResponseWriter(ResponseWriter):
         whose token ids are sent with the first one."""
         self._stream.set_version(output.version)
         ids = output.prompt_token_ids if self._body.return_token_ids else None
-        usage = usage_of([output], 0) if self._continuous_usage else None
+        usage = _with_reasoning(usage_of([output], 0), 0) if self._continuous_usage else None
         for choice in range(self.n):
             self._readers[choice] = PartReader(self._make_parser())
             yield self._stream.role(choice, ids if choice == 0 else None, usage)

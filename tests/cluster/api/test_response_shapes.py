@@ -99,6 +99,25 @@ def test_every_chunk_has_usage_under_continuous_usage_stats() -> None:
         assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_every_chunk_tells_how_many_tokens_were_reasoning(hidden: bool) -> None:
+    """So far, in its choice; also where the reasoning is not shown. The last one tells of all."""
+    texts = ["<think>", "one ", "", "two ", "three", "</think>", "four ", "five"]
+    deltas = [(choice, one) for choice in range(2) for one in outputs(texts, index=choice)]
+    fields = {"include_reasoning": not hidden, "stream_options": OPTIONS}
+    *events, last = stream(chat_answer(n=2, stream=True, **fields), deltas, 2)
+    counts: dict[int, list[int]] = {0: [], 1: []}
+    for one in events:
+        (choice,) = one["choices"]
+        count = one["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert count <= one["usage"]["completion_tokens"]
+        counts[choice["index"]].append(count)
+    for found in counts.values():
+        assert found == sorted(found) and (found[0], found[-1]) == (0, 3)
+        assert hidden or {*found} == {0, 1, 2, 3}
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
+
+
 ABSENT_CHAT = "service_tier system_fingerprint prompt_logprobs prompt_token_ids"
 ABSENT_CHOICE = "logprobs stop_reason token_ids"
 ABSENT_MESSAGE = "refusal reasoning_content reasoning tool_calls function_call audio annotations"
