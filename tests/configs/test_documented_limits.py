@@ -12,6 +12,7 @@ from swell.cluster.cli.doctor.probes import ray_hosts
 from swell.cluster.client.routing.admission import WINDOW_S
 from swell.cluster.control.engines import placement
 from swell.cluster.control.plan import autoscaler, backoff, load_signals, node_drains
+from swell.cluster.text import object_text
 from swell.cluster.text.json_grammar import number_ranges, object_merging, string_terminals
 from swell.cluster.text.schema import strict_json
 from swell.configs import schema
@@ -62,6 +63,12 @@ LIMITS = {
         f"up to {number_ranges.MAX_BOUND_DIGITS})",
         f"names may be of {object_merging.MAX_NAME_PARTS} kinds by the patterns",
         f"are at most 10^{len(str(string_terminals.MAX_MULTIPLE)) - 1}",
+    ],
+    "requests": [
+        f"{object_text.MAX_DEPTH} objects and arrays in each other, "
+        f"{object_text.MAX_NUMBER_CHARS} characters a number; under a grammar "
+        f"{number_ranges.MAX_INT_DIGITS} digits before the point and "
+        f"{number_ranges.MAX_FRACTION_DIGITS} behind it",
     ],
     "doctor": [f"one attempt of {ray_hosts._LINK_S:g} s in each direction"],
 }
