@@ -8,6 +8,7 @@ handshake waits for the thread of the inbox, which may be busy with a long step.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -110,9 +111,13 @@ def _shut_down(connection: int) -> None:
     """Shuts down a connection whose file descriptor belongs to ZeroMQ, which notices that and
     closes it. If it was closed meanwhile, the number may be that of another file; listening sockets
     are not touched."""
-    try:
-        with socket.socket(fileno=os.dup(connection)) as copy:
+    with contextlib.suppress(OSError):  # the connection is gone
+        number = os.dup(connection)
+        try:
+            copy = socket.socket(fileno=number)
+        except OSError:  # the number is that of a file which is no socket
+            os.close(number)
+            return
+        with copy:
             if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 copy.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        """The connection is gone."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -263,3 +265,33 @@ def test_a_message_may_be_as_large_as_the_limit_but_for_the_cipher(inbox, peer) 
     peer.send(text)
     assert [len(message) for _, message in take(inbox, 1)] == [len(text)]
     assert_serves(inbox, peer)
+
+
+def test_a_connection_whose_number_has_another_file_by_now_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other file stays as it is."""
+    copies: list[int] = []
+
+    def duplicate(number: int) -> int:
+        """High, so that no other thread opens a file of the same number."""
+        copies.append(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 200))
+        return copies[-1]
+
+    with (tmp_path / "file").open("wb") as file, socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname(), timeout=SOON_S):
+            connection, _ = listener.accept()
+        monkeypatch.setattr(os, "dup", duplicate)
+        for number in (file.fileno(), listener.fileno(), connection.fileno(), 10**6):
+            authenticator._shut_down(number)
+        with connection:
+            assert connection.recv(1) == b""
+        file.write(b"a")
+        with socket.create_connection(listener.getsockname(), timeout=SOON_S):
+            listener.accept()[0].close()
+    assert len(copies) == 3
+    for copy in copies:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(copy)
