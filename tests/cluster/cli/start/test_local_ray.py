@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import ray
 from ray._private import node, services
+from ray._private.accelerators import get_accelerator_manager_for_resource
 
+from swell.cluster.cli.main import main
 from swell.cluster.cli.start import local_ray, ray_processes, ray_settings
 from swell.cluster.cli.start.ray_processes import RayEnded, RayProcesses
 from swell.cluster.cli.start.startup_error import StartupError
@@ -107,6 +109,76 @@ def test_the_limit_ends_the_attempts_in_one_line_with_the_remedy(
     assert TOO_SLOW in text and "cluster.start_timeout_s=0" in text and "\n" not in text
     assert "ray start --head" in text and "swell doctor" in text
     assert fake.attempts == 1 and not fake.living()
+
+
+NANO = Path(__file__).parents[4] / "configs/models/nano"
+
+
+class FakeTime:
+    """The clock of the start, which goes on by each attempt alone."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def attempt(self) -> None:
+        self.now_s += 40.0
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., int]]:
+    """Run `swell serve nano` with further arguments."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield lambda *further: main(["serve", str(NANO), "--port", "0", *further])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("limit_s", [30, 100])
+def test_swell_serve_starts_ray_until_its_limit_and_ends_with_the_remedy(
+    fake: FakeRay,
+    serve: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    limit_s: int,
+) -> None:
+    """And with nothing else: no traceback, and no line of Ray's."""
+    time = FakeTime()
+    monkeypatch.setattr(local_ray, "time", time)
+    fake.during = time.attempt
+    fake.errors = [Exception(f"a line\n{TOO_SLOW}")] * 9
+    assert serve("--set", f"cluster.start_timeout_s={limit_s}") == 1
+    assert fake.attempts == limit_s // 40 + 1 and not fake.living()
+    *_, last = lines = capfd.readouterr().err.splitlines()
+    assert last.startswith("swell: Ray did not start on this machine") and TOO_SLOW in last
+    assert f"cluster.start_timeout_s={limit_s}" in last and "ray start --head" in last
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize("visible", [None, [], ["0"]])
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_device_that_is_not_here_is_refused_before_ray_starts(
+    fake: FakeRay,
+    serve: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    visible: list[str] | None,
+) -> None:
+    """`visible`: what CUDA_VISIBLE_DEVICES leaves of them."""
+    manager = get_accelerator_manager_for_resource("GPU")
+    monkeypatch.setattr(manager, "get_current_node_num_accelerators", lambda: gpus)
+    monkeypatch.setattr(manager, "get_current_process_visible_accelerator_ids", lambda: visible)
+    fake.errors = [PermissionError("Ray was started")]
+    assert serve("--set", "model.device=cuda") == 1
+    *_, last = lines = capfd.readouterr().err.splitlines()
+    is_here = gpus > 0 and visible != []
+    assert fake.attempts == int(is_here)
+    assert (
+        "Ray was started" if is_here else "model.device=cuda, but this machine has no GPU"
+    ) in last
+    assert is_here or len(lines) == 1
 
 
 def test_an_error_that_time_does_not_cure_ends_them_soon(
