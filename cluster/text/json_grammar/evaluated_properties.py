@@ -60,7 +60,8 @@ def _read(
 ) -> tuple[EvaluatedProperties, list[Any]]:
     """What these schemas evaluate together, and the schemas in them that hold for some objects
     alone; `into_choices`: with what those evaluate."""
-    found, choices = EvaluatedProperties({}, {}), []
+    found = EvaluatedProperties({}, {})
+    choices: list[Any] = []
     waiting, seen = [*schemas], set[int]()
     while waiting:
         node = checked(waiting.pop(), path)
