@@ -131,7 +131,7 @@ def merge(model: Any, adapter: Path) -> None:
 
 
 def hang(monkeypatch: pytest.MonkeyPatch, *files: Path) -> threading.Event:
-    """Files whose folder hangs, for this process: an open call fails once the event is set."""
+    """Makes files hang in this process: opening one blocks until the event is set, then fails."""
     released, names = threading.Event(), {str(file) for file in files}
     open_regular = bounded_files.open_regular
 
@@ -148,9 +148,11 @@ def hang(monkeypatch: pytest.MonkeyPatch, *files: Path) -> threading.Event:
 
 @contextlib.contextmanager
 def leased(file: Path) -> Iterator[None]:
-    """A file whose folder hangs, for all processes: an open call waits for the end of the lease, or
-    for the seconds of /proc/sys/fs/lease-break-time, 45 by default."""
-    handler = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the system asks for it back
+    """Makes a file hang in all processes: opening it blocks until the lease ends, but not longer
+    than /proc/sys/fs/lease-break-time, which is 45 s by default."""
+    handler = signal.signal(
+        signal.SIGIO, signal.SIG_IGN
+    )  # the system sends it to ask for the lease back
     descriptor = os.open(file, os.O_RDWR)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)

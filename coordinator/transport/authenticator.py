@@ -115,7 +115,7 @@ def _shut_down(connection: int) -> None:
         number = os.dup(connection)
         try:
             copy = socket.socket(fileno=number)
-        except OSError:  # the number is that of a file which is no socket
+        except OSError:  # the file with this number is not a socket
             os.close(number)
             return
         with copy:

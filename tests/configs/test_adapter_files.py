@@ -318,7 +318,7 @@ def spoil(file: Path, how: str) -> None:
 def test_files_that_have_no_end_are_refused_and_not_read(
     tmp_path: Path, name: str, how: str
 ) -> None:
-    """A reader would wait for them, or have no memory left."""
+    """Reading such a file would block, or would use up the memory."""
     write(tmp_path)
     spoil(tmp_path / name, how)
     why = f"{name} .*({2**40} bytes|no regular file)"

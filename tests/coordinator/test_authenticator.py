@@ -270,11 +270,11 @@ def test_a_message_may_be_as_large_as_the_limit_but_for_the_cipher(inbox, peer) 
 def test_a_connection_whose_number_has_another_file_by_now_leaves_nothing_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other file stays as it is."""
+    """The other file is not changed."""
     copies: list[int] = []
 
     def duplicate(number: int) -> int:
-        """High, so that no other thread opens a file of the same number."""
+        """Returns a high number, so that no other thread opens a file with the same one."""
         copies.append(fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 200))
         return copies[-1]
 

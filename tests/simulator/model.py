@@ -125,8 +125,8 @@ class SimGroupStep(AsyncModelRunnerOutput):
 
 
 class LaterRegrouped(list[Regrouped]):
-    """The answers of workers, which come at a time of the virtual clock: none is known before, and
-    the ground of the process awaits them."""
+    """Answers of workers that arrive at a later time of the virtual clock. The list is empty, and
+    the runtime of the process awaits it."""
 
     def __init__(self, answers: Coroutine[Any, Any, list[Regrouped]]) -> None:
         super().__init__()

@@ -191,7 +191,7 @@ def test_random_bits_belong_to_the_process() -> None:
 
 
 def test_workers_of_virtual_time_answer_a_regrouping_as_others_do() -> None:
-    """A list at once, which the core reads like that of any executor; the runtime awaits it."""
+    """The executor returns a list at once, as every executor does, and the runtime awaits it."""
     answers: list[list[Regrouped]] = []
 
     async def work(runtime: Runtime) -> None:

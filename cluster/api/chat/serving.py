@@ -103,9 +103,9 @@ class ChatResponseWriter(ResponseWriter):
         self._hides_reasoning = body.include_reasoning is False
         self._continuous_usage = body.continuous_usage
         self._counted: defaultdict[int, int] = defaultdict(int)
-        """Choice -> tokens of its reasoning so far, where each chunk has usage."""
+        """Maps each choice to the tokens of its reasoning so far, if each chunk has usage."""
         self._read_tokens: defaultdict[int, int] = defaultdict(int)
-        """Choice -> its tokens up to the last text of reasoning."""
+        """Maps each choice to the number of its tokens up to its last text of reasoning."""
         self._extra_fields_per_chunk = body.return_token_ids or body.continuous_usage
         """Whether every output has more fields than text."""
         self._stream = ChatStream(self.id, self.created, model, include_usage=body.include_usage)
@@ -165,7 +165,7 @@ class ChatResponseWriter(ResponseWriter):
         return [one for one in parsed if not isinstance(one, parts.Reasoning)]
 
     def _count_so_far(self, part: CompletionOutput, said: str) -> None:
-        """A piece has at most the tokens that came since the last one."""
+        """Counts the tokens of a piece of reasoning, at most those since the last piece."""
         choice, num_tokens = part.index, part.num_output_tokens
         most = num_tokens - self._read_tokens[choice]
         self._counted[choice] += self._counter.reasoning_tokens([said], most)

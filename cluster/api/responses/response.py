@@ -39,7 +39,7 @@ class ResponseUsage(Body, kw_only=True):
 class ResponseFailure(Body, kw_only=True):
     message: str
     code: Literal["server_error", "invalid_prompt"] = "server_error"
-    """OpenAI has no others that fit: the second one blames the request."""
+    """OpenAI's other codes do not fit. `invalid_prompt` means that the request is the cause."""
 
 
 class IncompleteDetails(Body, kw_only=True):
@@ -81,7 +81,7 @@ class ResponseBody(Body, kw_only=True):
     timings: Timings | UnsetType = UNSET
 
     def fail(self, why: str, status: int = 500) -> None:
-        """`status`: of the error, were it the answer."""
+        """Ends the response with an error. `status` is the HTTP status of that error."""
         code: Literal["server_error", "invalid_prompt"]
         code = "invalid_prompt" if status == 400 else "server_error"
         self.status, self.error = "failed", ResponseFailure(message=why, code=code)

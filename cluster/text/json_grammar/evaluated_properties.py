@@ -1,8 +1,9 @@
-"""The properties that a schema evaluates: its `unevaluatedProperties` is about all others.
+"""The properties that a schema evaluates: its `unevaluatedProperties` applies to all others.
 
-Schemas that always hold beside it, as those of `allOf` and `$ref`, add theirs; `propertyNames` adds
-none. A schema that holds for some objects alone, as one of `anyOf`, adds what depends on the
-object: it can be held only where that is evaluated in any case.
+The schemas of `allOf` and `$ref` apply to every object, so the properties that they name are
+evaluated. `propertyNames` evaluates none. A schema of `anyOf` applies to some objects only: the
+evaluated properties then depend on the object, unless it names only properties that are evaluated
+in any case.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class EvaluatedProperties(msgspec.Struct):
     patterns: dict[str, None]
     are_all: bool = False
     num_schemas: int = 0
-    """Schemas that were read for it."""
+    """Number of schemas that were read."""
 
     def has(self, other: EvaluatedProperties) -> bool:
-        """Whether all that the other evaluates is evaluated here."""
+        """Returns whether everything that `other` evaluates is evaluated here."""
         if self.are_all or other.are_all:
             return self.are_all
         return not (other.names.keys() - self.names or other.patterns.keys() - self.patterns)
@@ -46,8 +47,8 @@ class EvaluatedProperties(msgspec.Struct):
 def evaluated_properties(
     node: Node, references: References, path: str
 ) -> EvaluatedProperties | None:
-    """What all keywords of a node evaluate, but its own `unevaluatedProperties`. None: it depends
-    on the object."""
+    """Returns the properties that all keywords of a node evaluate, except for its own
+    `unevaluatedProperties`. Returns None if they depend on the object."""
     own = {key: value for key, value in node.items() if key != "unevaluatedProperties"}
     always, choices = _read([own], references, path, into_choices=False)
     perhaps, _ = _read(choices, references, path, into_choices=True)
@@ -58,8 +59,8 @@ def evaluated_properties(
 def _read(
     schemas: Iterable[Any], references: References, path: str, *, into_choices: bool
 ) -> tuple[EvaluatedProperties, list[Any]]:
-    """What these schemas evaluate together, and the schemas in them that hold for some objects
-    alone; `into_choices`: with what those evaluate."""
+    """Returns the properties that the schemas evaluate together, and the parts of the schemas that
+    apply to some objects only. `into_choices` includes their properties."""
     found = EvaluatedProperties({}, {})
     choices: list[Any] = []
     waiting, seen = [*schemas], set[int]()

@@ -18,7 +18,7 @@ MakePlace = Callable[..., Any]
 
 MAX_PROPERTIES = 10_000
 MAX_NAME_PARTS = 32
-"""Sets of patterns that a name may match: with patterns that overlap their number doubles."""
+"""Limit on the sets of patterns that a name may match. Each overlapping pattern may double them."""
 NAME = r'/"([^"\\\x00-\x1F\x7F]|\\(["\\bfnrt]|u00[01][0-9a-f]|u007f))*"/'
 """A name in its quotes, written in the only way that is allowed."""
 _PLAIN_NAME = r'/"[^"\\\x00-\x1F\x7F]*"/'
@@ -83,8 +83,8 @@ class _OneSchema:
         self.additional = node.get("additionalProperties", True)
 
     def schemas(self, name: str | None, matched: Collection[str]) -> list[Any]:
-        """Schemas of the property of this name, which these patterns match. None: no schema knows
-        the name."""
+        """Returns the schemas of the property with this name, which matches the patterns in
+        `matched`. `name` is None for a name that is in no schema."""
         found = [self.properties[name]] if name in self.properties else []
         found += [schema for pattern, schema in self.patterns.items() if pattern in matched]
         return found or [self.additional]
@@ -140,7 +140,8 @@ def _others(
 def _split_names(
     name: str, patterns: list[str], is_empty: Callable[[str], bool]
 ) -> list[tuple[str, list[str]]]:
-    """Names as expressions that exclude each other, each with all patterns that its names match."""
+    """Splits the names that an expression matches into parts that exclude each other. Returns the
+    expression of each part, with all patterns that its names match."""
     parts: list[tuple[str, list[str]]] = [] if is_empty(name) else [(name, [])]
     for pattern in patterns:
         split = []

@@ -151,7 +151,8 @@ class SchemaKeywords:
         return node
 
     def evaluated(self, node: dict[str, Any], path: str) -> EvaluatedProperties | None:
-        """The properties that the other keywords of a node evaluate; None: not always the same."""
+        """Returns the properties that the other keywords of a node evaluate. Returns None if they
+        depend on the object."""
         found = evaluated_properties(node, self._references, path)
         if found is not None:
             self._num_nodes += found.num_schemas + len(found.names) + len(found.patterns)
@@ -264,18 +265,19 @@ def _says_text_alone(names: _Node) -> bool:
 
 
 def _beside(node: _Node, path: str, *schemas: _Node) -> _Node:
-    """The node, beside which other schemas hold as well."""
+    """Returns the node with further schemas in its `allOf`."""
     return {**node, "allOf": [*listed(node, "allOf", path), *schemas]}
 
 
 def _only(texts: list[Any]) -> _Node:
-    """The schema of objects that have no names but these."""
+    """Returns the schema of objects that have only properties with these names."""
     named = {text: True for text in texts if isinstance(text, str)}
     return {"properties": named, "additionalProperties": False}
 
 
 def _parts_of_names(names: Any) -> list[_Node] | None:
-    """What a schema of names asks for, as schemas of their object; None: it is another one."""
+    """Returns schemas of the object that together mean the same as `propertyNames`. Returns None
+    if there are none."""
     if names is False:
         return [_only([])]
     known = _NAME_ANNOTATIONS | {"enum", "const", "pattern", "minLength", "maxLength"}
@@ -297,7 +299,7 @@ def _parts_of_names(names: Any) -> list[_Node] | None:
 
 
 def _is_searched(pattern: Any) -> bool:
-    """Whether names can be searched for it."""
+    """Returns whether a grammar can search names for the pattern."""
     try:
         return (
             isinstance(pattern, str)
@@ -370,7 +372,7 @@ def _refused(keyword: str) -> _Rule:
 
 
 _RULES: dict[str, _Rule] = {
-    # First: it is about what the other keywords evaluate, and rules may write them in others.
+    # First, since it depends on the other keywords, which the other rules rewrite.
     "unevaluatedProperties": _unevaluated_properties,
     "not": _not,
     "if": _if,

@@ -101,7 +101,8 @@ def test_every_chunk_has_usage_under_continuous_usage_stats() -> None:
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_every_chunk_tells_how_many_tokens_were_reasoning(hidden: bool) -> None:
-    """So far, in its choice; also where the reasoning is not shown. The last one tells of all."""
+    """The count covers the choice so far, even if the reasoning is not shown. The last chunk counts
+    all choices."""
     texts = ["<think>", "one ", "", "two ", "three", "</think>", "four ", "five"]
     deltas = [(choice, one) for choice in range(2) for one in outputs(texts, index=choice)]
     fields = {"include_reasoning": not hidden, "stream_options": OPTIONS}

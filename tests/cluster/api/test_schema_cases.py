@@ -126,7 +126,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messag
 
 @pytest.fixture
 def dead_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No token continues `SCHEMA` behind the first ones, as a defect of the library has it."""
+    """Makes answers with `SCHEMA` fail after the first tokens, as a defect of the library would."""
     accept_token, compile_grammar = GrammarState.accept_token, GrammarMask._compile
     dying: list[Any] = []
 
@@ -162,7 +162,7 @@ def dead_bodies() -> dict[str, dict[str, Any]]:
 
 
 def ended(server: InProcessServer) -> dict[str, float]:
-    """How many requests ended, by reason."""
+    """Returns how many requests ended, by reason."""
     text = server.client.get("/metrics").text
     found = re.findall(
         r'^swell_request_success_total{.*finished_reason="(\w+)".*} (.*)$', text, re.M
@@ -175,7 +175,7 @@ def ended(server: InProcessServer) -> dict[str, float]:
 def test_a_schema_that_ends_midway_is_its_clients_error_alone(
     nano: InProcessServer, path: str
 ) -> None:
-    """Neither requests of the same steps nor an alert know of it."""
+    """Requests in the same steps are not affected, and no alert is raised."""
     prompts = {"prompt": ["upper: abc", "lower: ABC"], "max_tokens": 40, "seed": 3}
     other = {**prompts, "ignore_eos": True}
     alone = nano.client.post("/v1/completions", json=other).json()["choices"]
@@ -329,7 +329,7 @@ def test_what_is_ignored_is_named_in_a_header(lenient: InProcessServer, name: st
 def test_what_is_ignored_in_the_background_is_named_too(
     lenient: InProcessServer, stream: bool
 ) -> None:
-    """In the header of the answer that has the response's id, by the name of its own field."""
+    """The header of the answer with the response's id names the field as the client wrote it."""
     schema, keyword = HELD["names by a format"]
     form = {"type": "json_schema", "name": "a", "schema": schema}
     body = {"model": "nano", "input": "abc", "max_output_tokens": 4, "text": {"format": form}}

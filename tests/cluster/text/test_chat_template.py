@@ -114,7 +114,7 @@ def test_the_error_of_a_template_names_its_source() -> None:
 
 
 def test_the_file_of_a_template_is_read_within_bounds(tmp_path: Path) -> None:
-    """A fifo would keep its reader waiting, and a device has no end."""
+    """A fifo would block its reader, and a device can be read without end."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "latin").write_bytes(b"\xe9")
     with (tmp_path / "huge").open("wb") as file:

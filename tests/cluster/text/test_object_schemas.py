@@ -1,5 +1,5 @@
-"""Names of properties by patterns, by `propertyNames` and by what other schemas leave unevaluated:
-the grammar takes the objects that `jsonschema` takes, and no others."""
+"""Patterns of names, `propertyNames` and `unevaluatedProperties`: the grammar accepts exactly the
+objects that `jsonschema` accepts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROPERTY_NAMES = st.sampled_from(
 
 @st.composite
 def objects(draw: st.DrawFn, depth: int, *, refers: bool = True) -> Schema:
-    """`refers`: it may refer to the definition."""
+    """Draws a schema of an object. With `refers` it may refer to the definition."""
     schema: Schema = {}
 
     def add(keyword: str, value: st.SearchStrategy[Any], one_of: int) -> None:
@@ -64,7 +64,7 @@ def objects(draw: st.DrawFn, depth: int, *, refers: bool = True) -> Schema:
 
 
 def taken(lark: str) -> list[Any]:
-    """The objects that the grammar takes with their members in some order."""
+    """Returns the objects that the grammar accepts with their members in some order."""
     matcher = LLMatcher(BYTES, lark, log_level=0)
     return [value for value in OBJECTS if _takes(matcher, value)]
 

@@ -115,7 +115,7 @@ NANO = Path(__file__).parents[4] / "configs/models/nano"
 
 
 class FakeTime:
-    """The clock of the start, which goes on by each attempt alone."""
+    """The clock of the start. Only an attempt advances it."""
 
     now_s = 0.0
 
@@ -128,7 +128,7 @@ class FakeTime:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., int]]:
-    """Run `swell serve nano` with further arguments."""
+    """Runs `swell serve nano` with further arguments."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield lambda *further: main(["serve", str(NANO), "--port", "0", *further])
     for number, handler in handlers.items():
@@ -143,7 +143,7 @@ def test_swell_serve_starts_ray_until_its_limit_and_ends_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
     limit_s: int,
 ) -> None:
-    """And with nothing else: no traceback, and no line of Ray's."""
+    """The command prints one line, without a traceback and without the lines of Ray."""
     time = FakeTime()
     monkeypatch.setattr(local_ray, "time", time)
     fake.during = time.attempt
@@ -166,7 +166,7 @@ def test_a_device_that_is_not_here_is_refused_before_ray_starts(
     gpus: int,
     visible: list[str] | None,
 ) -> None:
-    """`visible`: what CUDA_VISIBLE_DEVICES leaves of them."""
+    """`visible` lists the GPUs that CUDA_VISIBLE_DEVICES allows."""
     manager = get_accelerator_manager_for_resource("GPU")
     monkeypatch.setattr(manager, "get_current_node_num_accelerators", lambda: gpus)
     monkeypatch.setattr(manager, "get_current_process_visible_accelerator_ids", lambda: visible)
