@@ -64,11 +64,11 @@ LIMITS = {
         f"names may be of {object_merging.MAX_NAME_PARTS} kinds by the patterns",
         f"are at most 10^{len(str(string_terminals.MAX_MULTIPLE)) - 1}",
     ],
-    "requests": [
+    "limits": [
         f"{object_text.MAX_DEPTH} objects and arrays in each other, "
         f"{object_text.MAX_NUMBER_CHARS} characters a number; under a grammar "
         f"{number_ranges.MAX_INT_DIGITS} digits before the point and "
-        f"{number_ranges.MAX_FRACTION_DIGITS} behind it",
+        f"{number_ranges.MAX_FRACTION_DIGITS} after it",
     ],
     "doctor": [f"one attempt of {ray_hosts._LINK_S:g} s in each direction"],
 }

@@ -179,6 +179,7 @@ def test_an_error_after_the_head_of_a_stream_is_an_event(
             peer = await world.stream(path)
             await peer.until(FILLERS[path])
             if failing is not None:
+                await until(lambda: failing.requests)
                 failing.fail("it broke")
             answer = await peer.whole()
         assert peer.status == 200
