@@ -1,12 +1,13 @@
-"""A world around waves: engines, a coordinator, first-in-first-out channels, and what may go wrong.
+"""A model of the wave protocol: engines, a coordinator, FIFO channels and failures.
 
-A state is a tuple; `Model.moves` gives every next one. An engine's loop is that of a server: take
-messages, submit until as many steps are in flight as may be, wait for the oldest, take messages,
-read its sums. While it waits it takes in nothing, unless its group is to be left. The sums of a
-step are there when all engines of its epoch have submitted it.
+A state is a tuple; `Model.moves` yields every successor. Each engine runs the loop of a server: it
+takes messages, submits steps until the pipeline is full, waits for the oldest step, takes messages
+and reads the step's sums. While it waits it takes no messages, unless it must leave its group. The
+sums of a step are available when all engines of its epoch have submitted it.
 
-A move is *owed* if it must happen some day (a message arrives, a step ends, a death is noticed);
-others only may (a request, a death, a peer's error). What follows must not need the latter.
+A move is *owed* if it must happen eventually (a message arrives, a step completes, a death is
+noticed). Other moves are optional (a request, a death, a peer's error), and no property may rely on
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from tests.coordinator.model_state import (
 
 
 class Model:
-    """All that can happen within bounds, to one pair of halves."""
+    """All moves that are possible within the bounds, for one member class and one coordinator
+    class."""
 
     def __init__(
         self,
@@ -46,12 +48,14 @@ class Model:
         self.bounds = bounds
         self._member, self._coordinator = member, coordinator
         self._known: dict[Any, Any] = {}
-        """Results of calls: both halves are pure."""
+        """A cache of call results; both halves of the protocol are pure functions of their
+        fields."""
         self.most_quiet = 0
-        """Steps without rows or votes that a wave has ended with."""
+        """The largest number of steps without rows or votes at the end of a wave so far."""
 
     def first(self) -> State:
-        """A group that has formed and serves, and newcomers outside."""
+        """Returns the initial state: a group that has formed and serves, and newcomers outside
+        it."""
         b = self.bounds
         ranks = tuple(range(b.engines))
         fields = Fields(epoch=1, phase=Phase.STOPPED, ranks=ranks)
@@ -68,7 +72,7 @@ class Model:
         )  # fmt: skip
 
     def fresh(self, **fields: Any) -> tuple[Any, ...]:
-        """A coordinator that begins."""
+        """Returns the packed state of a new coordinator."""
         return tuple(vars(self._coordinator(**fields)).values())
 
     # ---------------------------------------------------------------- calls of the two halves
@@ -102,7 +106,8 @@ class Model:
         return found
 
     def command(self, state: State, call: str, *args: Any) -> State:
-        """Let the coordinator do something, and send what it says."""
+        """Calls a method of the coordinator and puts the messages that it sends into the
+        inboxes."""
         assert state.coordinator is not None
         after, sends = self._call_coordinator(state.coordinator, call, *args)
         engines = list(state.engines)
@@ -122,7 +127,8 @@ class Model:
         raise Violation(f"engine {rank} steps without a group")
 
     def oldest(self, state: State, rank: int) -> list[Step] | None:
-        """What all gave to the oldest step that this engine has in flight, if all have."""
+        """Returns what all engines submitted for this engine's oldest step in flight, or None if
+        one has not submitted it yet."""
         _, group = self._group(state, rank)
         read = group.reads[group.ranks.index(rank)]
         if min(map(len, group.logs)) <= read:
@@ -131,7 +137,8 @@ class Model:
 
     @staticmethod
     def _with_group(state: State, at: int, group: Group) -> State:
-        """Forget steps that all have read, and groups that all have left."""
+        """Stores the group without the steps that all have read; drops it if all engines have
+        left."""
         here = [read for read in group.reads if read >= 0]
         if not here:
             return state._replace(groups=state.groups[:at] + state.groups[at + 1 :])
@@ -143,7 +150,8 @@ class Model:
         return state._replace(groups=put(state.groups, at, group))
 
     def leave(self, state: State, rank: int) -> State:
-        """The engine's steps in flight are lost; its jobs run again from what was read."""
+        """Removes the engine from its group: its steps in flight are lost, and its jobs continue
+        from the last step that it read."""
         engine = state.engines[rank]
         for at, group in enumerate(state.groups):
             if group.epoch == engine.fields.epoch and rank in group.ranks:
@@ -162,7 +170,8 @@ class Model:
         return state._replace(engines=put(state.engines, rank, engine))
 
     def call_engine(self, state: State, rank: int, call: str, *args: Any) -> tuple[State, Any]:
-        """Call an engine's half; what it says goes out."""
+        """Calls a method of an engine's half and puts the messages that it returns into the
+        outbox."""
         engine = state.engines[rank]
         fields, result = self._call_member(rank, engine.fields, call, *args)
         said = result if isinstance(result, tuple) else ()
@@ -180,7 +189,7 @@ class Model:
         return bool(self._call_member(rank, fields, "may_submit")[1])
 
     def listens(self, state: State, rank: int) -> bool:
-        """Whether its loop is where messages are taken."""
+        """Whether the engine's loop is at a point where it takes messages."""
         engine = state.engines[rank]
         if engine.place in (EngineState.DEAD, EngineState.FORMING, EngineState.REPAIRING):
             return False
@@ -191,14 +200,15 @@ class Model:
         )
 
     def is_aborted(self, engine: Engine) -> bool:
-        """A newer group is announced: whatever it waits for is ended."""
+        """Whether a newer group is announced, which aborts any operation that the engine waits
+        for."""
         return engine.place not in (EngineState.DEAD, EngineState.REPAIRING) and any(
             m[0] is ReconfigureDistributedRequest and m[1] > engine.fields.epoch
             for m in engine.inbox
         )
 
     def take(self, state: State, rank: int) -> State:
-        """The engine takes in its oldest message."""
+        """The engine takes the oldest message of its inbox."""
         engine = state.engines[rank]
         message, inbox = engine.inbox[0], engine.inbox[1:]
         state = self.with_engine(state, rank, engine._replace(inbox=inbox))

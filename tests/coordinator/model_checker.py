@@ -1,9 +1,10 @@
-"""All interleavings of waves, groups and accidents, within bounds.
+"""Explores all interleavings of waves, group changes and failures, within bounds.
 
     python -m tests.coordinator.model_checker [--large]
 
-prints how many states each of the bounds has. From every state there must be a way to rest by owed
-moves alone: so nothing waits for what will not come, and no cycle has no way out.
+prints the number of states for each of the bounds. From every state, owed moves by themselves must
+be able to reach a quiescent state. So nothing waits for an optional event, and every cycle has an
+exit.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Explored:
     states: int
     moves: int
     most_quiet: int
-    """Steps without rows or votes that a wave has ended with."""
+    """The largest number of steps without rows or votes at the end of a wave."""
 
 
 class _Graph:
-    """States in the order of discovery, how each was first reached, and the owed moves."""
+    """The states in order of discovery, the move that first reached each, and the owed moves."""
 
     def __init__(self, first: State) -> None:
         self.states = [first]
@@ -58,7 +59,7 @@ class _Graph:
         return "\n  ".join(reversed(names))
 
     def non_quiescent(self, bounds: Bounds) -> int | None:
-        """The first state from which no owed moves lead to rest."""
+        """Returns the first state from which owed moves cannot reach a quiescent state."""
         before: list[list[int]] = [[] for _ in self.states]
         for source, target in zip(self.owed_from, self.owed_to, strict=True):
             before[target].append(source)
@@ -80,7 +81,7 @@ def explore(
     coordinator: type[WaveCoordinator] = WaveCoordinator,
     limit: int = 3_000_000,
 ) -> Explored:
-    """Visit every state. Raises Violation, with the moves that lead there."""
+    """Visits every state; raises `Violation` with the moves that lead to a bad one."""
     model = Model(bounds, member, coordinator)
     graph = _Graph(model.first())
     number = taken = 0
@@ -105,7 +106,7 @@ def explore(
 
 
 class Scenario:
-    """One way through the model."""
+    """One path through the model."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.model = Model(bounds)
@@ -121,7 +122,7 @@ class Scenario:
         check(self.state)
 
     def perform(self, *names: str) -> Scenario:
-        """These moves, in order."""
+        """Performs these moves in order."""
         for name in names:
             possible = {move[0]: move for move in self.moves()}
             assert name in possible, f"after {self.taken}: no {name!r} in {sorted(possible)}"
@@ -129,7 +130,7 @@ class Scenario:
         return self
 
     def rest(self) -> State:
-        """Whatever is owed happens, until nothing is."""
+        """Performs owed moves until none is left; the result must be quiescent."""
         for _ in range(_LONG):
             owed = [move for move in self.moves() if move[1]]
             if not owed:
@@ -145,7 +146,7 @@ class Scenario:
 
 
 K1, K2, E1, E2, S2 = ("known", 1), ("known", 2), ("eos", 1), ("eos", 2), ("stepwise", 2)
-"""Requests: how their end is seen, and how many steps they need."""
+"""Requests: the kind (see `Job.kind`) and the number of steps."""
 
 BOUNDS = {
     "pause": Bounds(2, 1, (K2,), pauses=1),
@@ -188,7 +189,8 @@ BOUNDS = {
     "alone, newcomer": Bounds(1, 1, newcomers=1, reports=True, alones=2),
     "late reports": Bounds(2, 1, (K1,), reports=True, late_reports=2),
 }
-"""Explored by the tests: engines, steps in flight, requests, and what else may happen."""
+"""The bounds that the tests explore: engines, steps in flight, requests and other possible
+events."""
 
 LARGE = {
     "stepwise, pause": Bounds(2, 2, (S2, K1), pauses=1),
@@ -206,7 +208,7 @@ LARGE = {
     "alone, death": Bounds(2, 1, newcomers=1, deaths=1, reports=True, errors=1, alones=2),
     "two restarts": Bounds(2, 1, (K1,), pauses=1, restarts=2, reports=True),
 }
-"""Explored when asked."""
+"""The bounds that only `--large` explores."""
 
 
 def main() -> None:

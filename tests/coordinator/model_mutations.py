@@ -1,4 +1,5 @@
-"""Every rule of waves, and what they are without it."""
+"""Every rule of the wave protocol, what replaces it in a mutant, and the bounds that detect
+this."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ class Rule(NamedTuple):
     half: type
     method: str
     text: str
-    """Of the method: stands there once."""
+    """A fragment of the method's source, which occurs there exactly once."""
     without: str
-    """What stands there if the rule is removed."""
+    """The text that replaces the fragment if the rule is removed."""
     bounds: str
-    """Where that is seen."""
+    """The name of the bounds that detect the removal."""
 
 
 def remove(rule: Rule) -> dict[str, Any]:
-    """The half without the rule, as an argument of `explore`."""
+    """Returns the half without the rule, as an argument of `explore`."""
     source = textwrap.dedent(inspect.getsource(getattr(rule.half, rule.method)))
     assert source.count(rule.text) == 1, f"{rule.text!r} in\n{source}"
     names: dict[str, Any] = dict(vars(waves))
@@ -45,7 +46,7 @@ RULES = {
     "only a running engine steps": Rule(
         _M, "may_submit", "self.phase is Phase.RUNNING", "True", "depth 1"
     ),
-    # 2. What the coordinator accepts.
+    # 2. Which messages the coordinator accepts.
     "a newer start is accepted": Rule(
         _C, "start_wave", "wave > self.wave", "False", "three requests"
     ),
@@ -91,7 +92,7 @@ RULES = {
     "work that came meanwhile begins the next wave": Rule(
         _M, "_complete", "has_work or", "False or", "depth 2"
     ),
-    # 5. Numbers.
+    # 5. Counters.
     "an engine counts waves": Rule(_M, "_complete", "self.wave += 1", "pass", "depth 1"),
     "the first engine sends the end": Rule(
         _M, "_complete", "self.rank == self.ranks[0]", "False", "depth 1"
@@ -158,7 +159,7 @@ RULES = {
         _C, "paused", "(epoch, number) != (self.epoch, self.pause_number)", "False",
         "restart, newcomers"
     ),
-    # 7. Groups.
+    # 7. Group changes.
     "a change is a pause first": Rule(
         _C, "change", "return self._request_pause()", "return []", "newcomer"
     ),
@@ -204,7 +205,7 @@ RULES = {
     "an engine that leaves forgets a start": Rule(
         _M, "_leave", " = self.start_pending", "", "repair, two requests"
     ),
-    # 8. Another coordinator.
+    # 8. A coordinator restart.
     "a formed group is not inherited": Rule(
         _C, "_form", "frozenset(), False", "frozenset(), self.inherited", "restart"
     ),
@@ -239,7 +240,7 @@ RULES = {
     "an engine in an older group is not in the newest": Rule(
         _C, "recover", "hello.epoch == self.epoch and ", "", "restart, repair"
     ),
-    # 9. What was lost.
+    # 9. Lost messages.
     "a group that was not heard of is sent again": Rule(
         _C, "report", "return [(rank, self._new_group())]", "return []", "drop, newcomer"
     ),

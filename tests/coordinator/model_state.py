@@ -1,4 +1,4 @@
-"""What a state of the world is: a tuple of tuples, so that it can be hashed."""
+"""The state of the model: a tuple of tuples, so that it is hashable."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import Any, NamedTuple
 from swell.coordinator.wave_protocol.wave_interface import Phase
 
 Packed = tuple[Any, ...]
-"""A message: its class and its fields, hashable."""
+"""A message as a hashable tuple: its class and its fields."""
 
 
 class Violation(AssertionError):
-    """The rules of waves allow what they must not."""
+    """The wave protocol allows something that it must not."""
 
 
 class EngineState(enum.IntEnum):
-    """Where an engine is; `Phase` tells what it does inside."""
+    """The place of an engine relative to its group; `Phase` holds its state inside the group."""
 
     DEAD = 0
     OUTSIDE = 1
     FORMING = 2
     INSIDE = 3
     BROKEN = 4
-    """Waits to be told the next group, or computes alone meanwhile."""
+    """Waits for the next group to be announced, or computes on its own meanwhile."""
     REPAIRING = 5
 
 
 class Job(NamedTuple):
-    """A request: how many steps it needs, and how its end is seen."""
+    """A request: how many steps it needs, and how its last step is recognized."""
 
     name: int
     kind: str
-    """known: scheduled ahead, its end is known. eos: scheduled ahead, its end is seen when its
-    last step is read. stepwise: a step is scheduled when the one before it was read."""
+    """One of: "known", scheduled ahead, with a last step that is known in advance. "eos", scheduled
+    ahead, with a last step that is recognized when it is read. "stepwise", with a step that is
+    scheduled only after the previous one was read."""
     unscheduled: int
     unread: int
 
@@ -43,35 +44,35 @@ class Job(NamedTuple):
         return (self.unread if self.kind == "eos" else self.unscheduled) > 0
 
     def schedule(self) -> Job | None:
-        """With one more step in flight; None if none can be scheduled."""
+        """Returns the job with one more step in flight; None if no step can be scheduled."""
         if not self.works or (self.kind == "stepwise" and self.unread > self.unscheduled):
             return None
         return self if self.kind == "eos" else self._replace(unscheduled=self.unscheduled - 1)
 
 
 class Step(NamedTuple):
-    """What one engine gave to one step."""
+    """The contribution of one engine to one step."""
 
     wave: int
     works: bool
     votes: bool
     rows: tuple[int, ...]
-    """Names of jobs."""
+    """The names of the jobs."""
 
 
 class Group(NamedTuple):
-    """The steps of one epoch, since the oldest that somebody has yet to read."""
+    """The steps of one epoch, from the oldest that some engine has yet to read."""
 
     epoch: int
     ranks: tuple[int, ...]
     logs: tuple[tuple[Step, ...], ...]
-    """By position in `ranks`."""
+    """The steps of each engine, by its position in `ranks`."""
     reads: tuple[int, ...]
-    """Steps read of these; -1 for an engine that has left."""
+    """The number of these steps that each engine has read; -1 for an engine that has left."""
 
 
 class Fields(NamedTuple):
-    """A `WaveMember`, less what never changes."""
+    """The fields of a `WaveMember` that change."""
 
     epoch: int = 0
     wave: int = 0
@@ -89,15 +90,15 @@ class Engine(NamedTuple):
     fields: Fields
     jobs: tuple[Job, ...] = ()
     quiet: int = 0
-    """Steps read since the last with rows or votes anywhere."""
+    """The number of steps read since the last one in which any engine had rows or votes."""
     inbox: tuple[Packed, ...] = ()
     outbox: tuple[Packed, ...] = ()
     greeted: bool = True
-    """It has introduced itself to this coordinator."""
+    """Whether the engine has introduced itself to this coordinator."""
 
 
 class Budget(NamedTuple):
-    """How often each may still happen."""
+    """How often each event may still happen."""
 
     requests: int = 0
     pauses: int = 0
@@ -105,28 +106,28 @@ class Budget(NamedTuple):
     detaches: int = 0
     deaths: int = 0
     losses: int = 0
-    """Of workers."""
+    """Losses of workers."""
     restarts: int = 0
-    """Of the coordinator."""
+    """Restarts of the coordinator."""
     late_reports: int = 0
     errors: int = 0
-    """Steps and groups that fail because a peer is gone."""
+    """Steps and group formations that fail because a peer is gone."""
     drops: int = 0
-    """Connections that are reset: all that is under way one way is lost."""
+    """Connection resets: all messages in transit in one direction are lost."""
     alones: int = 0
-    """Engines of a broken group that go on alone, whether or not a coordinator is there."""
+    """Engines of a broken group that continue on their own, with or without a coordinator."""
 
 
 class State(NamedTuple):
     engines: tuple[Engine, ...]
     groups: tuple[Group, ...]
     coordinator: tuple[Any, ...] | None
-    """None: it is being restarted."""
+    """The packed coordinator; None while it restarts."""
     hellos: tuple[Packed, ...]
     desired: frozenset[int]
-    """By the manager."""
+    """The ranks that the manager wants."""
     unnoticed: frozenset[int]
-    """Deaths that the manager has yet to see."""
+    """Dead engines that the manager has not noticed yet."""
     left: Budget
 
 
@@ -135,7 +136,7 @@ class Bounds:
     engines: int
     depth: int
     jobs: tuple[tuple[str, int], ...] = ()
-    """Kind and steps of each request, in the order of their arrival."""
+    """The kind and the number of steps of each request, in order of arrival."""
     newcomers: int = 0
     pauses: int = 0
     detaches: int = 0
@@ -143,16 +144,16 @@ class Bounds:
     losses: int = 0
     restarts: int = 0
     reports: bool = False
-    """Engines report: owed, and at once."""
+    """Whether engines report; each report is owed and sent at once."""
     late_reports: int = 0
-    """Reports that arrive behind other messages."""
+    """Reports that are delivered after newer messages."""
     errors: int = 0
     drops: int = 0
     alones: int = 0
 
 
 Transition = tuple[str, bool, State]
-"""Its name, whether it is owed, and what follows."""
+"""The name of the move, whether it is owed, and the next state."""
 
 
 def pack(message: Any) -> Packed:
@@ -161,7 +162,7 @@ def pack(message: Any) -> Packed:
 
 
 def unpack(value: Any) -> Any:
-    """A message, or whatever else is given to a half."""
+    """Returns the message of a packed tuple; other arguments of a half are returned as they are."""
     if not isinstance(value, tuple) or not value:
         return value
     if isinstance(value[0], type):

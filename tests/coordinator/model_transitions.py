@@ -1,4 +1,4 @@
-"""Every move of the model, and where it comes to rest."""
+"""Every move of the model, and the definition of a quiescent state."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NOWHERE = ChannelAddress("", "", "")
 
 
 def moves(model: Model, state: State) -> Iterator[Transition]:
-    """All that can happen next."""
+    """Yields every move that can happen next."""
     for rank, engine in enumerate(state.engines):
         if engine.outbox:
             yield f"{rank} is delivered", True, _deliver(model, state, rank)
@@ -74,7 +74,7 @@ def _engine_moves(model: Model, state: State, rank: int, engine: Engine) -> Iter
     if engine.inbox and (listens or model.is_aborted(engine)):
         yield "takes", True, model.take(state, rank)
     elif state.coordinator is None and not engine.greeted:
-        # A restart takes longer than a turn of the loop.
+        # A restart of the coordinator takes longer than one iteration of the engine's loop.
         yield "greets", True, _greet(model, state, rank)
     if state.coordinator is not None and model.bounds.reports and not engine.outbox:
         after = _report(model, state, _reported(rank, engine))
@@ -110,7 +110,7 @@ def _accidents(
         after = model.with_engine(state, rank, engine._replace(inbox=()))
         yield "receives nothing", spend(after, "drops")
     if state.left.drops and engine.outbox:
-        # A successor that hears a report of an engine asks it again to introduce itself.
+        # A new coordinator that receives an engine's report asks it to introduce itself again.
         greeted = engine.greeted and state.coordinator is not None
         after = model.with_engine(state, rank, engine._replace(outbox=(), greeted=greeted))
         yield "is not heard", spend(after, "drops")
@@ -139,7 +139,7 @@ def _accidents(
 
 
 def _alone(state: State, engine: Engine) -> bool:
-    """A peer of the steps in flight, or of the group to be formed, is gone."""
+    """Whether a peer of the steps in flight, or of the group that forms, is gone."""
     epoch = engine.fields.epoch
     if engine.place is EngineState.INSIDE and engine.fields.in_flight:
         return any(-1 in group.reads for group in state.groups if group.epoch == epoch)
@@ -271,7 +271,7 @@ def _change_target(model: Model, state: State, wanted: frozenset[int], lost: boo
 
 
 def _notice_death(model: Model, state: State, rank: int) -> State:
-    """A dead engine is noticed; what it said is not heard any more."""
+    """The manager notices a dead engine, whose undelivered messages are dropped."""
     state = model.with_engine(state, rank, state.engines[rank]._replace(outbox=()))
     state = state._replace(desired=state.desired - {rank}, unnoticed=state.unnoticed - {rank})
     return _change_target(model, state, _target_ranks(state) - {rank}, lost=True)
@@ -326,11 +326,11 @@ def _recover(model: Model, state: State) -> State:
     return model.command(fresh, "recover", state.hellos)
 
 
-# -------------------------------------------------------------------- rest
+# -------------------------------------------------------------------- quiescence
 
 
 def check(state: State) -> None:
-    """What must hold in every state."""
+    """Checks the invariants of every state; raises `Violation`."""
     for group in state.groups:
         members = [
             (state.engines[rank].fields, len(log))
@@ -353,7 +353,7 @@ def check(state: State) -> None:
 
 
 def is_quiescent(state: State, bounds: Bounds) -> bool:
-    """Nothing is owed, the group is the one that is wanted, and no work is left in it."""
+    """Whether nothing is owed, the group is the desired one, and no work is left in it."""
     if state.coordinator is None or state.unnoticed:
         return False
     if any(e.inbox or e.outbox or e.place is EngineState.REPAIRING for e in state.engines):
@@ -377,7 +377,7 @@ def is_quiescent(state: State, bounds: Bounds) -> bool:
 
 
 def _is_excused(left: Budget, bounds: Bounds) -> bool:
-    """An engine that was taken out may not know it: the manager ends it all the same."""
+    """Whether a removed engine may not know of its removal; the manager terminates it anyway."""
     return left.restarts < bounds.restarts or left.drops < bounds.drops
 
 

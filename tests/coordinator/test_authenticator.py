@@ -1,4 +1,4 @@
-"""An inbox lets in who has the cluster's keys, and is hardly kept busy by who has not."""
+"""An inbox accepts peers that have the cluster's keys, and strangers cost it little."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def door(request, inbox: Inbox[str]) -> Door:
 
 
 def distant(address: ChannelAddress) -> ChannelAddress:
-    """As a peer of another machine sees it."""
+    """Returns the address as a peer on another machine sees it."""
     return msgspec.structs.replace(address, machine="another")
 
 
 @pytest.fixture
 def peer(inbox: Inbox[str], keys: ChannelKeys) -> Iterator[Outlet[str]]:
-    """One that has been there before the strangers."""
+    """Yields a peer that connected before the strangers."""
     outlet: Outlet[str] = Outlet(distant(inbox.address), str, keys, identity=b"peer")
     outlet.send("before")
     assert take(inbox, 1) == [(b"peer", "before")]
@@ -73,7 +73,7 @@ def peer(inbox: Inbox[str], keys: ChannelKeys) -> Iterator[Outlet[str]]:
 
 
 def assert_serves(inbox: Inbox[str], peer: Outlet[str]) -> None:
-    """The peer alone is heard."""
+    """Asserts that only the peer's message is received."""
     peer.send("after")
     assert take(inbox, 1) == [(b"peer", "after")]
     inbox.send(b"peer", "answer")
@@ -82,7 +82,7 @@ def assert_serves(inbox: Inbox[str], peer: Outlet[str]) -> None:
 
 
 def test_who_knows_the_public_key_alone_is_refused(inbox, peer, door, keys) -> None:
-    """CURVE itself lets in whoever knows the key of the server."""
+    """A client that only knows the server's public key is refused; CURVE itself would accept it."""
     frame = msgspec.msgpack.encode("intruder")
     own = zmq.curve_keypair()
     assert not knock_with_keys(door, *own, keys.public, frame)
@@ -100,7 +100,7 @@ def test_a_knock_changes_nothing(inbox, peer, door, name) -> None:
 
 
 def test_recorded_frames_are_worth_nothing(inbox, peer, keys) -> None:
-    """Each connection has keys of its own, which no other can compute."""
+    """Recorded frames cannot be replayed: each connection has its own session keys."""
     door = door_of(inbox.address, "tcp")
     with recorder() as recorded:
         outlet: Outlet[str] = Outlet(distant(inbox.address), str, keys, identity=b"victim")
@@ -110,7 +110,8 @@ def test_recorded_frames_are_worth_nothing(inbox, peer, keys) -> None:
         least = len(greeting(b"CURVE")) + 200
 
         def handshakes() -> list[bytes]:
-            """Whole ones. A heartbeat of another connection begins otherwise."""
+            """Returns the recorded complete handshakes; the heartbeat of another connection begins
+            differently."""
             sent = recorded.sent_to(door.port)
             return [frames for frames in sent if frames[:1] == b"\xff" and len(frames) > least]
 
@@ -132,7 +133,8 @@ def recorder() -> Iterator[Recorder]:
 
 
 LONG_S = 30
-"""So many connections at once may find no room in the kernel's queue at first."""
+"""A generous timeout: with this many connections at once, the kernel's queue may be full at
+first."""
 
 
 def eventually(value, is_good):
@@ -147,7 +149,7 @@ def eventually(value, is_good):
 
 
 def is_open(stranger: socket.socket) -> bool:
-    """Whether the inbox still keeps the connection; its greeting is read and forgotten."""
+    """Whether the inbox keeps the connection open; its greeting is read and discarded."""
     stranger.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         try:
@@ -182,7 +184,8 @@ def test_strangers_hold_a_limited_number_of_connections(inbox, peer, door) -> No
 
 
 def test_a_peer_comes_in_when_strangers_have_had_their_time(keys, monkeypatch) -> None:
-    """One that says nothing is closed, so that it makes room."""
+    """Strangers that send nothing are closed after the handshake timeout, which makes room for a
+    peer."""
     monkeypatch.setattr(authenticator, "HANDSHAKE_S", 0.5)
     inbox: Inbox[str] = Inbox(str, keys)
     door = door_of(inbox.address, "tcp")
@@ -203,7 +206,7 @@ class ObservedOutlet(Outlet[str]):
         self._monitor = self._socket.get_monitor_socket(events, "inproc://observed")
 
     def next_event(self) -> int | None:
-        """The next event of its connections; None if there is none yet."""
+        """Returns the next event of the outlet's connections; None if there is none yet."""
         return recv_monitor_message(self._monitor)["event"] if self._monitor.poll(0) else None
 
     def _close_socket(self) -> None:
@@ -213,13 +216,14 @@ class ObservedOutlet(Outlet[str]):
 
 
 def test_a_peer_is_refused_before_its_handshake_or_not_at_all(keys, monkeypatch) -> None:
-    """Its messages are lost with a connection that ends after the handshake."""
+    """A peer is refused before its handshake succeeds or not at all: a connection that is closed
+    after the handshake loses its messages."""
     accepted = PendingHandshakes.accepted
     handled = 0
 
     def accept_slowly(pending: PendingHandshakes, connection: int, now: float) -> bool:
         nonlocal handled
-        time.sleep(0.005)  # the thread is far behind the connections that the kernel accepts
+        time.sleep(0.005)  # the thread lags far after the connections that the kernel accepts
         handled += 1
         return accepted(pending, connection, now)
 
@@ -246,7 +250,8 @@ def test_a_peer_is_refused_before_its_handshake_or_not_at_all(keys, monkeypatch)
 
 @pytest.mark.parametrize("excess", [0, 1])
 def test_a_stranger_may_announce_no_more_than_the_limit(keys, monkeypatch, excess) -> None:
-    """Memory for a frame is taken when its size is announced."""
+    """A frame larger than the limit is refused when its size is announced, before memory is
+    allocated."""
     monkeypatch.setattr(authenticator, "HANDSHAKE_S", 10 * SOON_S)
     inbox: Inbox[str] = Inbox(str, keys)
     size = MAX_MESSAGE_BYTES + excess

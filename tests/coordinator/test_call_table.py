@@ -1,4 +1,4 @@
-"""Answers reach their callers, each once, and in time or not at all."""
+"""Each result reaches its caller exactly once, or not at all if it is late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The channel: ordered, encrypted, and indifferent to strangers and to nonsense."""
+"""The channel: ordered, encrypted, and unaffected by strangers and by malformed messages."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from swell.coordinator.transport.ports import free_port
 pytestmark = pytest.mark.slow
 
 SOON_S = 60.0
-"""A deadline that only a failure reaches."""
+"""A timeout that is only reached on failure, in seconds."""
 
 HOST = "127.0.0.7"
 NEVER_S = 0.2
-"""How long nothing may come before nothing is believed to come."""
+"""How long a test waits for a message that must not arrive, in seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def keys() -> ChannelKeys:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    channel._context_of(os.getpid()).socket(zmq.DEALER).close(linger=0)  # it stays with its threads
+    # the context of the process, with its threads, is kept
+    channel._context_of(os.getpid()).socket(zmq.DEALER).close(linger=0)
     before = len(os.listdir("/proc/self/fd"))
     yield
     deadline = time.monotonic() + SOON_S
@@ -65,7 +66,7 @@ def inbox(keys: ChannelKeys) -> Iterator[Inbox[str]]:
 
 @pytest.fixture(params=["ipc", "tcp"])
 def address(request, inbox: Inbox[str]) -> ChannelAddress:
-    """The inbox as a peer of the same machine, and of another one, sees it."""
+    """Returns the inbox's address as a peer of the same machine or of another one sees it."""
     if request.param == "ipc":
         return inbox.address
     return msgspec.structs.replace(inbox.address, machine="another")
@@ -79,7 +80,7 @@ def outlet(address: ChannelAddress, keys: ChannelKeys) -> Iterator[Outlet[str]]:
 
 
 def take(inbox: Inbox[str], count: int) -> list[tuple[bytes, str]]:
-    """The next `count` messages."""
+    """Returns the next `count` messages."""
     received: list[tuple[bytes, str]] = []
     deadline = time.monotonic() + SOON_S
     while len(received) < count:
@@ -175,7 +176,7 @@ def test_a_message_of_several_frames_is_skipped(inbox, outlet) -> None:
     assert [message for _, message in take(inbox, 1)] == ["after"]
 
 
-# -------------------------------------------------------------------------------- ends
+# -------------------------------------------------------------------------------- closing
 
 
 def test_what_was_sent_right_before_closing_arrives(inbox, address, keys) -> None:
@@ -224,7 +225,7 @@ def test_a_successor_waits_until_its_address_is_free(keys, taken) -> None:
 
 
 def test_inboxes_share_a_range_of_ports_until_all_are_taken(keys) -> None:
-    """The first quarter stays free: for those whose port is kept."""
+    """Inboxes use the ports after the first quarter, which is reserved for `coordinator_ports`."""
     kept, ports = (part(range(21_300, 21_316)) for part in (coordinator_ports, other_ports))
     assert kept is not None and ports is not None
     inboxes = [Inbox(str, keys, HOST, ports=ports) for _ in range(12)]
@@ -252,7 +253,8 @@ def test_an_address_that_cannot_be_had_is_an_error(keys) -> None:
 
 @pytest.mark.parametrize("knows", ["nothing", "other keys", "a CURVE server without its key"])
 def test_a_stranger_gets_nothing_and_harms_nobody(inbox, address, outlet, keys, knows) -> None:
-    """The handshake fails in zmq's own thread: the inbox hears nothing, peers go on."""
+    """A stranger receives nothing and does not disturb peers: its handshake fails in ZeroMQ's
+    thread, so the inbox receives nothing from it."""
     outlet.send("mine")
     ((peer, _),) = take(inbox, 1)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -266,7 +268,8 @@ def test_a_stranger_gets_nothing_and_harms_nobody(inbox, address, outlet, keys, 
             stranger.curve_server = True
             stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
         stranger.connect(address.ipc if address.machine == this_machine() else address.tcp)
-        with contextlib.suppress(zmq.Again):  # refused so soon that there is no connection any more
+        # it was refused so early that the connection is already closed
+        with contextlib.suppress(zmq.Again):
             stranger.send(msgspec.msgpack.encode("intruder"), zmq.NOBLOCK)
         assert list(inbox.receive(NEVER_S)) == []
         inbox.send(peer, "secret")
@@ -306,12 +309,14 @@ def test_an_async_outlet_talks_in_order(inbox, address, keys) -> None:
 
 
 def test_an_async_outlet_may_be_closed_twice(address, keys) -> None:
-    """The number of its file descriptor may be another file's by then."""
+    """A second `close` does nothing, even if another file has got the outlet's file descriptor by
+    then."""
 
     async def close_twice() -> None:
         outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, print)
         fd = outlet._fd
-        reader, writer = os.pipe()  # before the number is free: neither of them gets it
+        # opened before the number is free, so that neither of them gets it
+        reader, writer = os.pipe()
         outlet.close()
         while Path(f"/proc/self/fd/{fd}").exists():  # ZeroMQ's own thread closes it
             await asyncio.sleep(0.01)
@@ -329,7 +334,7 @@ def test_an_async_outlet_may_be_closed_twice(address, keys) -> None:
 
 
 def test_many_async_outlets_share_two_threads(inbox, keys) -> None:
-    """An ingress has one for each engine."""
+    """Outlets of a process share ZeroMQ's threads; an ingress has one outlet for each engine."""
 
     async def talk() -> int:
         begun = len(os.listdir("/proc/self/task"))
@@ -348,8 +353,8 @@ def test_many_async_outlets_share_two_threads(inbox, keys) -> None:
 
 
 def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys) -> None:
-    """zmq's file descriptor signals once. A message that has arrived while the loop was busy
-    must be received even if the loop sends before it looks."""
+    """ZeroMQ's file descriptor signals only once. A message that arrived while the loop was busy
+    must be received even if the loop sends before it polls."""
 
     async def talk() -> None:
         queue: asyncio.Queue[str] = asyncio.Queue()
@@ -369,7 +374,7 @@ def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys)
 
 
 def test_looking_at_the_connection_does_not_swallow_the_wake_up(inbox, address, keys) -> None:
-    """As above, by the loop that only asks whether there is a connection."""
+    """The same holds for a loop that only calls `is_connected`."""
 
     async def talk() -> None:
         queue: asyncio.Queue[str] = asyncio.Queue()
@@ -416,7 +421,8 @@ def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(inbox, add
 def test_a_handshake_that_is_over_at_once_is_noticed(
     inbox: Inbox[str], keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that connects may be held up just after it has."""
+    """A handshake that completes at once is noticed, even if the connecting thread is held up just
+    after it."""
 
     class Slow(channel.FrameDecoder[str]):
         def __init__(self, message_type: Any) -> None:

@@ -1,4 +1,4 @@
-"""When the coordinator publishes: a deadline after the first unpublished change, however busy it
+"""The coordinator publishes within a deadline after the first unpublished change, however busy it
 is."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.coordinator.test_roster import member
 CONFIG = load(
     {"model": {"path": "m"}, "cluster": {"load_report_s": 1 / 16, "heartbeat_s": 1.0}}
 ).cluster
-"""Times are binary fractions here, so that sums of them are exact."""
+"""The times are binary fractions, so that their sums are exact."""
 
 
 def joined(*ranks: int):
@@ -35,7 +35,7 @@ def joined(*ranks: int):
 
 
 def cluster_state_of(*ranks: int) -> ClusterState:
-    """A cluster_state that has published everything at time 0."""
+    """Returns a `ClusterState` that has published everything at time 0."""
     cluster_state = ClusterState(CONFIG)
     cluster_state.change(joined(*ranks), 0.0)
     assert cluster_state.due(0.0) is not None
@@ -46,9 +46,9 @@ arrivals = st.lists(
     st.tuples(
         st.sampled_from(
             [0, 1 / 1024, 1 / 64, 63 / 1024, 1 / 16, 5 / 16]
-        ),  # seconds since the one before
+        ),  # seconds since the previous report
         st.integers(0, 1),  # rank
-        st.integers(0, 2),  # steps: equal reports are no change
+        st.integers(0, 2),  # steps: an equal report changes nothing
     ),
     max_size=60,
 )
@@ -56,11 +56,11 @@ arrivals = st.lists(
 
 @given(arrivals)
 def test_no_change_stays_unpublished_longer_than_the_deadline(pattern) -> None:
-    """A loop that sleeps as the cluster_state says, under any traffic.
+    """A loop that sleeps for `wait_s` publishes on time under any traffic.
 
     Nothing is published late: neither a change after its deadline nor the heartbeat. Nothing is
-    published needlessly: each message has a reason, a change or the silence of a heartbeat. Who
-    takes in all messages knows all loads.
+    published needlessly: each message has a reason, a change or a due heartbeat. A subscriber that
+    receives all messages knows all loads.
     """
     cluster_state, now, heartbeat_at = cluster_state_of(0, 1), 0.0, 0.0
     known: dict[int, EngineReport] = {}
@@ -70,7 +70,7 @@ def test_no_change_stays_unpublished_longer_than_the_deadline(pattern) -> None:
     def publish() -> None:
         nonlocal heartbeat_at, unpublished_since
         publication = cluster_state.due(now)
-        if publication is None:  # a load is again as it was published
+        if publication is None:  # the load is again the one that was published
             assert unpublished_since is not None
             unpublished_since = None
             assert shown == {rank: EngineLoad.of(report) for rank, report in known.items()}
@@ -199,7 +199,7 @@ def test_only_a_new_roster_is_sent_whole() -> None:
 
 
 def test_engines_that_go_together_make_one_view() -> None:
-    """With a thousand engines, which make a view of 200 kB."""
+    """Engines that leave together cause one view; the view of a thousand engines takes 200 kB."""
     cluster_state, views = cluster_state_of(*range(1000)), []
     cluster_state.report(EngineReport(999, steps=1), 1.0)
     for count in range(20):
@@ -215,7 +215,8 @@ def test_engines_that_go_together_make_one_view() -> None:
 
 
 def test_many_engines_report_less_often() -> None:
-    """Few are not held back, and of many no more reports come than of the most of these."""
+    """Up to `MAX_REPORTS_PER_LOAD_REPORT_S` engines report at the configured interval; with more,
+    the interval grows so that the total rate of reports stays constant."""
     most = MAX_REPORTS_PER_LOAD_REPORT_S
     assert load_report_s(CONFIG, 1) == load_report_s(CONFIG, most) == CONFIG.load_report_s
     assert 4 * most / load_report_s(CONFIG, 4 * most) == most / CONFIG.load_report_s

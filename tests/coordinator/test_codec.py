@@ -1,4 +1,4 @@
-"""Frames: what is default at the end of a message does not travel, and every reader has it."""
+"""Frames omit the default values at the end of a message, and every reader restores them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_TYPE: Mapping[Any, st.SearchStrategy[Any]] = {
 
 
 def _values_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Random values of the type of a field."""
+    """Returns a strategy for values of a field's type."""
     origin, args = get_origin(kind), get_args(kind)
     if kind in _OF_TYPE:
         return _OF_TYPE[kind]
@@ -48,7 +48,7 @@ def _values_of(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def _structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
-    """Random values of a Struct, in which many fields are default."""
+    """Returns a strategy for values of a Struct, in which many fields have their default value."""
     fields = msgspec.structs.fields(kind)
     required = {field.name: _values_of(field.type) for field in fields if field.required}
     optional = {field.name: _values_of(field.type) for field in fields if not field.required}
@@ -57,7 +57,7 @@ def _structs_of(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
 
 
 def elements(message: Any) -> list[Any]:
-    """The frame of a message, as a reader without types sees it."""
+    """Returns the frame of a message as a reader without types decodes it."""
     decoded: list[Any] = msgspec.msgpack.decode(encode(message))
     return decoded
 
@@ -134,5 +134,6 @@ def test_older_and_newer_builds_read_each_other(sent: Any, read: Any) -> None:
 
 
 def test_defaults_that_are_equal_but_of_another_type_are_left_out() -> None:
-    """A temperature of 0 is one of 0.0 to the reader."""
+    """A default that is given as an equal value of another type is omitted: the reader decodes a
+    temperature of 0 as 0.0."""
     assert elements(SamplerParams(temperature=0, seed=0, top_p=1)) == []

@@ -1,4 +1,4 @@
-"""Which engines have stopped, by a scripted clock."""
+"""The monitor finds the engines that have stopped; the clock is scripted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def report(
 
 
 class MonitorSimulation:
-    """Engines that behave in a given way, checked every tenth of a second."""
+    """A simulation of engines that behave as configured, checked every tenth of a second."""
 
     def __init__(self, *ranks: int) -> None:
         self.now = 0.0
@@ -66,7 +66,8 @@ def test_a_silent_engine_is_found_within_the_limit_and_a_heartbeat() -> None:
 
 
 def test_an_engine_that_was_never_heard_may_have_to_find_its_coordinator_first() -> None:
-    """It notices a silence as long as the limit, asks, and connects."""
+    """An engine that was never heard from has more time than the limit: it must first notice the
+    silence, find the coordinator and connect."""
     cluster = MonitorSimulation(0, 1)
     cluster.silent = {0, 1}
     cluster.run(2.5 * LIMIT_S)
@@ -80,7 +81,8 @@ def test_an_engine_that_was_never_heard_may_have_to_find_its_coordinator_first()
 
 
 def test_an_engine_that_has_introduced_itself_knows_its_coordinator() -> None:
-    """It is silent after the limit, also if no report of it has come."""
+    """An engine that has introduced itself is silent after the limit, even if it never sent a
+    report."""
     cluster = MonitorSimulation(0, 1)
     cluster.silent = {0, 1}
     cluster.monitor.on_hellos([1, 2], 0.0)
@@ -91,7 +93,8 @@ def test_an_engine_that_has_introduced_itself_knows_its_coordinator() -> None:
 def test_slow_work_with_progress_is_no_stall() -> None:
     simulation = MonitorSimulation(0)
     simulation.reports[0] = report(0, 0, busy=True)
-    for _ in range(10):  # a layer every seven seconds: more than the limit, less than twice
+    # a layer every seven seconds: longer than the limit, shorter than twice the limit
+    for _ in range(10):
         simulation.run(7)
         simulation.reports[0] = report(0, simulation.reports[0].progress_counter + 1, busy=True)
     assert not simulation.found
@@ -108,7 +111,8 @@ def test_work_without_progress_is_found_after_twice_the_limit() -> None:
 
 
 def test_of_engines_that_wait_for_each_other_only_the_last_is_named() -> None:
-    """The two others get their full time again once it has gone."""
+    """Only the engine with the fewest steps is named; the two others get the full limit again after
+    it has gone."""
     simulation = MonitorSimulation(0, 1, 2)
     for rank, steps in ((0, 9), (1, 7), (2, 9)):
         simulation.reports[rank] = report(rank, steps, busy=True)
@@ -117,7 +121,7 @@ def test_of_engines_that_wait_for_each_other_only_the_last_is_named() -> None:
 
 
 def test_an_engine_that_is_younger_is_not_behind() -> None:
-    """What each has computed in this group counts."""
+    """Only the steps that an engine has computed in the current group count."""
     simulation = MonitorSimulation(0, 1)
     simulation.reports[0] = report(0, 1000, busy=True, at_forming=990)
     simulation.reports[1] = report(1, 12, busy=True, at_forming=1)
@@ -126,7 +130,7 @@ def test_an_engine_that_is_younger_is_not_behind() -> None:
 
 
 def test_of_engines_that_step_together_the_last_is_named_whoever_was_heard_later() -> None:
-    """Those that compute each for itself are judged each for itself."""
+    """Engines that step together are compared with each other; others are judged one by one."""
     for is_stepping, named in ((True, 0), (False, 1)):
         monitor = EngineMonitor(LIMIT_S, 0.0)
         monitor.set_ranks({0, 1}, 0.0)
@@ -134,7 +138,7 @@ def test_of_engines_that_step_together_the_last_is_named_whoever_was_heard_later
         found: list[int] = []
         for tick in range(1, 90):
             now = tick / 10
-            if now > 0.7 * LIMIT_S:  # the reports of engine 0 were held up
+            if now > 0.7 * LIMIT_S:  # the reports of engine 0 were delayed
                 monitor.on_report(report(0, 7, busy=True), now, is_stepping)
             monitor.on_report(report(1, 9, busy=True), now, is_stepping)
             found += [stalled.rank for stalled in monitor.check(now)]
@@ -152,13 +156,14 @@ def test_the_exempt_may_be_without_progress_but_not_silent() -> None:
 def test_a_monitor_that_was_stopped_names_no_engine() -> None:
     simulation = MonitorSimulation(0, 1)
     simulation.run(5)
-    simulation.now += 60  # stopped for a minute, without reports
+    simulation.now += 60  # the coordinator is stopped for a minute and receives no reports
     simulation.run(30)
     assert not simulation.found
 
 
 def test_a_monitor_that_is_stopped_again_and_again_names_no_engine() -> None:
-    """Each time for less than half of the limit, and no report is taken in between."""
+    """A monitor that is stopped repeatedly, each time for less than half of the limit and without
+    taking a report in between, names no engine."""
     simulation = MonitorSimulation(0, 1)
     simulation.run(5)
     for _ in range(3):

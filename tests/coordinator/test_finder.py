@@ -1,4 +1,4 @@
-"""When a coordinator is looked for, by a scripted clock."""
+"""When an engine searches for its coordinator; the clock is scripted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ADDRESS = ChannelAddress("machine", "ipc", "tcp://192.0.2.1:1")
 CONTACT = CoordinatorContact(ADDRESS, ChannelKeys(b"public", b"secret"), 1)
 
 
-class ScriptedRuntime:
-    """A clock, and loops that run when they are told to."""
+class ScriptedGround:
+    """A scripted clock, and event loops that run only on demand."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
@@ -33,7 +33,8 @@ class ScriptedRuntime:
 
 
 class Search:
-    """A finder whose loop turns each second. The coordinator was heard, if it ever was, at 0."""
+    """A finder whose loop runs once a second; the coordinator was last heard from at time 0, or
+    never."""
 
     def __init__(self, *answers: CoordinatorContact | Exception | None, heard: bool = True) -> None:
         self.runtime = ScriptedRuntime()
@@ -51,7 +52,8 @@ class Search:
         return answer
 
     def turn(self, seconds: int, *, answers: bool = True) -> list[CoordinatorContact]:
-        """What `check` has found. `answers`: each search ends at once."""
+        """Returns the contacts that `check` found; with `answers`, each search completes at
+        once."""
         found = []
         for _ in range(seconds):
             self.runtime.time_s += 1.0
@@ -83,7 +85,8 @@ def test_silence_is_asked_about_again_and_again_until_it_is_heard() -> None:
 
 
 def test_who_has_never_heard_it_asks_soon() -> None:
-    """Before the coordinator, which hears nothing of it either, has lost patience."""
+    """A finder that has never heard from the coordinator searches before the coordinator, which
+    does not hear from it either, gives up on it."""
     search = Search(None, CONTACT, heard=False)
     assert search.turn(int(SILENCE_S) - 1) == [CONTACT]
     search.finder.on_message()
@@ -99,7 +102,7 @@ def test_what_is_found_is_told_once() -> None:
 
 
 def test_one_search_at_a_time() -> None:
-    """It may block for as long as Ray's GCS is away."""
+    """Only one search runs at a time: it may block as long as Ray's GCS is unavailable."""
     search = Search(CONTACT)
     search.turn(50, answers=False)
     assert len(search.asked_at) == 1

@@ -1,4 +1,4 @@
-"""A group that does not form: when that is found, and who is in its way."""
+"""A group that does not form: when the coordinator detects this, and which engine it blames."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PROBE_S = LIMIT_S / 4
 TICK_S = 0.5
 
 Epochs = Callable[[int], int]
-"""The epoch that an engine of this rank reports."""
+"""Maps a rank to the epoch that its engine reports."""
 
 
 class Cluster:
-    """Engines that report each tick, and whose groups form when `form` says so."""
+    """A cluster whose engines report at each tick, and whose groups form when `form` is called."""
 
     def __init__(self, serving: int) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ class Cluster:
             form(self.machine)
 
     def join(self, ranks: range) -> None:
-        """Newcomers; those that serve have paused for them."""
+        """Newcomers join, and the serving engines have paused for them."""
         self.machine.join([member(rank) for rank in ranks], self.now)
         waves = self.machine.waves
         if waves.group_state is GroupState.PAUSING:
@@ -99,7 +99,8 @@ def test_newcomers_are_called_off_and_the_others_go_on_without_them(cluster) -> 
 
 
 def test_only_the_newcomer_that_hangs_is_called_off(cluster) -> None:
-    """It does not follow the probe. Whose group it was to be goes on with the other one."""
+    """Only the newcomer that does not follow the probe is called off; the group continues with the
+    other one."""
     cluster.join(range(2, 4))
     hung_at = cluster.epoch
     cluster.run(
@@ -123,7 +124,8 @@ def test_newcomers_that_hang_are_called_off_though_nobody_else_is_there(count: i
 
 
 def test_the_newcomer_whom_the_others_do_not_reach_is_called_off(cluster) -> None:
-    """Whoever is aborted says it late, in the name of an older epoch."""
+    """A newcomer that the others cannot reach is called off, although an aborted engine reports it
+    late and with an older epoch."""
     cluster.join(range(2, 5))
     begun = cluster.epoch
     for rank, absent in ((0, [3]), (3, [0, 1]), (4, [3])):
@@ -189,7 +191,8 @@ def test_experts_that_arrive_are_progress(cluster) -> None:
 
 
 def test_an_engine_that_does_not_leave_its_older_group_hangs(cluster) -> None:
-    """Also one that has served for long; who waits for it is not blamed."""
+    """An engine that does not leave its older group hangs, even if it has served for long; the
+    engines that wait for it are not blamed."""
     old = cluster.epoch
     cluster.join(range(2, 3))
     behind = 1
@@ -203,7 +206,8 @@ def test_an_engine_that_does_not_leave_its_older_group_hangs(cluster) -> None:
 
 
 def test_one_that_served_and_hangs_while_it_forms_is_found_by_the_probe(cluster) -> None:
-    """The newcomer, which follows, is not blamed."""
+    """A serving engine that hangs while the group forms is found by the probe; the newcomer, which
+    follows, is not blamed."""
     cluster.join(range(2, 3))
     hung_at = cluster.epoch
 
@@ -219,7 +223,8 @@ def test_one_that_served_and_hangs_while_it_forms_is_found_by_the_probe(cluster)
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_one_that_is_named_by_the_newcomer_alone_may_hang(cluster, hangs: bool) -> None:
-    """Then the newcomer is not called off; it is, if the other one follows the probe."""
+    """If the engine that only the newcomer names hangs, the newcomer is not called off. If that
+    engine follows the probe, the newcomer is called off."""
     cluster.join(range(2, 3))
     cluster.machine.on_message(Broken(2, 7, cluster.epoch, "aborted", absent=[0]), cluster.now)
     hung_at = cluster.epoch
@@ -235,9 +240,9 @@ def test_one_that_is_named_by_the_newcomer_alone_may_hang(cluster, hangs: bool) 
 
 @pytest.mark.parametrize("joined", [{1, 2, 3}, {1, 2}])
 def test_what_was_said_of_an_older_epoch_calls_no_newcomer_off(cluster, joined: set[int]) -> None:
-    """A group broke because an engine of it was lost: all waited for all then. In the next one all
-    have connected, or none could join; an engine that served hangs, and perhaps another one waits
-    for it."""
+    """A group broke because one of its engines was lost, so that all waited for all. In the next
+    epoch all engines have connected, or none could join. Then an engine that served hangs, and
+    perhaps another one waits for it."""
     cluster.join(range(2, 4))
     older = cluster.epoch
     for rank in range(4):
@@ -258,7 +263,8 @@ def test_what_was_said_of_an_older_epoch_calls_no_newcomer_off(cluster, joined: 
 
 
 def test_of_newcomers_that_name_no_peer_those_that_have_not_joined_are_called_off(cluster) -> None:
-    """All follow the probe: the way to one of them passes what connects, and not its experts."""
+    """All newcomers follow the probe, and none names a peer: one of them can connect but cannot
+    exchange expert data. The newcomers that have not joined are called off."""
     cluster.join(range(2, 4))
     seen = 0
 
@@ -292,7 +298,8 @@ def test_the_first_engines_are_not_called_off() -> None:
 
 @pytest.mark.parametrize("hangs", [True, False])
 def test_an_engine_that_is_alone_and_does_not_follow_the_probe_hangs(cluster, hangs: bool) -> None:
-    """It waits for no peer. One that follows is kept: only a message of it was lost."""
+    """An engine in a group of one waits for no peer, so it hangs if it does not follow the probe.
+    If it follows, it is kept: only a message of it was lost."""
     cluster.machine.remove_failed([1], cluster.now)
     assert cluster.forming == (0,)
     begun = cluster.epoch
@@ -311,7 +318,8 @@ def test_time_in_which_the_coordinator_was_stopped_does_not_count(cluster) -> No
 
 
 def test_an_engine_that_steps_without_requests_may_be_the_one_that_hangs(cluster) -> None:
-    """The others wait for it, and they have the requests."""
+    """An engine that steps without requests may be the one that hangs: the others, which have the
+    requests, wait for it."""
     epoch = cluster.epoch
     while cluster.now < LIMIT_S + 2 * TICK_S:
         cluster.now += TICK_S
@@ -339,7 +347,8 @@ def test_an_engine_that_hangs_while_the_others_wait_for_a_pause_is_found(cluster
 
 
 def test_an_engine_that_computes_alone_and_does_not_follow_is_not_waited_for(cluster) -> None:
-    """It does not hear this coordinator, though it is heard."""
+    """An engine that computes on its own is not waited for if it cannot hear the coordinator, even
+    though the coordinator hears it."""
     alone_in = cluster.epoch
     cluster.machine.on_message(EngineReport(1, 7, alone_in, wave_phase=Phase.ALONE), cluster.now)
     assert cluster.forming == (0, 1) and cluster.epoch == alone_in + 1

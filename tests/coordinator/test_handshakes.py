@@ -1,4 +1,4 @@
-"""Who may connect to an inbox, and how many handshakes are pending."""
+"""The limit of pending handshakes, and which connections an inbox accepts."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ EVENTS = st.lists(st.tuples(st.sampled_from(["peer", "stranger", "ends"]), st.in
 
 @given(EVENTS)
 def test_strangers_never_hold_more_than_the_limit(events: list[tuple[str, int]]) -> None:
-    """Peers succeed at once and stay; strangers stay until they are shut down, or their time is
-    over. File descriptors are used again."""
+    """Strangers never hold more than the limit of connections. Peers succeed at once and stay;
+    strangers stay until they are shut down or time out. File descriptors are reused."""
     pending, now = PendingHandshakes(LIMIT, HANDSHAKE_S), 0.0
     strangers: dict[int, float] = {}
     peers: set[int] = set()

@@ -1,4 +1,4 @@
-"""Time in which nothing could be heard is no silence: a scripted clock."""
+"""Time in which nothing could be received does not count as silence; the clock is scripted."""
 
 from __future__ import annotations
 

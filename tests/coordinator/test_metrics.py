@@ -1,4 +1,4 @@
-"""What Prometheus reads of the coordinator's view."""
+"""The metrics that Prometheus reads from the coordinator's view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever ingresses come and go, each receives what all others have counted, and nothing twice."""
+"""Each ingress receives the counts of all others exactly once, also if ingresses come and go."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ HOUR_S = 3600.0
 NAMES = ("first", "second")
 
 messages = st.tuples(
-    st.integers(0, 3),  # who speaks
-    st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), max_size=2),  # what it has counted
-    st.floats(0, HOUR_S / 2),  # how long after the word before
+    st.integers(0, 3),  # the ingress that reports
+    st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), max_size=2),  # its new counts
+    st.floats(0, HOUR_S / 2),  # seconds since the previous report
 )
 
 
 @given(st.lists(messages, max_size=40))
 def test_all_others_are_counted_once(said):
-    """An ingress that was silent for an hour is dead: who speaks then is another one."""
+    """All other ingresses are counted once. An ingress that was silent for an hour is dead: a later
+    report with its number comes from a new one."""
     metrics_aggregator, now = MetricsAggregator(), 0.0
     spoke: dict[int, float] = {}
     starts: Counter[int] = Counter()
@@ -57,7 +58,8 @@ def test_the_dead_are_not_kept_apart_for_ever():
 
 
 def test_a_coordinator_that_was_stopped_for_hours_counts_nobody_twice():
-    """All ingresses seem to have been silent for so long, and then they speak one by one."""
+    """A coordinator that was stopped for hours counts no ingress twice, though all seem to have
+    been silent that long and then report one by one."""
     metrics_aggregator = MetricsAggregator()
     for index in range(3):
         metrics_aggregator.record(index, {"n": [1.0]}, 0.0)
@@ -68,7 +70,7 @@ def test_a_coordinator_that_was_stopped_for_hours_counts_nobody_twice():
 
 @pytest.mark.parametrize("ingresses", [2, 8, 20, 50, 200])
 def test_many_ingresses_cost_few_sums(monkeypatch, ingresses):
-    """Each has all others within two rounds."""
+    """Each ingress receives the counts of all others within two rounds."""
     aggregator, sums = MetricsAggregator(), []
     right = MetricsAggregator._sum_others
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""An outlet outlasts another program that has got the port of its peer."""
+"""An outlet recovers after another program had taken the port of its peer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def keys() -> ChannelKeys:
 
 
 class OtherProgram:
-    """Answers each connection with the same bytes, and then ends it."""
+    """A program that answers each connection with the same bytes and closes it."""
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer
@@ -59,11 +59,12 @@ class OtherProgram:
                     visitor.sendall(self._answer)
                     visitor.shutdown(socket.SHUT_WR)
                     while visitor.recv(4096):
-                        """Until the visitor has read the answer and has gone, too."""
+                        """Waits until the visitor has read the answer and has closed the
+                        connection, too."""
                 self.visits += 1
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # closed before
+        with contextlib.suppress(OSError):  # already closed
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(SOON_S)
         self._socket.close()
@@ -86,7 +87,7 @@ def successor(program: OtherProgram, keys: ChannelKeys) -> Inbox[str]:
 
 
 def first_message(inbox: Inbox[str]) -> str:
-    """What comes within a moment."""
+    """Returns the next message if it arrives within a moment, otherwise ""."""
     return next((message for _, message in inbox.receive(0.02)), "")
 
 
@@ -94,7 +95,7 @@ def test_an_outlet_reaches_its_peer_after_another_program(other, keys) -> None:
     outlet: Outlet[str] = Outlet(far(other.port), str, keys)
     outlet.send("early")
     eventually(lambda: other.visits, bool)
-    for _ in range(20):  # none of them waits
+    for _ in range(20):  # no call waits
         outlet.send("meanwhile")
         outlet.receive(0.005)
     inbox = successor(other, keys)
@@ -109,7 +110,7 @@ def test_an_outlet_reaches_its_peer_after_another_program(other, keys) -> None:
 
 
 def test_an_outlet_that_only_listens_tries_again(other, keys) -> None:
-    """It has nothing to send meanwhile, as an engine that waits for its coordinator."""
+    """An outlet that only receives reconnects, as an engine that waits for its coordinator must."""
     outlet: Outlet[str] = Outlet(far(other.port), str, keys)
     deadline = time.monotonic() + SOON_S
     while other.visits < 3 and time.monotonic() < deadline:
@@ -131,7 +132,8 @@ def test_an_async_outlet_reaches_its_peer_after_another_program(other, keys) -> 
             await asyncio.sleep(0.005)
         inbox = successor(other, keys)
         deadline = time.monotonic() + SOON_S
-        while not outlet.is_connected() and time.monotonic() < deadline:  # without sending
+        # without sending a message
+        while not outlet.is_connected() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         outlet.send("again")
         while not answers and time.monotonic() < deadline:

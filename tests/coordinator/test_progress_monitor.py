@@ -1,4 +1,4 @@
-"""Who was heard of and who has progressed, by a scripted clock."""
+"""Silence and missing progress of subjects; the clock is scripted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def watching(*subjects: str) -> ProgressMonitor[str]:
 
 
 def times(until_s: float, from_s: float = 0.0) -> list[float]:
-    """Turns of a loop that keeps its rhythm."""
+    """Returns the times of a loop that runs regularly."""
     return [from_s + STEP_S * turn for turn in range(1, round((until_s - from_s) / STEP_S) + 1)]
 
 
@@ -40,8 +40,9 @@ def test_a_newcomer_has_the_full_time_to_be_heard() -> None:
         ((7, 7, 7), (True, True, True), 2.0),
         ((7, 8, 8), (True, True, True), 1.0),
         ((7, 7, 8), (True, True, True), None),
-        ((7, 7, 7), (False, False, False), None),  # an idle one is not without progress
-        ((7, 7, 7), (True, False, True), None),  # it had work to begin with, since the last report
+        ((7, 7, 7), (False, False, False), None),  # an idle subject does not count as stalled
+        # its time without work, since the last report, does not count
+        ((7, 7, 7), (True, False, True), None),
         ((7, 7, 7), (False, True, True), 1.0),
     ],
 )
@@ -91,7 +92,7 @@ def test_time_in_which_the_caller_was_stopped_is_no_silence() -> None:
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.floats(0.0, 1e6))
 def test_reports_within_the_limit_are_never_silence_or_a_stall(gaps, origin) -> None:
-    """Whatever the rhythm in which they are taken in."""
+    """Reports within the limit are never silence or a stall, at any interval between them."""
     monitor, now = ProgressMonitor(LIMIT_S), origin
     monitor.set_subjects("ab", now)
     for counter, gap in enumerate(gaps):
@@ -106,7 +107,8 @@ def test_reports_within_the_limit_are_never_silence_or_a_stall(gaps, origin) -> 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 7)), max_size=30))
 def test_a_subject_that_reports_and_progresses_is_never_named(gaps) -> None:
-    """Each may be silent for less than the limit, at any time."""
+    """A subject that reports and progresses is never named; each may be silent for less than the
+    limit at any time."""
     monitor, now, counter = watching("a", "b", "c"), 0.0, 0
     for silent, turns in gaps:
         for turn in range(turns + 1):

@@ -1,4 +1,4 @@
-"""A roster changes only by pure functions, and its epoch counts its changes."""
+"""A roster changes only through pure functions, and its epoch counts its changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ steps = st.lists(st.tuples(names, ranks), max_size=12)
 
 @given(steps)
 def test_every_change_is_the_next_epoch_and_no_change_is_the_same_roster(changes) -> None:
-    """Against a dict of states: the membership is what was asked for, in the order of ranks."""
+    """The members are those of a reference dict of states, in the order of their ranks."""
     roster, states = Roster(), {}
     for name, going in changes:
         wanted = dict(states)

@@ -56,7 +56,7 @@ def service() -> Iterator[CoordinatorService]:
 
 
 class Subscriber:
-    """An ingress without engines: what it knows of the cluster."""
+    """An ingress without engines, which tracks the view of the cluster."""
 
     def __init__(self, service: CoordinatorService) -> None:
         self._outlet: Outlet[IngressMessage] = Outlet(service.address, IngressMessage, service.keys)
@@ -64,7 +64,7 @@ class Subscriber:
         self.send, self.close = self._outlet.send, self._outlet.close
 
     def receive(self, timeout_s: float) -> ClusterView | None:
-        """The view after the next message, if one comes."""
+        """Returns the view after the next message; None if no message arrives."""
         match self._outlet.receive(timeout_s):
             case ClusterView() as view:
                 self.view = view
@@ -91,7 +91,7 @@ def connect(service: CoordinatorService) -> Iterator[Callable[[], Subscriber]]:
 
 
 def receive_view(outlet: Subscriber, wanted: Callable[[ClusterView], bool]) -> ClusterView:
-    """The first view that is as wanted."""
+    """Returns the first view that satisfies `wanted`."""
     deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         view = outlet.receive(0.5)
@@ -101,7 +101,7 @@ def receive_view(outlet: Subscriber, wanted: Callable[[ClusterView], bool]) -> C
 
 
 def next_command(outlet: Outlet[EngineCommand]) -> EngineCommand | None:
-    """The next one that is no heartbeat."""
+    """Returns the next command that is not a heartbeat."""
     while isinstance(command := outlet.receive(SOON_S), CoordinatorHeartbeat):
         pass
     return command
@@ -116,7 +116,7 @@ def test_a_subscriber_receives_the_current_view_at_once(service, connect) -> Non
 
 
 class OwnedByLoop:
-    """A state machine that no other thread than the coordinator's may read or write."""
+    """A state machine that only the coordinator's thread may access."""
 
     def __init__(self, state_machine: CoordinatorStateMachine) -> None:
         vars(self)["inner"] = state_machine
@@ -158,7 +158,7 @@ def test_the_state_is_touched_by_its_own_thread_alone(service) -> None:
 
 @pytest.mark.parametrize("part", ["tick", "view"])
 def test_a_loop_that_fails_ends_the_coordinator(monkeypatch, deaths, part) -> None:
-    """A failure outside of any message is the end of the loop: Ray starts another process."""
+    """A failure outside of any message terminates the coordinator; Ray starts another process."""
 
     def planted(*_args: object) -> None:
         raise ZeroDivisionError("planted")
@@ -198,8 +198,8 @@ def test_a_failing_handler_does_not_stop_the_loop(service, connect, monkeypatch)
     assert failed == [EngineReport(0, steps=1)] and service._inbox.malformed == 1
 
 
-class JumpingRuntime(ThreadRuntime):
-    """Real time, and what the test adds to it."""
+class JumpingGround(ThreadGround):
+    """Real time plus an offset that the test sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,9 +225,10 @@ def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
 
 
 def test_a_successor_that_was_stopped_while_it_listened_listens_on() -> None:
-    """Its time is over when it wakes, and nothing of what was said meanwhile has been taken in."""
-    runtime = JumpingRuntime()
-    service = CoordinatorService(CONFIG, runtime, recover=True)
+    """A new coordinator whose listening period has expired when it wakes up keeps listening,
+    because it has not yet processed the messages of that time."""
+    ground = JumpingGround()
+    service = CoordinatorService(CONFIG, ground, recover=True)
     subscriber = Subscriber(service)
     engine: Outlet[EngineCommand] = Outlet(service.address, EngineCommand, service.keys)
     try:
@@ -270,7 +271,7 @@ def test_a_report_reaches_the_subscribers(service, connect) -> None:
 
 def test_each_ingress_receives_what_all_others_have_counted(service) -> None:
     def said(index: int, *, total: float) -> dict[str, list[float]]:
-        """What ingress `index` receives when it has counted so much."""
+        """Returns what ingress `index` receives after it has reported this total."""
         outlet: Outlet[IngressMessage] = Outlet(service.address, IngressMessage, service.keys)
         try:
             outlet.send(Subscribe(index, counts={"n": [total]}))
@@ -300,13 +301,14 @@ def test_without_subscription_nothing_is_sent(service, connect) -> None:
 
 
 def test_an_ingress_that_has_missed_a_roster_gets_it(service, connect) -> None:
-    """Its next subscription says which it has."""
+    """An ingress that has missed a roster receives it: its next subscription says which roster it
+    has."""
     subscriber = connect()
     subscriber.send(Subscribe(1))
     receive_view(subscriber, lambda _view: True)
     service.join([member(0)], SOON_S)
     current = receive_view(subscriber, lambda view: view.roster.ranks == [0])
-    subscriber.view = ClusterView(Roster())  # as if it had not come
+    subscriber.view = ClusterView(Roster())  # as if the view had been lost
     subscriber.send(Subscribe(1, 0))
     assert receive_view(subscriber, lambda view: view.roster.epoch > 0).roster == current.roster
 
@@ -337,7 +339,7 @@ def test_heartbeats_come_without_changes(service, connect) -> None:
 
 
 def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
-    """Engines talk without a pause; views go on coming meanwhile."""
+    """Views are published while an engine reports continuously."""
     service.join([member(0)], SOON_S)
     subscriber = connect()
     subscriber.send(Subscribe(0))
@@ -390,7 +392,8 @@ def test_a_malformed_message_is_dropped(service, connect) -> None:
 
 
 def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
-    """Its predecessor spoke first, and it has not introduced itself yet when it joins."""
+    """Commands go to the engine that has the rank now. Its predecessor sent messages first, and the
+    engine has not introduced itself yet when it joins."""
     service, connect = connect_to
     joins: list[threading.Thread] = []
     for incarnation in (1, 2):
@@ -413,7 +416,8 @@ def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
 
 
 def test_an_engine_that_has_introduced_itself_to_a_predecessor_does_so_again(connect_to) -> None:
-    """It was stopped while this coordinator listened. Its group has an epoch that is not known."""
+    """An engine that was stopped while a new coordinator listened introduces itself again; the
+    coordinator does not know the epoch of its group."""
     service, connect = connect_to
     engine, outlet = member(0), connect()
     joining = threading.Thread(target=service.join, args=([engine], SOON_S))
@@ -426,7 +430,7 @@ def test_an_engine_that_has_introduced_itself_to_a_predecessor_does_so_again(con
     outlet.send(EngineHello(engine, epoch=5, ranks=[0], phase=stopped))
     while not (isinstance(command := next_command(outlet), ReconfigureDistributedRequest)):
         assert command is not None, "no group was formed"
-    while command.epoch <= 5:  # what had waited for its hello comes first
+    while command.epoch <= 5:  # the command that was held back until the hello comes first
         command = next_command(outlet)
         assert isinstance(command, ReconfigureDistributedRequest)
     outlet.send(Joined(0, engine.incarnation, command.epoch))
@@ -436,7 +440,8 @@ def test_an_engine_that_has_introduced_itself_to_a_predecessor_does_so_again(con
 
 @pytest.fixture
 def connect_to() -> Iterator[tuple[CoordinatorService, Callable[[], Outlet[EngineCommand]]]]:
-    """A coordinator of engines that share experts, and a way to be one of them."""
+    """Yields a coordinator of engines that share experts, and a function that connects one of
+    them."""
     service = CoordinatorService(CONFIG, lockstep=True)
     outlets: list[Outlet[EngineCommand]] = []
 
@@ -451,7 +456,8 @@ def connect_to() -> Iterator[tuple[CoordinatorService, Callable[[], Outlet[Engin
 
 
 def test_the_state_of_the_manager_outlives_it_and_the_coordinator(service) -> None:
-    """An engine keeps the newest one and tells it: which manager led, and what it wanted."""
+    """The manager's state outlives the manager and the coordinator: an engine keeps the newest
+    state, and reports which manager led and what it wanted."""
     newest = ManagerState("new", target=3, pause_requested=True, term=2, number=7)
     older = ManagerState("old", target=1, term=1, number=9)
     engines: list[Outlet[EngineCommand]] = []
@@ -515,7 +521,8 @@ def test_an_engine_that_is_kept_while_it_goes_is_not_taken_out_after_the_time() 
 
 
 def test_what_was_idle_under_an_earlier_roster_stays(service) -> None:
-    """A request may have moved to it under the newer one."""
+    """An engine that was idle under an earlier roster is not detached: a request may have moved to
+    it since."""
     service.join([member(0), member(1)], SOON_S)
     idle_epoch = service.leave([1]).epoch
     service.leave([0])

@@ -1,4 +1,4 @@
-"""What the coordinator decides: roster, group and liveness together, without sockets or clock."""
+"""The coordinator's decisions on roster, group and liveness, without sockets or a clock."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def lockstep() -> CoordinatorStateMachine:
 
 
 def form(state_machine: CoordinatorStateMachine, now: float = 0.0) -> None:
-    """Let every engine of the group that forms join it."""
+    """Lets every engine of the forming group join it."""
     for rank in state_machine.waves.ranks:
         found = state_machine.current_member(rank)
         assert found is not None
@@ -73,7 +73,7 @@ def test_a_taken_rank_is_refused_and_who_is_here_may_join_again(dense) -> None:
 
 
 def test_the_dead_are_not_heard(dense) -> None:
-    """Neither after their rank was taken by another one."""
+    """Reports of a dead engine are ignored, also after another engine has taken its rank."""
     dense.join([member(0, 7)], 0.0)
     dense.remove_failed([0], 0.0)
     dense.on_message(EngineReport(0, 7, steps=5), 0.0)
@@ -144,7 +144,8 @@ def test_a_detached_engine_that_dies_first_was_lost(lockstep) -> None:
 
 
 def test_who_waits_for_the_group_to_pause_makes_no_progress_and_is_not_to_blame(lockstep) -> None:
-    """A successor adopts a group of one that hangs, and a newcomer that has a request."""
+    """An engine that waits for the group to pause makes no progress and is not blamed. A new
+    coordinator adopts a group with a hanging engine and a newcomer that has a request."""
     group, outside = member(0), member(1)
     hellos = [
         EngineHello(group, epoch=1, ranks=[0], phase=Phase.RUNNING),
@@ -207,7 +208,8 @@ def test_an_engine_that_replaces_a_worker_may_be_taken_out_meanwhile(kind, reque
 
 
 def test_of_two_that_fall_silent_the_one_that_goes_is_gone_with_the_other(lockstep) -> None:
-    """Nobody is left: the group goes on without the first, and so without the second."""
+    """Two engines fall silent, and one of them is leaving. The group continues without the first
+    one, so the leaving one is detached too, and no engine is left."""
     lockstep.join([member(0), member(1)], 0.0)
     form(lockstep)
     lockstep.leave([1], 0.0)
@@ -221,7 +223,8 @@ def test_of_two_that_fall_silent_the_one_that_goes_is_gone_with_the_other(lockst
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
 def test_an_engine_that_is_gone_is_not_kept(kind, request) -> None:
-    """The manager takes out what has just stalled, and then wants it again: the others go on."""
+    """An engine that is gone is not kept, although the manager detaches it and then wants it again;
+    the other engines continue."""
     machine = request.getfixturevalue(kind)
     machine.join([member(0), member(1), member(2)], 0.0)
     form(machine)
@@ -383,7 +386,8 @@ def test_a_successor_takes_over_what_it_hears_of(kind, request) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
 def test_an_engine_that_a_successor_has_heard_of_is_lost_when_it_is_silent(kind, request) -> None:
-    """It knows this coordinator, so it has no more time than others, before any report."""
+    """An engine that has introduced itself to a new coordinator has no more time than others, even
+    before any report."""
     state_machine = request.getfixturevalue(kind)
     state_machine.recover(1, [EngineHello(member(r), 4, [0, 1, 2]) for r in (0, 1)], 0.0)
     late = EngineHello(member(2), 4, [0, 1, 2])
@@ -398,7 +402,8 @@ def test_an_engine_that_a_successor_has_heard_of_is_lost_when_it_is_silent(kind,
 
 
 def test_a_newcomer_that_has_introduced_itself_has_no_more_time_than_others(lockstep) -> None:
-    """Its group forms without it, though it has sent no report."""
+    """The group forms without a newcomer that has introduced itself but sends no report within the
+    limit."""
     for rank in range(2):
         lockstep.join([member(rank)], 0.0, heard={member(0).incarnation})
     for tick in range(30):
@@ -408,7 +413,8 @@ def test_a_newcomer_that_has_introduced_itself_has_no_more_time_than_others(lock
 
 
 def test_the_epoch_advances_past_one_that_was_seen(dense) -> None:
-    """A successor that heard of its predecessor's epoch too late."""
+    """The epoch advances past one that was seen: a new coordinator learned its predecessor's epoch
+    too late."""
     dense.join([member(0)], 0.0)
     dense.advance_epoch(1, 0.0)
     assert dense.roster.epoch == 1

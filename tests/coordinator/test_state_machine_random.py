@@ -1,4 +1,4 @@
-"""Calls and messages in any order: the coordinator goes on, and what it knows fits together."""
+"""Random calls and messages: the coordinator does not fail, and its state stays consistent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOKS_PER_S = 4
 
 
 class Driver:
-    """Engines and a manager that do anything; ranks that are not there are asked, too."""
+    """Engines and a manager that act randomly, also for ranks that do not exist."""
 
     def __init__(self, *, lockstep: bool) -> None:
         waves = WaveCoordinator() if lockstep else NullCoordinator()
@@ -55,7 +55,8 @@ class Driver:
         (self.machine.pause if number % 2 else self.machine.resume)(self.now)
 
     def tick(self, speaking: set[int], number: int) -> None:
-        """All but these are silent for long enough to be found, several at once."""
+        """All engines except `speaking` are silent long enough to be found, perhaps several at
+        once."""
         for _ in range(int(_SILENCE_S * _LOOKS_PER_S)):
             self.now += 1.0 / _LOOKS_PER_S
             self.report(speaking, number)

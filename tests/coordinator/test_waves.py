@@ -1,5 +1,5 @@
-"""The races of waves, one by one. Every scenario must come to rest: no engine waits, no work is
-left."""
+"""The races of the wave protocol, one by one. Every scenario must become quiescent: no engine
+waits, no work is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.coordinator.model_transitions import is_quiescent
 AWAKE = ("0 gets a request", "0 is delivered", "1 takes")
 """Both engines run."""
 PAUSED = ("pause", "0 takes", "1 takes", "0 submits", "1 submits", "0 reads", "1 reads")
-"""Both engines are paused behind one step; their messages are under way."""
+"""Both engines are paused after one step; their messages are in transit."""
 
 STATES = {
     "stopped": (),
@@ -33,7 +33,7 @@ STATES = {
     "half paused": (*PAUSED[:-1],),
     "paused": PAUSED,
 }
-"""How a group of two gets into each state."""
+"""The moves that bring a group of two into each state."""
 
 
 def test_a_stopped_engine_with_work_runs_first_and_then_reports() -> None:
@@ -190,7 +190,7 @@ def test_the_coordinator_may_die_in_each_state(state: str, fate: str) -> None:
     assert scenario.rest().engines[0].fields.epoch > before
 
 
-# -------------------------------------------------------------------- what saves messages, or time
+# -------------------------------------------------------------------- what saves messages or time
 
 
 def test_a_wave_is_announced_once() -> None:
@@ -250,7 +250,8 @@ def test_an_unfinished_scenario_is_not_quiescent() -> None:
 
 
 def test_an_engine_that_comes_after_the_recovery_forms_a_group_of_a_newer_epoch() -> None:
-    """Of its own epoch it would take no command: it was in that of a predecessor."""
+    """An engine that introduces itself after the recovery gets a group of a newer epoch: it would
+    ignore a command of its own epoch, which was its predecessor's."""
     waves = WaveCoordinator()
     waves.change((0, 1))
     [(_, command), _] = waves.introduced(1, 7)
@@ -313,7 +314,8 @@ def test_an_engine_alone_follows_a_newer_group_only() -> None:
 
 @pytest.mark.parametrize("state", [GroupState.SERVING, GroupState.PAUSING, GroupState.FORMING])
 def test_a_coordinator_forms_the_next_group_with_an_engine_that_is_alone(state: GroupState) -> None:
-    """Also while this group forms: it was given up there."""
+    """The coordinator forms the next group with an engine that computes on its own, also while the
+    current group forms, because that engine has given up on it."""
     waves = WaveCoordinator(3, 5, False, state, (0, 1), (0, 1))
     commands = waves.report(1, 3, 5, Phase.ALONE, False)
     assert commands == [(rank, ReconfigureDistributedRequest(4, [0, 1], 6)) for rank in (0, 1)]

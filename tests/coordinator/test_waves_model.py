@@ -1,4 +1,4 @@
-"""Waves in every order of events: within bounds all of them, beyond some of them."""
+"""The wave protocol in every order of events: exhaustive within bounds, sampled beyond them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def test_no_rule_is_superfluous(name: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_steps_without_rows_at_the_end_of_a_wave(depth: int) -> None:
-    """An end that is known in advance is in the sums of the last step with rows, and `depth - 1`
-    are in flight behind it. One that is seen when the last step is read is in those of the next
-    step submitted; as many are in flight behind that one."""
+    """A wave ends with at most `depth - 1` steps without rows or votes. If the last step of the
+    requests is known in advance, its sums show it, and `depth - 1` steps are in flight after it. If
+    it is recognized when it is read, the sums of the next submitted step show it, and just as many
+    are in flight after that."""
     assert explore(Bounds(2, depth, (K1, K2))).most_quiet == depth - 1
     assert explore(Bounds(2, depth, (E1, K1))).most_quiet == depth
 
