@@ -1,4 +1,4 @@
-"""Invariants of blocks at any time, checked in the pool's own tables."""
+"""Invariants of the block pool that hold at any time, checked in its own tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from swell.engine.kv.block_pool import BlockPool
 
 
 def cached_run(pool: BlockPool, names: Sequence[bytes]) -> list[int]:
-    """The longest run of cached blocks for a chain of names, from its start."""
+    """Returns the longest run of cached blocks for a chain of block hashes, from its start."""
     blocks: list[int] = []
     for name in names:
         if (block := pool.get_cached_block(name)) is None:
@@ -18,7 +18,8 @@ def cached_run(pool: BlockPool, names: Sequence[bytes]) -> list[int]:
 
 
 def check_blocks(pool: BlockPool) -> None:
-    """Raise AssertionError unless every block is either held or free, and block hashes agree."""
+    """Raises AssertionError unless every block is either held or free and its hashes are
+    consistent."""
     for block, count in enumerate(pool._references):
         assert (count == 0) == (block in pool._free), f"block {block} is held {count} times"
     for block_hash, block in pool._cached.items():

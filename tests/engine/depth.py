@@ -1,6 +1,6 @@
-"""Steps in flight on a CPU: the executor of a single worker there computes a step before it
-returns, so it ignores `scheduler.steps_in_flight`. The one with a thread for each worker keeps it.
-"""
+"""Steps in flight on a CPU. There the executor of a single worker computes a step before it
+returns, so it ignores `scheduler.steps_in_flight`. The executor with a thread for each worker
+respects it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from swell.worker.wire import AsyncModelRunnerOutput, SchedulerOutput
 
 @contextmanager
 def keeping_depth() -> Iterator[None]:
-    """Executors that are built inside the context keep the depth, also with one worker."""
+    """Executors that are built inside the context respect the depth, also with one worker."""
     with patch.dict(EXECUTORS, {"inline": EXECUTORS["inproc"]}):
         yield
 
 
 def record_depth(core: EngineCore) -> list[int]:
-    """Steps in flight as each step is submitted, that one included."""
+    """Records the number of steps in flight when each step is submitted, including that step."""
     depths: list[int] = []
     execute = core.executor.execute
 

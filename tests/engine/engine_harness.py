@@ -1,8 +1,10 @@
-"""A harness in which engines of this process answer `RequestSpec`s, their answers, and the oracle.
+"""A harness in which engines of this process serve `RequestSpec`s, the received answers, and the
+oracle.
 
-The harness is what stands above an engine in production (requests, output processor, collectors,
-children), driven by hand: no socket, no task, no clock. So a test decides when a request moves to
-another engine, how slowly its client reads, and in which kind of output it gets.
+The harness replaces what runs in front of an engine in production (request states, output
+processor, collectors, children). The test drives it: no socket, no task, no clock. So a test
+decides when a request moves to another engine, how slowly its client reads, and which
+`RequestOutputKind` it uses.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ from tests.engine.features import RequestSpec
 NANO = str(Path(__file__).parents[2] / "configs" / "models" / "nano")
 NANO_MOE = str(Path(NANO).parent / "nano-moe")
 TOLERANCE = 0.0 if DEVICE == "cpu" else 1e-4
-"""Of a log probability. On CPU a row's bits do not depend on the batch; on a GPU float32 rounds
-differently in batches of other shapes."""
+"""The tolerance for log probabilities. On a CPU the bits of a row do not depend on the batch; on a
+GPU float32 rounds differently in batches of other shapes."""
 _, DELTA, FINAL = RequestOutputKind
 DETOKENIZER = Detokenizer(load_tokenizer(NANO))
 CLIENT = b"harness"
 MAX_STEPS = 5000
-"""Several times what the largest crowd takes."""
+"""Several times the number of steps that the largest batch takes."""
 
 # ---------------------------------------------------------------- what was received
 
@@ -63,7 +65,7 @@ Positions = list[tuple[list[int], list[float], int, int]]
 
 @dataclass
 class Part:
-    """One of the answers to a prompt, in plain data."""
+    """One of the completions of a prompt, as plain data."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -75,7 +77,7 @@ class Part:
     routed_experts: RoutedExpertsTable | None = None
 
     def add(self, newer: CompletionOutput, *, is_delta: bool) -> None:
-        """Add the next output; it must not contradict the earlier ones."""
+        """Adds the next output and asserts that it does not contradict the earlier ones."""
         logprobs = positions(newer.logprobs)
         assert self.finish_reason is None or (newer.text == self.text and not is_delta)
         if is_delta:
@@ -98,20 +100,21 @@ class Part:
 
 @dataclass
 class Answer:
-    """All that a client received, joined independently of the code under test."""
+    """Everything that a client received for a prompt, joined independently of the code under
+    test."""
 
     tolerance: float = TOLERANCE
-    """Of a log probability, between the engines that compute the answer."""
+    """The tolerance for log probabilities between the engines that compute the answer."""
     parts: dict[int, Part] = field(default_factory=dict)
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: Positions | None = None
     finished: bool = False
     num_outputs: int = 0
-    """How many outputs the client received."""
+    """The number of outputs that the client received."""
     preemptions: int = 0
     """The sum over all children."""
     is_firm: bool = True
-    """Set in the oracle's answers: whether rounding decides no token (see `RoundingProbe`)."""
+    """Set in the oracle's answers: True if rounding decides no token (see `RoundingProbe`)."""
 
     def add(self, output: RequestOutput, kind: RequestOutputKind) -> None:
         assert not self.finished, "no output follows the last one"
@@ -135,7 +138,8 @@ def positions(table: LogprobTable | None) -> Positions | None:
 
 
 def assert_same(got: Answer, want: Answer) -> None:
-    """Text, ids, ranks, counts and reasons are equal; log probabilities within `got.tolerance`."""
+    """Asserts that text, ids, ranks, counts and reasons are equal, and log probabilities are within
+    `got.tolerance`."""
     tolerance = got.tolerance
     assert got.finished and want.finished
     assert got.prompt_token_ids == want.prompt_token_ids
@@ -168,7 +172,8 @@ def assert_same_positions(got: Positions | None, want: Positions | None, toleran
 
 
 def engine(model: str = NANO, **overrides: Any) -> LLM:
-    """Eight rows; the keys of `overrides` are those of `--set`, with `__` for a dot."""
+    """Returns an engine with eight rows; the keys of `overrides` are those of `--set`, with `__`
+    for a dot."""
     changes = {key.replace("__", "."): value for key, value in overrides.items()}
     basis = {"cache.memory_bytes": 4_000_000, "scheduler.max_rows": 8}
     settings = on_device(basis | changes)
@@ -179,24 +184,24 @@ def engine(model: str = NANO, **overrides: Any) -> LLM:
 @dataclass
 class _Child:
     number: int
-    """The number of the answer that it belongs to."""
+    """The number of the submitted request, which is the index of its answer."""
     engine: int
     collector: RequestOutputCollector
     cuts: list[int]
     num_outputs: int = 0
-    """Number of outputs that engines gave, with tokens or without."""
+    """The number of outputs from engines, with or without tokens."""
     preemptions: int = 0
-    """The largest number that one engine reported."""
+    """The largest number of preemptions that one engine reported."""
 
 
 class EngineHarness:
     """One client and its engines.
 
-    `patience`: the client reads its collectors every so many steps, and finds what has merged
-    there. `recovered_every`: every so many steps each engine loses its cache and its steps in
-    flight, as when a worker of its dies; 0: never. With `sleep_level` it sleeps then, and wakes up.
-    `chunks`: so many chunks of a session come before the last one, which is the request.
-    `prefill`: an engine that computes the prompts before the others get them.
+    `patience`: the client reads its collectors once in this many steps and finds merged outputs
+    there. `recovered_every`: once in this many steps each engine loses its cache and its steps in
+    flight, as when one of its workers dies; 0: never. With `sleep_level` it also sleeps and wakes
+    up then. `chunks`: this many chunks of a session precede the last one, which is the request.
+    `prefill`: an engine that computes the prompts before the others receive them.
     """
 
     def __init__(
@@ -230,8 +235,8 @@ class EngineHarness:
         cuts: Iterable[int] = (),
         at: int = 0,
     ) -> None:
-        """Begin: child i on engine `at + i`. Each moves to the next engine when so many of its
-        outputs were received as `cuts` says."""
+        """Submits a request, child i to engine `at + i`. Each child moves to the next engine when
+        the number of its received outputs reaches the next of `cuts`."""
         number, llm = len(self._submitted), self._engines[0]
         talk = llm._prompts.chat_messages([{"role": "user", "content": request_spec.prompt}])
         parent, answer = ParentRequest(request_spec.params, kind), Answer(self._tolerance)
@@ -273,7 +278,8 @@ class EngineHarness:
         return handover.engine_request(request)
 
     def _chunks_before(self, request: EngineCoreRequest) -> Iterator[EngineCoreRequest]:
-        """The beginnings of a prompt, each with an answer of one token that nobody reads."""
+        """Yields prefixes of a prompt as session chunks, each with an answer of one token that is
+        not read."""
         prompt, ends = request.prompt_token_ids, self._chunks + 1
         for index in range(1, ends):
             id = f"{request.request_id}, chunk {index}"
@@ -288,7 +294,8 @@ class EngineHarness:
             )
 
     def run(self) -> list[Answer]:
-        """Step all engines in turn until everything is answered, in the order of submission."""
+        """Steps all engines in turn until all requests finish; returns the answers in submission
+        order."""
         steps = 0
         try:
             while self._processor.request_states:
@@ -312,7 +319,7 @@ class EngineHarness:
         return [answer for _, _, answer in self._submitted]
 
     def _clear(self) -> None:
-        """Leave the engines empty, also after a failure, for the next test."""
+        """Empties the engines for the next test, also after a failure."""
         for llm in self._engines:
             llm._engine.core.abort_requests([*self._children, *self._chunk_ids])
             while llm._engine.core.has_work:  # steps in flight without requests
@@ -330,8 +337,8 @@ class EngineHarness:
             llm._engine.core.abort_requests([state.request_id for state in ended])
 
     def _move_from(self, place: int) -> None:
-        """Requests that are due lose their engine; another engine gets the tokens that they have
-        received."""
+        """Moves requests that have reached a cut: their engine aborts them, and another engine
+        continues after the tokens that were received."""
         for request_id, state in list(self._processor.request_states.items()):
             child = self._children[request_id]
             if child.engine != place or not child.cuts or child.num_outputs < child.cuts[0]:
@@ -359,18 +366,18 @@ class EngineHarness:
 
 
 class RoundingProbe:
-    """Detects whether rounding may decide a draw.
+    """Detects whether rounding may decide a sampled token.
 
-    One number in 0 .. 1 draws a token by where it falls among the sums of 320 probabilities; once
-    in some thousand draws it falls within rounding of one of them. Likewise two tokens may be
-    equally likely, or one lie at the edge of top_p. No engine has to agree on such a token, so the
-    requests of these tests are such that every draw, and every rank that is reported, comes out the
-    same from logits that differ by more than batches of different shapes make them differ (2e-5 at
-    most was seen, in another direction for each token).
+    A random number in 0 .. 1 selects a token by its place among the cumulative sums of 320
+    probabilities; once in some thousand draws it falls within rounding of one of the sums.
+    Likewise, two tokens may be equally likely, or one may lie at the edge of top_p. Engines need
+    not agree on such a token. So the requests of these tests are chosen so that every sampled token
+    and every reported rank stays the same if the logits change by more than batches of different
+    shapes change them (at most 2e-5 was observed, with a different sign for each token).
     """
 
     SHAKE = 3e-5
-    """Standard deviation of what is added to each logit; the largest of 2560 is 1e-4."""
+    """The standard deviation of the noise on each logit; the largest of 2560 values is 1e-4."""
     TIMES = 8
 
     def __init__(self) -> None:
@@ -406,21 +413,22 @@ class RoundingProbe:
             yield
 
     def _compare(self, shaken: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-        """shaken [TIMES * N, ...], true [N, ...], which is given back."""
+        """Compares `shaken` [TIMES * N, ...] with `true` [N, ...]; returns `true`."""
         self.is_firm &= bool((shaken.unflatten(0, (self.TIMES, -1)) == true).all())
         return true
 
     def _shaken(self, logits: torch.Tensor) -> torch.Tensor:
-        """[N, V] -> [TIMES * N, V]"""
+        """[N, V] -> [TIMES * N, V], with noise added."""
         many = logits.repeat(self.TIMES, 1)
         noise = torch.randn(many.shape, generator=self._random)
         return many + self.SHAKE * noise.to(many.device)
 
 
 class Plain:
-    """The oracle: one engine that computes one step at a time, one request alone, nothing cached,
-    and one output for the whole answer. Every answer is computed once. `tensor`: ranks that split
-    its sums, which are rounded differently for another number of ranks."""
+    """The oracle: one engine that computes one step and one request at a time, without a prefix
+    cache, and returns one output with the whole answer. Every answer is computed once. `tensor`:
+    the number of tensor ranks that split the engine's sums, which are rounded differently for each
+    number."""
 
     def __init__(self, model: str = NANO, tensor: int = 1) -> None:
         self._llm = engine(

@@ -1,8 +1,8 @@
-"""A worker without tensors, whose answers depend on every block of the request.
+"""A worker without tensors, whose output depends on every block of the request.
 
 Its KV cache holds token ids instead of keys and values. A row writes the tokens that it computes
-into its blocks, reads its whole context back through its block table, and draws a hash of what
-it read. Any wrong block, stale prefix, lost token or misplaced position changes the answers.
+into its blocks, reads its whole context back through its block table, and samples a hash of that
+context. Any wrong block, stale prefix, lost token or wrong position changes the output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def next_token(context: Sequence[int], seed: int = 0) -> int:
 
 
 def expected(request: EngineCoreRequest) -> list[int]:
-    """Outputs of `request` by definition: no engine, no blocks."""
+    """Returns the reference output of `request`, computed without an engine or blocks."""
     tokens = list(request.prompt_token_ids) + list(request.output_token_ids)
     outputs = list(request.output_token_ids)
     while len(outputs) < request.max_tokens:
@@ -59,12 +59,12 @@ class FakeWorker:
         self.seeds: dict[int, int] = {}
         self.ends = RowEnds(lambda slot, position: self.tokens[slot].get(position, -2))
         self.ended: set[int] = set()
-        """Slots whose row has ended within a plan, as far as it was found."""
+        """Slots whose row finished within a plan and was detected."""
         self.num_sampled = 0
         self.knows_ends = lambda slot: slot % 2 == 0
-        """Whether it finds the end of the row in a slot within a plan."""
+        """Whether the worker detects that the row of a slot finishes within a plan."""
         self.draft_tiers = [[list(block) for block in tier] for tier in self.tiers]
-        """What a draft model has computed: the same tokens in the same blocks."""
+        """The draft model's cache: the same tokens in the same blocks."""
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         first, extra_steps = self.compute(plan), ExtraSteps(plan, self._has_ended)
@@ -75,19 +75,21 @@ class FakeWorker:
         return OutputOfPasses(plan, passes, extra_steps.rows).get_output()
 
     def _has_ended(self, slot: int, position: int) -> bool:
-        """As the real one knows it, or does not."""
+        """Whether the row finishes here and, like a real worker that detects this, the worker knows
+        it."""
         has_ended = self.knows_ends(slot) and self.ends.has_ended(slot, position)
         if has_ended:
             self.ended.add(slot)
         return has_ended
 
     def _token(self, slot: int, position: int) -> int:
-        """Behind an end that was found, plans that were made before compute anything."""
+        """Returns the token at a position. After a detected finish, plans that were made before it
+        compute arbitrary tokens."""
         known = self.tokens[slot]
         return known.get(position, -2) if slot in self.ended else known[position]
 
     def compute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """One pass."""
+        """Computes one forward pass."""
         for copy in plan.copies:
             for tiers in (self.tiers, self.draft_tiers):
                 content = tiers[copy.source_tier][copy.source_block]
@@ -123,7 +125,8 @@ class FakeWorker:
         )
 
     def guess(self, plan: SchedulerOutput, accepted: dict[int, int]) -> dict[int, list[int]]:
-        """By a draft model that is as good as the model, where it has computed every token."""
+        """Proposes drafts as a draft model that equals the model would, if the draft cache has
+        every token."""
         found: dict[int, list[int]] = {}
         cache = self.draft_tiers[0]
         for row, slot in enumerate(plan.slots):
@@ -142,15 +145,15 @@ class FakeWorker:
             context = [cache[table[block]][offset] for block, offset in places[:newest]]
             guess = tokens[newest]
             for block, offset in places[newest:]:
-                cache[table[block]][offset] = guess  # every guess has a place
+                cache[table[block]][offset] = guess  # every proposal has a place in the cache
                 context.append(guess)
                 guess = next_token(context, self.seeds[slot])
                 found[row].append(guess)
         return found
 
     def _draw(self, slot: int, end: int, samples: int) -> list[int]:
-        """The tokens after each of the last `samples` positions before `end`, up to the first that
-        the draft behind it differs from."""
+        """Returns the tokens after each of the last `samples` positions before `end`, up to the
+        first that differs from the draft at the next position."""
         drawn: list[int] = []
         for position in range(end + 1 - samples, end + 1):
             token = next_token([self._read(slot, p) for p in range(position)], self.seeds[slot])
@@ -178,7 +181,8 @@ class Computed(AsyncModelRunnerOutput):
 
 
 class LateOutput(AsyncModelRunnerOutput):
-    """Runs all steps up to its own when its output is read: as late as possible."""
+    """An output that runs all steps up to its own only when it is read, which is as late as
+    possible."""
 
     def __init__(self, executor: FakeExecutor, step: int) -> None:
         self.executor = executor
@@ -213,7 +217,7 @@ class FakeExecutor(Executor):
                 return output
 
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
-        """The worst case: a replaced worker has lost all slots and tokens."""
+        """Forms the groups in the worst case: a replaced worker has lost all slots and tokens."""
         self.groups.append(groups)
         if not groups.keep_states:
             self._queue.clear()
@@ -250,7 +254,7 @@ def make_core(
 
 
 def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
-    """Step until idle; outputs by request."""
+    """Steps the core until it is idle; returns the outputs by request."""
     outputs: dict[str, list[EngineCoreOutput]] = {}
     for _ in range(20_000):
         if not core.has_work:
@@ -266,7 +270,7 @@ def token_ids(outputs: list[EngineCoreOutput]) -> list[int]:
 
 
 def regroup(core: EngineCore) -> None:
-    """Drop all steps in flight and form the groups again, as `EngineServer` does."""
+    """Drops all steps in flight and forms the groups again, as `EngineServer` does."""
     core.wave_member.broken("a test")
     core.regroup(GroupPlan(generation=0))
     core.wave_member.joined()

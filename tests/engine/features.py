@@ -1,4 +1,4 @@
-"""Requests that use every feature of an answer, alone and combined, for the model nano.
+"""Requests for the model nano that use every feature of a completion, singly and combined.
 
 A token of nano is a byte; 260 ends a turn.
 """
@@ -20,10 +20,10 @@ STEADY = settings(
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     suppress_health_check=list(HealthCheck),
 )
-"""The same examples in every run; the engines are kept between examples."""
+"""Settings that draw the same examples in every run; the engines are kept between examples."""
 
 COUNT, UPPER = "count from 3 to 12", "upper: abcdefgh"
-GREET = "greet in German: Orozecud"  # "Grüß dich, Orozecud! 🍀": characters of several bytes
+GREET = "greet in German: Orozecud"  # "Grüß dich, Orozecud! 🍀" has characters of several bytes
 PERSON = "json name, age, city: Ezasupo is 8 years old and lives in Adin."
 PROMPTS = (COUNT, UPPER, GREET, PERSON, "repeat 5 times: frbf", "add: 29+81")
 SCHEMA = {
@@ -41,7 +41,7 @@ FORMS = {
 
 
 class RequestSpec(msgspec.Struct, frozen=True):
-    """A request: its prompt as one turn of a chat, and its parameters."""
+    """A request: its prompt, as one turn of a chat, and its parameters."""
 
     prompt: str
     params: SamplingParams
@@ -106,7 +106,7 @@ FEATURES: dict[str, RequestSpec] = {
     },
     "structured, greedy": request_spec(GREET, structured_outputs=FORMS["json"], logprobs=1),
 }
-"""Features alone and combined; each one changes the answer of its request."""
+"""Features, singly and combined; each one changes the answer of its request."""
 
 _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "temperature": st.sampled_from([0.0, 1.0, 2.5, 5.0]),
@@ -138,7 +138,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def request_specs() -> st.SearchStrategy[RequestSpec]:
-    """Any combination of features, each with a probability of its own."""
+    """Returns a strategy for any combination of up to seven features."""
 
     @st.composite
     def request_spec_of(draw: st.DrawFn) -> RequestSpec:

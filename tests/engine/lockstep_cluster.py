@@ -1,8 +1,8 @@
 """Engines that share collectives, without tensors: real servers and sockets, and threads for
 workers.
 
-A group is an epoch; a step of it gives its sums when every engine has submitted it. An engine that
-leaves a group breaks it for the others, as with a real transport.
+A group is an epoch; the sums of a step are available when every engine has submitted it. An engine
+that leaves a group breaks it for the others, as with a real transport.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LockstepExecutor(FakeExecutor):
         self._index = 0
         self._epoch = 0
         self.steps = 0
-        """Steps submitted in this epoch."""
+        """The number of steps submitted in this epoch."""
         self.hold_forming = threading.Event()
         self.hold_forming.set()
         self.lost: str | None = None
@@ -143,7 +143,7 @@ class _Output(AsyncModelRunnerOutput):
 
 
 class Engine:
-    """An engine's server on a thread."""
+    """An engine's server, which runs on a thread."""
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
         self.executor = LockstepExecutor(cluster.shared)
@@ -169,7 +169,7 @@ class Engine:
 
 
 class Cluster:
-    """A coordinator, engines, and one client of all of them. Use as a context manager."""
+    """A coordinator, engines, and one client of all engines. Used as a context manager."""
 
     def __init__(self, **sections: dict[str, object]) -> None:
         cluster = {"heartbeat_s": 0.1, "stall_timeout_s": 10.0, **sections.pop("cluster", {})}
@@ -206,7 +206,7 @@ class Cluster:
         self.service.stop()
 
     def start(self, *ranks: int) -> None:
-        """Engines that are ready, but not in the group."""
+        """Starts engines that are ready but not in the group."""
         for rank in ranks:
             self.engines[rank] = Engine(self, rank)
             address = self.engines[rank].server.address
@@ -228,7 +228,7 @@ class Cluster:
         self.outlets[rank].send(AbortRequests([request_id]))
 
     def receive(self) -> None:
-        """Receive all messages that have arrived."""
+        """Receives all messages that have arrived."""
         if time.monotonic() > self._alive_at + self.config.cluster.stall_timeout_s / 10:
             self._alive_at = time.monotonic()
             for outlet in self.outlets.values():
@@ -245,7 +245,7 @@ class Cluster:
                         self.ended.add(output.request_id)
 
     def until(self, done: object) -> None:
-        """Receive until `done()`."""
+        """Receives messages until `done()` is true."""
         deadline = time.monotonic() + SOON_S
         while not done():  # type: ignore[operator]
             assert time.monotonic() < deadline, self.describe()
@@ -255,16 +255,16 @@ class Cluster:
         self.until(lambda: self.ended == set(self.tokens))
 
     def settle(self) -> None:
-        """Wait until every engine is idle."""
+        """Waits until every engine is idle."""
         self.until(lambda: all(not e.server.core.has_work for e in self.engines.values()))
 
     def restart_coordinator(self) -> None:
-        """The coordinator dies, and another one takes its endpoint."""
+        """Stops the coordinator and starts another one at the same endpoint."""
         self.service.stop()
         self.start_coordinator()
 
     def start_coordinator(self) -> None:
-        """Another one takes the endpoint of one that has died."""
+        """Starts a coordinator at the endpoint of the stopped one."""
         address = self.service.address
         endpoint = CoordinatorEndpoint(
             self.service.keys, address.ipc.rpartition("-")[2], int(address.tcp.split(":")[-1])

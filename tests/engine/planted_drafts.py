@@ -1,4 +1,4 @@
-"""Proposers that know the answers: always right, always wrong, and either by chance."""
+"""Proposers that know the answers: always right, always wrong, or randomly either."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swell.engine.scheduling.drafter import ProposingDrafter
 from swell.engine.wire import EngineCoreRequest
 
 Answers = Callable[[EngineCoreRequest], Sequence[int]]
-"""The outputs of a request, from the first."""
+"""Returns the outputs of a request, from the first."""
 
 
 class Right(Proposer):
@@ -43,7 +43,7 @@ class Mixed(Right):
 
 
 class EagerDrafter(ProposingDrafter):
-    """Rows have as many drafts as they can, however many were wrong."""
+    """A drafter that proposes as many drafts as a row can have, however many were rejected."""
 
     def on_result(self, request: Request, accepted: int) -> None:
         super().on_result(request, accepted)
@@ -55,7 +55,7 @@ KINDS: dict[str, type[Right]] = {"right": Right, "wrong": Wrong, "mixed": Mixed}
 
 
 def plant(core: EngineCore, kind: str, answers: Answers) -> EagerDrafter:
-    """Let the rows of an engine that is configured for drafts have some of this kind."""
+    """Gives the rows of an engine that is configured for drafts proposals of this kind."""
     make, vocab, length = KINDS[kind], core.limits.vocab_size, core.limits.max_model_len
     assert core.config.drafts.step_tokens
     drafter = EagerDrafter(
@@ -66,8 +66,8 @@ def plant(core: EngineCore, kind: str, answers: Answers) -> EagerDrafter:
 
 
 class Teacher:
-    """Answers that earlier requests got, distinguished by everything but their names. Those of an
-    engine that answers for the first time are not known: it has no drafts."""
+    """Records the outputs of earlier requests, keyed by everything except the request id. The
+    outputs of a request that runs for the first time are unknown, so it gets no drafts."""
 
     def __init__(self) -> None:
         self._answers: dict[bytes, list[int]] = {}
@@ -76,7 +76,7 @@ class Teacher:
         return self._answers.get(self._key(core), [])
 
     def watch(self, core: EngineCore) -> None:
-        """Learn from all requests that take a slot there."""
+        """Learns from all requests that this engine runs."""
         requests = core.scheduler.requests
         update = core.scheduler.update
 

@@ -1,5 +1,4 @@
-"""The Ray actor of an engine, with Ray's tables stubbed: where it listens, and its share of the
-host."""
+"""The Ray actor of an engine, with Ray's tables stubbed: its address and its share of the host."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def group(rank: int, node: str) -> dict[str, Any]:
 
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An engine on node `a`, with two others there; its coordinator is silent."""
+    """Yields an engine on node `a`, with two others there; its coordinator is silent."""
     groups = {str(rank): group(rank, node) for rank, node in enumerate("aaab")}
     monkeypatch.setattr(actor, "placement_group_table", lambda: groups)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
@@ -75,7 +74,7 @@ def with_weights(shell: Any, folder: Path) -> Config:
 
 
 def answer(shell: Any, ready: EngineReady) -> list[int]:
-    """Greedy tokens, by the engine at this address."""
+    """Returns greedy tokens of the engine at this address."""
     keys = shell._coordinator.keys
     outlet = ThreadRuntime().outlet(ready.address, EngineCoreOutputs, keys)
     sampler = SamplerParams(temperature=0.0)
@@ -90,7 +89,8 @@ def answer(shell: Any, ready: EngineReady) -> list[int]:
 
 
 def test_an_engine_gets_other_weights_and_is_another_one(shell: Any, tmp_path: Path) -> None:
-    """At another address: who has not noticed that it left gets no answer of the other weights."""
+    """An engine that loads other weights gets another address, so that a client that has not
+    noticed the change receives no output of the new weights."""
     folder = copy_of(tmp_path / "other", lambda tensors: add_noise(tensors, 1))
     first = shell.start(None, shell._config, "1-a")
     before = answer(shell, first)
@@ -114,7 +114,8 @@ def test_an_engine_gets_other_weights_and_is_another_one(shell: Any, tmp_path: P
 def test_a_server_that_cannot_be_made_ends_the_process(
     shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a core would be left without one, and the next `start` would load beside it."""
+    """A server that cannot be created terminates the process. Otherwise a core would be left
+    without a server, and the next `start` would load a second model next to it."""
     folder, ended = copy_of(tmp_path / "other"), threading.Event()
     monkeypatch.setattr(actor, "_EXIT_GRACE_S", 0.0)
     monkeypatch.setattr(process, "exit_process", lambda name, error: ended.set())
@@ -149,7 +150,8 @@ def test_weights_that_cannot_be_used_leave_an_engine_with_its_own(
 def test_an_engine_that_has_failed_or_hangs_gets_no_weights(
     shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process ends, and another one starts."""
+    """An engine that has failed or hangs loads no new weights: its process exits, and another one
+    starts."""
     ended = threading.Event()
     monkeypatch.setattr(actor, "_EXIT_GRACE_S", 0.0)
     monkeypatch.setattr(process, "exit_process", lambda name, error: ended.set())

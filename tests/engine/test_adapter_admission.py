@@ -1,5 +1,5 @@
-"""Requests wait until their adapter is loaded, and no longer; places go round, and none is taken
-from an adapter that is in use."""
+"""Requests wait only until their adapter is loaded; adapter slots are reused, and no adapter in use
+loses its slot."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def loaded(name: str, failure: str = "", rank: int = 0, number: int = 0) -> Adap
 
 
 class Engine:
-    """Admission with a scheduler that is a list, and workers that the test lets answer."""
+    """`AdapterAdmission` with a list as its scheduler and with workers whose results the test
+    triggers."""
 
     def __init__(self, config: LoraConfig = CONFIG) -> None:
         self.admission = AdapterAdmission(config)
@@ -258,8 +259,8 @@ def test_a_load_in_which_workers_are_lost_again_and_again_fails_and_others_begin
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 3)), max_size=40))
 def test_everything_runs_in_the_end(script: list[tuple[str, int]]) -> None:
-    """Whatever comes and ends in whatever order; and no adapter in use loses its place, which
-    `Engine.advance` checks."""
+    """Everything runs eventually, in any order of arrival and completion; `Engine.advance` asserts
+    that no adapter in use loses its slot."""
     engine, pending, done = Engine(), deque(script), 0
     for step in range(10 * len(script) + 10):
         if pending:

@@ -1,5 +1,5 @@
-"""Attempts of one request at the same engine: the newest one runs, and every output carries its
-number."""
+"""Attempts of one request at the same engine: only the newest runs, and every output has its
+attempt number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWER = expected(WHOLE)
 
 
 def request(attempt: int, given: Iterable[int] = ()) -> EngineCoreRequest:
-    """The attempt that continues after the given tokens."""
+    """Returns the attempt that continues after the given tokens."""
     return EngineCoreRequest(
         "r",
         WHOLE.prompt_token_ids,
@@ -114,8 +114,9 @@ def test_outputs_without_tokens_have_the_number_too() -> None:
 def test_the_client_reads_the_answer_by_number_alone(
     script: list[str], depth: int, num_blocks: int
 ) -> None:
-    """A client that takes the outputs of its own attempt, and of no other, gets every token once,
-    whatever is lost or late. An output reaches it one step late, so it moves meanwhile."""
+    """A client that accepts only the outputs of its current attempt receives every token once, also
+    if outputs are lost or late. An output reaches the client one step late, so the request may move
+    meanwhile."""
     core = make_core(steps_in_flight=depth, num_blocks=num_blocks, max_model_len=24)
     attempt, given, on_the_way = 1, list[int](), list[EngineCoreOutput]()
     assert core.add_request(request(attempt), CLIENT) is None

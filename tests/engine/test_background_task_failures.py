@@ -1,4 +1,4 @@
-"""A failure is injected into each loop of an engine and of its workers: it is detected at once."""
+"""A failure that is injected into any loop of an engine or its workers is detected at once."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Line:
         self.client.start()
 
     def commands(self) -> list[EngineCommand]:
-        """The commands, taken as the engine's loop takes them."""
+        """Returns the queued commands, as the engine's loop takes them."""
         return [self.client.commands.get() for _ in range(self.client.commands.qsize())]
 
     def peer(self) -> bytes:
@@ -93,7 +93,7 @@ class Line:
         return peers[0]
 
     def receive(self, kind: type) -> Any:
-        """The next message of this kind."""
+        """Returns the next message of this kind."""
         received: list[Any] = []
         until(
             lambda: (
@@ -122,7 +122,8 @@ def test_the_coordinator_client(deaths: Deaths, callback: str) -> None:
 
 
 def test_a_heartbeat_counts_requests_that_came_after_the_last_report() -> None:
-    """Their first step may never end, and an engine that seems idle would never be replaced."""
+    """A heartbeat counts requests that arrived after the last report. Their first step may never
+    complete, and an engine that seems idle would not be replaced."""
     line = Line(num_requests=lambda: 3)
     try:
         line.client.send([EngineReport(0, running=1)])
@@ -134,7 +135,8 @@ def test_a_heartbeat_counts_requests_that_came_after_the_last_report() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.PAUSED])
 def test_collectives_are_aborted_until_the_loop_has_taken_the_newest_command(phase: Phase) -> None:
-    """The client reads what the loop has published: a paused engine is inside no collective."""
+    """Collectives are aborted until the loop has handled the newest command; a paused engine is in
+    no collective. The client reads the state that the loop has published."""
     aborts: list[int] = []
     line = Line(abort_collectives=lambda: aborts.append(1))
     try:
@@ -161,7 +163,8 @@ def test_collectives_are_aborted_until_the_loop_has_taken_the_newest_command(pha
 
 
 def test_a_malformed_command_is_dropped_and_counted() -> None:
-    """From an older build in the coordinator's place, or random bytes."""
+    """A malformed command, from an older build of the coordinator or random bytes, is dropped and
+    counted."""
     line = Line()
     try:
         peer = line.peer()
@@ -214,7 +217,7 @@ def test_a_worker_thread_that_fails_to_leave_its_groups_answers(
         abort = shutdown = planted
 
         def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-            """There is nothing to load."""
+            """Does nothing: there is nothing to load."""
 
         def execute_model(self) -> None:
             raise raised

@@ -1,4 +1,4 @@
-"""Every block is either held or free; the least recently used hash is evicted first, and those of
+"""Every block is either held or free; the least recently used hash is evicted first, and hashes of
 sessions last."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ NAMES = [bytes([i]) for i in range(4)]
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """The model: holders of each block, a plain list of free blocks in the order of use, and one of
-    those that are kept.
+    """The reference model: holders of each block, a plain list of the free blocks in order of use,
+    and a list of the kept ones.
 
-    Each of `holders` stands for a request: it holds a list of blocks once.
+    Each of `holders` stands for a request, which holds its blocks once.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,8 @@ def test_what_is_kept_outlasts_all_that_is_not() -> None:
 
 
 def test_others_who_use_what_is_kept_do_not_end_that() -> None:
-    """A beginning that a session shares with plain requests: without it the rest is of no use."""
+    """Blocks that a session keeps stay kept when other requests use them. Without this prefix, the
+    rest of the session's blocks is of no use."""
     pool = BlockPool(4, max_kept=2)
     session, others = pool.allocate(2), pool.allocate(2)
     for block, name in zip(session + others, NAMES, strict=True):

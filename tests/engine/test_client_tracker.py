@@ -1,4 +1,4 @@
-"""Who still waits for answers: a scripted clock."""
+"""The clients that still wait for outputs; the clock is scripted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def test_a_client_that_says_nothing_is_dropped_once() -> None:
 
 
 def test_time_in_which_the_loop_could_not_listen_is_no_silence() -> None:
-    """A repair of a minute, and then another: nothing was taken in meanwhile."""
+    """Time in which the loop could not receive does not count as silence, as in two repairs of a
+    minute each."""
     clients = ClientTracker(SILENCE_S)
     clients.advance(0.0)
     clients.on_message(b"a", 0.0)

@@ -1,4 +1,4 @@
-"""What is sampled with drafts has the distribution of the model, which transformers computes: the
+"""Tokens that are sampled with drafts have the model's distribution, as transformers computes it: a
 chi-square test over 20 000 answers."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 DRAWS, TOP_K, TOKENS, TEMPERATURE = 20_000, 4, 3, 2.5
 PROMPT = [5, 6, 7, 80, 81]
 DEVIATIONS = 3.72
-"""Of the standard normal distribution, which more than so many exceeds once in 10 000. The seeds
-are fixed, so the test always ends alike."""
+"""A bound in standard deviations, which a normally distributed value exceeds once in 10 000 cases.
+The seeds are fixed, so the test always has the same result."""
 Answer = tuple[int, ...]
 MODELS: dict[str, dict[str, Any]] = {
     "often right": {"path": NANO},
@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[Answer, float]:
-    """The probability of each answer."""
+    """Returns the probability of each answer."""
     model: Any = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32).eval()
     found: dict[Answer, float] = {(): 1.0}
     for _ in range(TOKENS):
@@ -58,7 +58,7 @@ def test_answers_have_the_distribution_of_the_model(name: str, wanted: dict[Answ
 
 
 def draw(small: dict[str, Any]) -> tuple[Counter[Answer], int]:
-    """The answers with drafts by a small model, and the number of drafts."""
+    """Returns the answers with drafts of a small model, and the number of drafts."""
     params = [
         SamplingParams(
             temperature=TEMPERATURE, top_k=TOP_K, seed=seed, max_tokens=TOKENS, ignore_eos=True
@@ -78,8 +78,8 @@ def draw(small: dict[str, Any]) -> tuple[Counter[Answer], int]:
 
 
 def is_likely(found: Counter[Answer], wanted: dict[Answer, float]) -> bool:
-    """Whether so many of each answer may come of a distribution. The limit of chi-square is that of
-    Wilson and Hilferty (1931)."""
+    """Whether these counts of answers are likely under a distribution. The chi-square limit is the
+    approximation of Wilson and Hilferty (1931)."""
     if not found.keys() <= wanted.keys():
         return False
     often = {answer for answer, likelihood in wanted.items() if likelihood * DRAWS >= 5}

@@ -1,5 +1,5 @@
-"""A draft model beside the model: its cache has all that it needs on every way, so that one that is
-the same model is always right; and one that is always wrong changes no answer."""
+"""A draft model next to the model. Its cache has all tokens that it needs in every schedule, so
+drafts of the same model are always right. A draft model that is always wrong changes no output."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_model_is_always_right(way: str, wanted: dict[str, list[Any]]) -> None:
     with drafting(SAME, **WAYS[way]) as llm:
-        for _ in range(2):  # the second time the prompts are in the cache
+        for _ in range(2):  # in the second round the prompts are in the cache
             assert answers(llm) == wanted["greedy"]
         kv, drafts = llm._engine.core.scheduler.kv, drafter_of(llm)
         assert drafts.num_drafts == drafts.num_accepted > 50
@@ -91,7 +91,8 @@ def test_another_model_changes_no_answer(way: str, wanted: dict[str, list[Any]])
 
 
 def test_many_seeds_draw_the_same_tokens() -> None:
-    """So the distribution of what is drawn is that of the model, whatever the guesses."""
+    """Many seeds draw the same tokens with right and with wrong drafts, so that sampled tokens have
+    the model's distribution."""
     seeds = [msgspec.structs.replace(DRAWN, seed=seed) for seed in range(60)]
     chats = [[{"role": "user", "content": PROMPTS[0]}]] * len(seeds)
     found, shares = [], []
@@ -162,7 +163,7 @@ def test_its_memory_counts() -> None:
 
 
 def changed(folder: Path, **keys: Any) -> str:
-    """A copy of nano with other values in its config.json."""
+    """Makes a copy of nano with other values in its config.json."""
     shutil.copytree(NANO, folder)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
@@ -239,7 +240,7 @@ def test_answers_up_to_the_longest_sequence(depth: int) -> None:
 
 
 def spoiled(folder: Path) -> str:
-    """A copy of nano whose logits are no numbers."""
+    """Makes a copy of nano whose logits are NaN."""
     shutil.copytree(NANO, folder)
     path = str(folder / "model.safetensors")
     weights = load_file(path)
@@ -290,7 +291,8 @@ def test_a_key_in_an_error_is_one_of_the_draft_model(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_of_another_family(tmp_path: Path) -> None:
-    """With windows, and through transformers; both are as wrong as random weights are."""
+    """A draft model may be of another family, with sliding windows or through transformers; both
+    are as wrong as random weights are."""
     for family in ("mistral", "gpt2"):
         folder = tmp_path / family
         folder.mkdir()

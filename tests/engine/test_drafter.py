@@ -1,4 +1,4 @@
-"""Which rows have drafts, and how many; that they take no room from other rows; what is counted."""
+"""The number of drafts of each row; drafts take no budget from other rows; the counts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def planted(kind: str, drafts: dict | None = None, **options: object):
 
 
 def numbers_of_drafts(core) -> list[list[int]]:
-    """Of each step, of the rows that have some."""
+    """Returns for each step the number of drafts of each row that has some."""
     return [[len(tokens) for tokens in plan.drafts.values()] for plan in core.executor.plans]
 
 
@@ -68,7 +68,8 @@ def test_right_drafts_save_steps_and_are_counted():
 @pytest.mark.parametrize("kind", ["right", "mixed", "wrong"])
 @pytest.mark.parametrize("max_tokens", range(4, 14))
 def test_an_answer_is_found_as_a_prefix_up_to_its_last_token(kind, max_tokens):
-    """As without drafts: what is computed and kept, and nothing of a wrong draft."""
+    """An answer is found as a prefix as without drafts: what is computed is cached, and nothing of
+    a rejected draft."""
     core, _ = planted(kind)
     first = request("first", [1, 2, 3], max_tokens)
     core.add_request(first, CLIENT)
@@ -169,7 +170,8 @@ def test_a_row_waits_for_its_drafts_and_others_go_on():
         slots = {plan.slots[row] for row in plan.drafts}
         for later in plans[index + 1 : index + 2]:
             both = slots & set(later.slots)
-            # Its result was read before the next step that it is in: that one starts behind it.
+            # Its result was read before the next step that includes it, so that step starts after
+            # it.
             for slot in both:
                 row, after = plan.slots.index(slot), later.slots.index(slot)
                 assert later.starts[after] > plan.starts[row]
@@ -177,7 +179,8 @@ def test_a_row_waits_for_its_drafts_and_others_go_on():
 
 
 def test_a_draft_may_follow_a_token_in_flight():
-    """The proposal begins with that token, which the device has already."""
+    """A draft may follow a token in flight: the proposal begins with that token, which is on the
+    device already."""
     core, _ = planted("right", steps_in_flight=2)
     wanted = request("r", [1, 2, 3], 12)
     core.add_request(wanted, CLIENT)
@@ -196,7 +199,8 @@ def test_engines_in_lockstep_go_on_while_drafts_are_in_flight():
 
 
 def test_the_extras_of_an_answer_that_ends_within_a_step() -> None:
-    """Of several tokens one each; of a single one all, also those of its prompt."""
+    """An output that finishes within a step has one extra for each token that is kept; a single
+    token has all extras, also those of its prompt."""
     prompt = PromptLogprobs(1, [[5]], [[-1.0]], [1])
     of_tokens = [TokenLogprobs([token], [-1.0], 1) for token in (5, 6, 7)]
     one = Request(request("r", [1, 2], 1), CLIENT, 0, 0, 0.0)

@@ -1,5 +1,5 @@
-"""Heads that guess from the model's hidden states: their guesses are those of the same head in
-plain torch, whatever the way; and no guess changes an answer."""
+"""Draft heads that read the model's hidden states. Their proposals equal those of the same head in
+plain torch, in every schedule; and no proposal changes an output."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "norm_before_residual": True,
     },
 }
-# Nothing is found in the cache: a block may have been computed before another token.
+# Nothing is found in the cache, because a block may have been computed before another token.
 WAYS: dict[str, dict[str, Any]] = {
     "one worker": {},
     "three steps in flight, chunks of 5": {
@@ -70,7 +70,7 @@ def drafting(head: str, method: str, **overrides: Any) -> LLM:
 
 
 class Guesses:
-    """What an engine receives: the tokens of the row, and the guess behind them."""
+    """Records what an engine receives: the tokens of a row, and the proposals after them."""
 
     def __init__(self, llm: LLM) -> None:
         self.found: list[tuple[tuple[int, ...], list[int]]] = []
@@ -93,7 +93,8 @@ class Guesses:
 
 
 def answer_around_a_sleep(llm: LLM, level: int) -> Guesses:
-    """What guesses sleeps with the engine: the same answers before and behind."""
+    """Asserts that the proposer sleeps with the engine, and that the answers are the same before
+    and after."""
     worker = llm._engine.core.executor._worker
     guesses = Guesses(llm)
     first = answers(llm)
@@ -105,7 +106,7 @@ def answer_around_a_sleep(llm: LLM, level: int) -> Guesses:
 
 
 def assert_same_up_to_64_tokens(plain: LLM, llm: LLM) -> None:
-    """The longest sequences that both may have."""
+    """Asserts equal answers up to the longest sequence that both engines allow."""
     params = GREEDY.__class__(temperature=0.0, max_tokens=61, ignore_eos=True)
     prompts = [[5, 6, 7], [80, 81, 82]]
     found = [
@@ -117,7 +118,8 @@ def assert_same_up_to_64_tokens(plain: LLM, llm: LLM) -> None:
 
 
 def assert_memory_counts(plain: LLM, llm: LLM, least: int) -> None:
-    """Of one layer beside four, and of its weights, more than `least` bytes."""
+    """Asserts that the memory of the head counts: one layer next to four, and more than `least`
+    bytes of weights."""
     blocks = [each._engine.core.limits.num_blocks for each in (plain, llm)]
     assert blocks[1] == blocks[0] * 4 // 5
     workers = [each._engine.core.executor._worker for each in (plain, llm)]
@@ -134,7 +136,7 @@ def wanted() -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By name; made once."""
+    """Returns the head of a name; each is made once."""
     made: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -202,7 +204,8 @@ def test_a_model_with_experts(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_drafts_of_a_head_that_copies_are_accepted(name: str, tmp_path: Path) -> None:
-    """It guesses the token that it reads; and the model, with states of zeros, repeats that."""
+    """Drafts of a head that copies are all accepted: it proposes the token that it reads, and the
+    model, whose layers add nothing, repeats that token."""
     served = copying_model(tmp_path / "model")
     path = make(tmp_path / "head", name, served)
     spoil(path, lambda key, tensor: tensor * 0 if "o_proj" in key or "down" in key else tensor)
@@ -228,7 +231,7 @@ def test_drafts_of_a_head_that_copies_are_accepted(name: str, tmp_path: Path) ->
 
 
 def copying_model(folder: Path) -> str:
-    """nano without what its layers add: the most likely token is the one that it has read."""
+    """Makes a nano whose layers add nothing: the most likely token is the one that it has read."""
     shutil.copytree(NANO, folder)
     spoil(
         str(folder), lambda key, tensor: tensor * 0 if "o_proj" in key or "down" in key else tensor

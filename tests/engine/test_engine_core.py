@@ -1,4 +1,4 @@
-"""The engine against a definition of its answers, over every way to schedule them."""
+"""The engine core against the reference output, over every way to schedule the requests."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ DRAFTS = {
     SEVERAL: {},
     "model": {"method": "model", "model": {"path": "small"}, "max_tokens": 5},
 }
-"""The others are planted."""
+"""The draft settings; the test plants the proposers of the other methods."""
 requests = st.builds(
     request,
     st.just("?"),
-    # Few distinct tokens and a common stem, so that prefixes are shared often.
+    # Few distinct tokens and a common prefix, so that prefixes are shared often.
     st.one_of(
         st.lists(st.integers(0, 2), min_size=1, max_size=20),
         st.integers(1, 20).map(lambda n: [1] * n),
@@ -242,7 +242,8 @@ def test_priority_decides_which_request_starts():
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_request_that_comes_from_another_engine_keeps_its_place(policy):
-    """It goes by its arrival at the ingress, behind all of a higher priority."""
+    """A request that comes from another engine is queued by its arrival at the ingress, after all
+    requests with a higher priority."""
     core = make_core(max_rows=1, policy=policy, steps_in_flight=1)
     first = -1 if policy == "priority" else 0
     core.add_request(request("high", [1], 2, priority=first), CLIENT)
@@ -287,7 +288,7 @@ def test_an_abort_during_the_step_holds_for_that_step():
 
 
 def test_decode_rows_come_first():
-    """Also rows that the policy puts behind a prompt."""
+    """Decode rows come first, also those that the policy puts after a prompt."""
     core = make_core(steps_in_flight=1, max_chunk_tokens=4)
     core.add_request(request("prompt", [2] * 12, 6), CLIENT)
     core.add_request(request("decodes", [1], 6), CLIENT)
@@ -309,7 +310,8 @@ def test_outputs_go_to_the_ingress_that_sent_the_request():
 
 
 def test_a_preempted_request_waits_for_its_tokens_in_flight():
-    """The host cannot send the worker a token that it has not read."""
+    """A preempted request waits for its tokens in flight: the host cannot send the worker a token
+    that it has not read."""
     core = make_core(
         num_blocks=9, max_model_len=36, block_tokens=4, prefix_caching=False, steps_in_flight=4
     )

@@ -1,6 +1,6 @@
-"""Engines that share experts, with tensors and sockets and without Ray: an answer is the same, with
-the bits of its log probabilities, whatever the number of engines, whatever else they compute, and
-whatever happens to the others meanwhile."""
+"""Engines that share experts, with tensors and sockets but without Ray. An answer, including the
+bits of its log probabilities, does not depend on the number of engines, on what else they compute,
+or on what happens to the other engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ pytestmark = pytest.mark.slow
 
 NANO_MOE = Path(__file__).resolve().parents[2] / "configs" / "models" / "nano-moe"
 SOON_S = 120.0
-"""Two engines that share experts on a busy machine take half a second for a step."""
+"""A timeout in seconds; on a busy machine two engines that share experts take half a second a
+step."""
 PROMPTS = [[5, 6, 7, 8 + index] for index in range(4)]
 
 
@@ -43,9 +44,9 @@ class Engine:
         self._thread = threading.Thread(target=self.server.run)
         self._thread.start()
         self.routes: dict[str, bytes] = {}
-        """The experts of each answer, as they came."""
+        """The routed experts of each answer, in order of arrival."""
         self.logprobs: dict[str, list[TokenLogprobs | PromptLogprobs]] = {}
-        """The log probabilities of each answer, as they came."""
+        """The log probabilities of each answer, in order of arrival."""
         self._is_stopped = False
 
     def submit(self, name: str, prompt: list[int], seed: int) -> None:
@@ -64,7 +65,7 @@ class Engine:
         )
 
     def receive(self, count: int) -> list[tuple[list[int], Any]]:
-        """Tokens and log probabilities of the next `count` answers, by name."""
+        """Returns tokens and log probabilities of the next `count` answers, by name."""
         tokens: dict[str, list[int]] = {}
         ended: set[str] = set()
         while len(ended) < count:
@@ -92,7 +93,7 @@ class Engine:
         self.server.stop()
         deadline = time.monotonic() + SOON_S
         while self._thread.is_alive() and time.monotonic() < deadline:
-            self.server.core.executor.abort()  # also of a group that it was just forming
+            self.server.core.executor.abort()  # also aborts a group that it was forming
             self._thread.join(0.5)
         self.outlet.close()
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -122,7 +123,8 @@ def service(config: Config) -> Iterator[CoordinatorService]:
 
 @pytest.fixture
 def start(config: Config, service: CoordinatorService) -> Iterator[Callable[..., Engine]]:
-    """Starts engines, which are stopped in any case: others would wait for their group."""
+    """Yields a function that starts engines, which are always stopped: others would wait for their
+    group."""
     started: list[Engine] = []
 
     def start(rank: int, config: Config = config) -> Engine:
@@ -130,14 +132,16 @@ def start(config: Config, service: CoordinatorService) -> Iterator[Callable[...,
         return started[-1]
 
     yield start
-    for engine in started:  # all of them first: one that lost its peer would form a group anew
+    # all servers first, because an engine that lost its peer would form a group again
+    for engine in started:
         engine.server.stop()
     for engine in started:
         engine.stop()
 
 
 def answers(run: str, *engines: Engine) -> list[tuple[list[int], Any]]:
-    """Every prompt, spread over the engines."""
+    """Submits every prompt, spread over the engines; returns the answers in order of the
+    prompts."""
     for index, prompt in enumerate(PROMPTS):
         engines[index % len(engines)].submit(f"{run}{index}", prompt, index)
     count = len(PROMPTS) // len(engines)
@@ -149,7 +153,8 @@ def answers(run: str, *engines: Engine) -> list[tuple[list[int], Any]]:
 def test_an_answer_does_not_depend_on_the_number_of_engines(
     config, service, start, balance
 ) -> None:
-    """Nor on where their experts are, and when they move."""
+    """An answer does not depend on the number of engines, the placement of their experts, or its
+    changes."""
     config = structs.replace(config, parallel=structs.replace(config.parallel, **balance))
     first = start(0, config)
     service.join([first.server.member], SOON_S)
@@ -167,7 +172,7 @@ def test_an_answer_does_not_depend_on_the_number_of_engines(
 
 
 def test_routed_experts_of_engines_that_share_experts(config, service, start) -> None:
-    """They have the model's numbers, wherever an expert is."""
+    """Routed experts have the model's expert numbers, wherever an expert is placed."""
     config = structs.replace(config, model=structs.replace(config.model, routed_experts=True))
     first = start(0, config)
     service.join([first.server.member], SOON_S)
@@ -183,8 +188,8 @@ def test_routed_experts_of_engines_that_share_experts(config, service, start) ->
 
 @pytest.mark.parametrize("method", ["ngram", "model"])
 def test_drafts_of_engines_that_share_experts(config, service, start, method: str) -> None:
-    """An engine computes several tokens of a row while the other one computes one, or none. A draft
-    model has all its experts, and is in no group."""
+    """With drafts, an engine computes several tokens of a row while the other one computes one or
+    none. A draft model has all its experts and is in no group."""
     plain = start(0)
     service.join([plain.server.member], SOON_S)
     alone = answers("a", plain)

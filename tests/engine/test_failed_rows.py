@@ -1,4 +1,4 @@
-"""A row that fails ends its own request; all other requests run as without it."""
+"""A row that fails terminates only its own request; all other requests run as without it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ WHY = "it fell"
 
 
 class FailingRowsWorker(FakeWorker):
-    """Reports that rows fail: from their first step, their first token, or a later one."""
+    """A worker that reports failed rows: at their first step, their first token, or a later one."""
 
     def __init__(self, worker: FakeWorker, fails_at: dict[int, int]) -> None:
-        """`fails_at`: the seed of a request -> how many tokens of its slot are known when it
+        """`fails_at`: the seed of a request -> the number of known tokens of its slot when it
         fails."""
         super().__init__(len(worker.cache), worker.block_tokens)
         self.fails_at = fails_at
@@ -75,7 +75,8 @@ def failing_core(fails_at: dict[int, int], **settings: Any) -> EngineCore:
 def test_a_failed_row_ends_its_request_alone(
     prompts, fails_at, depth, num_blocks, budget, shared, steps
 ) -> None:
-    """With chunks, preemption, prefixes and several steps in flight; no block or slot is leaked."""
+    """A failed row terminates only its request: with chunks, preemption, prefixes and several steps
+    in flight. No block or slot leaks."""
     core = failing_core(
         fails_at,
         num_blocks=num_blocks,
@@ -112,7 +113,8 @@ def test_a_failed_row_ends_its_request_alone(
 def test_a_row_that_fails_in_its_last_token_takes_none_of_a_row_with_passes(
     failing: int, depth: int
 ) -> None:
-    """It has no further passes in a plan in which the other one has some."""
+    """A row that fails at its last token does not take further passes from a row that has some, in
+    a plan in which it has none itself."""
     prompt, lengths = [1, 2, 3], {failing: 6, 1 - failing: 20}
     fails_at = {failing: len(prompt) + lengths[failing] - 1}
     core = failing_core(fails_at, steps_per_plan=4, steps_in_flight=depth)
@@ -144,8 +146,8 @@ def test_blocks_of_a_failed_request_are_never_found_in_the_prefix_cache() -> Non
 
 
 def test_blocks_that_it_computed_before_a_preemption_are_not_found_either() -> None:
-    """The step that reports the failure was in flight when the request lost its blocks, which keep
-    their hashes."""
+    """Blocks that a failed request computed before a preemption are not found either. The step that
+    reports the failure was in flight when the request lost its blocks, which kept their hashes."""
     core = make_core(num_blocks=16, steps_in_flight=2)
     scheduler = core.scheduler
     core.add_request(EngineCoreRequest("r", list(range(9)), SamplerParams(), 3), CLIENT)
@@ -197,7 +199,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def skip_validation(monkeypatch) -> None:
-    """The engine validates nothing: the worker must survive every invalid request by itself."""
+    """Disables the engine's validation: the worker must survive every invalid request by itself."""
     monkeypatch.setattr(module, "invalid_reason", lambda *_: None)
 
 
@@ -256,8 +258,8 @@ def test_ranks_agree_on_what_is_broken(folder, skip_validation, split) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_grammar_that_one_rank_cannot_follow(folder, monkeypatch, steps: int) -> None:
-    """The failure is known from the other rank alone, which samples another token. For it alone
-    that may be the last one of the row: both compute the same passes nevertheless."""
+    """A grammar may fail on one rank only, which then samples another token. For that rank the
+    token may be the last one of the row, but both ranks compute the same passes."""
     follows = grammar.GrammarState.matcher
 
     def matcher(self: grammar.GrammarState) -> Any:

@@ -1,13 +1,13 @@
-"""Every feature of an answer gives the same over every way to stream, split, schedule, cache,
-interrupt and move the work.
+"""Every feature of a completion has the same result over every way to stream, split, schedule,
+cache, interrupt and move the work.
 
-The oracle is the same request_spec alone on an engine that computes one step at a time (`Plain`).
-Ids, text, ranks, counts and reasons are compared exactly, and on CPU log probabilities too, bit for
-bit: also those of nano-moe, whose experts compute another number of rows in each batch. The oracle
-has as many tensor ranks, which round differently. On a GPU log probabilities are compared within
-float32's rounding. Drawn tokens may be compared exactly there too: rounding moves a logit by some
-1e-5, so one draw in some 10 000 could turn out otherwise; what is drawn here (fixed seeds,
-derandomized examples) does not.
+The oracle is an engine that runs the same request by itself, one step at a time (`Plain`). Ids,
+text, ranks, counts and reasons are compared exactly. On a CPU log probabilities are compared bit
+for bit, also those of nano-moe, whose experts compute another number of rows in each batch. The
+oracle has the same number of tensor ranks, because another number rounds differently. On a GPU log
+probabilities are compared within float32's rounding. Sampled tokens are compared exactly there,
+too: rounding changes a logit by about 1e-5, so one draw in some 10 000 could differ, but none of
+the draws of these tests does (fixed seeds, derandomized examples).
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class Axis:
     engines: int = 1
     harness: dict[str, int] = field(default_factory=dict)
     is_scarce: bool = False
-    """Requests evict each other from the cache."""
+    """Whether blocks are so scarce that requests preempt each other."""
     is_warm: bool = False
-    """Every request was answered once before."""
+    """Whether every request was answered once before."""
     is_handed_over: bool = False
-    """Another engine has computed the prompts."""
+    """Whether another engine has computed the prompts."""
     drafts: str = ""
-    """Which drafts rows have (see `planted_drafts.py`)."""
+    """The kind of drafts of the rows (see `planted_drafts.py`)."""
 
 
 SCARCE = {"cache__block_tokens": 2, "cache__memory_bytes": 4096 * 50}
 BY_THE_SAME = {"drafts__method": "model", "drafts__model": {"path": NANO}}
 BY_CHANCE = {"drafts__method": "model", "drafts__model": {"path": NANO, "load_format": "dummy"}}
-"""Random weights: hardly ever right. Heads have them, too."""
+"""A draft model with random weights, which is rarely right. The heads have random weights, too."""
 BY_EAGLE = {**BY_CHANCE, "drafts__method": "eagle"}
 BY_EAGLE3 = {**BY_CHANCE, "drafts__method": "eagle3"}
 BY_MTP = {**BY_CHANCE, "drafts__method": "mtp"}
@@ -95,7 +95,7 @@ AXES = {
         harness={"recovered_every": 20, "sleep_level": 2},
         is_scarce=True,
     ),
-    # Blocks of one token: whole prompts are found, and their last token is computed all the same.
+    # Blocks of one token: whole prompts are found, but their last token is still computed.
     "a warm cache": Axis({"cache__block_tokens": 1}, is_warm=True),
     "pipeline 2, chunks of 9": Axis({"parallel__pipeline": 2, "scheduler__max_chunk_tokens": 9}),
     "two engines": Axis(engines=2),
@@ -234,7 +234,7 @@ EXPERT_AXES = (
     "three steps per plan, tensor 2, recovered every 4 plans",
     "mixed drafts, pipeline 2, three steps",
 )
-"""Those over which a mixture of experts is served too: each kind once."""
+"""The axes over which a mixture-of-experts model is served too: each kind once."""
 SITES = {
     **{name: (NANO, axis) for name, axis in AXES.items()},
     **{f"experts, {name}": (NANO_MOE, AXES[name]) for name in EXPERT_AXES},
@@ -266,8 +266,8 @@ class Site:
             plant(llm._engine.core, axis.drafts, self.teacher)
 
     def answer(self, requested: Sequence[tuple[RequestSpec, RequestOutputKind]]) -> list[Answer]:
-        """Answer all requests at once, so that each runs in a batch with others. Planted drafts
-        know the answers of the first time."""
+        """Answers all requests at once, so that each runs in a batch with others. Planted drafts
+        know the answers from a first round."""
         if self.axis.drafts:
             self._answer(requested)
         return self._answer(requested)
@@ -280,7 +280,7 @@ class Site:
 
     @cached_property
     def features(self) -> dict[str, dict[RequestOutputKind, Answer]]:
-        """Every feature in every kind, all in one crowd."""
+        """Returns the answers of every feature in every output kind, all in one batch."""
         requested = [(name, kind) for name in FEATURES for kind in RequestOutputKind]
         crowd = [(FEATURES[name], kind) for name, kind in requested]
         if self.axis.is_warm:
@@ -307,7 +307,8 @@ class Site:
         for llm in (*self.engines, *([self.prefill] if self.prefill else ())):
             llm.close()
         files = [name for _, _, names in os.walk(self._folder.name) for name in names]
-        losses = "recovered_every" in self.axis.harness  # then nothing is read for a while
+        # after a loss, imports are not read for a while
+        losses = "recovered_every" in self.axis.harness
         assert not files or losses, "each file was read"
         self._folder.cleanup()
 
@@ -317,7 +318,7 @@ Plains = Callable[[str, int], Plain]
 
 @pytest.fixture(scope="module")
 def plains() -> Iterator[Plains]:
-    """Model and tensor ranks -> its oracle; each is made once."""
+    """Yields a function from model and tensor ranks to the oracle; each oracle is made once."""
     with ExitStack() as stack:
 
         @cache
@@ -343,7 +344,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def oracle(site: Site, plains: Plains) -> Plain:
-    """With the rounding of the site."""
+    """Returns the oracle that rounds like the site's engines."""
     return plains(site.model, site.axis.overrides.get("parallel__tensor", 1))
 
 
@@ -355,8 +356,8 @@ TRACELESS = {("a stop that almost comes", "stop")}
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_makes_its_answer(name: str, plain: Plain) -> None:
-    """Without any one of its fields the answer differs, so a lost field cannot pass the tests
-    below."""
+    """A feature changes its answer: without any one of its fields the answer differs, so that a
+    lost field cannot pass the tests below."""
     request_spec, default = FEATURES[name], SamplingParams()
     assert plain(request_spec).is_firm, "rounding may decide a token: choose another seed"
     for field_name in SamplingParams.__struct_fields__:
@@ -384,7 +385,7 @@ def test_a_feature_makes_its_answer(name: str, plain: Plain) -> None:
     ],
 )
 def test_the_oracle_is_right(name: str, text: str, plain: Plain) -> None:
-    """The answer that the model was trained to give, up to its end."""
+    """The oracle returns the answer that the model was trained for, up to its last token."""
     assert plain(FEATURES[name]).parts[0].text == text
 
 
@@ -420,8 +421,8 @@ def test_a_feature_over_an_axis(name: str, site: Site, oracle: Plain) -> None:
 
 
 def test_requests_are_preempted_where_blocks_are_scarce(site: Site) -> None:
-    """Most features are preempted in at least one of the kinds; some answers are too short for
-    it."""
+    """Most features are preempted with at least one of the kinds if blocks are scarce; some answers
+    are too short for that."""
     preempted = {
         name
         for name, answers in site.features.items()
@@ -466,8 +467,8 @@ def test_features_together_over_an_axis(
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[LLM, LLM]]:
-    """Two engines with different schedules. Both compute prompts in chunks, so a request can move
-    there."""
+    """Yields two engines with different schedules. Both compute prompts in chunks, so a request can
+    move within its prompt."""
     here = engine(scheduler__max_rows=32, scheduler__max_chunk_tokens=7)
     there = engine(
         scheduler__max_rows=32,
@@ -484,7 +485,8 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
 def test_an_answer_continues_from_every_token(
     name: str, pair: tuple[LLM, LLM], plain: Plain
 ) -> None:
-    """The move follows each output that an engine gave, also one that reports only the prompt."""
+    """An answer continues on another engine after each output of the first, also after one that
+    reports only the prompt."""
     request_spec = FEATURES[name]
     want = plain(request_spec)
     harness, longest = (

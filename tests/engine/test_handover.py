@@ -1,4 +1,5 @@
-"""Two engines: one computes a prompt, the other one continues. What is not there is computed."""
+"""Disaggregated prefill: one engine computes a prompt, another one continues, and computes what it
+does not receive."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, GroupPlan
 from tests.engine.engine_harness import CLIENT, LLM, engine
 
 PROMPT = [3 + (index * 37) % 200 for index in range(70)]
-"""Four blocks of 16, and the last token is in the fifth."""
+"""A prompt of four full blocks of 16 tokens, with its last token in the fifth."""
 WHOLE, NAME = 64, "0123456789abcdef" * 2
 TOKENS = 12
 
@@ -27,7 +28,7 @@ def request(id: str, prompt: list[int], max_tokens: int = TOKENS, **fields: Any)
 
 
 def run(llm: LLM, *requests: EngineCoreRequest) -> dict[str, tuple[list[int], int]]:
-    """Tokens of each, and how many of its prompt were found."""
+    """Returns for each request its tokens and the number of cached tokens of its prompt."""
     core = llm._engine.core
     found: dict[str, tuple[list[int], int]] = {r.request_id: ([], 0) for r in requests}
     for each in requests:
@@ -63,7 +64,7 @@ class Pair:
         self.prefill, self.decode = engine(**options), engine(**options)
 
     def hand_over(self, name: str = NAME, prompt: list[int] = PROMPT) -> list[str]:
-        """The files that are there then."""
+        """Computes the prompt on the prefill engine; returns the files that exist then."""
         whole = prompt[: (len(prompt) - 1) // 16 * 16]
         out = run(self.prefill, request("p", whole, 1, hand_over=name, sampler=SamplerParams()))
         assert len(out["p"][0]) == 1
@@ -175,7 +176,8 @@ def test_several_answers_read_their_own_files(pair: Pair, truth: list[int]) -> N
 
 
 def test_the_cache_is_lost_before_the_step_that_reads(pair: Pair, truth: list[int]) -> None:
-    """The file is gone or not; the prompt is computed again."""
+    """If the cache is lost before the step that reads the import, the prompt is computed again,
+    whether the file still exists or not."""
     pair.hand_over()
     core = pair.decode._engine.core
     assert core.add_request(request("a", PROMPT, handed_over=NAME), CLIENT) is None
@@ -218,7 +220,8 @@ def test_what_engines_refuse(fields: dict[str, Any], field: str) -> None:
 
 
 def test_what_cannot_be_read_costs_a_recompute(tmp_path: Path, truth: list[int]) -> None:
-    """And for a while nothing is read: each time costs the engine its cache."""
+    """A file that cannot be read costs a recompute, and then imports are not read for a while: each
+    failure costs the engine its cache."""
     for split in SPLITS.values():
         pair = Pair(tmp_path / str(len(split)) / "-".join(split), **split)
         core = pair.decode._engine.core
@@ -240,7 +243,8 @@ def test_what_cannot_be_read_costs_a_recompute(tmp_path: Path, truth: list[int])
 
 
 def go_on_after_failures(pair: Pair) -> list[int]:
-    """What the server does when groups break: it forms them again."""
+    """Returns the tokens of a request while groups break and are formed again, as the server
+    does."""
     core = pair.decode._engine.core
     assert core.add_request(request("a", PROMPT, handed_over=NAME), CLIENT) is None
     tokens: list[int] = []

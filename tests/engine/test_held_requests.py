@@ -1,4 +1,5 @@
-"""An engine whose requests wait for adapters: everything else goes on, and what waits can end."""
+"""An engine with requests that wait for adapters: all others continue, and the waiting ones can be
+aborted."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.engine.fake_worker import VOCAB, FakeExecutor, expected, run, token_i
 
 
 class LoadingExecutor(FakeExecutor):
-    """Its worker loads what the test lets it load."""
+    """An executor whose worker loads the adapters that the test lets it load."""
 
     def __init__(self) -> None:
         super().__init__(64, 4)
@@ -131,7 +132,8 @@ def test_an_engine_that_is_paused_waits_for_adapters_without_spinning() -> None:
 
 
 def test_a_load_that_nobody_waited_for_is_no_late_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer is read when a request asks for the adapter again, however much later."""
+    """A load that no request waited for is not late: its result is read when a request next asks
+    for the adapter."""
     core, executor = make()
     now = 0.0
     monkeypatch.setattr(core, "_clock", lambda: now)
@@ -257,7 +259,8 @@ def test_loads_in_which_workers_are_lost_count_as_attempts(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_a_load_whose_worker_is_lost_outside_of_a_step_begins_again(is_idle: bool) -> None:
-    """While groups form again, or while no request waits for the adapter."""
+    """A load is repeated if its worker is lost outside of a step, while groups form again, or while
+    no request waits for the adapter."""
     core, executor = make()
     core.add_request(request("1", "a"), b"")
     core.step()

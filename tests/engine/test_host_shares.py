@@ -25,9 +25,9 @@ def group(*nodes: str, name: str = NAME, state: str = "CREATED") -> Any:
         ({"pipeline": 2, "data": 2}, [group("a", "b"), group("a", "b")], 2, {"a": 2, "b": 2}),
         ({"tensor": 2}, [group("a"), group("a")], 3, {"a": 4}),
         ({"tensor": 2, "pipeline": 2, "executor": "inproc"}, [group("a")], 2, {"a": 4}),
-        # Of four that start together only the first has its place.
+        # Only the first of four engines that start together has its placement group.
         ({"data": 4}, [group("a"), group("a", state="PENDING")], 1, {"a": 4}),
-        # Engines that were added since the start.
+        # Engines were added after the start.
         ({"data": 1}, [group("a"), group("a"), group("b")], 2, {"a": 2, "b": 1}),
         ({}, [group("a"), group("a", state="REMOVED"), group("a", name="another")], 1, {"a": 1}),
     ],

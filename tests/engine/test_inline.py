@@ -1,4 +1,5 @@
-"""One worker on the engine's own thread: steps ahead only where they overlap, and interrupts."""
+"""One worker on the engine's own thread: it computes steps ahead only where they overlap, and can
+be interrupted."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def finish(core: EngineCore) -> dict[str, list[int]]:
 
 @pytest.fixture
 def execute_model(monkeypatch):
-    """Lets a test replace the worker's step; the replacement receives the real one."""
+    """Returns a function that replaces the worker's step; the replacement receives the real
+    step."""
     real = swell.worker.worker.Worker.execute_model
 
     def replace(stand_in):
@@ -72,7 +74,8 @@ def execute_model(monkeypatch):
 
 
 def test_a_cpu_computes_one_step_at_a_time_on_the_callers_thread(core, execute_model):
-    """A request that arrives while a step is computed is in the next one."""
+    """On a CPU one step at a time is computed on the caller's thread, so a request that arrives
+    during a step is in the next one."""
     threads, steps = [], []
 
     def watch(real):
@@ -88,7 +91,8 @@ def test_a_cpu_computes_one_step_at_a_time_on_the_callers_thread(core, execute_m
 
 
 def test_steps_ahead_give_the_same_answers(core, monkeypatch):
-    """As on a GPU: a step is planned before the host knows the tokens that it continues."""
+    """Steps ahead, as on a GPU, return the same answers: a step is planned before the host knows
+    the tokens that precede it."""
     whole = answers(core)
     monkeypatch.setattr(InlineExecutor, "overlaps", True)
     ahead = EngineCore(core.config, core.executor, core.limits)
@@ -125,7 +129,8 @@ def test_an_interrupt_inside_a_step_loses_only_that_step(core, execute_model):
 
 
 def test_an_interrupted_prompt_is_not_found_as_a_prefix(core, execute_model):
-    """Its blocks got their hashes when the step was planned, but hold no keys and values."""
+    """An interrupted prompt is not found as a prefix: its blocks got their hashes when the step was
+    planned, but hold no keys and values."""
     whole = answers(core)
     interrupts = iter([True])
 

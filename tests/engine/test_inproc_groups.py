@@ -58,11 +58,11 @@ def core(request, folder):
 
 
 Answers = dict[str, list[int]]
-"""Tokens by request."""
+"""The tokens of each request."""
 
 
 def answers(core: EngineCore, steps: int = 10_000, tokens: Answers | None = None) -> Answers:
-    """Run this many steps, and return what they add to `tokens`."""
+    """Runs up to this many steps and adds their tokens to `tokens`, which it returns."""
     tokens = {} if tokens is None else tokens
     while core.has_work and steps:
         steps -= 1
@@ -89,7 +89,8 @@ def test_an_answer_continues_over_new_groups(core):
 
 
 def test_a_step_whose_groups_were_aborted_is_reported_as_broken(core, monkeypatch):
-    """One worker waits in a step; the others wait for it in a collective."""
+    """A step whose groups were aborted raises GroupBroken: one worker waits in the step, and the
+    others wait for it in a collective."""
     if core.config.parallel.world == 1:
         pytest.skip("one worker has no groups")
     submit(core)
@@ -121,14 +122,14 @@ def test_a_step_whose_groups_were_aborted_is_reported_as_broken(core, monkeypatc
 
 
 def test_forming_groups_can_be_aborted(core, monkeypatch):
-    """`abort` that comes before the groups are there counts too."""
+    """Groups can be aborted while they form, also before they exist."""
     if core.config.parallel.world == 1:
         pytest.skip("one worker has no groups")
     executor, real = core.executor, swell.worker.worker.Worker.regroup
     entered = threading.Event()
 
     def fail_or_abort(worker, plan, store):
-        if worker.rank == 0:  # it never comes
+        if worker.rank == 0:  # this worker never joins
             entered.set()
             raise GroupError("this one does not come")
         entered.wait()

@@ -1,4 +1,5 @@
-"""What a session has computed is found again behind other traffic, and takes nothing from it."""
+"""The blocks of a session are found again after other traffic, and take no room that others
+need."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from swell.worker.sampler_wire import SamplerParams
 from tests.engine.engine_harness import CLIENT, engine
 
 BLOCK, BLOCKS = 16, 24
-"""Tokens of a block, and blocks of the cache: 384 tokens."""
+"""The tokens of a block and the blocks of the cache, which holds 384 tokens."""
 
 
 def prompt(number: int, tokens: int) -> list[int]:
@@ -17,7 +18,7 @@ def prompt(number: int, tokens: int) -> list[int]:
 
 
 class Conversation:
-    """An engine with a small cache, asked one request after the other."""
+    """An engine with a small cache that runs one request after the other."""
 
     def __init__(self, **overrides: object) -> None:
         with engine() as probe:
@@ -29,7 +30,7 @@ class Conversation:
         self._asked = 0
 
     def ask(self, ids: list[int], count: int = 4, *, keep: bool = False) -> tuple[list[int], int]:
-        """The answer, and how many tokens of the prompt were found."""
+        """Returns the answer and the number of cached tokens of the prompt."""
         self._asked += 1
         request = EngineCoreRequest(
             f"{self._asked}", ids, SamplerParams(temperature=0.0), count, keep_blocks=keep
@@ -43,12 +44,13 @@ class Conversation:
         return tokens, cached
 
     def push(self) -> None:
-        """Others, who fill the cache twice."""
+        """Runs other requests, which fill the cache twice."""
         for number in range(100, 100 + 2 * BLOCKS * BLOCK // 150):
             self.ask(prompt(number, 150))
 
     def chunks(self, *, keep: bool) -> list[int]:
-        """How many tokens of a session were found at each chunk, with others in between."""
+        """Returns the number of cached tokens at each chunk of a session, with other requests in
+        between."""
         ids, found = prompt(1 + keep, 90), []
         for chunk in range(3):
             answer, cached = self.ask(ids, keep=keep)
@@ -61,7 +63,7 @@ class Conversation:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_session_is_found_behind_others(steps: int) -> None:
     talk = Conversation(scheduler__steps_in_flight=steps)
-    # All full blocks of the tokens before: of 94, and of 118 tokens, whose last was not computed.
+    # All full blocks of the previous tokens: of 94, and of 118 whose last token was not computed.
     assert talk.chunks(keep=True) == [0, 80, 112]
     assert talk.chunks(keep=False)[1:] == [0, 0], "others push it out, so the test can fail"
     talk.llm.close()
@@ -74,7 +76,8 @@ def test_a_session_that_may_keep_nothing_is_as_others() -> None:
 
 
 def test_the_session_that_was_used_last_is_kept() -> None:
-    """Half of the cache: 12 blocks, and each session has 7."""
+    """The session that was used last is kept: half of the cache, 12 blocks, may be kept, and each
+    session has 7."""
     talk = Conversation()
     for number in (1, 2):
         talk.ask(prompt(number, 112), keep=True)

@@ -1,4 +1,4 @@
-"""Engines that share experts, over real channels: each answers as if it were alone while engines
+"""Engines that share experts, over real channels. Each answers as if it ran by itself while engines
 join and leave, and all run the same number of steps."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def request(name: str, prompt: list[int], max_tokens: int = 20) -> EngineCoreReq
 
 
 class RequestTracker:
-    """Submits requests, and checks their outputs against the expected ones."""
+    """Submits requests and checks their outputs against the expected ones."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -67,7 +67,8 @@ def test_idle_engines_step_with_those_that_work_and_all_stop(cluster) -> None:
 
 
 def test_few_empty_steps_follow_the_last_token(cluster) -> None:
-    """One fewer than steps in flight where the end is known before: what `max_tokens` ends."""
+    """`steps_in_flight - 1` empty steps follow the last token where the finish is known in advance,
+    as with `max_tokens`."""
     cluster.join(0)
     core = cluster.engines[0].server.core
     tracker = RequestTracker(cluster)
@@ -196,7 +197,7 @@ def test_a_restarted_coordinator_is_rebuilt_from_its_engines(cluster) -> None:
     tracker.check()
     cluster.settle()
     assert cluster.service.view().roster.ranks == [0, 1]
-    tracker.submit(1)  # a wave of which the successor learns only from the other engine
+    tracker.submit(1)  # a wave that the new coordinator only learns of from the other engine
     tracker.check()
     cluster.join(2)
     tracker.submit(2)
@@ -210,7 +211,7 @@ def test_engines_of_a_broken_group_go_on_alone_until_there_is_a_coordinator() ->
         for rank in (0, 1):
             tracker.submit(rank, 400)
         cluster.until(lambda: all(cluster.tokens.values()))
-        cluster.engines[1].executor.step_s = 6.0  # it seems to be gone
+        cluster.engines[1].executor.step_s = 6.0  # the engine seems to be gone
         cluster.service.stop()
         members = [engine.server.core.wave_member for engine in cluster.engines.values()]
         cluster.until(lambda: members[0].phase is Phase.ALONE)

@@ -1,7 +1,7 @@
 """Log probabilities of the whole path against log_softmax of transformers' float32 logits.
 
-However the work is split, scheduled, cached or interrupted: each sampled token and each prompt
-position is reported once, with values from the model's own logits.
+Each sampled token and each prompt position is reported once, with values from the model's own
+logits, for every way to split, schedule, cache or interrupt the work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PARAMS = [
     SamplerParams(prompt_logprobs=WHOLE),
     SamplerParams(temperature=1.0, seed=5, logprobs=1, top_k=3, allowed_token_ids=[5, 6, 7, 8]),
 ]
-"""One for each of `PROMPTS`."""
+"""One set of parameters for each of `PROMPTS`."""
 CRAMPED = {"cache__memory_bytes": 8192 * 16, "cache__block_tokens": 4}
 SETTINGS = {
     "depth 1": {"scheduler__steps_in_flight": 1},
@@ -54,7 +54,7 @@ SETTINGS = {
 
 
 class Model:
-    """A small model: its folder, and the log probabilities of transformers."""
+    """A small model: its folder, and the log probabilities that transformers computes."""
 
     def __init__(self, folder: Path, family: str) -> None:
         tiny_models.make(folder, family)
@@ -64,7 +64,7 @@ class Model:
 
     @torch.inference_mode()
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
-        """[T, V] float32: row i is of the token behind the first i + 1."""
+        """Returns [T, V] float32: row i holds those of the token after the first i + 1 tokens."""
         return self._model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
 
 
@@ -96,7 +96,8 @@ def of_tokens(outputs: list[EngineCoreOutput]) -> list[TokenLogprobs]:
 
 
 def of_prompt(outputs: list[EngineCoreOutput]) -> dict[int, TokenLogprobs]:
-    """By position; values that are reported twice are equal up to rounding."""
+    """Returns the reported tokens of the prompt by position; values that are reported twice must be
+    equal up to rounding."""
     found: dict[int, TokenLogprobs] = {}
     for output in outputs:
         for extra in output.extras:
@@ -111,7 +112,7 @@ def of_prompt(outputs: list[EngineCoreOutput]) -> dict[int, TokenLogprobs]:
 
 
 def check_token(reported: TokenLogprobs, truth: torch.Tensor, token_id: int, top: int) -> None:
-    """`truth` [V] are log probabilities at the token's position."""
+    """Checks a reported token; `truth` [V] are the log probabilities at the token's position."""
     assert reported.token_ids[0] == token_id
     assert len(reported.token_ids) == len(reported.logprobs) == 1 + top
     assert len(set(reported.token_ids[1:])) == top
@@ -124,7 +125,7 @@ def check_token(reported: TokenLogprobs, truth: torch.Tensor, token_id: int, top
 def check_answer(
     model: Model, request: EngineCoreRequest, outputs: list[EngineCoreOutput]
 ) -> list[int]:
-    """Check every token of the prompt and of the answer; return the answer."""
+    """Checks every token of the prompt and of the answer; returns the answer."""
     prompt, params, drawn = request.prompt_token_ids, request.sampler, tokens(outputs)
     known = [*prompt, *request.output_token_ids]
     truth = model.logprobs([*known, *drawn])
@@ -150,7 +151,8 @@ def check_all(
 def test_every_token_is_reported_with_the_models_own_probability(
     setting: str, llama: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices are smaller than prompts, so that each prompt has several."""
+    """Every token is reported with the model's own probability; slices are smaller than prompts, so
+    that each prompt has several."""
     monkeypatch.setattr(module, "SLICE_POSITIONS", 16)
     with Engine(llama.folder, **SETTINGS[setting]) as engine:
         answers = check_all(llama, requests(), engine.answer(requests()))
@@ -210,7 +212,7 @@ def test_requesting_logprobs_changes_no_token(llama: Model) -> None:
 
 @pytest.mark.parametrize("setting", ["depth 2", "pipeline 2, chunks of 7"])
 def test_a_resumed_answer_reports_its_own_tokens(setting: str, llama: Model) -> None:
-    """And it reports the whole prompt again."""
+    """A resumed answer reports its own tokens, and the whole prompt again."""
     with Engine(llama.folder, **SETTINGS[setting]) as engine:
         whole = check_all(llama, requests(), engine.answer(requests()))
         rest = [
@@ -228,7 +230,8 @@ def test_a_resumed_answer_reports_its_own_tokens(setting: str, llama: Model) -> 
 
 
 def test_logprobs_survive_encoding() -> None:
-    """Two kinds of one token, an impossible one, and an output that has no token."""
+    """Log probabilities survive encoding: two kinds for one token, an impossible token, and an
+    output without tokens."""
     reported = [
         PromptLogprobs(1, [[4, 5], [6, 7]], [[-0.5, -math.inf], [-1.0, -0.25]], [9, 2]),
         TokenLogprobs([8], [-math.inf], 320),

@@ -1,5 +1,5 @@
-"""The longest sequence is that of the model, as far as the KV cache of every worker holds one: what
-vLLM does with `update_max_model_len`, before the tables of steps are made."""
+"""The longest sequence is the model's, limited by what the KV cache of every worker can hold, as in
+vLLM's `update_max_model_len`. It is known before the buffers of steps are allocated."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from swell.worker.wire import WorkerLimits
 from tests.engine.engine_harness import NANO, engine
 
 BLOCK_BYTES = 2 * 4 * 64 * 4 * 16
-"""Of nano: K and V, layers, heads times their size, float32, tokens."""
+"""The bytes of a block of nano: K and V, layers, heads times their size, float32, tokens."""
 SPLITS: list[dict[str, Any]] = [{}, {"parallel__pipeline": 2}, {"parallel__tensor": 2}]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_it_is_what_the_cache_holds(split: dict[str, Any]) -> None:
-    """Half a model takes half the bytes."""
+    """The limit is what the cache holds; with tensor parallelism, half of the model needs half of
+    the bytes."""
     workers = 2 if split else 1
     with engine(cache__memory_bytes=10 * BLOCK_BYTES // workers, **split) as llm:
         limits = llm._engine.limits

@@ -1,5 +1,5 @@
-"""Drafts by a draft model: what is asked for, what becomes of it, and that its cache has every
-token that it needs. The fake worker's is always right where it has computed every token."""
+"""Drafts by a draft model: what is requested and accepted, and that the draft cache has every token
+it needs. The fake worker's draft model is always right where it has computed every token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def assert_all_right(core: EngineCore) -> None:
 
 
 def answer(core: EngineCore, *wanted: EngineCoreRequest) -> list[int]:
-    """Prompt tokens that were found for each request; all answers are right."""
+    """Runs requests and checks their answers; returns the number of cached prompt tokens of
+    each."""
     for one in wanted:
         assert core.add_request(one, CLIENT) is None
     outputs = run(core)
@@ -169,7 +170,7 @@ def test_a_guess_is_used_as_far_as_the_row_has_followed_it() -> None:
 
 
 class _Prompt(array):  # type: ignore[type-arg]
-    """Long, so its slices are not read."""
+    """A long prompt whose slices must not be read."""
 
     def __getitem__(self, index: Any) -> Any:
         taken = super().__getitem__(index)

@@ -1,5 +1,5 @@
-"""The layer for multi-token prediction that comes with a model: its guesses are those of the same
-layer in transformers, whatever the model and the way; and no guess changes an answer."""
+"""The multi-token prediction layer of a model. Its proposals equal those of the same layer in
+transformers, for every model and every schedule; and no proposal changes an output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def drafting(model: str, **overrides: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By name; made once."""
+    """Returns the folder of a model by name; each is made once."""
     made: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -62,7 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def wanted(served: Any) -> Any:
-    """The answers of a model without drafts."""
+    """Returns the answers of a model without drafts."""
     found: dict[str, list[Any]] = {}
 
     def find(name: str) -> list[Any]:
@@ -124,7 +124,8 @@ def test_its_memory_counts(served: Any) -> None:
 
 
 def test_another_folder_may_have_the_layer(served: Any, wanted: Any, tmp_path: Path) -> None:
-    """As where a model was saved without it. What the layer shares is the model's."""
+    """The layer may be in another folder, as if the model had been saved without it. It shares the
+    model's own embedding and head."""
     plain = _without_layer(served("llama"), tmp_path / "plain")
     carrier = make(tmp_path / "carrier", "llama", seed=7)
     with drafting(plain, drafts__model={"path": carrier}) as llm:
@@ -134,7 +135,8 @@ def test_another_folder_may_have_the_layer(served: Any, wanted: Any, tmp_path: P
 
 
 def test_new_weights_bring_their_layer(served: Any, tmp_path: Path) -> None:
-    """Or have none: then the layer is in a folder of its own, and stays."""
+    """New weights bring their own layer. If they have none, the layer must come from a folder of
+    its own, which it keeps."""
     other, path = make(tmp_path / "other", "llama", seed=5), served("llama")
     bare = _without_layer(other, tmp_path / "bare")
     with drafting(path) as llm, drafting(path, drafts__model={"path": path}) as with_folder:
@@ -161,7 +163,8 @@ def test_random_weights_of_a_layer(served: Any, wanted: Any) -> None:
 
 
 def test_the_checkpoint_says_what_is_tied(served: Any, tmp_path: Path) -> None:
-    """Not config.json, where it stores a head of its own; for EAGLE, too."""
+    """The checkpoint decides whether the head is tied, not config.json: here it stores a head of
+    its own. The same holds for EAGLE."""
     folder = tmp_path / "untied"
     shutil.copytree(served("llama"), folder)
     weights = load_file(str(folder / "model.safetensors"))
@@ -185,7 +188,7 @@ def test_the_checkpoint_says_what_is_tied(served: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
 def test_the_checkpoint_says_whether_the_layer_has_experts(kind: str, tmp_path: Path) -> None:
-    """Whatever the model's own layers have."""
+    """The checkpoint decides whether the layer has experts, not the model's own layers."""
     own = {"sparse": [0, 1, 2, 3], "dense": [4]}[kind]
     path = make(tmp_path / "model", "qwen3_moe", mlp_only_layers=own)
     tiny_models.change_config(Path(path), mlp_only_layers=[] if kind == "dense" else own)
@@ -208,7 +211,7 @@ def test_a_norm_behind_the_layer_may_be_called_otherwise(
 
 
 def test_its_experts_are_found(served: Any) -> None:
-    """As an engine that sleeps finds them."""
+    """The layer's experts are found, as an engine that goes to sleep finds them."""
     with drafting(served("qwen3_moe")) as llm:
         [layer] = llm._engine.core.executor._worker.draft_model.modules
         assert len(moe_layers(layer)) == 1

@@ -1,5 +1,5 @@
-"""Several steps per plan give what one step per plan gives, with fewer plans, and compute little
-for nothing."""
+"""Several steps per plan have the results of one step per plan, with fewer plans and little wasted
+work."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def request(name: str = "r", max_tokens: int = 20, **extra: Any) -> EngineCoreRe
 
 
 def further(core: Any) -> list[list[int]]:
-    """Of each plan with rows, what it computes behind the first tokens."""
-    return [list(plan.extra_steps.values()) for plan in core.executor.plans if plan.slots]
+    """Returns the further passes of the rows of each plan that has rows."""
+    return [list(plan.further.values()) for plan in core.executor.plans if plan.slots]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -42,7 +42,7 @@ def test_a_plan_gives_several_tokens(depth: int) -> None:
     core.add_request(request(max_tokens=15), CLIENT)
     outputs = run(core)["r"]
     assert token_ids(outputs) == expected(request(max_tokens=15))
-    # The prompt's step, three plans of four tokens, and what is left.
+    # The prompt's step, three plans of four tokens, and the remaining token.
     assert [len(output.new_token_ids) for output in outputs] == [1, 4, 4, 4, 2]
     assert further(core) == [[], [3], [3], [3], [1]]
     core.check_idle()
@@ -50,7 +50,8 @@ def test_a_plan_gives_several_tokens(depth: int) -> None:
 
 @pytest.mark.parametrize("knows_ends", [True, False])
 def test_little_is_computed_for_nothing(knows_ends: bool) -> None:
-    """At most one token less than a plan has; none where the worker finds the end."""
+    """Little is computed in vain: at most one token fewer than a plan has, and none where the
+    worker detects the finish."""
     long = expected(request(max_tokens=30))
     for end in range(1, 30):
         one = request(max_tokens=30, stop_token_ids=[long[end]])
@@ -70,8 +71,8 @@ def test_little_is_computed_for_nothing(knows_ends: bool) -> None:
 def test_a_block_that_an_end_fills_is_found_only_if_it_was_computed(
     knows_ends: bool, depth: int
 ) -> None:
-    """Nothing computes the last token of a row whose end was found, and it is at any place of its
-    plan and of its block."""
+    """A block that the last token fills is found only if it was computed. Nothing computes the last
+    token of a row whose finish was detected, at any place of its plan and of its block."""
     long = expected(request(max_tokens=40))
     for end in range(1, 40):
         one = request(max_tokens=40, stop_token_ids=[long[end]])
@@ -103,7 +104,8 @@ def test_a_prompt_is_not_held_up_by_further_steps_of_its_own_plan() -> None:
 
 
 def test_further_steps_take_no_block_that_another_row_may_need() -> None:
-    """Each running request may soon want one."""
+    """Further steps take no block that another row may need: each running request may soon want
+    one."""
     core = make_core(num_blocks=10, max_model_len=40, steps_per_plan=8, steps_in_flight=1)
     names = ["a", "bb", "ccc"]
     for name in names:
@@ -148,8 +150,9 @@ def test_the_next_turn_finds_what_the_last_plans_have_computed(steps: int) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [{}, {"parallel__tensor": 2}, {"parallel__pipeline": 2}])
 def test_the_workers_find_an_end(tmp_path: Path, split: dict[str, Any]) -> None:
-    """And leave the row out of the passes behind: the same tokens, and no pass for nothing. Workers
-    that would have to agree do not, nor does the host of a GPU."""
+    """The workers detect a finish and leave the row out of the later passes: the same tokens, and
+    no wasted pass. Workers that would have to agree on it do not detect it; the host of a GPU
+    cannot."""
     tiny_models.make(tmp_path, "llama")
     sampler = SamplerParams(temperature=3.0, seed=5)
     with Engine(tmp_path) as plain:
@@ -189,7 +192,8 @@ def test_a_prompt_that_ends_with_such_a_token_has_not_ended(tmp_path: Path) -> N
 def test_an_end_that_comes_too_early_ends_nothing(
     tmp_path: Path, depth: int, split: dict[str, Any]
 ) -> None:
-    """Where parameters contradict each other a sampler draws it before `min_tokens`."""
+    """A stop token before `min_tokens` does not finish the request. The sampler draws one early
+    only if the parameters contradict each other, as here."""
     tiny_models.make(tmp_path, "llama")
     ends = list(range(40, 48))
     sampler = SamplerParams(temperature=3.0, seed=5, allowed_token_ids=ends)
@@ -215,7 +219,7 @@ def test_an_end_that_comes_too_early_ends_nothing(
 
 @contextmanager
 def counted_passes() -> Iterator[Counter[int]]:
-    """Runner -> how many passes it computes with a row."""
+    """Yields a count of the passes with rows for each model runner."""
     found, execute = Counter[int](), ModelRunner._execute
 
     def counted(runner: ModelRunner, plan: Any) -> Any:
@@ -232,7 +236,8 @@ def counted_passes() -> Iterator[Counter[int]]:
 def test_tokens_before_logits_that_are_no_numbers_are_kept(
     tmp_path: Path, at: int, depth: int
 ) -> None:
-    """The token at this place of the answer has an embedding of NaN."""
+    """The tokens before NaN logits are kept; the token at this place of the answer has an embedding
+    of NaN."""
     tiny_models.make(tmp_path, "llama")
     sampler = SamplerParams(temperature=3.0, seed=5, logprobs=0)
     asked = EngineCoreRequest("x", [5, 6], sampler, 12)

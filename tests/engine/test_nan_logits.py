@@ -1,7 +1,7 @@
-"""NaN logits end the requests that have them, and change no other answer.
+"""NaN logits terminate the requests that have them and change no other output.
 
-One row of the embedding is NaN, so that a request fails if and only if it contains that token; all
-other answers must stay bitwise equal.
+One row of the embedding is NaN, so a request fails if and only if it contains that token. All other
+outputs must stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def spoil(folder: Path, token: int, value: float) -> None:
-    """Set the embedding of a token to NaN."""
+    """Sets the embedding of a token to `value`."""
     file = folder / "model.safetensors"
     weights = safetensors.torch.load_file(file)
     name = next(n for n in weights if "embed_tokens" in n or "embed_in" in n)
@@ -79,8 +79,8 @@ def requests(prompts: dict[str, list[int]], sampler: SamplerParams) -> list[Engi
 def check(
     engine: Engine, alone: dict[str, list[EngineCoreOutput]], sampler: SamplerParams, exact: bool
 ) -> None:
-    """All requests in one batch, the failing ones among them; `exact`: the products of a row have
-    the same bits whatever the other rows are."""
+    """Runs all requests in one batch, including the failing ones. `exact`: the products of a row
+    have the same bits in every batch."""
     mixed = {"x": HIT["x"], **GOOD, "y": HIT["y"], "z": HIT["z"]}
     before = engine.core.scheduler.num_nans_in_logits
     got = engine.answer(requests(mixed, sampler))
@@ -89,7 +89,8 @@ def check(
         assert mine[:2] == true[:2]
         assert mine[2] == (true[2] if exact else pytest.approx(true[2], abs=1e-4))
     for name in HIT:
-        *before_it, last = got[name]  # of a chunked prompt, the first chunks may be reported
+        # for a chunked prompt, the first chunks may have been reported
+        *before_it, last = got[name]
         assert not any(output.new_token_ids for output in got[name])
         assert not before_it or sampler.prompt_logprobs is not None
         assert (last.finish_reason, last.stop_reason) == (FinishReason.ERROR, NANS_IN_LOGITS)
@@ -98,7 +99,7 @@ def check(
 
 
 def summary(outputs: list[EngineCoreOutput]) -> tuple[list[int], object, list[float]]:
-    """Tokens, finish reason, and all log probabilities."""
+    """Returns tokens, finish reason and all log probabilities."""
     tokens = [token for output in outputs for token in output.new_token_ids]
     logprobs: list[float] = []
     for extra in (extra for output in outputs for extra in output.extras):
@@ -113,12 +114,13 @@ def summary(outputs: list[EngineCoreOutput]) -> tuple[list[int], object, list[fl
     ("family", "value"), [("llama", NAN), ("llama", INF), ("llama-tied", NAN), ("gpt_neox", NAN)]
 )
 def test_only_requests_with_nan_logits_end(folders, backend, family, value):
-    """A tied head has that row too: then the logits of every row contain a NaN."""
+    """Only requests with NaN logits are terminated. A tied head has the NaN row too, so that the
+    logits of every row contain a NaN."""
     with Engine(folders[family, value], model__cpu_threads=1) as engine:
         for name, sampler in SAMPLERS.items():
             if family == "llama-tied":
                 got = engine.answer(requests(GOOD, sampler))
-                if name != "allowed":  # what is drawn from has none
+                if name != "allowed":  # the logits to sample from contain none
                     assert {o.stop_reason for (o,) in got.values()} == {NANS_IN_LOGITS}
                 continue
             alone = engine.answer(requests(GOOD, sampler))
@@ -142,7 +144,8 @@ def test_in_groups_with_steps_in_flight(folders, family, split):
 
 
 def test_nan_values_stay_in_no_cache(folders):
-    """Its blocks are not found as a prefix, and harm no request that gets them later."""
+    """NaN values stay in no cache: the blocks are not found as a prefix and harm no later request
+    that gets them."""
     with Engine(folders["llama", NAN], model__cpu_threads=1) as engine:
         alone = engine.answer(requests(GOOD, SamplerParams()))
         many = {f"n{i}": [BAD, *range(3 + i, 120)] for i in range(40)}

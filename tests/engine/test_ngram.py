@@ -1,4 +1,4 @@
-"""The proposals of prompt lookup, against a search through all tokens."""
+"""The proposals of prompt lookup (n-gram), against a search through all tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swell.engine.scheduling.ngram import NgramProposer
 
 
 def by_search(tokens: list[int], count: int, min_match: int, max_match: int) -> list[int]:
-    """By definition: of the newest places where the last tokens end, the longest match."""
+    """The reference: the longest match among the newest places where the last tokens occur."""
     last = len(tokens)
     if last < min_match:
         return []
@@ -55,7 +55,7 @@ texts = st.one_of(
     more=st.integers(0, 4),
 )
 def test_a_proposal_is_what_followed_the_longest_match(tokens, cuts, count, min_match, more):
-    """As the tokens grow from call to call."""
+    """A proposal is what followed the longest match, also if the tokens grow from call to call."""
     proposer = NgramProposer(min_match, min_match + more)
     for cut in sorted({*cuts, len(tokens)}):
         known = tokens[:cut]

@@ -1,4 +1,5 @@
-"""Blocks that leave the device come back with their content, whatever tiers and schedule."""
+"""Blocks that are offloaded from the device come back with their content, with any tiers and
+schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def request(name: str, prompt: list[int], outputs: int = 2) -> EngineCoreRequest
 
 
 def answer(core: EngineCore, wanted: EngineCoreRequest) -> int:
-    """The prompt tokens that were found for a request, whose answer is right."""
+    """Runs a request and checks its answer; returns the number of cached prompt tokens."""
     assert core.add_request(wanted, CLIENT) is None
     outputs = run(core)[wanted.request_id]
     assert token_ids(outputs) == expected(wanted)
@@ -126,7 +127,8 @@ def test_pinned_blocks_stay() -> None:
     losses=st.sets(st.integers(0, 60), max_size=2),
 )
 def test_answers_under_pressure(prompts, num_blocks, offload, depth, rows, losses) -> None:
-    """Few prefixes that come again and again, and hardly any room."""
+    """Answers stay right under pressure: few prefixes that occur again and again, and hardly any
+    free blocks."""
     core = make_core(
         num_blocks=num_blocks,
         max_model_len=36,

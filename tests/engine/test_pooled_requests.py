@@ -1,4 +1,5 @@
-"""Requests that sample nothing, in the scheduler: they end with the step of their last token."""
+"""Pooling requests in the scheduler: they sample nothing and finish with the step of their last
+token."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def scheduler(*, whole_prompts: bool = False, blocks: int = 64, **config: int) -
 
 
 def compute(scheduler: Scheduler, step: ScheduledStep) -> list[EngineCoreOutput]:
-    """What a worker answers: a vector for each row that is done, which names it."""
+    """Updates the scheduler with a worker's results: a vector for each finished row, which names
+    it."""
     plan, extras = step.plan, {}
     assert not any(plan.samples)
     for row, (request, start, count) in enumerate(

@@ -1,4 +1,5 @@
-"""Workers that die or stop in the middle of an answer: replaced, and the answer is the same."""
+"""Workers that die or stop in the middle of an answer are replaced, and the answer stays the
+same."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def core():
-    """Two workers of one engine. The driver has the engine's part: it owns the actors."""
+    """Yields a core with two workers. The driver plays the engine: it owns the actors."""
     folder = tempfile.mkdtemp(prefix="swell-test-", dir="/tmp")
     ray.init(
         address="local",
@@ -74,7 +75,7 @@ def core():
 
 @pytest.fixture(scope="module")
 def whole(core) -> dict[str, list[int]]:
-    """The answers of an undisturbed run."""
+    """Returns the answers of an undisturbed run."""
     submit(core)
     return answers(core)
 
@@ -85,7 +86,7 @@ def submit(core: EngineCore) -> None:
 
 
 def answers(core: EngineCore, steps: int = 10_000, tokens: dict[str, list[int]] | None = None):
-    """Run this many steps, and return what they add to `tokens`, by request."""
+    """Runs up to this many steps and adds their tokens to `tokens` by request, which it returns."""
     tokens = {} if tokens is None else tokens
     while core.has_work and steps:
         steps -= 1
@@ -99,7 +100,7 @@ def pids(core: EngineCore) -> list[int]:
 
 
 def recover(core: EngineCore, failure: ExecutorError | None) -> None:
-    """Recover from a failure as `EngineServer` does."""
+    """Recovers from a failure as `EngineServer` does."""
     while failure is not None:
         try:
             if isinstance(failure, WorkerLost):
@@ -149,7 +150,8 @@ def test_a_lost_worker_is_replaced_and_the_answer_continues(core, whole, number,
 def test_adapters_of_a_lost_worker_are_loaded_again_and_one_that_has_gone_fails_alone(
     core, adapter_shapes, tmp_path
 ):
-    """The folder of the third hangs, so that what waits for it is bounded."""
+    """Adapters of a lost worker are loaded again, and only the request of a deleted one fails. The
+    folder of the third adapter hangs, and the wait for it is bounded."""
     requests = [WANTED[0]]
     for seed, name in enumerate(("stays", "gone", "hangs"), 1):
         folder = str(adapters.make_adapter(tmp_path / name, adapter_shapes, seed=seed))
@@ -210,7 +212,8 @@ def test_a_worker_that_fails_by_itself_is_replaced_but_not_for_ever(core, whole,
 
 
 def test_workers_that_die_in_an_idle_engine_are_detected(core):
-    """This is the last test of the file: the workers are not replaced."""
+    """Workers that die in an idle engine are detected. This is the last test of the file: the
+    workers are not replaced."""
     core.executor.check()
     for pid in pids(core):
         os.kill(pid, signal.SIGKILL)
@@ -221,7 +224,7 @@ def test_workers_that_die_in_an_idle_engine_are_detected(core):
 
 
 def wait_for_adapters(core: EngineCore) -> None:
-    """Wait for nothing but an adapter; what the workers sent before comes first."""
+    """Waits for adapters only; earlier messages of the workers are read first."""
     for _ in range(100):
         core.executor.loaded_adapters(0.05)
 

@@ -1,4 +1,4 @@
-"""How an engine recovers by itself: lost workers, broken groups, clients that have left."""
+"""How an engine recovers by itself from lost workers, broken groups and clients that have left."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 
 
 class FragileExecutor(StepExecutor):
-    """Raises a given error once, from the result of a step."""
+    """An executor that raises a given error once, from the result of a step."""
 
     breaks_by: ExecutorError | None = None
     repair_fails = False
@@ -80,7 +80,7 @@ class _Fragile(AsyncModelRunnerOutput):
 
 
 class CoordinatorInbox:
-    """The coordinator's side: keeps received messages, and can send commands."""
+    """The coordinator's side of the channel: keeps received messages and can send commands."""
 
     def __init__(self, inbox: Inbox[CoordinatorMessage]) -> None:
         self.inbox = inbox
@@ -88,7 +88,7 @@ class CoordinatorInbox:
         self.received: list[CoordinatorMessage] = []
 
     def until(self, kind: object) -> CoordinatorMessage:
-        """The next message of a kind."""
+        """Returns the next message of a kind."""
         deadline = time.monotonic() + SOON_S
         while time.monotonic() < deadline:
             for peer, message in self.inbox.receive(0.05):
@@ -125,7 +125,7 @@ def harness_with_short_timeouts() -> Iterator[Harness]:
 
 @pytest.fixture
 def lockstep_harness(monkeypatch) -> Iterator[Harness]:
-    """An engine in a group, whose heartbeats are so rare that no test waits for one."""
+    """Yields an engine in a group whose heartbeats are so rare that no test waits for one."""
     monkeypatch.setattr(core, "NullMember", WaveMember)
     yield from make_harness(heartbeat_s=60.0, stall_timeout_s=240.0)
 
@@ -154,8 +154,8 @@ def test_requests_continue_unchanged_after_a_recovery(harness, error) -> None:
 
 
 def test_a_request_that_is_in_every_failed_step_ends(harness) -> None:
-    """The other requests continue: after the first loss no two suspects are computed in one
-    step."""
+    """A request that is in every failed step is terminated and the other requests continue: after
+    the first loss, two suspects are never computed in the same step."""
     engine, _inbox_reader = harness
     prompts = {"poison": [13] * 9, **{f"r{i}": [1, i] for i in range(4)}}
 
@@ -204,7 +204,8 @@ def test_a_worker_that_dies_in_an_idle_engine_is_replaced(harness) -> None:
 
 
 def test_a_recovery_is_reported_even_when_the_groups_form_later(harness) -> None:
-    """Without `Repaired` the engine would stay marked as recovering, and get no request."""
+    """A recovery is reported even if the groups form later. Without `Repaired` the engine would
+    stay marked as recovering and receive no requests."""
     engine, inbox = harness
     inbox.until(EngineReport)
 
@@ -222,12 +223,13 @@ def test_a_recovery_is_reported_even_when_the_groups_form_later(harness) -> None
 
 @pytest.mark.parametrize("ranks", [[1], [0, 5]], ids=["leaves", "cannot form"])
 def test_the_state_of_a_group_is_reported_at_once(lockstep_harness, ranks) -> None:
-    """Not only with the next heartbeat: the previous one still names the old group."""
+    """The state of a group is reported at once, not only with the next heartbeat: the previous
+    heartbeat still has the old group."""
     engine, inbox = lockstep_harness
     inbox.until(EngineHello)
     inbox.inbox.send(inbox.peer, ReconfigureDistributedRequest(1, [0], 1))
     while inbox.until(EngineReport).wave_phase != Phase.PAUSED:
-        """An index from before the group."""
+        """Waits until the engine is paused, in the group before the one under test."""
 
     def regroup(groups: GroupPlan) -> list[Regrouped]:
         raise GroupBroken("a peer did not join", [1])
@@ -242,8 +244,8 @@ def test_the_state_of_a_group_is_reported_at_once(lockstep_harness, ranks) -> No
 
 
 def test_requests_of_a_silent_client_are_dropped(harness_with_short_timeouts) -> None:
-    """The client is notified, in case it was only suspended; a client that sends messages keeps its
-    requests."""
+    """Requests of a silent client are aborted. The client is notified, in case it was only
+    suspended; a client that sends messages keeps its requests."""
     engine, _inbox_reader = harness_with_short_timeouts
     silent, alive = engine.client(), engine.client()
     silent.send(request("silent", [1], max_tokens=LONG))
@@ -314,7 +316,8 @@ def test_an_engine_introduces_itself_on_request(harness) -> None:
 
 
 def test_an_engine_in_a_long_step_still_sends_heartbeats(harness) -> None:
-    """Its loop is blocked: the heartbeat thread reports the newest progress."""
+    """An engine in a long step still sends heartbeats: its loop is blocked, and the heartbeat
+    thread reports the newest progress."""
     engine, inbox = harness
     begun, ends = threading.Event(), threading.Event()
 

@@ -86,8 +86,8 @@ OF_SAMPLER: list[tuple[str, Any]] = [
     ("allowed_token_ids", [-1]),
     ("allowed_token_ids", [1] * (VOCAB + 1)),
     ("grammar", Grammar("x" * 5_000_000)),
-    ("pooling", PoolingParams()),  # with max_tokens above 0
-    ("routed_experts", True),  # where none are recorded
+    ("pooling", PoolingParams()),  # with `max_tokens` above 0
+    ("routed_experts", True),  # the model records none
 ]
 
 
@@ -112,7 +112,7 @@ def test_requests_that_no_worker_could_run_are_refused_at_once(name, value, of_s
 
 
 def test_every_field_has_a_case() -> None:
-    """A new field needs a case that says which values are valid."""
+    """Every field has a case; a new field needs one that says which values are valid."""
     free = {"sampler", "data_parallel_rank", "skip_prefix_cache", "keep_blocks", "prefix_hint"}
     assert {name for name, _ in OF_REQUEST} | free == set(EngineCoreRequest.__struct_fields__)
     assert {name for name, _ in OF_SAMPLER} == set(SamplerParams.__struct_fields__)
@@ -135,8 +135,8 @@ def test_the_whole_vocabulary_is_reported_for_few_positions() -> None:
 
 
 def test_requests_that_the_ingress_accepts_pass() -> None:
-    """The ingress's limits lie within the engine's, so that clients get a 400 with the field's
-    name."""
+    """Requests that the ingress accepts pass. Its limits lie within the engine's, so that clients
+    get a 400 with the field's name."""
     vocab = 5000
     params = ingress.SamplingParams(
         temperature=limits.MAX_TEMPERATURE,
@@ -162,7 +162,7 @@ def test_requests_that_the_ingress_accepts_pass() -> None:
             external_req_id="x" * 128,
             prompt_token_ids=[0, vocab - 1],
             max_tokens=9,
-            eos_token_ids=[vocab + 7],  # of the tokenizer alone, never sampled
+            eos_token_ids=[vocab + 7],  # a token of the tokenizer only, which is never sampled
             bad_words=[[1] * 100] * (2 * limits.MAX_BAD_WORDS),
             grammar=Grammar("x" * GRAMMAR_LIMITS["max_grammar_size"]),
             priority=2**31 - 1,

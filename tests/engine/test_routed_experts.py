@@ -1,5 +1,5 @@
-"""The experts that computed each token are those of transformers' router, over every way to split,
-schedule, cache, interrupt and move the work, and whichever request filled the cache."""
+"""The experts of each token are those of transformers' router, over every way to split, schedule,
+cache, interrupt and move the work, and for any request that filled the cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.worker import tiny_models
 pytestmark = pytest.mark.slow
 
 MARGIN = 1e-4
-"""Router logits that are closer may change places by rounding."""
+"""Router logits that differ by less may change places through rounding."""
 OFFLOAD = {"cache__offload_bytes": 400_000, "cache__offload_disk_bytes": 400_000}
 ROUTE_AXES = {
     **AXES,
@@ -46,11 +46,11 @@ ALL = [
     request_spec(UPPER, return_routed_experts=True, logprobs=1, max_tokens=1),
 ]
 OTHERS = [request_spec(prompt, max_tokens=9) for prompt in PROMPTS]
-"""They fill the cache, and do not ask."""
+"""Requests that fill the cache without asking for routed experts."""
 
 
 class Model:
-    """A folder, and the choices of transformers for any tokens."""
+    """A model folder, and the experts that transformers selects for any tokens."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -61,12 +61,12 @@ class Model:
 
     @torch.no_grad()
     def router_logits(self, token_ids: list[int]) -> np.ndarray:
-        """[tokens, layers with experts, experts]"""
+        """Returns [tokens, layers with experts, experts]."""
         found = self._model(torch.tensor([token_ids]), output_router_logits=True)
         return torch.stack([layer.view(len(token_ids), -1) for layer in found.router_logits], 1)
 
     def check(self, table: RoutedExpertsTable | None, token_ids: list[int]) -> None:
-        """`token_ids`: of prompt and answer."""
+        """Checks the table against transformers; `token_ids` are those of prompt and answer."""
         assert table is not None and table.num_tokens == len(token_ids) - 1
         logits = self.router_logits(token_ids[:-1])
         got = np.frombuffer(table.data, dtype="<i2" if table.wide else np.uint8)
@@ -145,7 +145,8 @@ def pair(model: Model) -> Iterator[list[LLM]]:
 
 
 def test_over_moves(model: Model, pair: list[LLM]) -> None:
-    """An answer continues on another engine after each of its outputs."""
+    """Routed experts are complete if an answer continues on another engine after any of its
+    outputs."""
     harness, specs = EngineHarness(pair), []
     for cut in range(1, 20):
         for spec in (ALL[0], ALL[1], ALL[7]):
@@ -157,8 +158,8 @@ def test_over_moves(model: Model, pair: list[LLM]) -> None:
 
 
 def test_what_others_computed_is_known(model: Model) -> None:
-    """A prompt that is found in the cache has the choices that were made for a request that did
-    not ask."""
+    """Routed experts are known for a cached prompt, although the request that computed it did not
+    ask for them."""
     llm = routing(model, cache__block_tokens=1)
     try:
         for spec in (request_spec(COUNT, max_tokens=4), ALL[0]):

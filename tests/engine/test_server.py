@@ -1,4 +1,4 @@
-"""An engine behind its channel: real sockets, a real loop on a thread, a worker without tensors."""
+"""An engine and its channel: real sockets, a real loop on a thread, a worker without tensors."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from tests.engine.fake_worker import VOCAB, FakeExecutor, expected
 pytestmark = pytest.mark.slow
 
 SOON_S = 60.0
-"""A deadline that only a failure reaches."""
+"""A timeout that is only reached on failure, in seconds."""
 
 LONG = 20_000
-"""Tokens of a request that does not end within a test."""
+"""The number of tokens of a request that does not finish within a test."""
 
 NUM_BLOCKS = 2 * LONG // 4 + 1
 
@@ -74,7 +74,7 @@ class StepExecutor(FakeExecutor):
 
 
 class Engine:
-    """One engine on a thread, with a coordinator of choice."""
+    """One engine on a thread, with a given coordinator."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Engine:
 
 
 class Client:
-    """An ingress as an engine knows it."""
+    """An ingress from the engine's point of view."""
 
     def __init__(self, outlet: Outlet[EngineCoreOutputs]) -> None:
         self._outlet = outlet
@@ -129,7 +129,7 @@ class Client:
         self._outlet.send(message)
 
     def receive(self, timeout_s: float = 0.5) -> bool:
-        """Receive one message; False if none came."""
+        """Receives one message; returns False if none arrived."""
         message = self._outlet.receive(timeout_s)
         if message is None:
             return False
@@ -158,7 +158,7 @@ class Client:
         return self.answers[self._calls]
 
     def wait_until_idle(self) -> None:
-        """Wait until every block and slot is free."""
+        """Waits until every block and slot is free."""
         deadline = time.monotonic() + SOON_S
         while self.call("check_idle").failure_message is not None:
             assert time.monotonic() < deadline, "a block or slot is still held"
@@ -185,7 +185,8 @@ def open_files() -> int:
 
 
 def check_closed(before: int) -> None:
-    """No more files are open than before; the far end of a socket closes a little later."""
+    """Asserts that no more files are open than before; the far end of a socket closes a little
+    later."""
     deadline = time.monotonic() + SOON_S
     while open_files() > before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -197,7 +198,7 @@ def _nothing_is_left() -> Iterator[None]:
     files, threads = open_files(), threading.active_count()
     yield
     deadline = time.monotonic() + SOON_S
-    while threading.active_count() > threads:  # an authenticator ends just after its inbox
+    while threading.active_count() > threads:  # an authenticator stops just after its inbox
         assert time.monotonic() < deadline, "a thread was left"
         time.sleep(0.01)
     check_closed(files)
@@ -210,7 +211,7 @@ def keys() -> ChannelKeys:
 
 @pytest.fixture
 def coordinator(keys) -> Iterator[Inbox[CoordinatorMessage]]:
-    """Receives the engine's reports, and sends nothing."""
+    """Yields an inbox that receives the engine's reports and sends nothing."""
     inbox: Inbox[CoordinatorMessage] = Inbox(CoordinatorMessage, keys)
     yield inbox
     inbox.close()
@@ -296,7 +297,8 @@ def test_a_request_that_can_never_run_is_answered_at_once(engine, wanted, text) 
 
 @pytest.mark.parametrize("leaks", [False, True])
 def test_an_idle_engine_reports_leaked_blocks_and_slots(engine, leaks) -> None:
-    """The conservation check of production: after the last request, and not before."""
+    """An idle engine reports leaked blocks and slots, with the production check: after the last
+    request and not before."""
     lines: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = lines.append  # type: ignore[method-assign]
@@ -389,14 +391,14 @@ def test_calls_of_two_clients_with_one_id_do_not_cross(engine) -> None:
 
 
 class Reports:
-    """What an engine reports to this coordinator."""
+    """Collects the engine's reports to this coordinator."""
 
     def __init__(self, inbox: Inbox[CoordinatorMessage]) -> None:
         self._inbox = inbox
         self.received: list[EngineReport] = []
 
     def take(self, is_enough: Callable[[], object]) -> None:
-        """Receive until there are enough."""
+        """Receives reports until there are enough."""
         deadline = time.monotonic() + SOON_S
         while not is_enough():
             assert time.monotonic() < deadline, "the engine does not report"
@@ -427,7 +429,8 @@ def test_a_busy_engine_reports_on_its_deadline_and_not_on_every_step(engine, coo
 
 
 def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
-    """The whole path: engine, coordinator, subscriber. Requests arrive without a pause."""
+    """Reports reach a coordinator while requests arrive without a pause, over the whole path:
+    engine, coordinator, subscriber."""
     service = CoordinatorService(_config().cluster)
     engine = Engine(service.keys, service.address)
     watcher = Outlet(service.address, ClusterView, service.keys)
@@ -449,7 +452,7 @@ def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
         deadline = time.monotonic() + SOON_S
         while len(steps_seen) <= 20:
             assert time.monotonic() < deadline, f"reports stopped: {steps_seen}"
-            watcher.send(Subscribe(0))  # a client that is silent for some heartbeats is dropped
+            watcher.send(Subscribe(0))  # a client that is silent for several heartbeats is dropped
             view = watcher.receive(0.1)
             steps = max((report.steps for report in view.reports), default=0) if view else 0
             if steps > steps_seen[-1]:
@@ -463,10 +466,10 @@ def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
 
 
 def test_a_reporter_keeps_its_deadline() -> None:
-    """The same on a scripted clock."""
+    """A reporter reports by its deadline under constant changes; the clock is scripted."""
     reporter = LoadReporter(_config(load_report_s=0.0625, heartbeat_s=1.0).cluster)
     times = []
-    for tick in range(64 * 4):  # four seconds; changes in every tick of the second and third
+    for tick in range(64 * 4):  # four seconds, with a change in every tick of the second and third
         now = tick / 64
         if 1 <= now < 3:
             reporter.changed()
@@ -490,7 +493,7 @@ def test_a_coordinator_of_many_engines_requests_fewer_reports() -> None:
     assert reporter.wait_s(0.0) == 1.0, "a heartbeat is not delayed"
 
 
-# -------------------------------------------------------------------------------- ends
+# -------------------------------------------------------------------------------- termination
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -519,8 +522,8 @@ def test_a_failure_of_the_executor_is_raised_and_closes_everything(keys, coordin
 
 @pytest.mark.parametrize("first", [True, False])
 def test_requests_in_a_step_are_announced_before_it(keys, coordinator, first) -> None:
-    """Also the step in which the engine dies, even the first one: clients know which requests were
-    in it, and which waited."""
+    """Requests in a step are announced before it, also for the step in which the engine dies, even
+    the first one. So clients know which requests were in it and which were waiting."""
     engine = Engine(keys, coordinator.address)
     client = engine.client()
     try:

@@ -1,4 +1,4 @@
-"""A common prefix of requests is computed once, also when they arrive together."""
+"""A common prefix of requests is computed once, also if they arrive together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add(core: EngineCore, wanted: Iterable[EngineCoreRequest]) -> None:
 
 
 def computed_prompt_tokens(core: EngineCore, prompt_tokens: int) -> int:
-    """Over all steps so far, where every prompt is this long."""
+    """Returns the number of computed prompt tokens over all steps; every prompt has this length."""
     return sum(
         max(0, min(start + count, prompt_tokens) - start)
         for plan in core.executor.plans
@@ -45,7 +45,7 @@ def computed_prompt_tokens(core: EngineCore, prompt_tokens: int) -> int:
 
 
 def in_common(one: list[int], other: list[int]) -> int:
-    """Full blocks at the start of both."""
+    """Returns the number of full blocks at the start of both."""
     count = 0
     while (
         len(one[: BLOCK * (count + 1)]) == BLOCK * (count + 1)
@@ -56,7 +56,8 @@ def in_common(one: list[int], other: list[int]) -> int:
 
 
 def computed_at_least(prompts: list[list[int]]) -> list[int]:
-    """Tokens that each prompt costs, if it shares with all prompts before it, by definition."""
+    """Returns the reference cost of each prompt in tokens if it shares the prefixes of all earlier
+    prompts."""
     costs = []
     for index, prompt in enumerate(prompts):
         shared = max((in_common(prompt, earlier) for earlier in prompts[:index]), default=0)
@@ -158,7 +159,7 @@ families = st.builds(
 def test_every_request_that_waits_for_a_prefix_finishes(
     arrivals, num_blocks, budget, chunk, depth, max_rows, policy, aborts, losses
 ):
-    """Every request gets the right tokens, whatever becomes of its prefix leader."""
+    """Every request gets the right tokens, also if its prefix leader is aborted or preempted."""
     core = make_core(
         num_blocks=num_blocks,
         max_model_len=38,
@@ -227,8 +228,8 @@ def test_a_follower_keeps_its_claim_on_a_slot():
 
 @pytest.mark.parametrize(("late_tokens", "expected_rows"), [(12, [8, 8]), (16, [8])])
 def test_a_follower_keeps_its_claim_on_blocks(late_tokens, expected_rows):
-    """On the blocks behind the common ones. Of 11 blocks first holds 5 and may want 1 more, long
-    will need 2 of its own: 3 are left."""
+    """A follower keeps its claim on the blocks after the common ones. Of 11 blocks, `first` holds 5
+    and may want 1 more, and `long` will need 2 of its own: 3 are left."""
     core = make_core(num_blocks=11, max_model_len=44, steps_in_flight=1, max_chunk_tokens=8)
     first, long = request("first", [1] * 20), request("long", [1] * 20 + [2] * 8)
     add(core, [first, long, request("late", [3] * late_tokens)])
@@ -282,7 +283,8 @@ def test_a_follower_takes_over_the_blocks_of_an_aborted_leader(steps):
 
 
 def test_a_follower_continues_when_its_leader_is_preempted():
-    """r0 decodes and takes the blocks of lead, so lead no longer computes the prefix."""
+    """A follower continues when its leader is preempted: r0 decodes and takes the blocks of lead,
+    so lead no longer computes the prefix."""
     core = make_core(num_blocks=12, max_model_len=48, steps_in_flight=1, max_chunk_tokens=2)
     wanted = [
         request("r0", [2] * 12, 20),
@@ -299,7 +301,8 @@ def test_a_follower_continues_when_its_leader_is_preempted():
 
 
 def test_waiting_costs_one_lookup_a_step(monkeypatch):
-    """The prefix is looked up when its leader has made progress, not at every step."""
+    """A waiting request looks its prefix up when its leader has made progress, not at every
+    step."""
     core = make_core(num_blocks=64, max_model_len=200, max_chunk_tokens=1, steps_in_flight=1)
     searches = []
     find = core.scheduler.kv._find

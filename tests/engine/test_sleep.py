@@ -1,5 +1,5 @@
-"""Engines that give memory back: what they hold, when they sleep and wake up, and that no request
-notices more than time."""
+"""Engines that sleep: what they release, when they sleep and wake up, and that requests only notice
+a delay."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def harness() -> Iterator[Harness]:
 
 
 class Plans:
-    """The plans that the engine's executor forms groups by; the next one may fail."""
+    """Records the group plans of the engine's executor; the next one may fail."""
 
     def __init__(self, engine: Engine) -> None:
         self.levels: list[int] = []
@@ -87,7 +87,7 @@ want.age = 0  # type: ignore[attr-defined]
 
 def until_asleep(inbox: CoordinatorInbox, level: int) -> None:
     while inbox.until(EngineReport).sleep_level != level:
-        """A report from before."""
+        """Skips reports from before the pause."""
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -118,8 +118,9 @@ def test_a_paused_engine_falls_asleep_and_goes_on_when_it_is_resumed(
 
 
 def test_it_counts_that_it_wakes_up_once_it_has(harness: Harness) -> None:
-    """A coordinator takes a greater number for a `Repaired` that was lost. No worker was replaced,
-    so it is counted apart."""
+    """An engine counts a wake-up once it is awake. A larger `repairs` than expected tells the
+    coordinator that a `Repaired` was lost. A wake-up replaces no worker, so it has a counter of its
+    own."""
     engine, inbox = harness
     inbox.until(EngineHello)
     fall_asleep(inbox, 2)
@@ -131,7 +132,7 @@ def test_it_counts_that_it_wakes_up_once_it_has(harness: Harness) -> None:
     assert before and {(report.repairs, report.wakes) for report in before} == {(0, 0)}
     inbox.received.clear()
     while not (report := inbox.until(EngineReport)).repairs:
-        """It was sent with the last message."""
+        """The count follows the last message."""
     assert (report.repairs, report.wakes) == (1, 1)
     assert engine.server.repairs == 1
 
@@ -163,7 +164,8 @@ def test_it_does_not_sleep_unless_it_is_paused(harness: Harness) -> None:
 def test_a_failure_while_it_falls_asleep_is_recovered_from(
     harness: Harness, error: ExecutorError
 ) -> None:
-    """It serves again for a moment, since nothing else is known to be whole, and sleeps then."""
+    """A failure while the engine falls asleep is recovered from: it serves again for a moment,
+    because only an awake engine is known to be intact, and then sleeps."""
     engine, inbox = harness
     plans = Plans(engine)
     inbox.until(EngineHello)
@@ -214,7 +216,8 @@ def test_a_pause_before_it_has_woken_up_lets_it_sleep(harness: Harness) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_what_sleeps_holds_no_cache_and_below_no_weights(level: int) -> None:
-    """And finds no prefix afterwards, whose blocks are gone."""
+    """A sleeping engine holds no cache, and at level 2 no weights. Afterwards it finds no prefix:
+    its blocks are gone."""
     with LLM(NANO, **{"model.device": "cpu", "cache.memory_bytes": 4_000_000}) as llm:
         before = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY)]
         assert llm.generate(PROMPTS[0], GREEDY)[0].num_cached_tokens > 0
@@ -259,7 +262,8 @@ def test_the_system_has_the_memory_back(tmp_path: Path) -> None:
 def test_a_process_that_has_excluded_its_objects_from_collections_gives_weights_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Literal["native", "transformers"]
 ) -> None:
-    """As workers do when they have started. Models of transformers have cycles."""
+    """A process that has excluded its objects from garbage collection, as workers do at their
+    start, still releases weights. Models of transformers have reference cycles."""
     for module in ("swell.worker.memory.sleep", "swell.worker.worker"):
         monkeypatch.setattr(f"{module}.collect_frozen", collect_frozen)
     tiny_models.make(tmp_path, "llama")
@@ -289,7 +293,7 @@ def resident() -> int:
 
 
 def test_experts_are_moved_too(tmp_path: Path) -> None:
-    """They are no parameters, and most of the weights."""
+    """Experts are moved too: they are not parameters, and are most of the weights."""
     tiny_models.make(tmp_path, "mixtral")
     model = ModelConfig(path=str(tmp_path), device="cpu")
     worker = Worker(Config(model=model, cache=CacheConfig(memory_bytes=4_000_000)))
@@ -307,7 +311,8 @@ def test_experts_are_moved_too(tmp_path: Path) -> None:
 
 
 def test_tensors_that_share_memory_share_it_afterwards() -> None:
-    """As fused and tied weights do, on a GPU."""
+    """Tensors that share memory, as fused and tied weights do on a GPU, share it after a
+    wake-up."""
     model = nn.Linear(4, 6)
     model.register_parameter("tied", model.weight)
     model.register_buffer("part", model.weight.detach()[:3])

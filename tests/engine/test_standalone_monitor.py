@@ -1,4 +1,4 @@
-"""When an engine that shares experts goes on alone: a scripted clock."""
+"""When an engine that shares experts continues on its own; the clock is scripted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG = ClusterConfig(stall_timeout_s=LIMIT_S)
 
 
 class Loop:
-    """An engine's loop, which turns twice a second."""
+    """An engine's loop, which runs twice a second."""
 
     def __init__(self, config: ClusterConfig = CONFIG) -> None:
         self.now = 100.0
@@ -30,7 +30,8 @@ class Loop:
         may_serve: bool = True,
         turn_s: float = TURN_S,
     ) -> list[float]:
-        """When it was due."""
+        """Returns the times at which the monitor decided that the engine should continue on its
+        own."""
         due = []
         for _ in range(round(time_s / turn_s)):
             self.now += turn_s

@@ -1,7 +1,7 @@
 """Greedy answers of the whole GPU path against transformers' `generate`, token for token.
 
-Every family, over every way to split, schedule and cache the work. In float32, where the only
-differences left are rounding, far below the gap between the first and the second token.
+Every family, over every way to split, schedule and cache the work. The models run in float32, where
+only rounding differs, by far less than the gap between the first and the second token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEW_TOKENS = 12
 
 _rng = random.Random(5)
 PROMPTS = [[_rng.randrange(3, 300) for _ in range(n)] for n in (1, 3, 40, 17, 8, 33)]
-PROMPTS.append([*PROMPTS[2][:32], 7, 8])  # shares a prefix of two blocks
+PROMPTS.append([*PROMPTS[2][:32], 7, 8])  # shares a prefix of two blocks with another prompt
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def truth(folder):
-    """The answers of transformers, one prompt at a time."""
+    """Returns a function to the answers of transformers, one prompt at a time."""
 
     @cache
     def answers(family: str) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""A worker without tensors, at the two channels of an engine whose part the test plays."""
+"""A worker without tensors and the two channels of an engine, which the test plays."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StubWorker:
         self.steps: dict[int, Callable[[], object]] = {}
         self.forming: Callable[[], object] = lambda: None
         self.loads: list[Callable[[], None]] = []
-        """Calls that say that an adapter is loaded."""
+        """Callbacks that report an adapter as loaded."""
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         self.executed.append(plan.step)
@@ -77,7 +77,7 @@ class StubWorker:
         self.aborts.put(generation)
 
     def wait_for_abort(self) -> None:
-        """Like a collective whose peers have left."""
+        """Blocks until `abort` and raises, like a collective whose peers have left."""
         self.aborts.get(timeout=LONG_S)
         raise GroupError("a peer has gone")
 
@@ -168,7 +168,7 @@ def test_after_a_failure_nothing_is_computed_until_the_groups_are_formed_again(e
 
 
 def test_results_of_the_old_groups_are_never_sent(engine):
-    """They would be taken for results of later steps."""
+    """Results of the old groups are never sent: they would be taken for results of later steps."""
     engine.worker.steps[1] = lambda: until(lambda: sent)
     sent: list[bool] = []
     engine.send(plan(1), Regroup(GroupPlan(generation=1)), plan(2))
@@ -194,7 +194,8 @@ def test_an_abort_ends_a_step_and_older_aborts_have_no_effect(engine):
 
 
 def test_an_abort_that_comes_before_the_groups_are_formed_is_not_missed(engine):
-    """`Worker.regroup` begins by forgetting earlier aborts."""
+    """An abort that arrives before the groups are formed is not missed, although `Worker.regroup`
+    begins by clearing earlier aborts."""
 
     def form() -> None:
         engine.heartbeats.abort(1)
@@ -209,7 +210,7 @@ def test_an_abort_that_comes_before_the_groups_are_formed_is_not_missed(engine):
     engine.worker.forming = lambda: None
     engine.send(Regroup(GroupPlan(generation=2)))
     while engine.receive() != Regrouped(RANK, 2):
-        """Failures of generation 1."""
+        """Skips failures of generation 1."""
 
 
 def test_heartbeats_continue_while_a_step_computes_and_their_end_is_detected(engine):
@@ -235,7 +236,8 @@ def test_heartbeats_continue_while_a_step_computes_and_their_end_is_detected(eng
 
 
 def test_adapters_are_loaded_beside_the_steps_and_in_their_order(engine):
-    """A worker that has nothing to do says at once that one is loaded."""
+    """Adapters are loaded in parallel to the steps, in the order of the commands. An idle worker
+    reports a loaded adapter at once."""
     adapter = Adapter("one", "/one", "digest")
     engine.send(plan(1), LoadAdapter(7, adapter, 3), plan(2))
     assert [engine.receive(), engine.receive()] == [ModelRunnerOutput(1), ModelRunnerOutput(2)]

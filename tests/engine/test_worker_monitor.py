@@ -1,4 +1,4 @@
-"""Which workers have stopped: heartbeat times in, ranks out."""
+"""The monitor of stopped workers: heartbeat times in, ranks out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def stops_found(
     sleeps: tuple[float, float] = (1e9, 1e9),
     ranks: int = 3,
 ) -> dict[float, set[int]]:
-    """The ranks that the monitor finds, by time. `silent`: rank -> its last heartbeat. Progress
-    counters grow by two a second, that of rank 2 by one, until `stuck_from_s`. The monitor's
-    process is stopped from .. to `sleeps`."""
+    """Returns the ranks that the monitor finds, by time. `silent`: rank -> its last heartbeat.
+    Progress counters grow by two a second, that of rank 2 by one, until `stuck_from_s`. `sleeps`:
+    from when until when the monitor's process is stopped."""
     monitor, found, now = WorkerMonitor(LIMIT_S), {}, 0.0
     while now <= until_s:
         if not sleeps[0] <= now < sleeps[1]:
@@ -74,7 +74,8 @@ def test_a_monitor_that_slept_finds_no_worker_when_it_wakes():
 
 
 def test_a_monitor_that_sleeps_again_and_again_finds_no_worker():
-    """Each time for less than half of the limit, and no heartbeat is taken in between."""
+    """A monitor that is stopped repeatedly, each time for less than half of the limit and without
+    reading a heartbeat in between, finds no worker."""
     monitor = WorkerMonitor(LIMIT_S)
     monitor.on_heartbeat(0, 1, 0.0)
     monitor.check(0.0)
@@ -114,7 +115,8 @@ def test_a_young_worker_is_not_behind_and_progress_never_falls():
 
 
 def test_a_worker_that_does_not_leave_its_groups_is_caught_unless_it_still_computes():
-    """Worker 0 forms groups and waits there, 1 computes a long step, 2 is caught in its own."""
+    """A worker that does not leave its groups is found unless it still computes. Worker 0 forms
+    groups and waits there, 1 computes a long step, 2 is stuck in its own step."""
     monitor, now, found = WorkerMonitor(LIMIT_S), 0.0, {}
     monitor.on_heartbeat(2, 0, now, generation=1)
     monitor.forming(2, now)

@@ -1,4 +1,4 @@
-"""The placement of a worker's replacement, and the end of its predecessor. Ray is stubbed."""
+"""The placement of a replacement worker, and the termination of its predecessor. Ray is stubbed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOON_S = 60.0
 
 
 class Stopped(Exception):
-    """The workers are created: the test ends here."""
+    """Raised when the workers are created, where the test stops."""
 
 
 class RecordingExecutor(RayExecutor):
@@ -53,7 +53,8 @@ def executor():
 
 
 def test_a_replacement_has_the_bundle_of_its_predecessor(executor, monkeypatch) -> None:
-    """Ray has moved a bundle to another node since the start, so the order of nodes has changed."""
+    """A replacement gets the bundle of its predecessor, also if Ray has moved a bundle to another
+    node since the start, so that the order of nodes has changed."""
     table: dict[str, Any] = {"bundles_to_node_id": {0: "a", 1: "b", 2: "a"}}
     monkeypatch.setattr(executor_module, "placement_group_table", lambda group: table)
     executor.start_workers(0, 1, 2)
@@ -65,7 +66,7 @@ def test_a_replacement_has_the_bundle_of_its_predecessor(executor, monkeypatch) 
 
 
 class FrozenWorker:
-    """Its process loads, and stops before it connects."""
+    """A worker whose process loads, and stops before it connects."""
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *_arguments: name)
@@ -95,7 +96,8 @@ class FrozenExecutor(RayExecutor):
 
 @pytest.mark.timeout(60)
 def test_a_replacement_that_never_connects_ends_the_engine(monkeypatch) -> None:
-    """Nothing says that its process is frozen: Ray's task runs, and no heartbeat has come yet."""
+    """A replacement that never connects fails the engine. Nothing else shows that its process is
+    frozen: Ray's task runs, and no heartbeat has arrived yet."""
     table = {"bundles_to_node_id": {0: "a"}}
     monkeypatch.setattr(executor_module, "placement_group_table", lambda group: table)
     monkeypatch.setattr(executor_module.ray, "get", lambda *_, **__: ("host", 1))
@@ -110,7 +112,8 @@ def test_a_replacement_that_never_connects_ends_the_engine(monkeypatch) -> None:
 
 
 def test_answers_about_adapters_are_taken_in_also_without_waiting(monkeypatch) -> None:
-    """They may have come while the engine was idle."""
+    """Results about adapters are read even without waiting: they may have arrived while the engine
+    was idle."""
     monkeypatch.setattr(RayWorker, "exit_reason", lambda worker: "")
     executor = FrozenExecutor()
     executor._loads = AdapterLoads(1)
@@ -155,7 +158,8 @@ def test_a_worker_that_hangs_is_ended_on_its_own_node(executor, monkeypatch, err
 
 
 def test_a_worker_that_has_ended_is_not_ended_again(executor, monkeypatch) -> None:
-    """Its pid may belong to another process by now."""
+    """A worker that has exited is not killed again: its pid may belong to another process by
+    now."""
     monkeypatch.setattr(executor_module, "kill_process", lambda *_: pytest.fail("it has ended"))
     monkeypatch.setattr(executor_module.ray, "kill", lambda actor: None)
     ended = SimpleNamespace(rank=0, pid=77, node="a", actor="actor 0", exit_reason=lambda: "died")
