@@ -1,4 +1,4 @@
-"""Fixtures that several of these files share."""
+"""Fixtures that several test files of this folder share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.worker.moe_engines import PROMPTS, greedy
 
 @pytest.fixture(scope="session")
 def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """family -> (its folder, the greedy answers of transformers to PROMPTS), each made once."""
+    """Returns a function: family -> (its folder, the greedy answers of transformers to PROMPTS);
+    each is made once."""
     made: dict[str, tuple[Path, list[list[int]]]] = {}
 
     def get(family: str) -> tuple[Path, list[list[int]]]:

@@ -1,6 +1,6 @@
-"""Engines that share experts, as threads of one process: what the tests of mixtures drive.
+"""Engines that share experts, as threads of one process, for the mixture-of-experts tests.
 
-Each worker is one thread's; stores are those of the workers themselves, over loopback.
+Each worker runs on its own thread; the stores are those of the workers themselves, over loopback.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPTS = [[(37 * i + 11 * n) % 300 + 3 for i in range(n)] for n in (5, 17, 1, 9
 
 
 class WorkerThread:
-    """One worker, whose calls run on its own thread in order."""
+    """One worker, whose calls run in order on its own thread."""
 
     def __init__(self, config: Config, rank: int) -> None:
         self.worker = Worker(config, rank)
@@ -42,7 +42,7 @@ class WorkerThread:
 
 
 class Engine:
-    """The workers of one engine, and a scheduler that computes all its rows in every step."""
+    """The workers of one engine, and a scheduler that computes all rows in every step."""
 
     def __init__(self, config: Config) -> None:
         parallel = config.parallel
@@ -58,10 +58,10 @@ class Engine:
         self.store = self.members[0].call("open_store").result()
         self.generation = 0
         self.tokens: list[list[int]] = []
-        """Of each row: its prompt, then the sampled tokens."""
+        """The tokens of each row: its prompt, then the sampled tokens."""
         self.computed: list[int] = []
         self.hidden: list[torch.Tensor] = []
-        """Outputs of the last stage's model, one for each step with rows."""
+        """The outputs of the last stage's model, one for each step with rows."""
         last = self.members[self.output_rank].worker
         last.model.register_forward_hook(lambda _m, _a, out: self.hidden.append(out.clone()))
 
@@ -70,7 +70,7 @@ class Engine:
         return [member.worker for member in self.members]
 
     def local_experts(self) -> list[set[int]]:
-        """The experts that each worker holds."""
+        """Returns the experts that each worker holds."""
         return [set(worker.model.moe_layers()[0].local_experts) for worker in self.workers]
 
     def regroup(self, plan: GroupPlan) -> list[Future[Regrouped]]:
@@ -88,12 +88,13 @@ class Engine:
         return [member.call("regroup", plan) for member in self.members]
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Compute these rows, and no others, from the next step on."""
+        """Starts these rows; from the next step on, only they are computed."""
         assert len(prompts) <= MAX_ROWS
         self.tokens, self.computed = [list(prompt) for prompt in prompts], []
 
     def submit(self, step: int, work: bool = False, pause: bool = False) -> list[Future[Any]]:
-        """One step of all rows; a dummy one without rows."""
+        """Submits a step of all rows, or a dummy step if there are none; returns a future for each
+        worker."""
         rows = range(len(self.tokens))
         new = []
         if not self.computed:
@@ -129,7 +130,7 @@ class Engine:
 
 
 class EngineGroup:
-    """Engines of one model; those of `members` share its experts."""
+    """Engines of one model; the engines in `members` share its experts."""
 
     def __init__(self, folder: Path, **overrides: Any) -> None:
         self.config = load(
@@ -164,7 +165,7 @@ class EngineGroup:
         return self.engines[-1]
 
     def regroup(self, *members: Engine, keep_states: bool = False) -> list[list[Regrouped]]:
-        """Let these engines share experts; return the answer of each worker."""
+        """Forms a group in which these engines share experts; returns the result of each worker."""
         return [collect(futures) for futures in self.submit_regroup(*members, keep=keep_states)]
 
     def submit_regroup(self, *members: Engine, keep: bool = False) -> list[list[Future[Any]]]:
@@ -176,7 +177,7 @@ class EngineGroup:
         ]
 
     def advance(self) -> list[ModelRunnerOutput]:
-        """One step of all members."""
+        """Runs one step of all members; returns their outputs."""
         self.step += 1
         started = [engine.submit(self.step) for engine in self.members]
         pairs = zip(self.members, started, strict=True)
@@ -184,7 +185,7 @@ class EngineGroup:
 
 
 def collect(futures: list[Future[Any]]) -> list[Any]:
-    """All results, in order; the first exception is raised when all have ended."""
+    """Returns all results in order; raises the first exception after all calls have finished."""
     wait(futures, timeout=120)
     return [future.result(timeout=0) for future in futures]
 
@@ -198,7 +199,8 @@ def greedy(oracle: Any, prompt: list[int]) -> list[int]:
 
 
 def answers(engine_group: EngineGroup, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """rows: the prompts of each member, by index; the answers to them all, in that order."""
+    """Computes `rows`, the prompt indices of each member; returns the answers to all prompts in
+    that order."""
     for engine, mine in zip(engine_group.members, rows, strict=True):
         engine.start([PROMPTS[i] for i in mine])
     for _ in range(NEW_TOKENS):

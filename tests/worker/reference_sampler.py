@@ -1,4 +1,4 @@
-"""The oracle of the logits processors: it computes a request's logits one number at a time.
+"""The oracle of the logits processors, which computes a request's logits one number at a time.
 
 Every operation is rounded to float32, so the processors must agree to the last bit.
 """
@@ -32,9 +32,9 @@ class ReferenceRow:
     def known(self) -> list[int]:
         return self.prompt + self.outputs
 
-    def new_request(self, slot: int) -> NewRequest:
-        """The message that puts the request into a slot, with its outputs so far."""
-        return NewRequest(
+    def new_row(self, slot: int) -> NewRow:
+        """Returns the message that puts the request into a slot, with its outputs so far."""
+        return NewRow(
             slot,
             self.known,
             len(self.prompt),
@@ -45,7 +45,7 @@ class ReferenceRow:
         )
 
     def logits(self, logits: list[float]) -> list[float]:
-        """The model's logits after all processors."""
+        """Returns the model's logits after all processors."""
         out = [self._penalized(token, np.float32(x)) for token, x in enumerate(logits)]
         for token, bias in self.params.logit_bias.items():
             out[token] += np.float32(bias)
@@ -58,8 +58,8 @@ class ReferenceRow:
         return [float(x) for x in out]
 
     def sample(self, logits: list[float]) -> int:
-        """The token sampled from what `logits` returns. It calls the kernel under test: that has
-        its own tests and oracle in tests/kernels/test_sample.py."""
+        """Returns the token that is sampled from the result of `logits`. It calls the kernel under
+        test, which has its own tests and oracle in tests/kernels/test_sample.py."""
         p = self.params
         token, _ = sample_tokens(
             torch.tensor([logits]),
@@ -85,7 +85,7 @@ class ReferenceRow:
         return self.ends if len(self.outputs) < self.min_tokens else []
 
     def _completions(self) -> list[int]:
-        """Last tokens of the bad words whose other tokens are the most recent ones."""
+        """Returns the last tokens of the bad words whose other tokens are the most recent ones."""
         known = self.known
         return [
             word[-1]

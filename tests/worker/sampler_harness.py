@@ -1,4 +1,4 @@
-"""A sampler between its states and logits that a test chooses."""
+"""A sampler with its states, for logits that a test chooses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVERYTHING = SamplerParams(
 
 
 class SamplerHarness:
-    """Rows in slots; tokens sampled for a row are appended to it."""
+    """Rows in slots; tokens that are sampled for a row are appended to it."""
 
     def __init__(self, max_rows: int = ROWS) -> None:
         self.states = RequestStates(max_rows, LENGTH, CPU)
@@ -38,7 +38,7 @@ class SamplerHarness:
         self.rows: dict[int, ReferenceRow] = {}
 
     def take(self, rows: dict[int, ReferenceRow]) -> None:
-        """Requests take slots, as in a step."""
+        """Puts requests into slots, as a step does."""
         for slot, row in rows.items():
             new = row.new_request(slot)
             self.states.stage(new)
@@ -47,7 +47,7 @@ class SamplerHarness:
         self.rows.update(rows)
 
     def batch(self, slots: list[int]) -> InputBatch:
-        """The last known token of each row is computed, and each samples."""
+        """Returns a batch that computes the last known token of each row and samples for each."""
         plan = SchedulerOutput(
             0,
             slots=slots,
@@ -58,7 +58,7 @@ class SamplerHarness:
         return BatchBuilder(self.states, self.blocks, self.states.max_rows).build(plan)
 
     def step(self, slots: list[int], logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """The logits after all processors, and the sampled tokens."""
+        """Returns the logits after all processors, and the sampled tokens."""
         batch, logits = self.batch(slots), logits.clone()
         tokens = self.sampler(logits, batch).tokens
         self.states.write_sampled(batch.sample_slots, batch.sample_positions, tokens)

@@ -1,4 +1,5 @@
-"""A worker sends its peers the configured address, whatever its host's name resolves to."""
+"""A worker publishes the configured address to its peers, not the one that its host's name resolves
+to."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def client(store: dist.TCPStore) -> dist.TCPStore:
 
 
 def hosts(store: dist.Store, secret: GroupSecret) -> list[str]:
-    """Of the two ranks of a group, as they have published them."""
+    """Returns the published addresses of the two ranks of a group."""
     published = [store.get(f"{secret.prefix}/address{rank}").decode() for rank in range(2)]
     return [secret.open(rank, text).split()[0] for rank, text in enumerate(published)]
 
@@ -72,7 +73,8 @@ def test_a_failed_forming_names_the_address_and_the_absent_ranks(store, is_abort
 
 
 def test_absent_peers_are_named_by_engine_not_by_rank(store) -> None:
-    """Each engine has two ranks of an expert group."""
+    """Absent peers are named by engine, not by rank; each engine has two ranks of an expert
+    group."""
     parallel = load({"model": {"path": "m"}, "parallel": {"expert": True, "tensor": 2}}).parallel
     mesh = Mesh.build(parallel, 1)
     mesh.begin(1)
@@ -87,12 +89,12 @@ def test_absent_peers_are_named_by_engine_not_by_rank(store) -> None:
 
 
 def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that refuses a connection is reachable."""
+    """A host that does not answer is named; a host that refuses a connection is reachable."""
     silent = socket.socket()
     silent.bind(("127.0.0.1", 0))
     silent.listen(0)
     waiting = [socket.socket() for _ in range(3)]
-    for one in waiting:  # its queue is full: it answers no further connection
+    for one in waiting:  # its queue is full, so it accepts no further connection
         one.setblocking(False)
         one.connect_ex(silent.getsockname())
     unused = socket.socket()

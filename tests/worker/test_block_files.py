@@ -1,4 +1,4 @@
-"""Files of blocks: whole or not there, for their reader alone, and never more than there may be."""
+"""Block files are complete or absent, readable by one reader only, and limited in total size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME, BLOCKS = "ab" * 16, 10
 
 
 def caches(seed: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Of layers whose blocks have several shapes."""
+    """Returns the caches of layers whose blocks have several shapes."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(BLOCKS, 4, 2, 8), (BLOCKS, 4, 2, 8), (BLOCKS, 3)]
     return [torch.rand(shape, generator=generator).to(dtype) for shape in shapes]
@@ -82,7 +82,7 @@ def test_others_may_not_look(tmp_path: Path) -> None:
 
 
 def test_there_are_never_more_bytes_than_there_may_be(tmp_path: Path) -> None:
-    """Each file has 524 bytes: 2 x 64 numbers and 3."""
+    """The files never exceed the byte limit; each file has 524 bytes: 2 x 64 numbers and 3."""
     writer = files(caches(1), tmp_path, limit=2 * 524)
     for number in range(4):
         writer.write(BlockFile(f"{number:032x}", [0], [7]))
@@ -109,7 +109,7 @@ def test_a_disk_that_fails_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_else_is_removed(tmp_path: Path) -> None:
-    """Whatever stands there, and however old it is."""
+    """No other file or folder is removed, however old it is."""
     others = [
         tmp_path / "model.safetensors",
         tmp_path / f"{NAME}.0",
@@ -128,14 +128,15 @@ def test_nothing_else_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [0, 3 * 4, 500, 524 * 3 - 4])
 def test_a_full_disk_leaves_no_file(tmp_path: Path, room: int) -> None:
-    """Also one that is full for a moment: the next cache would be written behind a hole."""
+    """A full disk leaves no file, also if it is full only for a moment: the next cache would be
+    written after a gap."""
     writer = files(caches(1), tmp_path)
     left = [room]
 
     def write(out: Any, data: memoryview) -> None:
         if len(data) > left[0]:
             out.write(data[: left[0]])
-            left[0] = 10**6  # there is room again
+            left[0] = 10**6  # the disk has room again
             raise OSError(28, "No space left on device")
         left[0] -= len(data)
         out.write(data)
@@ -161,7 +162,7 @@ def test_more_blocks_than_are_staged_at_once(tmp_path: Path) -> None:
 
 
 def handed_over(tmp_path: Path) -> bool:
-    """Whether one engine continues with what another one has written."""
+    """Whether one engine continues with a file that another one has written."""
     config = load(
         {"model": {"path": "m"}},
         {"cache.handover_folder": str(tmp_path), "parallel.data": 1},
@@ -188,7 +189,8 @@ def test_nothing_goes_through_a_folder_in_which_others_write(tmp_path: Path) -> 
 
 
 def test_links_in_the_place_of_files_are_neither_written_nor_claimed(tmp_path: Path) -> None:
-    """As another account would lay them, which had the folder before."""
+    """Links in the place of files are neither written nor claimed. Another account that owned the
+    folder before could have created them."""
     folder = tmp_path / HANDOVER_FOLDER
     folder.mkdir(mode=0o700)
     victim = tmp_path / "victim"

@@ -1,4 +1,5 @@
-"""Which samples of a step with drafts are kept, by definition and by both implementations."""
+"""Rejection sampling with drafts: the kept samples of a step, by definition and in both
+implementations."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from swell.worker.wire import ModelRunnerOutput, SchedulerOutput
 
 @st.composite
 def steps(draw):
-    """A plan, the tokens sampled in it, and samples whose draft is refused. Few distinct tokens, so
-    that drafts are often right."""
+    """Returns a plan, the tokens sampled in it, and the samples whose draft is refused. There are
+    few distinct tokens, so that drafts are often right."""
     rows = draw(st.lists(st.one_of(st.none(), st.lists(st.integers(0, 1), max_size=5)), max_size=6))
     drafts = {row: tokens for row, tokens in enumerate(rows) if tokens}
     samples = [0 if tokens is None else 1 + len(tokens) for tokens in rows]
@@ -30,7 +31,7 @@ def steps(draw):
 
 
 def by_definition(plan, sampled, refused) -> list[list[int]]:
-    """The kept samples of each row."""
+    """Returns the kept samples of each row."""
     kept, first = [], 0
     for row, count in enumerate(plan.samples):
         drafts, own = plan.drafts.get(row, []), list(range(first, first + count))
@@ -82,7 +83,7 @@ def test_the_drafts_before_some_samples():
 
 
 class Batch:
-    """What an output reads of an `InputBatch`."""
+    """The fields of an `InputBatch` that an output reads."""
 
     def __init__(self, plan: SchedulerOutput) -> None:
         self.drafts = StepDrafts(plan)
@@ -94,7 +95,8 @@ NAN = float("nan")
 
 @pytest.mark.parametrize("first_sample", [0, 1], ids=["both rows", "the row with drafts"])
 def test_what_lies_behind_a_wrong_draft_is_dropped_also_what_is_no_number(first_sample):
-    """Log probabilities of all samples, or of those of one row; the last two are no numbers."""
+    """Samples after a wrong draft are dropped, also if their logits are NaN, as those of the last
+    two are. The log probabilities are those of all samples, or of one row's."""
     plan = SchedulerOutput(1, slots=[4, 5], samples=[1, 4], drafts={1: [7, 8, 9]})
     tokens = torch.tensor([3, 7, 1, 9, 2])
     values = torch.tensor([-0.5, -1.5, -2.5, NAN, NAN])

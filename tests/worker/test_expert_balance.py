@@ -1,5 +1,5 @@
-"""Experts that are chosen often get copies, and others move, while engines serve: the load evens
-out, and no bit of an answer changes."""
+"""Load balancing of experts: frequently chosen experts get copies, and others move, while engines
+serve. The load evens out, and no bit of an answer changes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_every_placement_can_be_held_and_computes_each_choice_once(case: Any) ->
 
 
 def skewed(engines: int, experts: int, power: float, seed: int) -> list[list[int]]:
-    """Zipf's law, another one for each engine but with the same favourites."""
+    """Returns loads by Zipf's law: different for each engine, but with the same favourite
+    experts."""
     draw = random.Random(seed)
     weights = [(rank + 1.0) ** -power for rank in range(experts)]
     draw.shuffle(weights)
@@ -83,7 +84,7 @@ def test_a_skewed_load_evens_out(
 
 
 def spread(engine_group: EngineGroup) -> list[list[set[int]]]:
-    """[workers][layers of its stage] the experts that each worker holds."""
+    """Returns [workers][layers of the stage]: the experts that each worker holds."""
     workers = [worker for engine in engine_group.members for worker in engine.workers]
     return [[set(layer.local_experts) for layer in worker.model.moe_layers()] for worker in workers]
 
@@ -93,7 +94,7 @@ def num_copies(engine_group: EngineGroup) -> int:
 
 
 def uneven(engine_group: EngineGroup) -> float:
-    """The largest imbalance of a layer, by what each engine's first worker has counted."""
+    """Returns the largest imbalance of a layer, by the counts of each engine's first worker."""
     workers = [worker for engine in engine_group.members for worker in engine.workers]
     found = []
     for at, layer in enumerate(workers[0].model.moe_layers()):
@@ -109,7 +110,7 @@ def uneven(engine_group: EngineGroup) -> float:
 
 
 def skewed_model(folder: Path, target: Path) -> Path:
-    """A copy whose routers choose a few experts most."""
+    """Makes a copy of a model whose routers choose a few experts most often."""
     target.mkdir()
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
@@ -124,7 +125,7 @@ def skewed_model(folder: Path, target: Path) -> Path:
 
 
 def outputs(engine_group: EngineGroup, rows: list[list[int]], rounds: int) -> list[Any]:
-    """Tokens and hidden states of all members, round after round."""
+    """Returns the tokens and hidden states of all members in each round."""
     found: list[Any] = []
     for _ in range(rounds):
         for engine in engine_group.members:
@@ -168,7 +169,7 @@ def test_no_bit_changes_while_experts_move(
 
 @pytest.mark.slow
 def test_experts_that_are_chosen_alike_stay(tiny_moe: Any) -> None:
-    """Below the limit nothing moves."""
+    """Experts that are chosen equally often stay: below the limit nothing moves."""
     folder, _ = tiny_moe("mixtral")
     with EngineGroup(folder, parallel__balance_steps=3) as engine_group:
         engine_group.regroup(*[engine_group.add() for _ in range(2)])
@@ -177,7 +178,7 @@ def test_experts_that_are_chosen_alike_stay(tiny_moe: Any) -> None:
             layers = worker.model.moe_layers()
             worker.runner.dp_sync._balancer.before_step()
             for layer in layers:
-                layer.load += 1000  # much more than what is chosen besides
+                layer.load += 1000  # much more than what the answers add
         answers(engine_group, [[0], [1]])
         assert spread(engine_group) == before
 
@@ -198,7 +199,8 @@ def test_the_load_of_a_skewed_model_evens_out(tiny_moe: Any, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_copies_go_and_come_again_with_engines(tiny_moe: Any, tmp_path: Path) -> None:
-    """A rescale places experts anew, from wherever copies are; a dead engine takes some with it."""
+    """Copies are dropped and made again when engines leave and join. A rescale places experts from
+    any copy; a dead engine takes some copies with it."""
     folder = skewed_model(tiny_moe("mixtral")[0], tmp_path / "model")
     with EngineGroup(folder) as plain:
         plain.regroup(plain.add())
@@ -238,7 +240,8 @@ def test_an_engine_that_dies_while_experts_move_breaks_the_step(
             engine.start([PROMPTS[0]])
         for _ in range(2):
             engine_group.advance()
-        started = [engine.submit(100) for engine in engines[:2]]  # the third never comes
+        # the third engine does not take part
+        started = [engine.submit(100) for engine in engines[:2]]
         engines[2].shutdown()
         engine_group.engines.remove(engines[2])
         for futures in started:
@@ -252,7 +255,8 @@ def test_an_engine_that_dies_while_experts_move_breaks_the_step(
 def test_a_layer_that_is_half_moved_is_placed_anew(
     tiny_moe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker fails between two moves of a layer: nothing has come, and nothing is lost."""
+    """A layer that is half moved is placed again. A worker fails between two moves of the layer:
+    none has arrived, and nothing is lost."""
     folder = skewed_model(tiny_moe("mixtral")[0], tmp_path / "model")
     options = {"parallel__balance_steps": 3, "parallel__redundant_experts": 4}
     with EngineGroup(folder) as plain:
@@ -289,7 +293,8 @@ def test_a_layer_that_is_half_moved_is_placed_anew(
 
 @pytest.mark.slow
 def test_a_death_after_moves_with_saved_weights(tiny_moe: Any, tmp_path: Path) -> None:
-    """An expert may be lost in some layers alone; its saved file has all of them."""
+    """After moves, a death may lose an expert in some layers only; its saved file has all
+    layers."""
     source = str(skewed_model(tiny_moe("mixtral")[0], tmp_path / "model"))
     keys = {"model.device": "cpu", "model.dtype": "float32", "parallel.expert": True}
     saving.save_sharded(load(source, keys), tmp_path / "saved", lambda what, done, total: None)

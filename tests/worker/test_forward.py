@@ -1,4 +1,4 @@
-"""Steps of few tokens are replayed, and the answers are the same."""
+"""Steps of few tokens are replayed from a recording, with the same answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(folder, family) -> None:
 
 @pytest.fixture
 def replayed(monkeypatch) -> set[tuple[int, ...]]:
-    """The tokens, rows and samples of steps that were replayed."""
+    """Records the tokens, rows and samples of the steps that were replayed."""
     from swell.kernels.cpu.graph import Recording
 
     seen: set[tuple[int, ...]] = set()
@@ -46,7 +46,7 @@ def replayed(monkeypatch) -> set[tuple[int, ...]]:
 
 
 def answers(folder, **overrides) -> list:
-    """Ids and log probabilities of prompts that come and go."""
+    """Returns ids and log probabilities of requests of different lengths."""
     options = {
         "scheduler.max_rows": 4,
         "scheduler.max_tokens_per_step": 16,
@@ -66,7 +66,7 @@ def answers(folder, **overrides) -> list:
         outputs.append(llm.generate(prompts[:1], params[3]))
         assert (
             llm._engine.core.executor.progress_counter >= progress_counter + params[3].max_tokens
-        )  # seen to make progress
+        )  # the replayed steps count as progress
     parts = [output.outputs[0] for some in outputs for output in some]
     return [(part.token_ids, part.logprobs) for part in parts]
 
@@ -83,7 +83,8 @@ def test_replayed_answers_are_the_same_bit_for_bit(
     most = min(limit, 4)
     assert {samples for _, _, samples in replayed} == set(range(1, most + 1))
     assert {(rows, rows, rows) for rows in range(1, most + 1)} < replayed
-    assert any(tokens > rows > samples for tokens, rows, samples in replayed)  # parts of prompts
+    # some steps hold parts of prompts
+    assert any(tokens > rows > samples for tokens, rows, samples in replayed)
     replayed.clear()
     monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
     assert found == answers(tmp_path, **{"model.dtype": dtype})
@@ -92,8 +93,8 @@ def test_replayed_answers_are_the_same_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatch, replayed, dtype):
-    """Rows that take the most likely token, alone and beside one that needs logits; both kinds of
-    steps are replayed."""
+    """Greedy tokens are the same with and without logits: for rows by themselves and next to a row
+    that needs logits; both kinds of steps are replayed."""
     make(tmp_path, "llama")
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     other = SamplingParams(temperature=1, seed=1, max_tokens=5, ignore_eos=True)
@@ -119,7 +120,8 @@ def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_neox"])
 def test_models_that_cannot_be_captured_run_eagerly(tmp_path, monkeypatch, replayed, family):
-    """Experts are chosen during the forward pass; a transformers model calls torch itself."""
+    """Models that cannot be captured run eagerly: experts are chosen during the forward pass, and a
+    transformers model calls torch itself."""
     make(tmp_path, family)
     tried = answers(tmp_path)
     assert not replayed

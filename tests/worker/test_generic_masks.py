@@ -1,5 +1,5 @@
-"""Masks of transformers and the windows that they mean; our layers compute what the replaced layers
-compute."""
+"""Attention masks of transformers and the windows that they describe; our layers compute what the
+replaced layers compute."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chunked(chunk: int) -> Any:
         (windowed(8), 4096, 8),
         (windowed(1), 64, 1),
         (windowed(63), 64, 63),
-        (windowed(64), 64, 0),  # no token is as far as its end
+        (windowed(64), 64, 0),  # no token is as far back as the window reaches
         (windowed(4096), 64, 0),
         (chunked(64), 64, 0),
     ],
@@ -56,13 +56,14 @@ BLOCKS = torch.tensor([[0, 0, 1, 1]])
 @pytest.mark.parametrize(
     "function",
     [
-        chunked(8),  # the last position of 64 sees exactly one chunk, like a window
+        chunked(8),  # the last of 64 positions sees exactly one chunk, like a window
         chunked(48),
         chunked(63),
         masking_utils.bidirectional_mask_function,
         masking_utils.or_masks(CAUSAL, windowed(3), lambda b, h, q, k: k == q + 1),
         masking_utils.and_masks(CAUSAL, lambda b, h, q, k: (q - k) % 2 == 0),
-        masking_utils.or_masks(CAUSAL, lambda b, h, q, k: (q < 5) & (k < 5)),  # a prefix
+        # the first tokens are visible to all, like a prefix
+        masking_utils.or_masks(CAUSAL, lambda b, h, q, k: (q < 5) & (k < 5)),
         lambda b, h, q, k: k < q,
     ],
 )
@@ -85,7 +86,8 @@ def windows(folder: Path, **model: Any) -> list[int]:
 
 
 def test_a_keyword_of_none_is_no_window(tmp_path: Path) -> None:
-    """exaone4's layers all have an attribute `sliding_window`; every second one has no window."""
+    """A keyword of None is not a window. The layers of exaone4 all have an attribute
+    `sliding_window`, which is None in every second layer."""
     oracle = tiny_models.make(tmp_path, "exaone4")
     assert windows(tmp_path, max_model_len=MAX_TOKENS) == [8, 0, 8, 0]
     assert windows(tmp_path, max_model_len=8) == [0, 0, 0, 0]
@@ -121,7 +123,8 @@ def test_masks_that_no_layer_of_ours_computes(
 
 
 def test_tokens_that_mix_outside_of_attention() -> None:
-    """lfm2's convolutions carry earlier tokens on; neither a mask nor a position shows it."""
+    """Layers that mix tokens outside of attention are detected: the convolutions of lfm2 use
+    earlier tokens, which neither a mask nor a position shows."""
     kind = {"num_hidden_layers": 2, "layer_types": ["conv"] * 2, "hidden_size": 32}
     config = transformers.Lfm2Config(**kind, vocab_size=16, intermediate_size=32)
     model: Any = transformers.Lfm2Model(config).eval()
@@ -143,8 +146,8 @@ def test_tokens_that_mix_outside_of_attention() -> None:
 
 
 def test_tracing_allocates_no_tables_or_experts() -> None:
-    """A model is traced when its weights are already in memory: a vocabulary, or all experts of a
-    layer, would need gigabytes more."""
+    """Tracing allocates no embedding tables or experts. A model is traced when its weights are
+    already in memory; a vocabulary, or all experts of a layer, would need gigabytes more."""
     model = torch.nn.Module()
     model.table, model.linear = torch.nn.Embedding(5000, 16), torch.nn.Linear(16, 32)
     model.experts = torch.nn.Parameter(torch.zeros(64, 16, 16))

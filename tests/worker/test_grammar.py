@@ -1,4 +1,4 @@
-"""An answer with a grammar is a sentence of it, whatever the logits are."""
+"""An output with a grammar is a sentence of the grammar, for any logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 ROWS, LENGTH = 16, 12_000
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 PROMPT = [7, 8]
-# [VOCAB] how much a token helps to come to an end: of a string, an address, an object, a number
+# [VOCAB]: how much a token helps to close a string, an array, an object or a number
 CLOSING = torch.zeros(VOCAB)
 CLOSING[[END, *b'"@]},']] = torch.tensor([1.0, 1.0, 0.95, 0.9, 0.9, 0.5])
 
@@ -44,7 +44,8 @@ class Answers:
     """A sampler whose logits are noise; sampled tokens are appended to the row's tokens."""
 
     def __init__(self, model_path: str = str(NANO), vocab: int = VOCAB, eager: float = 15) -> None:
-        """`eager`: after how many tokens what closes a string or an object becomes likely."""
+        """`eager`: the number of tokens after which tokens that close a string or an object become
+        likely."""
         self.states = RequestStates(ROWS, LENGTH, CPU)
         self.blocks = BlockTables(ROWS, LENGTH, 16, CPU)
         self.failed = FailedRows()
@@ -78,7 +79,8 @@ class Answers:
         return BatchBuilder(self.states, self.blocks, 1024).build(plan)
 
     def logits(self, slots: list[int]) -> torch.Tensor:
-        """Noise by slot and position, so that a row's are the same wherever it continues."""
+        """Returns noise that depends on slot and position only, so that a row has the same logits
+        wherever it continues."""
         rows = []
         for slot in slots:
             length = len(self.tokens[slot])
@@ -97,7 +99,7 @@ class Answers:
         return sampled.tolist()
 
     def finish(self, slots: list[int]) -> dict[int, str]:
-        """Step until every row has sampled an end; the texts before it."""
+        """Steps until every row has sampled an end token; returns the texts before it."""
         left = list(slots)
         while left:
             assert max(len(self.tokens[slot]) for slot in left) < LENGTH, "no end"
@@ -110,7 +112,7 @@ class Answers:
 
 
 def text(outputs: list[int]) -> str:
-    """The text of an answer and its end; a special token inside is shown."""
+    """Returns the text of a finished output; special tokens inside it are shown."""
     assert outputs[-1] == END
     return TOKENIZER.decode(outputs[:-1], skip_special_tokens=False)
 
@@ -120,7 +122,7 @@ def lark(**form) -> str:
 
 
 def answer(source: str, first_seed: int = 0, **overrides) -> list[str]:
-    """One of each row."""
+    """Returns one output of each row."""
     answers = Answers()
     for slot in range(ROWS):
         answers.take(slot, source, seed=first_seed + slot, **overrides)
@@ -129,7 +131,7 @@ def answer(source: str, first_seed: int = 0, **overrides) -> list[str]:
 
 @pytest.fixture
 def logged_errors(monkeypatch) -> list[str]:
-    """Errors in the log."""
+    """Collects the errors of the log."""
     lines: list[str] = []
     monkeypatch.setattr(
         module.StructuredLogger, "error", lambda _, line, **fields: lines.append(line)
@@ -144,7 +146,8 @@ NAMES = list(SCHEMAS)
 
 @pytest.mark.parametrize("names", [NAMES[i::10] for i in range(10)], ids=lambda names: names[0])
 def test_every_answer_is_accepted_by_its_schema(names):
-    """Each schema twice, rows of all beside each other and beside one that is free."""
+    """Every answer is valid under its schema: each schema twice, in one batch with a row without a
+    grammar."""
     answers = Answers()
     rows = dict(enumerate([*names, *names][: ROWS - 1]))
     for slot, name in rows.items():
@@ -295,7 +298,8 @@ def test_a_slot_that_is_taken_again_has_forgotten_what_its_last_row_drew():
 
 
 def test_rows_that_pause_and_return_are_not_mixed_up():
-    """Which rows sample differs from step to step, as with chunked prompts."""
+    """Rows that pause and return are not mixed up: each step samples other rows, as with chunked
+    prompts."""
     wanted = {0: "abcabcabc", 1: "123123123", 2: "xyzxyzxyz"}
     answers = Answers()
     for slot, written in wanted.items():
@@ -307,7 +311,8 @@ def test_rows_that_pause_and_return_are_not_mixed_up():
 
 
 def test_behind_the_end_only_ends_are_drawn(logged_errors):
-    """A step in flight draws once more for a request that is over."""
+    """After the end only end tokens are sampled: a step in flight samples once more for a finished
+    request."""
     answers = Answers()
     answers.take(0, lark(choice=["ab"]))
     answers.finish([0])
@@ -379,8 +384,8 @@ def test_a_grammar_that_does_not_compile_fails_its_row_alone(source, logged_erro
 @pytest.mark.parametrize("vocab", [97, 98, 258, 260, 261, 288, 289])
 @pytest.mark.parametrize("choice", ["a", "b", "\x00"])
 def test_tokens_that_only_the_tokenizer_has_do_not_continue_a_grammar(vocab, choice, logged_errors):
-    """A token is a byte and 260 the end: the model may be cut before either, also within the last
-    word of a mask."""
+    """Tokens that only the tokenizer has do not continue a grammar. A token is a byte and 260 the
+    end; the vocabulary may be cut before either, also within the last word of a mask."""
     answers = Answers(vocab=vocab)
     answers.take(0, lark(choice=[choice]), temperature=0.0)
     sampled = []
@@ -402,7 +407,8 @@ def test_tokens_that_only_the_tokenizer_has_do_not_continue_a_grammar(vocab, cho
 
 
 def test_a_mask_may_fail_midway(monkeypatch, logged_errors):
-    """One that needs more than its limits: the first mask is cheap, a later one is not."""
+    """A mask may exceed its limits midway: the first mask of the grammar is cheap, a later one is
+    not."""
     limits = {**module.GRAMMAR_LIMITS, "step_max_items": 8}
     monkeypatch.setattr(module, "GRAMMAR_LIMITS", limits)
     answers = Answers()
@@ -417,8 +423,8 @@ def test_a_mask_may_fail_midway(monkeypatch, logged_errors):
 
 
 def test_a_mask_that_costs_too_much_is_no_end_of_the_answer(monkeypatch, logged_errors):
-    """The library allows an end where it has given up: the answer would seem to have finished with
-    `stop`."""
+    """A mask that costs too much does not end the output. The library allows an end token where it
+    has given up, so the output would seem to have finished with `stop`."""
     monkeypatch.setattr(module, "GRAMMAR_LIMITS", {**module.GRAMMAR_LIMITS, "max_lexer_states": 8})
     answers = Answers()
     answers.take(0, lark(regex="a{3,5000}b|(a|ab|abc)*x"))
@@ -449,7 +455,8 @@ def test_a_worker_without_the_library_serves_everything_else(monkeypatch, logged
 
 @pytest.mark.parametrize("ends", [{"eos_token_id": END}, {}])
 def test_a_model_without_a_tokenizer_still_answers(tmp_path, ends, logged_errors):
-    """The API refuses such requests; a worker that gets one continues."""
+    """A model without a tokenizer still answers. The API refuses such requests; a worker that gets
+    one continues."""
     (tmp_path / "config.json").write_text(json.dumps(ends))
     answers = Answers(str(tmp_path))
     answers.take(0, lark(json=True))

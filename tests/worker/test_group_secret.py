@@ -1,4 +1,4 @@
-"""Only who knows the secret of a plan becomes a member of its groups."""
+"""A process becomes a member of a plan's groups only if it knows the plan's secret."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_ranks_with_different_secrets_do_not_find_each_other() -> None:
 
 
 def test_a_stranger_who_writes_into_the_store_is_noticed() -> None:
-    """Whoever reaches the store can list its keys, and so learn the prefix."""
+    """A stranger who writes into the store is noticed. Anyone who can reach the store can list its
+    keys, and so learn the prefix."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set(f"{OURS.prefix}/address1", THEIRS.sign(1, "127.0.0.1 9"))
     with pytest.raises(ForeignAddress, match="rank 1"):
@@ -70,7 +71,8 @@ def test_a_stranger_who_writes_into_the_store_is_noticed() -> None:
 
 
 def test_a_member_without_the_secret_is_noticed_through_its_connections(monkeypatch) -> None:
-    """One that has got past the store: it takes part in the collectives."""
+    """A member without the secret is noticed through its connections, even if its entry in the
+    store is valid and it takes part in the collectives."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     forged = GroupSecret(b"ours", "group")
     monkeypatch.setattr(forged, "token", THEIRS.token)
@@ -86,7 +88,8 @@ def test_a_member_without_the_secret_is_noticed_through_its_connections(monkeypa
 
 
 def test_a_failed_proof_is_a_failure_of_the_group() -> None:
-    """So the engine reports it and another plan, with another secret, comes."""
+    """A failed proof is a failure of the group, so the engine reports it and receives another plan
+    with another secret."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     plan = GroupPlan(1, epoch=7, engines=2, index=0, expert_secret=b"ours")
     own = GroupSecret(b"ours", "epoch7/data0.0")
@@ -98,7 +101,8 @@ def test_a_failed_proof_is_a_failure_of_the_group() -> None:
 
 
 def test_a_formed_group_takes_no_connection_and_goes_on() -> None:
-    """gloo itself would keep what connects to it for ever: a stranger's, too."""
+    """A formed group accepts no connection and continues. Gloo itself would keep any connection
+    forever, also that of a stranger."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     formed = threading.Barrier(2)
 

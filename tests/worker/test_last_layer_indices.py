@@ -19,7 +19,8 @@ PROMPTS = [[5, 6, 7], list(range(10, 40)), [11, 12, 13, 14]]
 
 @pytest.mark.parametrize(("prompt_logprobs", "wanted"), [(None, [0, 3, 3]), (1, [27, 10, 3])])
 def test_the_last_layer_computes_only_read_tokens(tmp_path, monkeypatch, prompt_logprobs, wanted):
-    """27 tokens a step: the last 3 of the long prompt go with the others' 7."""
+    """The last layer computes only the tokens that are read. A step has 27 tokens; the last 3 of
+    the long prompt are computed with the 7 of the others."""
     monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
     tiny_models.make(tmp_path, "llama")
     for file in NANO.glob("tokenizer*"):

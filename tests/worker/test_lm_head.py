@@ -1,4 +1,4 @@
-"""A vocabulary in shards: all ranks together find the same tokens as one rank alone."""
+"""A vocabulary in shards: all ranks together find the same tokens as a single rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN, ROWS = 8, 40
 
 
 def filled(weight: torch.Tensor, group: Group) -> ParallelLMHead:
-    """A head whose part of [vocab, hidden] is here."""
+    """Returns a head that holds this rank's part of [vocab, hidden]."""
     head = ParallelLMHead(*weight.shape, group)
     materialize(head, weight.device, weight.dtype)
     with torch.no_grad():
@@ -33,8 +33,8 @@ def filled(weight: torch.Tensor, group: Group) -> ParallelLMHead:
 @pytest.mark.parametrize("vocab", [1, 3, 4, 7, 100])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_argmax_over_ranks(ranks, vocab, dtype):
-    """Vocabularies that do not divide, ranks without a row, equal logits on several ranks, and no
-    logit above zero, the value that padding rows would give."""
+    """The argmax over ranks is exact for vocabularies that do not divide, ranks without a row,
+    equal logits on several ranks, and logits that are all below zero, the value of padding rows."""
     torch.manual_seed(vocab)
     weight = -torch.randint(1, 4, (vocab, HIDDEN)).to(dtype)
     hidden = torch.randint(1, 3, (ROWS, HIDDEN)).to(dtype)

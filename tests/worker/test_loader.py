@@ -1,4 +1,4 @@
-"""The loader reads only its own shard, and reports a defect of a folder in one line."""
+"""The loader reads only its own shard, and reports a defective folder in one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def lone(rank: int, size: int, stage: int = 0, stages: int = 1) -> Mesh:
-    """A mesh whose other workers do not exist: loading needs none of them."""
+    """Returns a mesh whose other workers do not exist: loading needs none of them."""
     return Mesh.build(ParallelConfig(tensor=size, pipeline=stages), stage * size + rank)
 
 
@@ -42,7 +42,7 @@ def build(folder: Path, mesh: Mesh | None = None, **model: Any) -> tuple[Any, Mo
 
 
 def shards(folder: Path) -> None:
-    """Cut model.safetensors into two files and an index."""
+    """Splits model.safetensors into two files and an index."""
     tensors = load_file(folder / WEIGHTS)
     names = sorted(tensors)
     places = {}
@@ -56,7 +56,7 @@ def shards(folder: Path) -> None:
 
 @pytest.fixture
 def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of all reads from safetensors files, in elements."""
+    """Records the sizes of all reads from safetensors files, in elements."""
     sizes: list[int] = []
     real = loader.safe_open
 
@@ -96,7 +96,7 @@ def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_reads_just_its_parameters(
     folder: Path, elements_read: list[int], size: int, stages: int, backend: str
 ) -> None:
-    """No byte twice, and all shards together read each split tensor once."""
+    """Loading reads no byte twice, and all shards together read each split tensor once."""
     total = 0
     for stage in range(stages):
         for rank in range(size):
@@ -109,7 +109,7 @@ def test_reads_just_its_parameters(
     whole = load_file(folder / WEIGHTS)
     once = sum(t.numel() for t in whole.values())
     norms = sum(t.numel() for t in whole.values() if t.dim() == 1)
-    if backend == "transformers":  # it keeps the embedding whole on each rank
+    if backend == "transformers":  # each rank has the whole embedding
         norms += whole["model.embed_tokens.weight"].numel()
     assert total == once + norms * (size - 1)
 

@@ -1,4 +1,4 @@
-"""Where bans begin and end: words across borders, contradicting parameters, odd shapes."""
+"""Boundary cases of bans: words across boundaries, contradicting parameters, odd shapes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_bad_words_as_transformers_bans_them():
-    """Over random contexts of few tokens, at least as long as the longest word (shorter ones
-    transformers leaves out)."""
+    """Bad words are banned as in transformers, over random contexts of few tokens. Contexts are at
+    least as long as the longest word: transformers skips words in shorter ones."""
     draws = random.Random(0)
     words = [[draws.randrange(3) for _ in range(size)] for size in (1, 2, 2, 3, 3, 4)]
     processor = NoBadWordsLogitsProcessor(words)
@@ -42,7 +42,8 @@ def test_bad_words_as_transformers_bans_them():
 
 @pytest.mark.parametrize("prompt", [[9], [9, 1], [9, 1, 2], [9, 1, 2, 3]])
 def test_a_bad_word_may_begin_in_the_prompt(prompt):
-    """The model would continue with [1, 2, 3]; the end of the prompt makes no difference."""
+    """A bad word may begin in the prompt. The model would continue with [1, 2, 3], wherever the
+    prompt ends."""
     word = [1, 2, 3]
     row = ReferenceRow(SamplerParams(bad_words=[word]), list(prompt))
     harness = SamplerHarness()
@@ -56,7 +57,8 @@ def test_a_bad_word_may_begin_in_the_prompt(prompt):
 
 
 def test_a_word_longer_than_all_that_is_known_is_not_begun_before_the_prompt():
-    """The slot held [7, 1, 2] before; positions in front of the prompt match nothing."""
+    """A word longer than all known tokens does not match before the prompt. The slot held [7, 1, 2]
+    before; positions before the prompt match nothing."""
     harness = SamplerHarness()
     harness.take({0: ReferenceRow(NOTHING, [7, 1, 2])})
     harness.take({0: ReferenceRow(SamplerParams(bad_words=[[0, 1, 3], [1, 1, 5], [1, 4]]), [1])})
@@ -83,14 +85,14 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("params", "ends", "left", "possible"), IMPOSSIBLE)
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 100.0])
 def test_the_last_one_left_is_sampled(backend, params, ends, left, possible, temperature):
-    """Contradicting parameters still give a token, the one that violates the fewest; a token that
-    the grammar excludes is never sampled, with any filters."""
+    """Contradicting parameters still yield a token, the one that violates the fewest of them. A
+    token that the grammar excludes is never sampled, with any filters."""
     sample = load_backend(backend, "sample")
     harness = SamplerHarness()
     harness.take({0: ReferenceRow(params, [1, 2], min_tokens=9, ends=ends)})
     torch.manual_seed(0)
     after, _ = harness.step([0], torch.randn(1, VOCAB) * 3)
-    if left is not None:  # as a grammar's mask would
+    if left is not None:  # as a grammar's mask would do
         after[:, torch.arange(VOCAB) != left] = -torch.inf
     for top_k, top_p, min_p in [(0, 1.0, 0.0), (2, 1.0, 0.0), (0, 0.1, 0.0), (0, 1.0, 0.5)]:
         row = [torch.tensor([x]) for x in (temperature, top_k, top_p, min_p)]
@@ -100,7 +102,8 @@ def test_the_last_one_left_is_sampled(backend, params, ends, left, possible, tem
 
 
 def test_many_bans_of_one_token_weigh_less_than_not_being_allowed():
-    """As many bans as a request may have."""
+    """Many bans of one token weigh less than not being allowed: as many bans as a request may
+    have."""
     harness = SamplerHarness()
     words = [[5]] * 512
     harness.take({0: ReferenceRow(SamplerParams(bad_words=words, allowed_token_ids=[5]), [1])})
@@ -118,7 +121,8 @@ def test_packed_bits(vocab):
 
 
 def test_logits_may_be_a_part_of_a_wider_tensor():
-    """Logits like those of a vocabulary that was padded for tensor parallelism."""
+    """Logits may be a slice of a wider tensor, such as a vocabulary that was padded for tensor
+    parallelism."""
     harness = SamplerHarness()
     harness.take({0: ReferenceRow(EVERYTHING, [1, 2]), 1: ReferenceRow(EVERYTHING, [4])})
     wide = torch.randn(2, VOCAB + 3)
@@ -138,7 +142,7 @@ def test_a_ban_outweighs_any_bias_and_touches_no_other_token():
 
 
 def successor(row: ReferenceRow) -> list[float]:
-    """The logits of `runner_parts.SumModel` after the known tokens."""
+    """Returns the logits of `runner_parts.SumModel` after the known tokens."""
     logits = [0.0] * runner_parts.VOCAB
     logits[runner_parts.expected(row.known, 1)[0]] = 1.0
     return logits
@@ -146,9 +150,9 @@ def successor(row: ReferenceRow) -> list[float]:
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_words_and_counts_across_chunks_and_steps(cut):
-    """Through the runner: a prompt in two parts, the first of which samples nothing, beside a
-    request with outputs that takes the slot of another. No result is read before the last step
-    has been computed."""
+    """Words and counts are tracked across chunks and steps of the runner. A prompt in two parts,
+    whose first part samples nothing, runs next to a request with outputs that takes the slot of
+    another one. No result is read before the last step has been computed."""
     first, second = runner_parts.expected([11, 12, 13, 5], 2)
     prompts, outputs = [[11, 12, 13, 5], [1]], [[], [2]]
     params_of_rows = [

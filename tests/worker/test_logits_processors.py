@@ -21,14 +21,14 @@ pytestmark = pytest.mark.slow
 MAX_PROMPT = 6
 
 
-# Few different tokens, so that words, repetitions and bans meet.
+# Few distinct tokens, so that words, repetitions and bans interact.
 token_ids = st.integers(0, 5) | st.integers(0, VOCAB - 1)
 token_lists = st.lists(token_ids, min_size=1, max_size=4)
 
 
 @st.composite
 def sampling_params(draw):
-    """The parameters of a row; each one is absent in most examples."""
+    """Returns the parameters of a row; each one is absent in most examples."""
 
     def maybe(strategy, otherwise):
         return draw(strategy) if draw(st.booleans()) else otherwise
@@ -53,7 +53,7 @@ def sampling_params(draw):
 
 @st.composite
 def requests(draw):
-    """A request that may have outputs, from another engine or from before a preemption."""
+    """Returns a request that may have outputs, from another engine or from before a preemption."""
     return ReferenceRow(
         draw(sampling_params()),
         prompt=draw(st.lists(token_ids, min_size=1, max_size=MAX_PROMPT)),
@@ -78,8 +78,8 @@ steps = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(steps)
 def test_random_row_histories(history):
-    """Requests take slots, some of them used before, some without sampling in that step; any of
-    them sample. The logits and tokens are those of each row alone."""
+    """The logits and tokens of each row are those of the row by itself. Requests take slots, new or
+    used before, with or without sampling in that step; any of them sample."""
     harness = SamplerHarness()
     for taken, wanted, seed in history:
         harness.take(taken)
@@ -101,7 +101,8 @@ def test_random_row_histories(history):
 @settings(max_examples=30, deadline=None)
 @given(requests(), st.integers(1, 9), st.integers(0, 8), st.integers(0, 999))
 def test_resumption_equals_having_drawn(request, count, moved_after, seed):
-    """A request moves to another slot in the middle, with the outputs that exist by then."""
+    """A resumed request equals an undisturbed one: it moves to another slot midway, with its
+    outputs so far."""
     torch.manual_seed(seed)
     logits = torch.randn(count, 1, VOCAB) * 3
     stays = ReferenceRow(request.params, request.prompt, [], request.min_tokens, request.ends)
@@ -119,7 +120,7 @@ def test_resumption_equals_having_drawn(request, count, moved_after, seed):
 
 
 def test_a_row_does_not_depend_on_the_others():
-    """A row's logits and tokens are the same alone, and beside rows that use every parameter."""
+    """A row's logits and tokens do not depend on other rows, even if these use every parameter."""
     torch.manual_seed(0)
     logits = torch.randn(4, 3, VOCAB) * 3
     for params in (NOTHING, EVERYTHING):
@@ -150,8 +151,9 @@ PARAMS = [
 
 @pytest.mark.parametrize("params", PARAMS)
 def test_distribution(params):
-    """Chi-square of what many seeds draw in one batch, against the softmax of the definition in
-    float64. 8 tokens: 7 degrees of freedom at most, and 24.3 is exceeded once in a thousand."""
+    """A chi-square test of the tokens of many seeds in one batch, against the softmax of the
+    reference in float64. There are 8 tokens, so at most 7 degrees of freedom, for which 24.3 is
+    exceeded once in a thousand."""
     rows, logits = 4000, torch.tensor([0.3, 1.0, -1.0, 0.0, 1.5, 0.5, -0.5, 0.9])
     harness = SamplerHarness(rows)
     harness.take(
@@ -188,7 +190,7 @@ def never(*args, **options):
 
 def test_unused_parameters_cost_nothing(monkeypatch):
     harness = SamplerHarness()
-    ends = ReferenceRow(NOTHING, [1, 2], [3], min_tokens=1, ends=[7])  # the minimum is reached
+    ends = ReferenceRow(NOTHING, [1, 2], [3], min_tokens=1, ends=[7])  # `min_tokens` is reached
     harness.take({0: ReferenceRow(NOTHING, [1]), 1: ReferenceRow(EVERYTHING, [2]), 2: ends})
     for module, names in (
         (penalties, ("apply_penalties", "count_tokens", "to_device")),
@@ -200,7 +202,7 @@ def test_unused_parameters_cost_nothing(monkeypatch):
     logits = torch.randn(2, VOCAB)
     after, _ = harness.step([0, 2], logits)
     assert torch.equal(after, logits)
-    # Nor is anything left of a request in a slot that another one has taken.
+    # A slot that another request has taken keeps nothing of the earlier request.
     harness.take({1: ReferenceRow(NOTHING, [1])})
     harness.step([1, 0], logits)
 
@@ -228,7 +230,7 @@ def test_kernels_get_only_rows_with_the_parameter(monkeypatch, kernel):
 
 
 class NoHostSync(TorchDispatchMode):
-    """Refuses operations that would make the host wait for a CUDA device: values and sizes that
+    """Raises on operations that would make the host wait for a CUDA device: values and sizes that
     depend on data."""
 
     LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero")
@@ -247,7 +249,7 @@ class NoHostSync(TorchDispatchMode):
 
 
 def test_no_host_sync_and_no_operations_per_row():
-    """More rows, or longer contexts, mean larger operations and not more of them."""
+    """More rows or longer contexts mean larger operations, but not more of them."""
 
     def operations(rows: int, prompt: int) -> list[int]:
         harness, counts = SamplerHarness(), []

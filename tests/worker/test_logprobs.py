@@ -26,7 +26,8 @@ SLOTS, LENGTH, VOCAB = 6, 40, 23
 
 
 def plain(logits: list[float], token_id: int, top: int) -> tuple[list[float], int, list[float]]:
-    """The token's log probability and those of the most likely ones, and its rank."""
+    """Returns the log probabilities of the token and of the most likely ones, its rank, and the
+    most likely logits."""
     total = math.log(sum(math.exp(x) for x in logits))
     best = sorted(logits, reverse=True)[:top]
     rank = 1 + sum(x > logits[token_id] for x in logits)
@@ -74,15 +75,17 @@ def test_impossible_tokens_have_minus_infinity() -> None:
 
 
 def test_a_nearly_certain_token_keeps_its_digits() -> None:
-    """Its logarithm is far below the rounding of its logit."""
+    """A nearly certain token keeps its digits: its log probability is far below the rounding of its
+    logit."""
     logits = torch.tensor([[1000.0, 984.0, 984.0]])
     ranked = rank_tokens(logits, torch.tensor([0]), 0)
     assert ranked.logprobs.item() == pytest.approx(-math.log1p(2 * math.exp(-16)), rel=0.1)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[NewRequest], SchedulerOutput]:
-    """Rows in slots, computed from anywhere to anywhere; some are prompts, some have outputs."""
+def steps(draw: st.DrawFn) -> tuple[list[NewRow], SchedulerOutput]:
+    """Returns rows in slots, computed from any start to any end; some are within their prompts,
+    some have outputs."""
     slots = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
     rng = draw(st.randoms(use_true_random=False))
     rows, starts, counts, samples = [], [], [], []
@@ -110,7 +113,8 @@ def begin(rows: list[NewRequest], plan: SchedulerOutput) -> tuple[RequestStates,
 
 
 class Head:
-    """A model whose hidden states are its logits, and which records how many rows each call has."""
+    """A model whose hidden states are its logits, and which records the number of rows of each
+    call."""
 
     def __init__(self) -> None:
         self.num_rows: list[int] = []
@@ -174,7 +178,7 @@ def test_sampled_logprobs_use_unmodified_logits(step) -> None:
     logits = torch.randn(batch.num_samples, VOCAB)
     own, tokens = logits.clone(), torch.randint(VOCAB, (batch.num_samples,))
     kept = of_drawn.keep(logits, batch, will_change=True)
-    logits.fill_(-1e30)  # as stages do
+    logits.fill_(-1e30)  # as pipeline stages do
     given_out = extras(SamplerOutput(batch, tokens, tokens, [some.rank(tokens) for some in kept]))
     num_requested = 0
     for sample, place in enumerate(batch.sample_rows_np.tolist()):
@@ -215,11 +219,9 @@ def test_nothing_is_computed_without_logprobs(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_both_kinds_of_one_row_leave_together() -> None:
-    """Prompt and first token in one step, and a chunk that draws nothing."""
-    rows = [
-        NewRequest(1, [3, 4, 5], 3, [], params(1, 0)),
-        NewRequest(4, [6] * 9, 9, [], params(1, 0)),
-    ]
+    """The prompt's and the first token's log probabilities leave in the same step, next to a chunk
+    that samples nothing."""
+    rows = [NewRow(1, [3, 4, 5], 3, [], params(1, 0)), NewRow(4, [6] * 9, 9, [], params(1, 0))]
     plan = SchedulerOutput(0, slots=[1, 4], starts=[0, 2], num_tokens=[3, 4], samples=[True, False])
     states, batch = begin(rows, plan)
     reader, of_drawn = PromptLogprobsReader(Head(), states), SampledLogprobs(states)

@@ -1,4 +1,4 @@
-"""A request with an adapter gives what the model gives into which the adapter was merged."""
+"""A request with an adapter has the answer of a model into which the adapter was merged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 
 class Folders:
-    """A model, its adapters, and the answers of the models with one merged into them."""
+    """A model, its adapters, and the answers of the model with each of them merged into it."""
 
     def __init__(self, top: Path, family: str) -> None:
         self.model = top / "model"
@@ -83,7 +83,7 @@ class Folders:
 
 @torch.no_grad()
 def greedy(model: Any) -> list[list[int]]:
-    """Twelve tokens for each of the prompts."""
+    """Returns twelve greedy tokens for each of the prompts."""
     found = []
     for prompt in PROMPTS:
         out = model.generate(
@@ -113,7 +113,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def test_equal_to_merged_weights(folders: Folders) -> None:
-    """Each adapter alone, the model alone, and all of them in one batch."""
+    """Answers equal those of merged weights: each adapter by itself, the plain model, and all of
+    them in one batch."""
     assert len({str(answers) for answers in folders.reference.values()}) == 5, "all differ"
     with folders.serve() as llm:
         for name, expected in folders.reference.items():
@@ -158,7 +159,7 @@ def name_of(core: EngineCoreRequest) -> str:
 
 
 def test_rows_with_drafts(llama: Folders) -> None:
-    """A row has several samples; its adapter adds to each."""
+    """A row with drafts has several samples, and its adapter applies to each."""
     names = [name for name in llama.reference for _ in PROMPTS]
     expected = [answer for answers in llama.reference.values() for answer in answers]
     known = {
@@ -178,7 +179,8 @@ def test_rows_with_drafts(llama: Folders) -> None:
 
 
 def test_rows_with_a_draft_model(llama: Folders) -> None:
-    """It runs without adapters: it is right where the request has none, and changes no answer."""
+    """A draft model runs without adapters: it is right where the request has none, and changes no
+    answer."""
     names = [name for name in llama.reference for _ in PROMPTS]
     expected = [answer for answers in llama.reference.values() for answer in answers]
     small = {"path": str(llama.model)}
@@ -202,7 +204,7 @@ def test_the_prefix_cache_tells_adapters_apart(llama: Folders) -> None:
 
 
 def test_drawn_answers_and_logprobs_are_those_of_merged_weights(llama: Folders) -> None:
-    """Probabilities too, and of the prompt."""
+    """The log probabilities of tokens and of the prompt are those of merged weights."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=3, prompt_logprobs=2)
     merged = transformers.AutoModelForCausalLM.from_pretrained(llama.model, dtype=torch.float32)
     adapters.merge(merged.eval(), Path(llama.adapters["mixed"]))
@@ -220,7 +222,8 @@ def test_drawn_answers_and_logprobs_are_those_of_merged_weights(llama: Folders) 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the backend of the CPU computes rows apart")
 def test_what_an_adapter_adds_has_the_same_bits_in_every_batch(llama: Folders) -> None:
-    """So a request that continues elsewhere, among others, has the same answer."""
+    """An adapter's contribution has the same bits in every batch, so that a request has the same
+    answer if it continues elsewhere among other requests."""
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
     with llama.serve(**{"cache.prefix_caching": False}) as llm:
         names = [name for name in llama.reference for _ in PROMPTS]
@@ -234,7 +237,7 @@ def test_what_an_adapter_adds_has_the_same_bits_in_every_batch(llama: Folders) -
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves(llama: Folders, dtype: str, tmp_path: Path) -> None:
-    """Adapters are converted to the type of the model, and stored ones may be halves."""
+    """Adapters are converted to the model's dtype; stored ones may have 16 bits."""
     shapes = adapters.module_shapes(transformers.AutoModelForCausalLM.from_pretrained(llama.model))
     stored = adapters.make_adapter(tmp_path / "half", shapes, dtype=torch.bfloat16)
     folders = {"half": str(stored), **llama.adapters}
@@ -306,7 +309,7 @@ def row(slot: int, adapter: str) -> NewRequest:
 
 
 class Loaded(NoAdapters):
-    """Two adapters without layers."""
+    """An `Adapters` stub with two adapters without layers."""
 
     count = 2
 

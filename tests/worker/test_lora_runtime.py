@@ -1,5 +1,5 @@
-"""Adapters that come and go while requests run: each answer is that of the merged weights of the
-adapter that its request named, whatever had its place before."""
+"""Adapters that are loaded and unloaded while requests run: each answer is that of the adapter that
+its request named, merged into the weights, although another adapter had its slot before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 def serve(folders: Folders, **overrides: Any) -> LLM:
-    """With none of the configuration."""
+    """Serves the model without configured adapters."""
     return folders.serve(
         **{"lora.adapters": {}, "lora.enabled": True, "lora.max_adapters": 2, **overrides}
     )
@@ -46,7 +46,8 @@ def serve(folders: Folders, **overrides: Any) -> LLM:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_more_adapters_than_places(llama: Folders, split: str) -> None:
-    """Four share two places, in one batch: those behind wait, and none gets another's answer."""
+    """Four adapters share two slots in one batch: requests of the others wait, and none gets
+    another adapter's answer."""
     names = [name for _ in PROMPTS for name in llama.reference]
     prompts = [prompt for prompt in PROMPTS for _ in llama.reference]
     expected = [llama.reference[name][i // len(llama.reference)] for i, name in enumerate(names)]
@@ -73,7 +74,8 @@ def test_those_of_the_configuration_stay_beside_them(llama: Folders) -> None:
 
 
 def test_a_name_with_other_files_is_another_adapter(llama: Folders) -> None:
-    """Its KV is found by no request of the new one."""
+    """A name with other files is another adapter: no request of the new one finds the KV cache of
+    the old one."""
     with serve(llama, **{"cache.block_tokens": 8}) as llm:
         for name in ("all", "mixed", "all"):
             llm.load_adapter("mine", llama.adapters[name])
@@ -126,7 +128,8 @@ def test_one_that_cannot_be_loaded_fails_its_requests_alone(
 def test_a_folder_that_hangs_holds_up_its_own_requests_alone(
     llama: Folders, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many there are; others find their places again, and the engine can end."""
+    """A folder that hangs delays only its own requests, however many adapters hang. Others still
+    find a slot, and the engine can shut down."""
     with serve(llama, **SPLITS[split], **{"lora.max_adapters": 3}) as llm:
         core = llm._engine.core
 
@@ -159,7 +162,8 @@ def test_a_folder_that_hangs_holds_up_its_own_requests_alone(
 def test_files_that_are_written_while_they_are_read_load_nothing(
     llama: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the wrong weights under a name, nor an end of the process that reads them."""
+    """Files that are written while they are read load nothing: neither wrong weights under a name,
+    nor a crash of the process that reads them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(llama.model)
     changed = tmp_path / "changed"
     shutil.copytree(llama.adapters["mixed"], changed)
@@ -226,7 +230,8 @@ def test_the_digest_is_that_of_the_kind(llama: Folders) -> None:
 def test_an_adapter_that_comes_to_another_place_is_not_lost_with_the_old_one(
     llama: Folders,
 ) -> None:
-    """As after a load that took too long: the engine has given up its first place since."""
+    """An adapter that moves to another slot is not lost with its old one. This happens after a load
+    that took too long, when the engine has reassigned the first slot."""
     with serve(llama) as llm:
         worker = llm._engine.core.executor._worker  # type: ignore[attr-defined]
         answers: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()

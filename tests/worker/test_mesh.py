@@ -1,4 +1,4 @@
-"""Groups between threads and between processes, epochs side by side, and what a death does."""
+"""Groups between threads and between processes, epochs side by side, and the effect of a death."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.slow
 
 
 def in_threads(world: int, work: Callable[[int], Any]) -> list[Any]:
-    """work(rank) of every rank at once; an exception is a result."""
+    """Runs `work(rank)` of every rank in parallel; raises the first exception of the ranks,
+    otherwise returns their results."""
     results: list[Any] = [None] * world
 
     def run(rank: int) -> None:
@@ -102,7 +103,8 @@ def test_operations(dtype: torch.dtype) -> None:
 def test_a_row_of_a_sum_has_its_bits_alone_and_among_others(
     tensor: int, dtype: torch.dtype
 ) -> None:
-    """Also where it is strided."""
+    """A row of an ordered sum has the same bits by itself and among others, also if it is
+    strided."""
     store, rows, size = dist.HashStore(), 7, 37
 
     def terms(rank: int) -> torch.Tensor:
@@ -141,7 +143,8 @@ def test_a_group_of_one_needs_no_store() -> None:
 
 
 def test_next_epoch_forms_beside_the_first() -> None:
-    """The old group still answers while the new one forms, and dies without hurting it."""
+    """The next epoch forms while the first one runs: the old group still works, and closing it does
+    not affect the new one."""
     store = dist.HashStore()
 
     def work(rank: int) -> None:
@@ -183,7 +186,8 @@ def test_a_peer_that_never_comes() -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_peer_that_takes_its_time_is_waited_for(slow: int) -> None:
-    """Longer than the moment after which an aborted operation is given up."""
+    """A slow peer is waited for, longer than the time after which an aborted operation is given
+    up."""
     store = dist.HashStore()
 
     def work(rank: int) -> list[float]:
@@ -215,7 +219,7 @@ BLOCKING: dict[str, Callable[[Group], Any]] = {
 
 @pytest.mark.parametrize("operation", BLOCKING)
 def test_another_thread_aborts_a_blocked_operation(operation: str) -> None:
-    """The peer is alive, but computes something else and does not join."""
+    """Another thread can abort a blocked operation, while the peer is alive but does not join."""
     store, alone = dist.HashStore(), threading.Event()
     meshes: list[Any] = [None, None]
 
@@ -274,7 +278,8 @@ def test_abort_of_an_older_plan_is_late() -> None:
 
 
 def test_groups_between_engines() -> None:
-    """Two engines of two stages of two: who meets whom, and what is left with one engine."""
+    """The groups between two engines of two stages with two ranks each: their members, and the
+    groups that remain with one engine."""
     parallel, store = ParallelConfig(tensor=2, pipeline=2, expert=True), dist.HashStore()
     own = [dist.HashStore(), dist.HashStore()]
 
@@ -355,8 +360,8 @@ def test_two_processes_over_tcp() -> None:
 
 
 def test_a_dry_run_needs_no_peers_and_gives_no_garbage() -> None:
-    """Properties that are found with a model's first tokens must not depend on old memory
-    contents."""
+    """A dry run needs no peers and returns no garbage: properties that are measured with a model's
+    first tokens must not depend on old memory contents."""
     group = Mesh.build(ParallelConfig(tensor=2), 0).tensor
     own = torch.arange(4.0).view(2, 2)
     with group.dry_run():

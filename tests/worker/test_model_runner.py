@@ -1,4 +1,4 @@
-"""States, block tables, batches and the step: each against a direct computation."""
+"""States, block tables, batches and the step, each against a direct computation."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_block_tables_set_append_and_refuse():
 
 @st.composite
 def plans(draw):
-    """A plan over random slots, with blocks for every row's context."""
+    """Returns a plan over random slots, with blocks for every row's context."""
     slots = draw(st.lists(st.integers(0, ROWS - 1), max_size=ROWS, unique=True))
     counts = [draw(st.integers(1, 12)) for _ in slots]
     starts = [draw(st.integers(0, LENGTH - n)) for n in counts]
@@ -173,8 +173,8 @@ VOCAB = 97
 
 
 class SumModel(nn.Module):
-    """A stage of a model whose next token is 3 * token + 5 * position + 1 modulo 97: a wrong
-    token or position shows in every token that follows. Stages hand the token through."""
+    """A stage of a model whose next token is 3 * token + 5 * position + 1 modulo 97, so that a
+    wrong token or position shows in every later token. Stages pass the token on."""
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -226,11 +226,11 @@ LIFE = [
         num_tokens=[1, 3, 2],
         samples=[True, True, False],
     ),
-    # The host has read nothing, but rows continue after tokens that only the device has.
+    # The host has read nothing, but rows continue after tokens that are only on the device.
     SchedulerOutput(1, slots=[0, 3, 1], starts=[3, 1, 2], num_tokens=[1, 1, 3], samples=[True] * 3),
     SchedulerOutput(2, slots=[0, 1], starts=[4, 5], num_tokens=[1, 1], samples=[True] * 2),
     SchedulerOutput(3),
-    # A new request takes the slot of one whose last token may still be under way.
+    # A new request takes the slot of one whose last token may still be in transit.
     SchedulerOutput(
         4,
         0,
@@ -270,7 +270,8 @@ def test_tokens_feed_back_on_the_device():
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (1, 3), (2, 2)])
 def test_a_pipeline_gives_the_same_tokens(tensor, pipeline):
-    """Every stage runs through all plans at its own speed; one worker answers."""
+    """A pipeline computes the same tokens: every stage runs through all plans at its own speed, and
+    one worker returns the results."""
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
     store, results, errors = dist.HashStore(), {}, []
 
@@ -303,7 +304,7 @@ def test_a_pipeline_gives_the_same_tokens(tensor, pipeline):
 
 
 class ScriptedGroup:
-    """A pipeline group of two whose last stage has sent 100, 101, ..."""
+    """A pipeline group of two, whose last stage has sent 100, 101, ..."""
 
     size, rank = 2, 0
 
@@ -318,7 +319,7 @@ class ScriptedGroup:
 
 
 def sampled(pairs: list[tuple[int, int]]):
-    """The part of a batch that the feedback reads: (slot, position) of each sampled token."""
+    """The fields of a batch that the feedback reads: (slot, position) of each sampled token."""
     slots, positions = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     return SimpleNamespace(
         num_samples=len(pairs),
@@ -333,15 +334,15 @@ def sampled(pairs: list[tuple[int, int]]):
     ("plan", "wanted"),
     [
         (SchedulerOutput(9), 0),
-        # Slot 0's position 5 came with the first message, 6 with the third.
+        # Slot 0's position 5 arrived with the first message, 6 with the third.
         (SchedulerOutput(9, slots=[0], starts=[5], num_tokens=[1]), 1),
         (SchedulerOutput(9, slots=[0], starts=[6], num_tokens=[1]), 3),
         (SchedulerOutput(9, slots=[0], starts=[0], num_tokens=[5]), 0),
         (SchedulerOutput(9, slots=[0], starts=[0], num_tokens=[6]), 1),
         (SchedulerOutput(9, slots=[2, 1], starts=[8, 3], num_tokens=[1, 1]), 2),
-        # A new row must not be overwritten by what was sampled for its predecessor.
-        (SchedulerOutput(9, new_requests=[greedy_row(1, [1])]), 2),
-        (SchedulerOutput(9, new_requests=[greedy_row(4, [1])]), 0),
+        # A new row must not be overwritten with a token that was sampled for its predecessor.
+        (SchedulerOutput(9, new_rows=[greedy_row(1, [1])]), 2),
+        (SchedulerOutput(9, new_rows=[greedy_row(4, [1])]), 0),
     ],
 )
 def test_the_first_stage_receives_what_it_needs_and_no_more(plan, wanted):
@@ -358,7 +359,8 @@ def test_the_first_stage_receives_what_it_needs_and_no_more(plan, wanted):
 
 
 def test_a_late_message_is_written_where_its_own_step_sampled():
-    """The next batch uses the same buffers as the last one."""
+    """A late message is written where its own step sampled, although the next batch uses the same
+    buffers."""
     group, states = ScriptedGroup(), RequestStates(ROWS, LENGTH, CPU)
     builder = BatchBuilder(states, BlockTables(ROWS, LENGTH, BLOCK, CPU), 256)
     feedback = FirstStageFeedback(group, states)
@@ -375,7 +377,7 @@ def test_unneeded_messages_do_not_accumulate():
     for step in range(MAX_OUTSTANDING + 10):
         feedback.before_step(SchedulerOutput(step))
         feedback.after_forward(sampled([(5, 1)]))
-    assert group.received == 9  # the last one was added after the last step
+    assert group.received == 9  # the last token was added after the last step
 
 
 def test_block_bytes_and_counts():

@@ -1,4 +1,4 @@
-"""Every model gives the logits of transformers, however it is split and its prompts are cut.
+"""Every model computes the logits of transformers, for every split of the model and of its prompts.
 
 The oracle is transformers' own model on one row at a time, without a cache.
 """
@@ -47,8 +47,8 @@ class Part:
 def batch_of(
     prompts: Sequence[Sequence[int]], parts: Sequence[Part], wanted: list[int] | None = None
 ) -> InputBatch:
-    """A flat batch of the parts; each row has its own blocks, in descending order. `wanted`: the
-    tokens whose hidden states are read (None: all)."""
+    """Returns a flat batch of the parts; each row has its own blocks, in descending order.
+    `wanted`: the tokens whose hidden states are read (None: all)."""
     blocks = MAX_TOKENS // BLOCK_TOKENS
     table = torch.arange(len(prompts) * blocks, dtype=torch.int32).flip(0).view(-1, blocks)
     ids, positions, slots, starts = [], [], [], [0]
@@ -85,7 +85,8 @@ def batch_of(
 
 
 def steps_of(chunk: int) -> list[list[Part]]:
-    """All prompts in parts of at most `chunk` tokens; rows that are done leave the batch."""
+    """Returns the steps of all prompts in parts of at most `chunk` tokens; finished rows leave the
+    batch."""
     steps = []
     for start in range(0, max(LENGTHS), chunk):
         steps.append(
@@ -102,7 +103,7 @@ def steps_of(chunk: int) -> list[list[Part]]:
 def run_rank(
     folder: Path, backend: str, mesh: Mesh, prompts: list[list[int]], chunk: int
 ) -> list[torch.Tensor]:
-    """One worker's part; the logits [tokens, vocab] of each prompt on last stages."""
+    """Runs one worker; on last stages it returns the logits [tokens, vocab] of each prompt."""
     config = ModelConfig(path=str(folder), backend=backend, max_model_len=MAX_TOKENS)
     hf = load_config(config)
     model: Any = build_model(config, hf, mesh, "cpu", torch.float32)
@@ -136,7 +137,7 @@ def run_rank(
 def run_split(
     folder: Path, tensor: int, pipeline: int, backend: str = "auto", chunk: int = MAX_TOKENS
 ) -> tuple[list[list[int]], list[list[torch.Tensor]]]:
-    """The prompts, and the logits of each rank of the last stage. Ranks are threads."""
+    """Returns the prompts, and the logits of each rank of the last stage. Ranks are threads."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
         torch.randint(3, tiny_models.VOCAB, (n,), generator=generator).tolist() for n in LENGTHS
@@ -182,7 +183,7 @@ def check(
             want = oracle(torch.tensor([prompt])).logits[0]
         for logits in ranks:
             assert logits[row].shape == want.shape
-            scale = max(1.0, float(want.std()))  # some families' logits are in the hundreds
+            scale = max(1.0, float(want.std()))  # the logits of some families are in the hundreds
             torch.testing.assert_close(logits[row], want, rtol=1e-4, atol=1e-4 * scale)
             assert torch.equal(logits[row].argmax(-1), want.argmax(-1))
         seen |= set(want.argmax(-1).tolist())
@@ -191,7 +192,7 @@ def check(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """family -> (its folder, transformers' model), each made once."""
+    """Returns a function: family -> (its folder, transformers' model); each is made once."""
 
     made: dict[str, tuple[Path, Any]] = {}
 
@@ -280,7 +281,8 @@ def test_few_kv_heads_are_replicated(tmp_path: Path, kv_heads: int, tensor: int)
 
 
 def test_the_last_rank_may_have_no_vocabulary(tmp_path: Path) -> None:
-    """Five words on four ranks: two each, and none for the last."""
+    """The last rank may hold an empty part of the vocabulary: five words on four ranks are two
+    each, and none for the last."""
     oracle = tiny_models.make(tmp_path, "llama", vocab_size=5)
     prompts = [[3, 4, 1, 2, 0, 3, 3, 1]]
     store, results = dist.HashStore(), {}
@@ -310,7 +312,7 @@ def test_the_last_rank_may_have_no_vocabulary(tmp_path: Path) -> None:
 
 
 def refusal(folder: Path, tensor: int = 1, pipeline: int = 1, **model: Any) -> str:
-    """The one line with which building is refused."""
+    """Returns the one-line error of a refused model."""
     config = ModelConfig(path=str(folder), **model)
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)
     mesh = Mesh.build(parallel, 0)
@@ -369,7 +371,7 @@ def test_rope_types_that_are_refused(tmp_path: Path) -> None:
     text = refusal(tmp_path, backend="native")
     assert "'dynamic'" in text
     assert "model.backend=transformers" in text
-    check(tmp_path, oracle, backend="transformers")  # within the trained length nothing moves
+    check(tmp_path, oracle, backend="transformers")  # within the trained length nothing changes
     config = load_config(ModelConfig(path=str(tmp_path)))
     config.max_position_embeddings = 32
     with pytest.raises(ValueError, match=r"'dynamic'.*model.max_model_len=32"):
@@ -386,7 +388,7 @@ def test_stages_cover_the_layers(layers: int, stages: int) -> None:
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 def test_bfloat16_agrees_with_float32(tiny: Any, backend: str) -> None:
-    """Half the bits, the same model: answers mostly agree."""
+    """A model in bfloat16 mostly agrees with the same model in float32."""
     folder, oracle = tiny("llama")
     config = ModelConfig(path=str(folder), backend=backend, max_model_len=MAX_TOKENS)
     mesh = Mesh.build(ParallelConfig(), 0)
@@ -406,7 +408,8 @@ def test_bfloat16_agrees_with_float32(tiny: Any, backend: str) -> None:
 @pytest.mark.parametrize("wanted", [[], [29], [0, 7, 8, 37]])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt_neox"])
 def test_hidden_indices_select_unchanged_states(tiny: Any, family: str, wanted: list[int]) -> None:
-    """Later steps see what the others left in the cache all the same."""
+    """Hidden indices select unchanged states, and later steps still see what the other tokens left
+    in the cache."""
     folder, _ = tiny(family)
     config = ModelConfig(path=str(folder), max_model_len=MAX_TOKENS)
     mesh = Mesh.build(ParallelConfig(), 0)

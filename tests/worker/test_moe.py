@@ -1,4 +1,5 @@
-"""Mixtures of experts against transformers, however many engines share the experts."""
+"""Mixture-of-experts models against transformers, for any number of engines that share the
+experts."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.slow
 FAMILIES = ["mixtral", "qwen3_moe", "qwen3_moe-mixed"]
 
 SPREADS = {1: [[0, 1, 3]], 2: [[0, 1], [2, 3, 4]], 3: [[0, 1, 2], [], [3]]}
-"""Engines -> the prompts of each: uneven, and with three one is idle."""
+"""Number of engines -> the prompts of each: uneven, and one of three engines is idle."""
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -51,7 +52,7 @@ def test_pipelines_of_engines(tiny_moe: Any, engines: int, tensor: int) -> None:
 
 
 def hidden_states(engine_group: EngineGroup, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Outputs of the first member's model, one for each step."""
+    """Returns the outputs of the first member's model, one for each step."""
     engine_group.members[0].hidden.clear()
     answers(engine_group, rows)
     return list(engine_group.members[0].hidden)
@@ -60,8 +61,8 @@ def hidden_states(engine_group: EngineGroup, rows: Sequence[Sequence[int]]) -> l
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_the_bits_do_not_depend_on_the_engines(tiny_moe: Any, family: str, tensor: int) -> None:
-    """Alone, beside two busy engines, beside two idle ones, and with the experts elsewhere; and the
-    bits of a row do not depend on the other rows."""
+    """The bits do not depend on the engines: by itself, with two busy engines, with two idle ones,
+    and with the experts elsewhere. And the bits of a row do not depend on the other rows."""
     folder, _truth = tiny_moe(family)
     with EngineGroup(folder, parallel__tensor=tensor) as engine_group:
         first, second, third = (engine_group.add() for _ in range(3))
@@ -94,7 +95,7 @@ def test_dp_sync_counts_work_and_pause_votes(tiny_moe: Any) -> None:
         engine_group.regroup(*engines)
         engines[1].start([PROMPTS[0]])
         steps = [
-            # (work, pause) of each engine -> (working, pausing) results by all
+            # (work, pause) of each engine -> (working, pausing) counts over all engines
             ([(False, False), (True, False), (True, True)], (2, 1)),
             ([(False, True), (False, True), (False, True)], (0, 3)),
         ]
@@ -120,13 +121,14 @@ def test_progress_counter_counts_layers_and_stops_when_idle(tiny_moe: Any) -> No
         assert all(count > 0 for count in before), "experts were loaded"
         busy.start([PROMPTS[0]])
         engine_group.advance()
-        # Four layers: each has attention and experts, and the idle one computes experts alone.
+        # Each of four layers has attention and experts; the idle engine computes experts only.
         after = [engine.workers[0].progress_counter for engine in (busy, idle)]
         assert [one - other for one, other in zip(after, before, strict=True)] == [8, 4]
 
 
 def test_choices_travel_whole_beside_small_types() -> None:
-    """300 experts in bfloat16, whose own integers end at 256."""
+    """Expert indices are sent exactly with 16-bit types: there are 300 experts, and bfloat16
+    represents integers exactly only up to 256."""
     traits = ExpertTraits(300, 4, 2, True, False, ("gate", "up", "down"))
     store = torch.distributed.HashStore()
     torch.manual_seed(0)

@@ -25,14 +25,15 @@ pytestmark = pytest.mark.slow
 
 @st.composite
 def holdings(draw: Any) -> tuple[list[set[int]], int]:
-    """The experts of each rank: an expert may be on no rank, on one, or on several."""
+    """Returns the experts of each rank: an expert may be on no rank, on one, or on several."""
     count = draw(st.integers(1, 7))
     held = st.sets(st.integers(0, count - 1))
     return draw(st.lists(held, min_size=1, max_size=4)), count
 
 
 def most_kept(have: list[set[int]], count: int) -> int:
-    """The most experts that can stay, found by trying every balanced placement."""
+    """Returns the maximum number of experts that can stay, found by trying every balanced
+    placement."""
     share, extras = divmod(count, len(have))
     best = {(0,) * len(have): 0}
     for expert in range(count):
@@ -49,7 +50,7 @@ def most_kept(have: list[set[int]], count: int) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(holdings())
-@example(([{0, 3}, {1, 2}, {2}], 4))  # the second rank must leave the extra place to the first
+@example(([{0, 3}, {1, 2}, {2}], 4))  # the second rank must leave the extra expert to the first
 def test_placements_are_balanced_and_move_the_least(case: tuple[list[set[int]], int]) -> None:
     have, count = case
     owners = place_experts(have, count)
@@ -62,8 +63,8 @@ def test_placements_are_balanced_and_move_the_least(case: tuple[list[set[int]], 
 
 
 def test_live_states_survive_regrouping(tiny_moe: Any) -> None:
-    """1 -> 3 -> 2 -> 1 engines between the steps of one answer; experts go where `place_experts`
-    says."""
+    """Live states survive regrouping: 1 -> 3 -> 2 -> 1 engines between the steps of one answer;
+    experts move where `place_experts` says."""
     folder, truth = tiny_moe("mixtral")
     with EngineGroup(folder) as engine_group:
         first, second, third = (engine_group.add() for _ in range(3))
@@ -90,7 +91,8 @@ def test_live_states_survive_regrouping(tiny_moe: Any) -> None:
 
 
 def test_live_states_of_a_pipeline_survive_new_groups(tiny_moe: Any) -> None:
-    """Tokens on their way from the last stage to the first are taken before the groups go."""
+    """Live states of a pipeline survive new groups: tokens in transit from the last stage to the
+    first are received before the groups close."""
     folder, truth = tiny_moe("mixtral")
     with EngineGroup(folder, parallel__pipeline=2) as engine_group:
         first, second = engine_group.add(), engine_group.add()
@@ -103,7 +105,8 @@ def test_live_states_of_a_pipeline_survive_new_groups(tiny_moe: Any) -> None:
 
 
 def test_remaining_engines_continue_after_a_death(tiny_moe: Any) -> None:
-    """The death of one engine breaks the step of all; those who are left read its experts."""
+    """Remaining engines continue after a death, which breaks the step of all; they load the dead
+    engine's experts."""
     folder, truth = tiny_moe("mixtral")
     with EngineGroup(folder) as engine_group:
         engines = [engine_group.add() for _ in range(3)]
@@ -125,13 +128,14 @@ def test_remaining_engines_continue_after_a_death(tiny_moe: Any) -> None:
 
 
 def broken(futures: list[Any]) -> None:
-    """The call fails soon, with GroupBroken."""
+    """Asserts that the calls fail soon with GroupError."""
     wait(futures, timeout=60)
     assert all(isinstance(future.exception(timeout=0), GroupError) for future in futures)
 
 
 def test_an_abort_wakes_workers_that_wait_for_a_peer(tiny_moe: Any) -> None:
-    """In a regrouping that no peer joins, and in a step that no peer computes."""
+    """An abort wakes workers that wait for a peer, in a regrouping that no peer joins and in a step
+    that no peer computes."""
     folder, truth = tiny_moe("mixtral")
     with EngineGroup(folder) as engine_group:
         first, second = engine_group.add(), engine_group.add()
@@ -155,8 +159,8 @@ def test_an_abort_wakes_workers_that_wait_for_a_peer(tiny_moe: Any) -> None:
 def test_a_worker_that_cannot_read_its_experts(
     tiny_moe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker reports the failure; its peer detects it in the next operation; both recover with
-    the next plan."""
+    """A worker that cannot read its experts reports the failure; its peer detects it in the next
+    operation; both recover with the next plan."""
     folder, truth = tiny_moe("mixtral")
     real = experts.load_experts
 
@@ -183,7 +187,8 @@ def test_a_worker_that_cannot_read_its_experts(
 def test_an_engine_that_loads_experts_for_itself_leaves_it_for_a_newer_group(
     tiny_moe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps those that it had, and has all or none of each."""
+    """An engine that loads experts for itself can be aborted for a newer group. It keeps the
+    experts that it had, and has all or none of each."""
     folder, truth = tiny_moe("mixtral")
     real = experts.load_experts
     with EngineGroup(folder) as engine_group:
@@ -230,10 +235,12 @@ def test_dummy_experts_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
 def test_room_is_left_for_the_largest_share(
     tiny_moe: Any, monkeypatch: pytest.MonkeyPatch, tensor: int, least: int, share: int
 ) -> None:
-    """Experts arrive after the cache was measured: ceil(4 / ranks) of them in each layer."""
+    """The cache leaves memory for the largest share of experts, ceil(4 / ranks) in each layer,
+    because they arrive after the cache was sized."""
     folder, _truth = tiny_moe("mixtral")
     expert_bytes = 3 * 128 * 192 * 4
-    block_bytes = 2 * 4 * 4 * 32 * (2 // tensor) * 4  # K and V, layers, tokens, size, heads, float
+    # K and V, layers, tokens, size, heads, bytes of a float
+    block_bytes = 2 * 4 * 4 * 32 * (2 // tensor) * 4
     free = 4 * share * expert_bytes + 3 * block_bytes
     monkeypatch.setattr(kv_cache, "free_bytes", lambda *_: free)
     settings = {

@@ -1,4 +1,4 @@
-"""Configs at the edge of what their classes allow: equal to transformers, or refused by name."""
+"""Unusual configs that their classes allow: equal to transformers, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ YARN = {**tiny_models.YARN, "factor": None}
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 def test_yarn_may_leave_its_factor_to_the_lengths(tmp_path: Path, backend: str) -> None:
-    """256 positions from 64: the factor is 4."""
+    """YaRN may derive its factor from the lengths: 256 positions from 64 are a factor of 4."""
     check(tmp_path, tiny_models.make(tmp_path, "llama", rope_parameters=YARN), backend=backend)
 
 
@@ -43,7 +43,8 @@ def test_architectures_that_contradict_each_other(tmp_path: Path, backend: str) 
 
 
 def test_an_architecture_of_more_than_a_language_model(tmp_path: Path) -> None:
-    """As published: the names do not contradict each other, and the refusal does not claim it."""
+    """An architecture of more than a language model is refused, with its published config: the
+    names do not contradict each other, and the error does not claim it."""
     config = tiny_models.config_of("llama")
     config.save_pretrained(tmp_path)
     tiny_models.change_config(
@@ -62,7 +63,7 @@ def test_an_unknown_architecture_falls_back_to_the_model_type(tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", ["bloom", "mpt", "cpmant"])
 def test_a_limit_for_models_that_name_none(tmp_path: Path, family: str) -> None:
-    """Their configs have no `max_position_embeddings`."""
+    """Models without `max_position_embeddings` in their configs still have a limit."""
     config = tiny_models.config_of(family)
     config.save_pretrained(tmp_path)
     assert "positions" in refusal(tmp_path, max_model_len=MAX_TOKENS, load_format="dummy")
@@ -75,7 +76,8 @@ def test_several_text_models_are_none(tmp_path: Path) -> None:
 
 
 def test_a_head_that_takes_another_width(tmp_path: Path) -> None:
-    """As opt-350m: the last layer's output is projected before the head."""
+    """A head may take another width, as in opt-350m: the last layer's output is projected before
+    the head."""
     check(tmp_path, tiny_models.make(tmp_path, "opt", word_embed_proj_dim=64))
 
 
@@ -84,7 +86,7 @@ def test_buffers_without_dimensions(tmp_path: Path) -> None:
     for name, buffer in oracle.named_buffers():
         if name.endswith("act_fn.beta"):
             assert buffer.dim() == 0
-            buffer.fill_(0.25)  # not what a fresh model has
+            buffer.fill_(0.25)  # a value that a fresh model does not have
     oracle.save_pretrained(tmp_path)
     check(tmp_path, oracle)
 
@@ -95,7 +97,8 @@ def test_a_head_that_looks_at_its_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("split", [{"pipeline": 2}, {"tensor": 2}])
 def test_layers_that_cannot_be_split(tmp_path: Path, split: dict[str, Any]) -> None:
-    """gemma3n: its layers carry four streams, and its activations compare all of a layer's."""
+    """Layers that cannot be split are refused with a split: those of gemma3n carry four streams,
+    and their activations compare all of a layer's values."""
     check(tmp_path, tiny_models.make(tmp_path, "gemma3n"))
     text = refusal(tmp_path, **split)
     assert "Gemma3nForCausalLM" in text

@@ -1,4 +1,4 @@
-"""KV that was offloaded by real workers is the KV that was computed."""
+"""KV blocks that real workers offloaded come back as they were computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
 BLOCKS_11 = 181_000
-"""Bytes: 11 blocks of 8 tokens of the tiny llama."""
+"""The bytes of 11 blocks of 8 tokens of the tiny llama."""
 MEMORY = {"cache.offload_bytes": 1_000_000}
 DISK = {"cache.offload_disk_bytes": 1_000_000}
 BOTH = {"cache.offload_bytes": 100_000, "cache.offload_disk_bytes": 1_000_000}
@@ -57,7 +57,7 @@ def make(folder: Path) -> None:
 
 
 def answers(llm: LLM) -> list[tuple[list[int], float]]:
-    """One prompt after the other, so that each pushes out what was before."""
+    """Runs one prompt after the other, so that each evicts the earlier ones."""
     found = []
     for one in prompts():
         (output,) = llm.generate([one], PARAMS)
@@ -108,14 +108,14 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def test_copies_are_made_in_order(tmp_path: Path) -> None:
-    """Also where a place is written twice, and read between."""
+    """Copies are made in order, also if a slot is written twice and read in between."""
     layers = layers_of(5)
     store = OffloadStore(caches(layers), (2, 2), str(tmp_path))
     before = [contents(layers, block) for block in range(5)]
     store.apply(
         [
             BlockCopy(0, 0, 1, 0),
-            BlockCopy(0, 1, 1, 0),  # takes its place at once
+            BlockCopy(0, 1, 1, 0),  # reuses the slot at once
             BlockCopy(0, 2, 1, 1),
             BlockCopy(1, 0, 2, 1),
             BlockCopy(0, 3, 1, 0),
@@ -137,7 +137,7 @@ def test_copies_are_made_in_order(tmp_path: Path) -> None:
         ([4], [(4, 0, 1)]),
         ([4, 5, 6], [(4, 0, 3)]),
         ([1, 2, 5, 6, 7, 9], [(1, 0, 2), (5, 2, 5), (9, 5, 6)]),
-        ([3, 3, 4], [(3, 0, 1), (3, 1, 3)]),  # one block may be copied to several
+        ([3, 3, 4], [(3, 0, 1), (3, 1, 3)]),  # one block may be copied to several blocks
     ],
 )
 def test_blocks_that_follow_each_other_are_one_copy(
@@ -169,7 +169,8 @@ def test_batches_have_the_result_of_the_copies_in_order() -> None:
 
 
 def test_what_leaves_a_full_tier_goes_first() -> None:
-    """Two full tiers: each block that is saved pushes one to the disk."""
+    """With two full tiers, each saved block moves another one to the disk, and these moves come
+    first."""
     tiers = OffloadTiers((4, 8))
     for block in range(12):
         tiers.save(block, b"%d" % block)
@@ -183,7 +184,7 @@ def test_what_leaves_a_full_tier_goes_first() -> None:
 
 @pytest.mark.parametrize("staged", [1, 3, 7, 512])
 def test_blocks_are_staged_on_a_device(staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, here with all tensors in the memory of the host."""
+    """Blocks are staged on a device as on a GPU; here all tensors are in host memory."""
     monkeypatch.setattr(offload_store, "_STAGED_BLOCKS", staged)
     random = Random(staged)
     for _ in range(50):
@@ -198,7 +199,8 @@ def test_blocks_are_staged_on_a_device(staged: int, monkeypatch: pytest.MonkeyPa
             kept[hosts] = source[devices]
         offload_store._save(device, host, list(zip(hosts, devices, strict=True)))
         assert same(host, saved)
-        hosts = [random.randrange(80) for _ in range(count)]  # one may be loaded several times
+        # one block may be loaded several times
+        hosts = [random.randrange(80) for _ in range(count)]
         for kept, source in zip(loaded, host, strict=True):
             kept[devices] = source[hosts]
         offload_store._load(host, device, list(zip(hosts, devices, strict=True)))
@@ -211,7 +213,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_is_refused_at_the_start(tmp_path: Path) -> None:
-    """Not by the end of the process when a block is written."""
+    """A disk without room is refused at the start, instead of a crash of the process when a block
+    is written."""
     with pytest.raises(OSError):
         OffloadStore(caches(layers_of(1)), (0, 1 << 44), str(tmp_path))
     assert not os.listdir(tmp_path)

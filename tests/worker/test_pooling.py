@@ -1,4 +1,5 @@
-"""Vectors of models that pool against transformers, in whatever steps they are computed."""
+"""The vectors of pooling models equal those of transformers, for any split of the work into
+steps."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def start(folder: Path, **settings: Any) -> EngineCore:
 def run(
     core: EngineCore, texts: list[list[int]], params: PoolingParams | None = None, **fields: Any
 ) -> list[Any]:
-    """The vectors of all texts, each with the cached tokens of its request."""
+    """Returns the vectors of all texts, each with the cached tokens of its request."""
     sampler = SamplerParams(pooling=params or PoolingParams())
     for index, text in enumerate(texts):
         request = EngineCoreRequest(str(index), text, sampler, 0, **fields)
@@ -78,7 +79,8 @@ DECODER_SPLITS = {
 @pytest.mark.parametrize("method", MODES)
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "qwen3", "llama"])
 def test_equal_to_transformers(tmp_path, family, method):
-    """Without blocks to spare some requests are preempted, too."""
+    """Vectors equal those of transformers for every split; where blocks are scarce, some requests
+    are preempted, too."""
     model = make(tmp_path, family, modes={f"pooling_mode_{MODES[method]}": True})
     texts = prompts()
     wanted = [pooled(model, method, text) for text in texts]
@@ -112,7 +114,7 @@ def test_a_prefix_is_computed_once(tmp_path):
 
 
 def test_preempted_requests_give_the_same(tmp_path):
-    """Sums of the steps before are not counted twice."""
+    """Preempted requests have the same vectors: sums of earlier steps are not counted twice."""
     model = make(tmp_path, "qwen3", modes={"pooling_mode": "mean"})
     texts = [prompts(seed)[3] for seed in range(6)]
     layers, kv_heads, head_dim = 3, 2, 16
@@ -182,7 +184,8 @@ def test_classifiers(tmp_path, family, tensor):
 
 @torch.no_grad()
 def test_segments_of_pairs_beside_single_texts(tmp_path):
-    """One slot after the other has a pair, a text, and a pair with another place between."""
+    """Segments of pairs work next to single texts: a slot has a pair, then a text, then a pair with
+    another boundary."""
     model = make(tmp_path, "bert", head="ForSequenceClassification", num_labels=2)
     core = start(tmp_path, **{"scheduler.max_rows": 3})
     texts = prompts() * 2

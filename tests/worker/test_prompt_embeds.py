@@ -1,5 +1,5 @@
-"""A prompt of embeddings gives what transformers gives for `inputs_embeds`; of the embeddings of
-tokens, what the tokens give."""
+"""A prompt of embeddings has the answer of transformers with `inputs_embeds`; the embeddings of
+tokens have the answer of the tokens."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_equal_to_transformers(tmp_path: Path, family: str) -> None:
     [*(("llama", split) for split in SPLITS), ("gpt_neox", "tensor"), ("gpt_neox", "pipeline")],
 )
 def test_embeddings_of_tokens_are_the_tokens(tmp_path: Path, family: str, split: str) -> None:
-    """Whatever the schedule and the split, beside prompts of tokens, and drawn with a seed."""
+    """Embeddings of tokens have the answers of the tokens, for every schedule and split, next to
+    prompts of tokens, and sampled with a seed."""
     make(tmp_path, family)
     table = reference(tmp_path).get_input_embeddings().weight.detach()
     tokens = [[(7 * i + 3 * length) % 300 + 3 for i in range(length)] for length in LENGTHS]
@@ -118,7 +119,8 @@ def test_embeddings_of_tokens_are_the_tokens(tmp_path: Path, family: str, split:
 
 
 def test_rows_with_drafts(tmp_path: Path) -> None:
-    """Also where a step computes the last embedding and drafts behind it."""
+    """Rows with drafts work, also where a step computes the last embedding and the drafts after
+    it."""
     make(tmp_path, "llama")
     embeds = EmbedsPrompts(prompt_of(noise(length, 128, 0.2)) for length in (1, *LENGTHS))
     teacher = Teacher()
@@ -133,7 +135,8 @@ def test_rows_with_drafts(tmp_path: Path) -> None:
 
 
 def test_rows_with_a_draft_model(tmp_path: Path) -> None:
-    """It sees other tokens in their places."""
+    """Rows with a draft model work; the draft model sees other tokens in the places of the
+    embeddings."""
     make(tmp_path, "llama")
     embeds = EmbedsPrompts(prompt_of(noise(length, 128, 0.2)) for length in (1, *LENGTHS))
     with serving(tmp_path) as plain:
@@ -245,7 +248,8 @@ def test_a_prefix_that_is_computed_needs_no_embeddings() -> None:
 def test_a_refused_parameter_changes_no_embedding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its blocks are named for the embeddings, and another request finds them."""
+    """A refused parameter changes no embedding: the hashes of its blocks are those of the
+    embeddings, and another request finds them."""
     make(tmp_path, "llama")
     prompt = EmbedsPrompts([prompt_of(noise(40, 128, 0.2))])
     with serving(tmp_path, **{"cache.block_tokens": 8}) as llm:

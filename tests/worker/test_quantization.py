@@ -1,4 +1,4 @@
-"""A quantized checkpoint is refused: the error has the key, its value and the way out."""
+"""A quantized checkpoint is refused; the error has the key, its value and what to do."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_configs_with_quantization(
 
 
 def test_a_config_inside_the_config(tmp_path: Path) -> None:
-    """Models of several parts have a config for each."""
+    """A quantization config inside a nested config is found: models of several parts have a config
+    for each."""
     tiny_models.make(tmp_path, "gemma3")
     file = tmp_path / "config.json"
     text = {**json.loads(file.read_text()), "quantization_config": {"quant_method": "awq"}}

@@ -1,4 +1,4 @@
-"""The sampler between logits and states: the rest is in tests/kernels/test_sample.py."""
+"""The sampler between logits and states; tests/kernels/test_sample.py tests the sampling itself."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 VOCAB = 40
 
 
-def setup(rows: list[NewRequest]) -> tuple[Sampler, InputBatch]:
-    """All rows computed to their end, each sampling."""
+def setup(rows: list[NewRow]) -> tuple[Sampler, InputBatch]:
+    """Returns a sampler and a batch that computes all rows to their end and samples for each."""
     states, blocks = RequestStates(16, 32, CPU), BlockTables(16, 32, 16, CPU)
     sampler = Sampler(states, VOCAB)
     for row in rows:
@@ -71,7 +71,7 @@ def test_each_row_uses_its_own_columns():
 
 
 def test_the_batch_does_not_matter():
-    """Alone, in another order, in another slot: the same seed draws the same token."""
+    """The same seed samples the same token by itself, in another order, and in another slot."""
     torch.manual_seed(0)
     logits = torch.randn(len(ROWS), VOCAB)
     together = draw(ROWS, logits)
@@ -83,7 +83,7 @@ def test_the_batch_does_not_matter():
 
 
 def test_resumption_does_not_matter():
-    """Output tokens that come back as known tokens leave the noise of the next as it was."""
+    """Output tokens that come back as known tokens do not change the noise of the next token."""
     torch.manual_seed(0)
     logits, params = torch.randn(1, VOCAB), SamplerParams(temperature=1.5, seed=77)
     fresh = NewRequest(0, [1, 2, 3, 4], 4, [], params)
@@ -120,7 +120,7 @@ def test_unused_parameters_cost_nothing(monkeypatch):
     draw(ROWS[:3], logits[:3])
     draw(ROWS, logits)
     assert sorted_ == [False, True, True]
-    # The filters of a greedy row cause no sampling.
+    # The filters of a greedy row do not cause sampling.
     monkeypatch.setattr(module, "sample_tokens", never)
     monkeypatch.setattr(module, "uniform_noise", never)
     greedy = NewRequest(5, [1], 1, [], SamplerParams(top_k=3, top_p=0.1, min_p=0.5))

@@ -1,4 +1,5 @@
-"""A saved model computes the same bits as the original; what does not fit is refused by name."""
+"""A saved model computes the same bits as the original; what does not fit is refused with a
+reason."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ packs = pytest.mark.skipif(not PANEL, reason="no compiler: weights are not packe
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """family -> its folder, made once."""
+    """Returns a function: family -> its folder; each is made once."""
     made: dict[str, Path] = {}
 
     def get(family: str) -> Path:
@@ -60,12 +61,12 @@ def saved_llama(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(saved_llama: Path, tmp_path: Path) -> Path:
-    """A copy of a saved llama, to be damaged."""
+    """Returns a copy of a saved llama, for the test to damage."""
     return Path(shutil.copytree(saved_llama, tmp_path / "saved"))
 
 
 def configured(folder: Path, **keys: Any) -> Config:
-    """`keys`: with `__` for the point."""
+    """Loads a config; `keys` have `__` for the dot."""
     return load(str(folder), {key.replace("__", "."): value for key, value in keys.items()})
 
 
@@ -95,7 +96,7 @@ def one_line(error: BaseException) -> str:
 
 
 def same_logits(one: Path, other: Path, *arguments: Any) -> None:
-    """Bit for bit, on every rank of the last stage."""
+    """Asserts bitwise equal logits on every rank of the last stage."""
     (_, first), (_, second) = run_split(one, *arguments), run_split(other, *arguments)
     for a, b in zip(first, second, strict=True):
         assert a and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -145,7 +146,8 @@ def test_the_backend_that_auto_takes_is_the_saved_one(tiny: Any, tmp_path: Path)
 def test_a_checkpoint_decides_what_is_tied(
     tmp_path: Path, backend: str, tensor: int, pipeline: int
 ) -> None:
-    """config.json ties the head, and the checkpoint has another one."""
+    """A checkpoint decides what is tied: config.json ties the head, and the checkpoint has another
+    one."""
     source = tmp_path / "source"
     tiny_models.make(source, "llama-tied")
     tensors = load_file(source / "model.safetensors")
@@ -163,7 +165,8 @@ def test_a_checkpoint_decides_what_is_tied(
 def test_engines_that_share_experts(
     tiny_moe: Any, tmp_path: Path, family: str, tensor: int, pipeline: int
 ) -> None:
-    """Whichever worker owns an expert reads its file, also when another engine has left."""
+    """Engines that share experts load saved ones: any worker that owns an expert reads its file,
+    also after another engine has left."""
     folder, truth = tiny_moe(family)
     split = {"parallel__tensor": tensor, "parallel__pipeline": pipeline}
     out = save(folder, tmp_path / "out", parallel__expert=True, **split)
@@ -230,7 +233,8 @@ def test_a_cpu_maps_its_file(saved: Path) -> None:
 def test_mapped_weights_leave_less_for_the_cache(
     saved: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system counts pages of files as available."""
+    """Mapped weights leave less memory for the cache, although the system counts pages of files as
+    available."""
     from swell.worker.step import kv_cache
 
     monkeypatch.setattr(kv_cache, "free_bytes", lambda *_: 50_000_000)
@@ -261,7 +265,8 @@ def test_weights_of_another_processor_are_converted(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Not packed (saved for a GPU), or in other panels: the same bits, and the log says so."""
+    """Weights of another processor, not packed (saved for a GPU) or with other panels, are
+    converted: the same bits, and a log line."""
     folder, out = tiny("llama-bias"), tmp_path / "out"
     with monkeypatch.context() as patch:
         if width is not None:
@@ -486,7 +491,7 @@ def test_a_cut_file(saved: Path, keep: int) -> None:
 
 @pytest.mark.parametrize("place", [20, -3])
 def test_a_flipped_bit(saved: Path, place: int) -> None:
-    """In the header, or in a tensor."""
+    """A flipped bit is found, in the header or in a tensor."""
     data = bytearray((saved / FILE).read_bytes())
     data[place] ^= 4
     (saved / FILE).write_bytes(data)
@@ -514,7 +519,7 @@ def test_a_file_of_another_save(saved: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_header_of_the_right_digest(saved: Path, place: dict[str, Any] | None) -> None:
-    """Its digest is right: the index came with it."""
+    """A wrong header is refused even if its digest is right, because the index came with it."""
     data = (saved / FILE).read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -540,7 +545,8 @@ def test_a_wrong_header_of_the_right_digest(saved: Path, place: dict[str, Any] |
 def test_tensors_of_another_model(
     tiny: Any, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a version of Swell with other modules would have written them."""
+    """Tensors of another model are refused, as another version of Swell with other modules would
+    have saved them."""
     real = saving.state_of
 
     def other(model: Any) -> Any:
@@ -568,7 +574,8 @@ def test_tensors_of_another_model(
 
 
 def test_large_tensors_begin_at_a_cache_line(tmp_path: Path) -> None:
-    """Small ones of odd sizes stand behind them, the wide elements first."""
+    """Large tensors begin at a cache line; small ones of odd sizes follow them, those with the
+    widest elements first."""
     tensors = {
         "flag": torch.tensor(True),
         "odd": torch.arange(3, dtype=torch.int8),

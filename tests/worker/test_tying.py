@@ -1,4 +1,4 @@
-"""A head that config.json ties to the embedding: what is stored decides, as in transformers."""
+"""A head that config.json ties to the embedding: the stored tensors decide, as in transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def store(folder: Path, **changes: torch.Tensor | None) -> Any:
-    """Change the stored tensors, and return the model that transformers loads from them."""
+    """Changes the stored tensors; returns the model that transformers loads from them."""
     tensors = {**load_file(folder / WEIGHTS), **changes}
     save_file({k: t for k, t in tensors.items() if t is not None}, folder / WEIGHTS)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

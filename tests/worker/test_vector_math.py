@@ -1,4 +1,5 @@
-"""Functions whose first call must not be shared by threads: torch's headers list them."""
+"""Functions whose first call must not be made by several threads at once; torch's headers list
+them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_each_is_called_by_one_thread_alone(dtype: torch.dtype) -> None:
     watching = tuple(watched(function) for function in vector_math.FUNCTIONS)
     with patch.object(vector_math, "FUNCTIONS", watching):
         vector_math.initialize_vector_math()
-    # One number is not divided among threads.
+    # A single number is not divided among threads.
     assert [(function, dtype, 1) for function in vector_math.FUNCTIONS] == [
         call for call in called if call[1] == dtype
     ]

@@ -1,4 +1,4 @@
-"""A model's tokens as texts, and its end tokens, equal those that an ingress uses."""
+"""The texts and end tokens of a worker's vocabulary equal those that an ingress uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 def test_every_token_spells_what_the_tokenizer_decodes():
     vocabulary = load_vocabulary(str(NANO))
-    for token in range(255):  # 255 is no byte of UTF-8, and the library's mark of special tokens
+    for token in range(255):  # 255 is not a byte of UTF-8; the library marks special tokens with it
         assert vocabulary.decode_bytes([token]) == bytes([token])
     for written in ("Grüße 🍀\n", '{"a": [1, 2]}'):
         assert vocabulary.decode_str(TOKENIZER.encode(written).ids) == written
@@ -51,7 +51,7 @@ def folder(tmp_path):
             {"eos_token": {"__type": "AddedToken", "content": "<|assistant|>"}},
             {258, 259},
         ),
-        ({}, {}, {260}),  # config.json's
+        ({}, {}, {260}),  # the end token of config.json
         ({"eos_token_id": [260, 99_999]}, {}, {260}),
     ],
 )
@@ -98,7 +98,7 @@ def test_ids_may_have_gaps(folder):
 
 
 def walked(name, lark, seed=0):
-    """The text of a random sentence, as a client sees it."""
+    """Returns the ids and the text of a random sentence of a grammar, as a client sees it."""
     from llguidance import LLMatcher
 
     vocabulary, ends = load_vocabulary(str(kind(name).folder())), set(kind(name).end_ids)
@@ -123,7 +123,7 @@ def test_grammars_see_the_text_that_clients_see(name):
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     for token in range(len(tokenizer)):
         if texts[token] == b"\xff":
-            continue  # no byte of UTF-8, and the library's mark of special tokens
+            continue  # 255 is not a byte of UTF-8; the library marks special tokens with it
         assert vocabulary.is_special_token(token) == (token in special)
         if token not in special:
             assert vocabulary.decode_bytes([token]) == texts[token]
@@ -134,7 +134,8 @@ PATTERN = "a?<think>[bc]{2}</think>|<.im_end.>y"
 
 @pytest.mark.parametrize("name", KINDS)
 def test_names_of_added_tokens_are_texts_like_others(name):
-    """In a choice, an expression and a schema; as the only continuation, and as one of several."""
+    """Names of added tokens are ordinary text in a choice, an expression and a schema; as the only
+    continuation, and as one of several."""
     tokenizer = kind(name).tokenizer
     names = [str(token) for token in tokenizer.added_tokens_decoder.values()] + ["<think>"]
     forced = compile_grammar(StructuredOutputs(choice=["".join(f"x{text}" for text in names)]))

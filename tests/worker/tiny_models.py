@@ -1,7 +1,7 @@
-"""Small random models of many families, saved as folders: what the models' tests compare against.
+"""Small random models of many families, saved as folders, which the model tests compare against.
 
-Weights are larger than a fresh model's, so that attention is not uniform, layers matter, and
-greedy answers differ from prompt to prompt.
+Weights are larger than a fresh model's, so that attention is not uniform, layers matter, and greedy
+answers differ from prompt to prompt.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 WINDOW = 8
-"""Tokens: shorter than the tests' prompts."""
+"""The window in tokens: shorter than the tests' prompts."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    # name -> (model type, what differs from SIZES)
+    # name -> (model type, differences from SIZES)
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True, "head_dim": 48}),
     "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 321}),
@@ -159,19 +159,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(family: str) -> Any:
-    """The config of a family with what differs, and all else as its class has it."""
+    """Returns the config of a family: its differences, and the defaults of its class for all
+    else."""
     kind, differs = FAMILIES[family]
     return transformers.AutoConfig.for_model(kind, **differs)
 
 
 def change_config(folder: Path, **values: Any) -> None:
-    """Write keys into a folder's config.json."""
+    """Writes keys into a folder's config.json."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
 
 
 def make(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
-    """Save a random float32 model of `family` into `folder`; returns transformers' model.
+    """Saves a random float32 model of `family` into `folder`; returns transformers' model.
 
     `changes` are keys of its config.
     """
