@@ -1,4 +1,4 @@
-"""Adapter files: what PEFT writes is read, and everything else is refused by name."""
+"""Adapter files: PEFT's files are read, and everything else is refused with a reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KNOWN_VALUES = {
     *("peft_type", "bias", "init_lora_weights", "target_modules", "r", "rank_pattern"),
     *("alpha_pattern", "lora_alpha"),
 }
-"""Keys of which some values are taken."""
+"""Keys for which some values are accepted."""
 Q, GATE = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj"
 SHAPES = {Q: (12, 8), GATE: (20, 8)}
 HEADER = b'{"x":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}}'
@@ -66,7 +66,8 @@ def test_ranks_and_scales_are_those_of_each_module(tmp_path: Path) -> None:
 
 
 def test_a_pattern_of_targets_is_not_run(tmp_path: Path) -> None:
-    """PEFT takes one; the weights say which modules it named."""
+    """A pattern of target modules is not evaluated. PEFT accepts one; the weights show which
+    modules it matched."""
     write(tmp_path)
     settings_of(tmp_path, target_modules="(a+)+$")
     found = read(tmp_path)
@@ -168,7 +169,8 @@ _KEYS = st.sampled_from(
 def test_a_key_that_is_not_read_has_no_value(
     key: str, value: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Null, false and what is empty ask for nothing; a number does, also 0: it may be an index."""
+    """A key that is not read may only have an empty value: null, false and empty values request
+    nothing; a number does, even 0, which may be an index."""
     folder = tmp_path_factory.mktemp("adapter")
     write(folder)
     settings_of(folder, **{key: value})

@@ -1,5 +1,5 @@
 """The alert rules: every metric and label value in them exists, every alert is explained, and
-Prometheus itself, where `promtool` is there, says when they fire."""
+`promtool`, if installed, checks with Prometheus itself when they fire."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SELECTOR = re.compile(r'(swell_\w+)\{(\w+)=~?"([^"]+)"\}')
 
 
 def samples() -> dict[str, list[dict[str, str]]]:
-    """Of `GET /metrics`: the labels of each sample by its name."""
+    """Returns the labels of each sample of `GET /metrics`, by its name."""
     stats = PrometheusStats()
     stats.set_other_counts({})
     stats.registry.register(ViewCollector(lambda: ClusterView(Roster(), [EngineReport(0)])))

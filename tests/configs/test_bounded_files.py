@@ -1,4 +1,4 @@
-"""A file of a folder that somebody else has filled is read within bounds, or refused by name."""
+"""A file of an untrusted folder is read within bounds, or refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Limits of control groups, version 1 and 2: read from trees as containers have them, and from the
-kernel where this account may make a group."""
+"""Limits of control groups, versions 1 and 2: read from trees as containers have them, and from the
+kernel where this account may create a group."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_machine_without_cgroups_has_what_the_kernel_says(machine: Machine) ->
 
 
 def test_a_container_of_version_2(machine: Machine) -> None:
-    """The namespace of a container shows its own group as the root."""
+    """In a container of version 2, the namespace shows the container's own group as the root."""
     machine.v2("/")
     machine.v2_memory("", str(4 * GIB), 3 * GIB, cached=GIB)
     machine.write("sys/fs/cgroup/cpu.max", "150000 100000\n")
@@ -84,7 +84,8 @@ def test_a_container_of_version_2(machine: Machine) -> None:
 
 
 def test_a_container_of_version_1(machine: Machine) -> None:
-    """Docker mounts the container's own group, and names it by its path on the host."""
+    """In a container of version 1, Docker mounts the container's own group and names it by its path
+    on the host."""
     machine.v1("/docker/ab", root="/docker/ab")
     machine.v1_memory("", str(4 * GIB), 3 * GIB, cached=GIB)
     machine.write("sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "100000\n")
@@ -97,7 +98,8 @@ def test_a_container_of_version_1(machine: Machine) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_tightest_group_of_all_above_counts(machine: Machine, version: int) -> None:
-    """A pod has a limit of its own, above those of its containers; other containers use it, too."""
+    """The tightest group among all ancestors counts. A pod has a limit of its own above those of
+    its containers, and other containers use it, too."""
     no_limit = V1_NO_LIMIT if version == 1 else "max"
     (machine.v1 if version == 1 else machine.v2)("/pod/app")
     write = machine.v1_memory if version == 1 else machine.v2_memory
@@ -123,7 +125,8 @@ def test_no_limit_is_none(machine: Machine, version: int) -> None:
 
 
 def test_a_group_that_slows_down_before_its_limit(machine: Machine) -> None:
-    """Above memory.high the kernel throttles every allocation."""
+    """A group with `memory.high` is limited by it: above it the kernel throttles every
+    allocation."""
     machine.v2("/")
     machine.v2_memory("", str(8 * GIB), GIB)
     machine.write("sys/fs/cgroup/memory.high", f"{4 * GIB}\n")
@@ -138,7 +141,8 @@ def test_a_full_group_has_nothing_left(machine: Machine) -> None:
 
 
 def test_a_controller_of_version_1_beside_the_unified_tree(machine: Machine) -> None:
-    """systemd's hybrid mode has an empty tree of version 2 beside those of version 1."""
+    """A controller of version 1 works next to the unified tree: systemd's hybrid mode has an empty
+    tree of version 2 in addition to those of version 1."""
     machine.v1("/")
     machine.v1_memory("", str(GIB), 0)
     path = machine.root / "proc/self/mountinfo"
@@ -151,7 +155,8 @@ def test_a_controller_of_version_1_beside_the_unified_tree(machine: Machine) -> 
 
 
 def test_a_path_outside_of_the_mount_is_the_mount(machine: Machine) -> None:
-    """`docker exec` may show a path that leads above the container's own group."""
+    """A path outside of the mount counts as the mount: `docker exec` may show a path that leads
+    above the container's own group."""
     machine.v2("/../other")
     machine.v2_memory("", str(GIB), 0)
     assert available_memory_bytes(machine.root) == GIB
@@ -196,7 +201,7 @@ def group_of_kernel(controller: str) -> Iterator[Path]:
 
 
 def run_in(group: Path) -> tuple[int, int]:
-    """Memory for a worker, and cores, as a new process of this group finds them."""
+    """Returns the worker memory and cores that a new process of this group detects."""
     enter = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
     command = [sys.executable, "-c", enter + PROBE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -1,5 +1,5 @@
-"""The files for `ray up` and KubeRay: what Ray and Swell themselves say to them, and that they
-agree with each other and with the documentation."""
+"""The files for `ray up` and KubeRay: accepted by Ray and Swell, and consistent with each other and
+with the documentation."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CLUSTERS = {"local": "app", "aws": "app-gpu", "gcp": "app-gpu"}
 """File of `ray up` -> file of the application that it deploys."""
 DEPLOYMENTS = {"Ingress", "Manager", "Store"}
 PORT_OPTION = re.compile(r"--([a-z-]*port)=(\d+)")
-# Fields of KubeRay's API reference (v1.5), as far as our file may need them. The whole schema of
-# the resource is in a Kubernetes cluster: `kubectl apply --dry-run=server`.
+# Fields of KubeRay's API reference (v1.5) that our file may use. Only a Kubernetes cluster has the
+# whole schema of the resource: `kubectl apply --dry-run=server`.
 SERVICE_FIELDS = {"serveConfigV2", "rayClusterConfig", "serveService", "upgradeStrategy"}
 CLUSTER_FIELDS = {
     *("rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs", "autoscalerOptions"),
@@ -56,7 +56,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 def service() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The RayService and the Service."""
+    """Returns the RayService and the Service."""
     first, second, *_ = documents()
     return first, second
 
@@ -67,7 +67,7 @@ def applications() -> dict[str, dict[str, Any]]:
 
 
 def environment() -> dict[str, str]:
-    """What `environment.sh` sets in a shell that SSH has opened on 10.0.0.9."""
+    """Returns what `environment.sh` sets in a shell that SSH has opened on 10.0.0.9."""
     script = f". {RAY}/environment.sh; printf '%s\\0' \"SWELL_NODE=$SWELL_NODE\"; env -0"
     start = {"HOME": "/home/x", "PATH": "/bin:/usr/bin", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -81,8 +81,8 @@ def environment() -> dict[str, str]:
 
 
 def settings(arguments: dict[str, Any]) -> Config:
-    """The configuration of `args`, as `swell.cluster.app:build` reads it; files of a host are those
-    of this checkout."""
+    """Returns the configuration of `args`, as `swell.cluster.app:build` reads it; files of a host
+    are those of this checkout."""
     arguments = dict(arguments)
     source = str(arguments.pop("config")).replace("~/swell-source", str(ROOT))
     return load(source, dict(parse_override(f"{key}={value}") for key, value in arguments.items()))
@@ -204,7 +204,8 @@ def test_traffic_reaches_pods_that_are_ready() -> None:
 
 
 def test_pods_that_end_have_the_time_to_drain() -> None:
-    """And of those that serve one at a time is taken."""
+    """Pods that terminate have enough time to drain, and at most one serving pod is evicted at a
+    time."""
     found, http = service()
     pod = found["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
     script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
@@ -221,8 +222,8 @@ def test_pods_that_end_have_the_time_to_drain() -> None:
 
 
 def test_a_pod_that_ends_names_its_own_node(tmp_path: Path) -> None:
-    """The script of preStop, with a `ray` that shows what it is told, beside a process that Ray
-    would start."""
+    """A pod that terminates names its own node: the preStop script runs with a `ray` stub that
+    prints its arguments, next to a process that Ray would start."""
     pod = service()[0]["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
     script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
     processes = tmp_path / "proc" / "12"
@@ -247,7 +248,7 @@ def test_pods_have_the_environment_of_hosts() -> None:
     ray = service()[0]["spec"]["rayClusterConfig"]
     templates = [ray["headGroupSpec"]["template"], ray["workerGroupSpecs"][0]["template"]]
     hosts = {key: value for key, value in environment().items() if key.startswith("RAY_")}
-    del hosts["RAY_AUTH_MODE"]  # KubeRay sets it, with the token
+    del hosts["RAY_AUTH_MODE"]  # KubeRay sets this mode, with the token
     for template in templates:
         pod = template["spec"]["containers"][0]["env"]
         assert {item["name"]: item["value"] for item in pod} == hosts

@@ -25,7 +25,7 @@ METRIC = re.compile(r"\bswell_[a-z0-9_]+\b(?:\{([a-z_]+)\})?")
 ROUTE = re.compile(r"`(GET|POST|DELETE) (/[^ `?]*)")
 PROBE = re.compile(r"`(/(?:v1/|admin/)?[a-z_]+(?:\.json)?)`")
 NO_ROUTES = {"/admin", "/tmp", "/v1", "/v1/traces", "/invocations"}
-"""Prefixes, a folder, and routes of other servers."""
+"""Path prefixes, a folder, and routes of other servers, which are not checked."""
 FIELD = re.compile(r"`((?:rescale|upgrade|autoscaling|pending|leftovers)\.[a-z_.]+)[`:]")
 NAMES = re.compile(r"`([a-z0-9_.]+)`")
 
@@ -66,9 +66,10 @@ def test_the_defaults_of_the_autoscaler_are_those_on_the_page() -> None:
 
 
 def test_the_keys_that_an_upgrade_changes_are_those_on_the_page() -> None:
-    """A name without a section is of the section before it."""
-    text = UPGRADES.read_text().partition("\n### Keys that an upgrade changes\n")[2]
-    text, _, rest = text.partition("\n#")[0].partition("- `scheduler`: all keys but ")
+    """The keys that an upgrade changes are those on the page; a name without a section belongs to
+    the previous section."""
+    text = UPGRADES.read_text().partition("\nWhat changes: ")[2].partition(". The conf")[0]
+    text, _, rest = text.partition("; of `scheduler` all but ")
     found, section = set(), ""
     for name in NAMES.findall(text):
         section = name.partition(".")[0] if "." in name else section
@@ -84,7 +85,7 @@ def test_the_keys_of_a_model_that_no_upgrade_changes_are_on_the_page() -> None:
 
 
 def exported() -> dict[str, set[str]]:
-    """Labels of each metric, also under the name of a histogram."""
+    """Returns the labels of each metric, also under the name of a histogram."""
     found: dict[str, set[str]] = {}
     for name, labels in samples().items():
         for each in {name, re.sub(r"_(bucket|count|sum)$", "", name)}:
@@ -118,7 +119,7 @@ def routes() -> set[tuple[str, str]]:
 
 @pages
 def test_the_routes_on_a_page_exist(page) -> None:
-    """`ID`, and other words in capitals, are parameters."""
+    """The routes on a page exist; `ID` and other words in capitals are parameters."""
     there = {(method, re.sub(r"\{[^}]+\}", "*", path)) for method, path in routes()}
     for method, path in ROUTE.findall(page.read_text()):
         assert (method, re.sub(r"\b[A-Z]+\b|\{[^}]+\}", "*", path)) in there, f"{method} {path}"
@@ -127,7 +128,7 @@ def test_the_routes_on_a_page_exist(page) -> None:
 
 
 def state_fields(kind: type, path: str = "") -> set[str]:
-    """As `rescale.phase`: fields of what is inside of a body."""
+    """Returns the fields of a body and of its nested structs, such as `rescale.phase`."""
     found = set()
     for name, hint in get_type_hints(kind).items():
         found.add(f"{path}{name}")

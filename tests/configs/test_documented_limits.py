@@ -1,4 +1,4 @@
-"""Numbers and lists that operators read are those of the code."""
+"""The numbers and lists in the operator documentation are those of the code."""
 
 from __future__ import annotations
 

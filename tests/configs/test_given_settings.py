@@ -1,4 +1,4 @@
-"""What a user has written of a configuration is all of it, and nothing else."""
+"""The given settings are exactly what a user has written in a configuration."""
 
 from __future__ import annotations
 

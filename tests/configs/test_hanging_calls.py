@@ -1,4 +1,4 @@
-"""Calls that may never return: how many there are, and what is given back."""
+"""Calls that may never return: their number is limited, and their resources are released."""
 
 from __future__ import annotations
 

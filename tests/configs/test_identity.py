@@ -1,4 +1,4 @@
-"""Which changes of a configuration need new engines."""
+"""The changes of a configuration that need new engines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_keys_that_an_engine_is_built_from_need_a_new_engine(key: str) -> None:
 
 
 def test_all_keys_count_except_named_ones() -> None:
-    """A new key counts until it is excluded by name."""
+    """Every key counts, also a new one, until it is excluded by name."""
     free = {"model.name", "model.special_tokens_in_text"}
     free |= {f"parallel.{key}" for key in ("data", "prefill_engines", "prefill_min_tokens")}
     free |= {f"cluster.{key}" for key in ("max_engines", "drain_timeout_s")}
@@ -66,7 +66,8 @@ def test_all_keys_count_except_named_ones() -> None:
 
 
 def test_excluded_keys_are_read_by_no_engine_worker_or_coordinator() -> None:
-    """An engine that is adopted was built from the value before."""
+    """No engine, worker or coordinator reads an excluded key: an engine that is adopted was built
+    with an earlier value."""
     root = Path(module.__file__).parents[1]
     keys = [key for part in module._NOT_OF_ENGINES.values() for key in part] + [
         "serve",

@@ -1,4 +1,5 @@
-"""A name is a path where its first part exists, and a file is named for what it is."""
+"""A name is a path if its first part exists, and a file in place of a model is refused with its
+kind."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_a_hub_id_is_left_to_the_loader(here: Path) -> None:
 
 def test_a_file_of_ours_is_read_from_its_own_folder(here: Path) -> None:
     (here / "configs" / "a.yaml").write_text("model: {path: models/nosuch}\n")
-    check(load("configs/a.yaml"))  # there is no models
+    check(load("configs/a.yaml"))  # no folder `models` exists
     (here / "configs" / "models").mkdir()
     with pytest.raises(ConfigError, match="configs/models/nosuch' is no folder"):
         check(load("configs/a.yaml"))

@@ -1,4 +1,4 @@
-"""The address and the ports at which a host listens."""
+"""The address and the ports on which a host listens."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def test_this_host_knows_its_addresses() -> None:
 def test_nccl_uses_the_interface_of_the_host(
     four_networks, monkeypatch, interface, before, after
 ) -> None:
-    """A user's own setting of NCCL is kept, unless the cluster configures an interface."""
+    """NCCL uses the interface of the host; a user's own setting is kept, unless the cluster
+    configures an interface."""
     monkeypatch.setenv(NCCL_INTERFACE, before or "")
     if before is None:
         monkeypatch.delenv(NCCL_INTERFACE)

@@ -1,4 +1,4 @@
-"""How a model pools, as the files of its folder say it."""
+"""The pooling of a model, as the files of its folder define it."""
 
 from __future__ import annotations
 

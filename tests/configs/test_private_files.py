@@ -1,4 +1,4 @@
-"""A folder that others could have made or filled is not entered."""
+"""A folder that others could have created or filled is not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process whose loop has ended exits, and logs the reason."""
+"""A process whose loop has terminated exits and logs the reason."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ CONTRACT_KEYS = {
 
 
 def refusal(source: object, overrides: dict[str, object] | None = None) -> str:
-    """The one-line error of `load`."""
+    """Returns the one-line error of `load`."""
     with pytest.raises(ConfigError) as caught:
         load(source, overrides)
     text = str(caught.value)
@@ -73,7 +73,7 @@ def test_contract_values(key: str, values: list[str]) -> None:
 
 
 def test_defaults_pass_their_own_ranges() -> None:
-    """Defaults are not checked when a Struct is constructed, so this test checks them."""
+    """Defaults pass their own ranges; constructing a Struct does not check them."""
     default = config()
     assert msgspec.convert(msgspec.to_builtins(default), Config) == default
 
@@ -169,8 +169,8 @@ def test_a_name_that_is_no_yaml_file_is_a_model() -> None:
 
 
 def test_a_model_path_is_tried_beside_the_file_first(tmp_path, monkeypatch) -> None:
-    """The folder beside the file wins over the working directory; a name without a folder there is
-    not changed."""
+    """A model path is first tried next to the file: a folder there wins over the working directory,
+    and a name without a folder there is not changed."""
     for parent in ("here", "elsewhere"):
         (tmp_path / parent / "model").mkdir(parents=True)
     (tmp_path / "elsewhere" / "other").mkdir()
@@ -353,8 +353,8 @@ def test_a_log_line_carries_its_facts() -> None:
 
 
 def test_clients_may_be_as_late_as_an_outage_makes_them() -> None:
-    """TCP sends what a link lost again after up to twice the outage: a request is not refused for
-    an outage that its cluster survives."""
+    """Timeouts of clients cover an outage that the cluster survives: TCP resends what a link lost
+    after up to twice the outage."""
     default = config()
     late_s = 2 * default.cluster.stall_timeout_s
     assert default.serve.head_timeout_s >= late_s

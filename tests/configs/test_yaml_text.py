@@ -1,4 +1,4 @@
-"""YAML is refused where a reader would lose some of it, or work without end."""
+"""YAML is refused where a reader would lose some of it, or take unbounded work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nested(levels: int, begin: str = "[", end: str = "]") -> str:
 
 
 def laughs(first: str, holds: str) -> str:
-    """Each line holds the one before ten times."""
+    """Returns a "billion laughs" text: each line holds the previous one ten times."""
     lines = [f"a0: &a0 {first}"]
     for n in range(1, 10):
         lines.append(f"a{n}: &a{n} {holds % ', '.join([f'*a{n - 1}'] * 10)}")
@@ -48,7 +48,7 @@ def laughs(first: str, holds: str) -> str:
 
 
 BAD: dict[str, tuple[str, tuple[str, ...]]] = {
-    # name: (the text, what the error holds)
+    # name: (the text, a part of the error)
     "a key twice": ("a: 1\nb: 2\na: 3", ("'a'", "line 3", "line 1")),
     "a key twice, deep": (
         "model:\n  path: m\n  seed: 1\n  path: n\n",
@@ -101,7 +101,8 @@ def from_set(folder: Path, text: str) -> Any:
 
 
 def from_serve_file(folder: Path, text: str) -> Any:
-    """As `swell doctor` reads it; what is not such a file is read as a configuration then."""
+    """Reads a file as `swell doctor` does: a file that is not a Serve file is read as a
+    configuration."""
     path = folder / "a.yaml"
     path.write_text(text)
     source, _ = read_source(str(path))
@@ -156,7 +157,8 @@ TEXTS = st.text("ab:&*{}[],-? \n'\"<!", max_size=40)
 
 @given(TEXTS)
 def test_a_text_is_refused_or_read_as_it_stands(text: str) -> None:
-    """Each key of the text is in what was read, and each value is that of YAML."""
+    """A text is refused or read completely: each key of the text is in the result, and each value
+    is YAML's."""
     problem, value = "", None
     try:
         value = read_yaml(text.encode(), "it")
@@ -201,7 +203,7 @@ def test_every_yaml_of_ours_is_within_the_limits() -> None:
 
 
 def bounds_of(kind: Any, path: str = "") -> list[tuple[str, Any]]:
-    """Each field of the schema with its type, without the types of sections."""
+    """Returns each field of the schema with its type, without the types of sections."""
     found = []
     for field in msgspec.inspect.type_info(kind).fields:  # type: ignore[attr-defined]
         parts = getattr(field.type, "types", (field.type,))
@@ -259,7 +261,8 @@ def test_each_key_has_a_bound() -> None:
     ids=lambda value: repr(value)[:20],
 )
 def test_no_key_takes_a_value_without_bound(value: Any) -> None:
-    """Each key, mechanically: also one that is added later."""
+    """No key accepts an unbounded value; this covers every key of the schema, also those added
+    later."""
     for name, _ in bounds_of(Config):
         if name in OF_SEVERAL_LINES and value == "x\n":
             continue
