@@ -14,8 +14,8 @@ COMPILERS = (os.environ.get("CXX"), "g++", "c++")
 
 
 def load_backend(name: str, operation: str) -> ModuleType:
-    """The module of a backend. Skips the test where the backend cannot run, that is without a
-    compiler; where there is one, a library that does not build is a failure."""
+    """Returns the module of a backend. Skips the test if the backend cannot run, which is the case
+    without a compiler. With a compiler, a library that does not build fails the test."""
     module = backends.load(name, operation)
     if module is None and any(shutil.which(compiler) for compiler in COMPILERS if compiler):
         pytest.fail(f"the backend {name} does not build here; its log line says why")

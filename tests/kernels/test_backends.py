@@ -24,7 +24,7 @@ ROOT = Path(backends.__file__).parent
 
 @pytest.mark.parametrize("operation", backends.OPERATIONS)
 def test_the_reference_is_complete(operation):
-    """Each function of an interface exists under its name in the reference."""
+    """Every function of an interface exists under its name in the reference."""
     interface = importlib.import_module(f"swell.kernels.{operation}")
     module = backends.load("reference", operation)
     own = [
@@ -39,7 +39,8 @@ def test_the_reference_is_complete(operation):
 
 
 def test_every_backend_file_has_an_interface():
-    """The reference has all operations; the backend cpu has all but those of experts."""
+    """Every backend file has an interface: the reference implements all operations, and the backend
+    cpu all except those of experts."""
     for backend, lacks in (("reference", set()), ("cpu", {"moe"})):
         names = {path.stem for path in (ROOT / backend).glob("*.py")}
         operations = names - {"__init__", "arena", "build", "graph"}
@@ -51,7 +52,8 @@ def test_an_unknown_device_takes_the_reference():
 
 
 def test_without_a_compiler_one_line_and_the_reference(tmp_path):
-    """In a process of its own: no compiler on the PATH and nothing in the cache."""
+    """Without a compiler there is one log line, and the reference is used. It runs in its own
+    process with no compiler on the PATH and an empty cache."""
     program = (
         "import logging; logging.basicConfig(format='LOG %(message)s')\n"
         "from swell.kernels import backends\n"
@@ -85,7 +87,8 @@ def test_a_failed_build_is_named(monkeypatch, tmp_path, caplog):
 
 @pytest.fixture
 def other_builder(monkeypatch, tmp_path):
-    """The module, the lock as another process that builds has it, and what this one has built."""
+    """Yields the build module, the lock as another building process holds it, and the folders that
+    this process has built."""
     build = importlib.import_module("swell.kernels.cpu.build")
     built = []
 

@@ -1,4 +1,4 @@
-"""Bitmasks of tokens: every backend against the definition."""
+"""Token bitmasks: every backend against the definition."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKENDS = ("reference", "cpu")
     seed=st.integers(0, 10_000),
 )
 def test_definition(name, vocab, rows, value, seed):
-    """Words of any bits, the sign and those behind the vocabulary too."""
+    """The words have any bits, including the sign bit and bits beyond the vocabulary."""
     torch.manual_seed(seed)
     words = -(-vocab // 32)
     bitmask = torch.randint(-(2**31), 2**31, (len(rows), words)).to(torch.int32)

@@ -64,7 +64,7 @@ def test_add_rms_norm(name, dtype, size):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (32, 16), (20, 10), (128, 128)])
 def test_rope(name, dtype, head_dim, rotary):
-    """Against transformers' llama; in float32 bit for bit."""
+    """RoPE equals that of transformers' llama, in float32 bit for bit."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_layer_norm(name, dtype, shape, has_bias, adds):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "block_tokens"), [(1, 16), (70, 16), (0, 4), (9, 1)])
 def test_write_kv(name, dtype, tokens, block_tokens):
-    """Each token lands in its place, and nothing else changes."""
+    """Each token is written to its slot, and nothing else changes."""
     torch.manual_seed(0)
     blocks, kv_heads, head_dim = 90, 3, 20
     caches = torch.randn(2, blocks, kv_heads, block_tokens, head_dim).to(dtype)

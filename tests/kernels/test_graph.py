@@ -1,4 +1,5 @@
-"""Recorded operations compute on the inputs' present values; what cannot be repeated is refused."""
+"""Recorded operations compute on the current values of their inputs; operations that cannot be
+replayed are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_a_replay_computes_the_rows_that_there_are_with_new_inputs():
 
 
 def test_operations_have_rows_of_different_numbers():
-    """Some of five rows continue to the next operation."""
+    """Operations may have different numbers of rows: some of five rows continue to the next
+    operation."""
     torch.manual_seed(0)
     table, weight, scale = torch.randn(40, 8), pack(torch.randn(24, 8)), torch.randn(8)
     ids, wanted = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
@@ -105,7 +107,7 @@ def test_operations_that_a_replay_would_omit_are_refused(work):
     x = torch.ones(4, 8)
     with pytest.raises(NotCapturableError, match="no operation"):
         capture(lambda: [work(x)], "cpu", 4)
-    capture(lambda: [rms_norm(x, x[0], 1e-5)], "cpu", 4)  # nothing is left of the failure
+    capture(lambda: [rms_norm(x, x[0], 1e-5)], "cpu", 4)  # nothing of the failure remains
 
 
 def test_other_rows_are_refused():
@@ -138,5 +140,6 @@ def test_no_buffer_overlaps_another_of_the_same_time(buffers):
 
 @given(st.integers(2, 40), st.integers(1, 300))
 def test_a_chain_takes_no_more_than_its_widest_step(length, size):
-    buffers = [Lifetime(i, i + 1, size) for i in range(length)]  # each is the next one's input
+    # each buffer is the input of the next step
+    buffers = [Lifetime(i, i + 1, size) for i in range(length)]
     assert assign_offsets(buffers)[1] <= 2 * (size + ALIGNMENT)

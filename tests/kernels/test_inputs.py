@@ -1,4 +1,4 @@
-"""Every backend against what the tables say, element by element."""
+"""The gathered inputs: every backend against the contents of the tables, element by element."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def backend(name: str):
 
 @st.composite
 def steps(draw):
-    """(slot, start, count, samples) of each row."""
+    """Returns (slot, start, count, samples) of each row."""
     slots = draw(st.lists(st.integers(0, SLOTS - 1), max_size=SLOTS, unique=True))
     counts = [draw(st.integers(0, 12)) for _ in slots]
     return [
@@ -51,7 +51,7 @@ def test_inputs_of_a_step(name, step, seed):
         len(tokens), len(step), sum(draws), max(counts, default=0), max(ends, default=0)
     )  # fmt: skip
 
-    def begins_with(tensor, wanted):  # and nothing else is touched
+    def begins_with(tensor, wanted):  # the rest of the tensor stays unchanged
         assert tensor.tolist() == wanted + [-7] * (len(tensor) - len(wanted))
 
     begins_with(out.input_ids, [ids[slot, p].item() for slot, p in tokens])

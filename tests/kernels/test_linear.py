@@ -1,4 +1,5 @@
-"""Products: every backend against float64, and a packed row's bits whatever stands beside it."""
+"""Matrix products: every backend against float64, and the bits of a row with packed weights do not
+depend on the other rows."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SHAPES = [
     *((0, 64, 32), (1, 64, 32), (1, 300, 1000), (3, 1, 1), (7, 33, 31)),
     *((13, 257, 65), (50, 256, 96), (430, 9, 333), (6, 300, 1050), (2, 9, 5000)),
 ]
-"""Rows, inputs, outputs: parts of tiles, panels, pairs of these and blocks, and several of each."""
+"""Rows, inputs, outputs: parts of tiles, panels, pairs of panels and blocks, and several of
+each."""
 
 
 def backend(name: str):
@@ -51,7 +53,7 @@ def test_linear(name, dtype, bias, rows, size, outs):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_a_long_sum_over_many_rows(name):
-    """Several blocks of k and several chunks of rows."""
+    """A long sum over many rows spans several blocks of k and several chunks of rows."""
     torch.manual_seed(0)
     x, weight = torch.randn(430, 1000), torch.randn(100, 1000)
     module = backend(name)
@@ -96,7 +98,8 @@ def test_a_packed_row_has_its_bits_alone_and_among_others(dtype, threads):
 @pytest.mark.parametrize("outs", [1, 31, 32, 33, 1000])
 @pytest.mark.parametrize("width", [None, 8])
 def test_an_unpacked_weight_is_the_weight(dtype, outs, width, monkeypatch):
-    """Also from panels of another width, which another processor has packed."""
+    """Unpacking returns the original weight, also from panels of another width, which another
+    processor has packed."""
     module, weight = backend("cpu"), torch.randn(outs, 9).to(dtype)
     if width is not None:
         monkeypatch.setattr(module, "PANEL", width)
@@ -109,7 +112,7 @@ def test_an_unpacked_weight_is_the_weight(dtype, outs, width, monkeypatch):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size", "outs"), SHAPES)
 def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size, outs):
-    """Two outputs in three have an equal among the others."""
+    """The argmax is the first of the largest outputs; two outputs in three equal another one."""
     torch.manual_seed(0)
     module, x = backend(name), torch.randn(rows, size).to(dtype)
     weight = torch.randn(outs, size).to(dtype)
@@ -131,7 +134,7 @@ def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_no_output_that_is_none_is_the_linear_argmax(dtype, sign):
-    """The zeros that pad a packed weight are never the largest; a NaN is reported."""
+    """The zeros that pad a packed weight are never the argmax; a NaN is reported."""
     module = backend("cpu")
     weight = -sign * torch.arange(1.0, 34.0)[:, None].to(dtype)
     x = torch.full((2, 1), float(sign)).to(dtype)
@@ -156,7 +159,8 @@ def test_embedding(name, dtype, integer):
 
 @pytest.mark.parametrize("name", ["cpu"])
 def test_a_panel_is_two_vectors(name):
-    """`test_narrow_vectors.py` says which width its library must have."""
+    """A panel is as wide as two vectors; `test_narrow_vectors.py` sets the width that its library
+    must have."""
     wide = " avx512f " in Path("/proc/cpuinfo").read_text()
     expected = os.environ.get("SWELL_TEST_PANEL", "32" if wide else "16")
     assert int(expected) == backend(name).PANEL

@@ -17,7 +17,7 @@ BACKENDS = ("reference", "cpu")
 @pytest.mark.parametrize("top", [0, 1, 5, 300, 9999])
 @pytest.mark.parametrize("ties", [False, True])
 def test_definition(name, vocab, top, ties):
-    """Ties and tails, tokens that are impossible, and rows that are a part of wider ones."""
+    """Covers ties and tails, impossible tokens, and rows that are slices of wider ones."""
     torch.manual_seed(vocab)
     wide = torch.randn(6, vocab + 3) * 4
     if ties:

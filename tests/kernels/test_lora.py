@@ -25,7 +25,7 @@ def weights(ranks: list[int], outs: list[int], dtype: torch.dtype, seed: int) ->
 
 
 def tokens_of(adapters: list[int]) -> LoraTokens:
-    """`adapters`: of each token; negative: none."""
+    """`adapters`: the adapter of each token; negative: none."""
     found = LoraTokens(len(adapters), 7, torch.device("cpu"))
     found.set(
         {
@@ -68,7 +68,7 @@ def layer_of(name: str, adapters: dict[int, LoraWeights], dtype: torch.dtype) ->
 def test_equal_to_the_formula(name: str, dtype: torch.dtype) -> None:
     adapters = {n: weights(ranks, OUTS, dtype, n) for n, ranks in RANKS.items()}
     layer = layer_of(name, adapters, dtype)
-    # -1: none; 2, 5 and 6 do not adapt the layer
+    # -1: no adapter; 2, 5 and 6 do not adapt the layer
     of_token = [(11 * token) % 8 - 1 for token in range(90)]
     generator = torch.Generator().manual_seed(9)
     wide = torch.randn(90, SIZE + 5, generator=generator).to(dtype)

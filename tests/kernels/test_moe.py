@@ -1,4 +1,4 @@
-"""Routing, the products of experts and their sum: against the modules of transformers."""
+"""Routing, the products of experts and their sum, against the modules of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-2}
 
 
 def block(kind: str, dtype: torch.dtype, renormalize: bool = True) -> Any:
-    """transformers' block of a router and its experts."""
+    """Returns transformers' block of a router and its experts."""
     values: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "num_local_experts": EXPERTS,
@@ -65,7 +65,7 @@ def test_the_whole_is_transformers(
     expert_outputs(x, experts, weights_of(made), outputs)
     got = combine_experts(outputs, weights)
     assert got.dtype == dtype
-    if tokens:  # transformers' router has no answer for none
+    if tokens:  # transformers' router fails without tokens
         want = made(x[None])[0]
         torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
@@ -73,7 +73,7 @@ def test_the_whole_is_transformers(
 @pytest.mark.parametrize("split", [[{0, 1, 2}, {3, 4, 5}], [{5}, {0, 2}, {1, 3, 4}, set()]])
 @torch.no_grad()
 def test_parts_add_up_without_rounding(split: list[set[int]]) -> None:
-    """Wherever the experts lie, the sum of the parts has the bits of the whole."""
+    """The sum of the parts has the bits of the whole, for any placement of the experts."""
     weights = weights_of(block("mixtral", torch.float32))
     x, experts = torch.randn(40, HIDDEN), torch.rand(40, EXPERTS).topk(TOP_K).indices
     whole = torch.zeros(40, TOP_K, HIDDEN)
@@ -90,7 +90,8 @@ def test_parts_add_up_without_rounding(split: list[set[int]]) -> None:
 
 
 def test_the_order_of_the_sum_is_that_of_the_choices() -> None:
-    """1e8 + 1 - 1e8 is 0 in float32 from the left, and 1 from the right."""
+    """The terms are added in the order of the choices: 1e8 + 1 - 1e8 is 0 in float32 from the left,
+    and 1 from the right."""
     outputs = torch.tensor([[[1e8], [1.0], [-1e8]], [[-1e8], [1e8], [1.0]]])
     assert combine_experts(outputs, torch.ones(2, 3)).tolist() == [[0.0], [1.0]]
 
@@ -99,7 +100,7 @@ def test_an_expert_without_tokens_is_not_computed() -> None:
     nothing = torch.full((2 * SIZE, HIDDEN), float("nan"))
     weights = {
         0: (torch.ones(2 * SIZE, HIDDEN), torch.ones(HIDDEN, SIZE)),
-        1: (nothing, torch.empty(HIDDEN, 0)),  # a product with it would not even fit
+        1: (nothing, torch.empty(HIDDEN, 0)),  # a product with this weight would have a shape error
     }
     out = torch.zeros(3, 1, HIDDEN)
     expert_outputs(torch.ones(3, HIDDEN), torch.tensor([[0], [2], [0]]), weights, out)
@@ -112,7 +113,7 @@ def test_an_expert_without_tokens_is_not_computed() -> None:
 def rows_of(
     x: Tensor, router: Any, weights: Any, top_k: int, renormalize: bool, order: list[int]
 ) -> list[Tensor]:
-    """Weights, choices, terms and sum of the rows `order` of x, computed in one call."""
+    """Returns weights, choices, terms and sum of the rows `order` of x, computed in one call."""
     x = x[order]
     routed, experts = route(linear(x, router), top_k, renormalize)
     terms = torch.zeros(len(x), top_k, x.shape[1], dtype=x.dtype)
@@ -142,7 +143,8 @@ def test_a_row_has_its_bits_alone_and_among_others(
     renormalize: bool,
     tokens: int,
 ) -> None:
-    """With packed weights: whichever rows choose the same experts, and in any order."""
+    """With packed weights, a row has the same bits by itself and among any rows, in any order, that
+    choose the same experts."""
     (hidden, size), draw = sizes, torch.Generator().manual_seed(seed)
     top_k = min(top_k, experts)
 

@@ -1,4 +1,5 @@
-"""The kernels compiled for vectors half as wide as this machine's: most desktops have these."""
+"""The kernels compiled for vectors half as wide as this machine's, which are those of most
+desktops."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ done
 exec ${CXX:-g++} "$@"
 """
 FILES = ("elementwise", "paged_attention", "linear", "sample", "logprobs", "bitmask")
-"""Tests of kernels that compute with vectors."""
+"""The tests of kernels that use vectors."""
 
 
 def has_wide_vectors() -> bool:
@@ -32,7 +33,8 @@ def has_wide_vectors() -> bool:
 
 @pytest.mark.skipif(not has_wide_vectors(), reason="this machine's own vectors are no wider")
 def test_the_kernels_of_avx2_pass_the_same_tests(tmp_path):
-    """Compiled once for each version of the sources: the library stays in a cache of its own."""
+    """The kernels for AVX2 pass the same tests. They are compiled once for each version of the
+    sources; the library stays in a cache of its own."""
     compiler = tmp_path / "compiler"
     compiler.write_text(COMPILER.replace("${CXX:-g++}", os.environ.get("CXX", "g++")))
     compiler.chmod(0o755)

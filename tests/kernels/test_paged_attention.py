@@ -1,4 +1,4 @@
-"""Every backend computes what the definition says, whatever the batch around a token."""
+"""Every backend computes the definition of attention, for any batch around a token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @dataclass
 class Case:
-    """Random K and V of each row, laid into a shuffled paged cache whose free places are NaN."""
+    """Random K and V of each row, stored in a shuffled paged cache whose free slots are NaN."""
 
     rows: list[tuple[int, int]]  # (query tokens, context tokens)
     heads: int
@@ -38,7 +38,7 @@ class Case:
         self.v = [torch.randn(c, *shape).to(self.dtype) for _, c in self.rows]
 
     def paged(self, order: list[int]) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
-        """The rows `order` as one batch."""
+        """Returns the rows `order` as one batch."""
         counts = [-(-self.rows[r][1] // self.block_tokens) for r in order]
         free = torch.randperm(sum(counts) + 3).int()
         shape = (len(free), self.kv_heads, self.block_tokens, self.head_dim)
@@ -69,7 +69,8 @@ def backend(name: str):
 
 
 def by_definition(case: Case, row: int, window: int, softcap: float, lookahead: int = 0) -> Tensor:
-    """One row in float64, one query token at a time over exactly the positions that it sees."""
+    """Computes one row in float64, one query token at a time over exactly the positions that it
+    attends to."""
     n, c = case.rows[row]
     head = torch.arange(case.heads) // (case.heads // case.kv_heads)
     q, k, v = case.q[row].double(), case.k[row].double()[:, head], case.v[row].double()[:, head]
@@ -124,7 +125,7 @@ def test_lookahead(name, dtype, window, lookahead, head_dim):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_torch_sdpa(name):
-    """Against torch's own attention on contiguous K and V."""
+    """Attention equals torch's own on contiguous K and V."""
     case = Case([(50, 50)], 8, 2, 64)
     got = backend(name)(*case.paged([0]), scale=0.125)
     wanted = torch.nn.functional.scaled_dot_product_attention(
@@ -146,7 +147,7 @@ def test_torch_sdpa(name):
     seed=st.integers(0, 1000),
 )
 def test_backends_agree(contexts, shape, block_tokens, window, seed):
-    """Any batch of rows: the compiled backend against the reference."""
+    """The compiled backend agrees with the reference on any batch of rows."""
     rows = [(min(a, b), max(a, b)) for a, b in contexts]
     case = Case(rows, *shape, block_tokens, seed=seed)
     batch = case.paged(list(range(len(rows))))
@@ -158,7 +159,8 @@ def test_backends_agree(contexts, shape, block_tokens, window, seed):
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("lookahead", [0, WHOLE_ROW])
 def test_batch_does_not_matter(dtype, window, lookahead):
-    """Bit for bit: a token alone, in a batch, and in a prompt cut into other chunks."""
+    """The batch does not change a bit: a token by itself, in a batch, and in a prompt that is cut
+    into other chunks."""
     attend = backend("cpu")
     case = Case([(150, 150), (1, 77), (64, 200)], 8, 2, 64, dtype=dtype)
     options = {"scale": 0.125, "window": window, "lookahead": lookahead}
@@ -175,7 +177,7 @@ def test_batch_does_not_matter(dtype, window, lookahead):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_strided_queries(name):
-    """Queries may be a part of a wider projection."""
+    """Queries may be a slice of a wider projection."""
     case = Case([(3, 30), (1, 5)], 4, 2, 32)
     q, *rest = case.paged([0, 1])
     wide = torch.randn(4, 8 * 32)

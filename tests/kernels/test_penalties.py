@@ -26,7 +26,7 @@ ROWS, MAX_ROWS, VOCAB = 6, 9, 23
     seed=st.integers(0, 10_000),
 )
 def test_definition(name, places, seed):
-    """Bit for bit, in float32; rows that are not named stay as they are."""
+    """Equal to the definition bit for bit, in float32; rows that are not named stay as they are."""
     torch.manual_seed(seed)
     logits = torch.randn(ROWS, VOCAB) * 4
     counts = torch.randint(0, 3, (MAX_ROWS, VOCAB), dtype=torch.int32)
@@ -75,7 +75,7 @@ def test_transformers_repetition_penalty(name, penalty):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_impossible_tokens_stay_impossible(name):
-    """-inf is left alone, and nothing becomes NaN."""
+    """A logit of -inf is unchanged, and none becomes NaN."""
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, -1.0]])
     one = torch.ones(1)
     load_backend(name, "penalties").apply_penalties(
@@ -93,7 +93,7 @@ def test_impossible_tokens_stay_impossible(name):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_counting(name):
-    """Equal pairs count each time; other slots and tokens stay as they are."""
+    """Equal pairs are counted each time; other slots and tokens stay as they are."""
     counts = torch.zeros(MAX_ROWS, VOCAB, dtype=torch.int32)
     seen = torch.zeros(MAX_ROWS, VOCAB, dtype=torch.bool)
     seen[2, 5] = True

@@ -43,7 +43,8 @@ def test_noise_is_splitmix(backend, seed, position):
 
 
 def test_the_finalizer_is_the_published_one():
-    """The first number of SplitMix64 from state 0, as its authors print it."""
+    """The finalizer returns the first number of SplitMix64 from state 0, as its authors publish
+    it."""
     assert splitmix_finalizer(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
 
 
@@ -56,7 +57,7 @@ def test_noise_does_not_depend_on_the_place_in_the_batch(backend):
 
 
 def test_noise_is_uniform_along_seeds_and_positions(backend):
-    """Chi-square of 20 bins; 43.8 is exceeded by chance once in a thousand."""
+    """A chi-square test of 20 bins; 43.8 is exceeded by chance once in a thousand."""
     count = torch.arange(20_000)
     for u in (
         backend.uniform_noise(torch.zeros_like(count), count),
@@ -70,7 +71,7 @@ def test_noise_is_uniform_along_seeds_and_positions(backend):
 def reference_filter(
     logits: list[float], t: float, k: int, p: float, min_p: float
 ) -> dict[int, float]:
-    """Token -> probability of those that may be sampled, by the definition."""
+    """Returns token -> probability of the tokens that may be sampled, by the definition."""
     weight = {i: math.exp((x - max(logits)) / t) for i, x in enumerate(logits)}
     weight = {i: w for i, w in weight.items() if w >= max(min_p, math.exp(-87))}
     ranked = sorted(weight, key=lambda i: (-weight[i], i))
@@ -95,14 +96,14 @@ def reference_sample(share: dict[int, float], u: float) -> int:
 
 
 def tokens_of(module, *rows, **options):
-    """The sampled tokens."""
+    """Returns the sampled tokens."""
     tokens, max_logits = module.sample_tokens(*rows, **options)
     assert torch.equal(max_logits, rows[0].amax(-1)) or not torch.isfinite(rows[0].amax(-1)).all()
     return tokens
 
 
 def tensors(rows):
-    """(temperature, top_k, top_p, min_p) per row -> the tensors."""
+    """Converts (temperature, top_k, top_p, min_p) of each row to tensors."""
     t, k, p, m = zip(*rows, strict=True)
     return torch.tensor(t), torch.tensor(k), torch.tensor(p), torch.tensor(m)
 
@@ -140,7 +141,7 @@ def test_against_the_plain_reference(backend, seed):
 
 
 def test_rows_do_not_depend_on_each_other(backend):
-    """Also where a neighbour makes the batch sort."""
+    """Rows do not depend on each other, also if a neighbour makes the batch sort."""
     torch.manual_seed(0)
     logits = torch.randn(len(PARAMETERS), 300)
     u = torch.rand(len(PARAMETERS), dtype=torch.float64)
@@ -188,8 +189,8 @@ def test_extreme_temperatures(backend, temperature):
 
 
 def test_distribution(backend):
-    """Chi-square of sampled tokens against the softmax: 8 tokens, 7 degrees of freedom, 24.3 is
-    exceeded once in a thousand."""
+    """A chi-square test of sampled tokens against the softmax: 8 tokens are 7 degrees of freedom,
+    for which 24.3 is exceeded once in a thousand."""
     logits = torch.tensor([0.3, 1.0, -1.0, 0.0, 2.0, 0.5, -0.5, 1.5])
     count = 20_000
     seeds = torch.arange(count)
@@ -209,7 +210,8 @@ def test_logits_are_not_changed(backend):
 
 @pytest.mark.parametrize("vocab", [5, 8, 255, 256, 257, 5000])
 def test_backends_agree(backend, vocab):
-    """The same tokens as the reference, in large vocabularies too, tails included."""
+    """Backends sample the same tokens as the reference, also from large vocabularies and their
+    tails."""
     torch.manual_seed(vocab)
     rows = PARAMETERS * 20 + [(1.0, 0, 0.9999, 0.0), (0.3, vocab - 1, 0.95, 0.0)] * 10
     logits = torch.randn(len(rows), vocab) * 3
@@ -244,7 +246,8 @@ VALUES = [-math.inf, -1e30, -3.0, 0.0, 1.0, math.nextafter(1.0, 2.0), 4.0]
 @pytest.mark.parametrize("row", [(0.01, 2, 1.0, 0.0), (0.01, 0, 1.0, 0.0)])
 @pytest.mark.parametrize("underflow", [-88.0, -95.0, -103.0])
 def test_a_weight_that_underflows_is_never_sampled(backend, row, underflow):
-    """The first token has the smallest weight: at u = 0, any weight above 0 would be sampled."""
+    """A weight that underflows is never sampled. The first token has the smallest weight: at u = 0,
+    any weight above 0 would be sampled."""
     logits = torch.tensor([[underflow * 0.01, -torch.inf, 0.0]])
     u = torch.zeros(1, dtype=torch.float64)
     assert tokens_of(backend, logits, *tensors([row]), u).tolist() == [2]
@@ -266,8 +269,8 @@ def test_a_weight_that_underflows_is_never_sampled(backend, row, underflow):
     st.integers(0, 10_000),
 )
 def test_what_the_filters_keep(backend, vocab, shape, top_k, top_p, min_p, temperature, seed):
-    """Over many values of u, the tokens sampled are those of the definition, ties included. Where
-    the edge of top_p lies within rounding of a sum, the test expects nothing."""
+    """Over many values of u, the sampled tokens are those of the definition, also with ties. If the
+    edge of top_p lies within rounding of a sum, the test expects nothing."""
     torch.manual_seed(seed)
     logits = {
         "few values": torch.tensor(VALUES)[torch.randint(len(VALUES), (vocab,))],

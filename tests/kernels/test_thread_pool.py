@@ -1,4 +1,5 @@
-"""Parallel loops: every task is done once with any number of helpers, and helpers end."""
+"""Parallel loops: every task is done once with any number of helper threads, and helpers
+terminate."""
 
 from __future__ import annotations
 
@@ -32,9 +33,10 @@ def until_gone(threads: set[str]) -> bool:
 
 
 def products(threads: int, repeats: int, pause_s: float = 0.0) -> set[bytes]:
-    """The different results of one product; each is written over what must not stay."""
+    """Returns the distinct results of one product; each result overwrites memory that held other
+    values."""
     linear = load_backend("cpu", "linear")
-    torch.set_num_threads(1)  # torch's own operations below have threads of their own
+    torch.set_num_threads(1)  # torch's own operations below use threads of their own
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, SIZE, generator=generator)
     weight = linear.pack(torch.randn(OUTS, SIZE, generator=generator))
@@ -48,7 +50,8 @@ def products(threads: int, repeats: int, pause_s: float = 0.0) -> set[bytes]:
 
 @pytest.mark.parametrize("threads", [2, 3, 16])
 def test_a_result_does_not_depend_on_the_number_of_helpers(threads):
-    """Awake helpers, sleeping ones, and more of them than cores."""
+    """The result is the same with awake helpers, with sleeping ones, and with more of them than
+    cores."""
     alone = in_threads(1, lambda rank: products(1, 1))[0]
     busy = in_threads(1, lambda rank: products(threads, 2000))[0]
     slow = in_threads(1, lambda rank: products(threads, 100, 0.001))[0]
