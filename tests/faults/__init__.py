@@ -1,2 +1,2 @@
-"""Proof of the promise: whatever is lost while answers stream, one process or several at once, they
-stay right."""
+"""Tests of the promise that answers stay right if any process, or several at once, is lost while
+they stream."""

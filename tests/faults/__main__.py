@@ -1,7 +1,7 @@
-"""`python -m tests.faults`: every fault in every moment, or a row of random faults; with `--hosts`
-over several hosts, their links among the faults.
+"""`python -m tests.faults`: every fault at every moment, or a row of random faults; with `--hosts`,
+over several hosts, whose links can fail, too.
 
-Exit code 1 if an answer failed or is wrong, or the cluster did not recover.
+The exit code is 1 if an answer failed or is wrong, or if the cluster did not recover.
 """
 
 from __future__ import annotations
@@ -62,19 +62,20 @@ HOST_SETUPS = {
         "parted-hosts", SETUPS["dense"].config, _TWO_HOSTS, full=True, patient=True
     ),
 }
-"""An engine on each of two hosts; a third one is the head, and has no engine."""
+"""An engine on each of two hosts; a third host is the head, without engines."""
 _HOST_COLUMNS = ("idle", "decode", "rescale-prepare")
 _ALL_FAULTS = {**FAULTS, **HOST_FAULTS}
 _ALL_SETUPS = {**SETUPS, **HOST_SETUPS}
 _STORM_LEAVES_OUT = ("nothing", "-head")
-"""The command `swell serve` ends with the head, and so does the storm."""
+"""Faults that a storm omits: losing the head terminates the command `swell serve` and so the
+storm."""
 
 
 def cells(
     rows: Sequence[Fault], columns: Sequence[Moment], *, waves: bool, patient: bool = False
 ) -> Iterator[tuple[Fault, Moment]]:
-    """The cells that exist: sizes change one at a time, dense engines have no waves, and faults
-    that need patience have set-ups of their own."""
+    """Yields the combinations that exist: the size changes one step at a time, waves need engines
+    that share experts, and faults that need patience have set-ups of their own."""
     for fault in (row for row in rows if row.needs_patience == patient):
         for moment in columns:
             if not (fault.adds and moment.grows) and (waves or not moment.waves):
@@ -88,12 +89,12 @@ def run_matrix(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def run_soak(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
-    """One row of random faults, each at full capacity."""
+    """Runs one row of random faults, each at full capacity."""
     yield trial.row(f"soak of {args.soak}", _chosen(trial, args, args.soak), DECODE)
 
 
 def run_storm(trial: Trial, args: argparse.Namespace) -> Iterator[Cell]:
-    """The same, one every so many seconds."""
+    """Runs random faults, one every `--every` seconds."""
     faults = _chosen(trial, args, args.storm)
     yield trial.storm(f"storm of {args.storm}", faults, DECODE, args.every)
 
@@ -103,8 +104,8 @@ def _chosen(trial: Trial, args: argparse.Namespace, count: int) -> list[Fault]:
 
 
 def random_faults(known: Sequence[Fault], count: int, seed: int, most: int = 1) -> list[Fault]:
-    """Random faults: half of them of hosts, if there are such. The size goes up and down by one, so
-    that it stays near the first; `most`: by how many engines it may be larger."""
+    """Returns random faults, half of them of hosts if there are any. The size changes by one at a
+    time and stays near the first; `most`: the number of engines by which it may grow."""
     rng = random.Random(seed)
     kinds = [[fault for fault in known if fault.hits_host == host] for host in (False, True)]
     kinds = [kind for kind in kinds if kind]
@@ -119,7 +120,7 @@ def random_faults(known: Sequence[Fault], count: int, seed: int, most: int = 1) 
 
 
 def run_cycles(setups: Sequence[Setup], count: int, streams: int) -> int:
-    """Print what each cycle of 1 -> 3 -> 1 leaves behind; 1 if a cluster failed."""
+    """Prints the resources after each cycle of 1 -> 3 -> 1; returns 1 if a cluster failed."""
     for setup in setups:
         try:
             first = None
@@ -140,7 +141,8 @@ def attempt(
     start: Callable[..., Cluster] = Cluster,
     save: Callable[[Result], None] = lambda _result: None,
 ) -> Result:
-    """All cells of one set-up; each is printed and saved with those before it when it ends."""
+    """Runs all cells of one set-up. Each cell is printed when it finishes, and saved with the
+    earlier ones."""
     done: list[Cell] = []
     troubles: list[str] = []
     run = run_soak if args.soak else run_storm if args.storm else run_matrix
@@ -158,7 +160,7 @@ def attempt(
 
 
 def _end(trial: Trial) -> list[str]:
-    """Stop its cluster, and return what did not end cleanly."""
+    """Stops the cluster of a trial; returns what did not terminate cleanly."""
     try:
         trial.close()
     except ClusterFailed as error:
@@ -200,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _choose(args: argparse.Namespace) -> None:
-    """What was not said: everything that fits."""
+    """Fills in everything that fits for options that were not given."""
     faults = {**HOST_FAULTS} if args.hosts else FAULTS
     if args.hosts and args.storm:
         faults = {
@@ -221,7 +223,7 @@ def _choose(args: argparse.Namespace) -> None:
 
 
 def _hosts() -> Hosts:
-    """A head without engines, and two hosts with room for one each. Raises HostsFailed."""
+    """Returns a head without engines, and two hosts with room for one each. Raises HostsFailed."""
     if reason := hosts_module.refusal():
         raise HostsFailed(reason)
     return Hosts(3, cpus=2, head_cpus=0, redis=shutil.which("redis-server"))

@@ -13,7 +13,7 @@ from tests.faults.process import Cluster, alive
 _POLL_S = 0.1
 _POST_S = 30.0
 _GET_S = 5.0
-"""A slower answer counts as none."""
+"""A slower answer counts as no answer."""
 
 INGRESS, MANAGER, STORE, CONTROLLER = (
     "ServeReplica:swell:Ingress",
@@ -26,29 +26,29 @@ _TITLES = (INGRESS, MANAGER, STORE, CONTROLLER)
 
 
 class NotReached(RuntimeError):
-    """A state that was waited for did not come."""
+    """An expected state did not occur."""
 
 
 class AlreadyPassed(NotReached):
-    """The state was over before it could be seen."""
+    """The state was over before it could be observed."""
 
 
 class ClusterMonitor:
-    """Polls one cluster, at the address of an ingress that answers."""
+    """Polls one cluster through an ingress that answers."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._clients = [Client(url, timeout_s=_GET_S) for url in cluster.urls]
-        """The one that answered last is the first."""
+        """The ingress that answered last is the first."""
         self._counts = {part: len(cluster.named(part)) for part in _TITLES}
-        """Processes of each title in the healthy cluster."""
+        """The number of processes of each title in the healthy cluster."""
 
     def replicas(self) -> list[int]:
-        """Processes that Ray Serve supervises."""
+        """Returns the processes that Ray Serve supervises."""
         return [pid for part in (INGRESS, MANAGER, STORE) for pid in self.cluster.named(part)]
 
     async def get_state(self) -> ClusterState | None:
-        """`GET /admin/cluster`; None without an answer."""
+        """Returns the result of `GET /admin/cluster`; None without an answer."""
         for client in list(self._clients):
             try:
                 state = await client.get("/admin/cluster", ClusterState)
@@ -59,7 +59,7 @@ class ClusterMonitor:
         return None
 
     async def wait_for_state(self, limit_s: float) -> ClusterState:
-        """The same once there is an answer. Raises NotReached."""
+        """Returns the state as soon as there is an answer. Raises NotReached."""
         deadline = time.monotonic() + limit_s
         while (state := await self.get_state()) is None:
             if time.monotonic() > deadline:
@@ -68,7 +68,7 @@ class ClusterMonitor:
         return state
 
     async def counter(self, name: str) -> float:
-        """A metric, summed over its labels; 0 if it is not reported."""
+        """Returns a metric, summed over its labels; 0 if it is not reported."""
         try:
             async with self._clients[0].open("GET", "/metrics") as response:
                 lines = (await response.read()).decode().splitlines()
@@ -78,7 +78,7 @@ class ClusterMonitor:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(starts))
 
     async def post(self, path: str, body: dict[str, object]) -> None:
-        """LoadRequest for a change. Raises NotReached if it is refused."""
+        """Requests a change with POST. Raises NotReached if it is refused."""
         url = self._clients[0].url
         try:
             await Client(url, timeout_s=_POST_S).post(path, body, Accepted)
@@ -88,8 +88,8 @@ class ClusterMonitor:
     async def until_whole(
         self, targets: Collection[int], limit_s: float, victims: Collection[int] = ()
     ) -> ClusterState:
-        """Wait for full capacity: `targets` engines, all active, at rest, without `victims`. A
-        growth that failed is at rest at its former size, if that is one of the targets.
+        """Waits for full capacity: `targets` engines, all active and stable, without `victims`. A
+        failed growth is stable at its former size, if that is one of the targets.
 
         Raises NotReached with what is missing.
         """
@@ -136,7 +136,7 @@ class ClusterMonitor:
 
 
 def pids(state: ClusterState) -> list[int]:
-    """Every process that `/admin/cluster` names: of engines, workers and the coordinator."""
+    """Returns every process that `/admin/cluster` names: engines, workers and the coordinator."""
     found = {state.coordinator.pid, *(engine.pid for engine in state.engines)}
     found |= {worker.pid for engine in state.engines for worker in engine.workers}
     return sorted(pid for pid in found if pid is not None)

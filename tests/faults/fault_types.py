@@ -1,7 +1,7 @@
-"""Faults of a cluster: a process is killed, stopped or slowed, several are killed at the
-same instant, or its size changes.
+"""Faults of a cluster: a process is killed, stopped or slowed, several are killed at the same
+instant, or the size changes.
 
-A fault reports what it did and what must follow, so that its caller can wait for that.
+A fault returns what it did and what must follow, so that its caller can wait for that.
 """
 
 from __future__ import annotations
@@ -25,52 +25,54 @@ from tests.faults.cluster_monitor import (
 )
 
 _SLOW_S = 1.0
-"""Less than any sensible `cluster.stall_timeout_s`: no process may be replaced for it."""
+"""Shorter than any sensible `cluster.stall_timeout_s`: no process may be replaced because of it."""
 
 Prepare = Callable[[ClusterMonitor], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class FaultEffect:
-    """What a fault did, and what must follow."""
+    """The effect of a fault, and what must follow."""
 
     text: str
     targets: frozenset[int]
-    """Numbers of engines that may be wanted afterwards."""
+    """The numbers of engines that are valid afterwards."""
     victims: frozenset[int] = frozenset()
-    """Processes that must be gone, and have successors."""
+    """Processes that must be gone and have successors."""
     expects_no_restart: bool = False
-    """No process may be replaced."""
+    """Whether no process may be replaced."""
     unreached: frozenset[str] = frozenset()
-    """Addresses of ingresses that no client reaches meanwhile."""
+    """The addresses of ingresses that no client can reach during the fault."""
     lasts_s: float = 0.0
     undo: Callable[[], Awaitable[None]] | None = None
-    """Ends it after `lasts_s`."""
+    """Ends the fault after `lasts_s`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One line of the table. `act` sees the cluster as it was just before."""
+    """One line of the table. `act` gets the state of the cluster just before the fault."""
 
     name: str
     act: Callable[[ClusterMonitor, ClusterState, random.Random], Coroutine[Any, Any, FaultEffect]]
     adds: int = 0
-    """Engines; one that adds or removes some cannot come while the size changes."""
+    """The change in the number of engines. A fault that changes it cannot occur while the size
+    changes."""
     cuts_connections: bool = False
-    """Connections of the process end with it, and so do their answers."""
+    """Whether the connections of the process, and their answers, end with it."""
     hits_host: bool = False
     prepare: Prepare | None = None
-    """Brings the cluster to where the fault finds its victim."""
+    """Brings the cluster to a state in which the fault finds its victim."""
     needs_patience: bool = False
-    """It is for set-ups whose Ray takes a host for lost after more than twice its duration."""
+    """Whether the fault needs a set-up whose Ray considers a host lost only after more than twice
+    the fault's duration."""
     instead: Fault | None = None
-    """What a storm causes where this fault has no victim."""
+    """The fault that a storm causes instead, if this one finds no victim."""
 
 
 # ---------------------------------------------------------------- victims
 
 Victim = tuple[int, str]
-"""A process and what it is."""
+"""A process id and a description."""
 Finder = Callable[[ClusterMonitor, ClusterState, random.Random], list[Victim]]
 
 
@@ -126,8 +128,8 @@ async def _slow(pid: int) -> None:
 
 
 def _signal(action: str, *kinds: str) -> Fault:
-    """`action` on a process of each kind, all found before the first signal. A process that is
-    only slow loses nothing."""
+    """Returns a fault that applies `action` to a process of each kind; all are found before the
+    first signal. A process that is only slow must not be replaced."""
     send, finders = _ACTIONS[action], [_KINDS[kind] for kind in kinds]
     expects_no_restart = action == "slow"
 
@@ -147,7 +149,7 @@ def _signal(action: str, *kinds: str) -> Fault:
 
 
 def scale(name: str, adds: int) -> Fault:
-    """A change of size; leaving engines hand over their requests at once."""
+    """Returns a fault that changes the size; leaving engines hand over their requests at once."""
 
     async def act(monitor: ClusterMonitor, state: ClusterState, _rng: random.Random) -> FaultEffect:
         engines = max(1, state.target + adds)
@@ -195,12 +197,12 @@ _TOGETHER = (
     ("engines", "manager", "coordinator", "controller"),
     ("engines", "manager", "coordinator", "controller", "ingress"),
 )
-"""Processes killed at the same instant, as when a machine runs out of memory."""
+"""Processes that are killed at the same instant, as when a machine runs out of memory."""
 
 _TABLE = (
     Fault("nothing", _nothing),
     *(_signal(action, kind) for kind in _ALONE for action in ("kill", "stop", "slow")),
-    # Ray restarts a controller that died; a stopped one is a fault of Ray's own.
+    # Ray restarts a controller that died; a stopped one is a fault of Ray itself.
     _signal("kill", "controller"),
     *(_signal("kill", *kinds) for kinds in _TOGETHER),
     scale("scale-up", 1),
@@ -209,16 +211,16 @@ _TABLE = (
 )
 
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in _TABLE}
-"""By name, in the order of the matrix."""
+"""The faults by name, in the order of the matrix."""
 
 
 def named(name: str) -> Fault:
-    """Raises ValueError with the known names."""
+    """Returns the fault with this name; raises ValueError with the known names."""
     return find(name, FAULTS)
 
 
 def find(name: str, known: Mapping[str, Fault]) -> Fault:
-    """Raises ValueError with the known names."""
+    """Returns the fault with this name; raises ValueError with the known names."""
     if name not in known:
         raise ValueError(f"no fault {name!r}; the faults are: {', '.join(known)}")
     return known[name]

@@ -1,4 +1,4 @@
-"""`swell serve` on the Ray of several hosts, started from the first, with an ingress on each."""
+"""`swell serve` on the Ray of several hosts, started on the first, with an ingress on each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.faults.hosts import Hosts
 from tests.faults.process import Cluster, ClusterFailed, listeners
 
 _ACTORS = ("EngineActor", "WorkerActor", "Coordinator", MANAGER, INGRESS, STORE, "watchdog_process")
-"""Parts of the titles of processes that end with the application."""
+"""Parts of the titles of processes that terminate with the application."""
 _END_S = 60.0
 _END_COORDINATOR = """
 import sys, ray
@@ -25,7 +25,7 @@ for actor in ray.util.list_named_actors(all_namespaces=True):
 
 
 class HostCluster(Cluster):
-    """Host 0 has Ray's GCS, Serve's controller and the command `swell serve`."""
+    """A cluster whose host 0 runs Ray's GCS, Serve's controller and the command `swell serve`."""
 
     def __init__(self, hosts: Hosts, source: str | Path, *settings: str) -> None:
         self.hosts = hosts
@@ -44,12 +44,12 @@ class HostCluster(Cluster):
         return f"http://{self.hosts.addresses[host]}:{self.port}"
 
     def host_of(self, pid: int | None) -> int | None:
-        """None: it runs on none of them."""
+        """Returns the host of a process; None if it runs on none of them."""
         hosts = range(len(self.hosts.addresses))
         return next((host for host in hosts if pid in self.hosts.pids(host)), None)
 
     def pids_on(self, host: int, state: ClusterState) -> frozenset[int]:
-        """Engines and workers of that host."""
+        """Returns the engines and workers on that host."""
         here = set(self.hosts.pids(host))
         engines = {engine.pid for engine in state.engines}
         workers = {worker.pid for engine in state.engines for worker in engine.workers}
@@ -60,19 +60,20 @@ class HostCluster(Cluster):
         return [pid for host in hosts for pid in self.hosts.named(host, part)]
 
     def listeners(self) -> int:
-        """How many sockets listen at its port, on all hosts."""
+        """Returns the number of sockets that listen on the cluster's port, on all hosts."""
         living = [pids[0] for pids in map(self.hosts.pids, range(len(self.urls))) if pids]
         return sum(listeners(self.port, pid) for pid in living)
 
     def end_coordinator(self) -> None:
-        """End its actor for good, so that the manager makes one on its own host."""
+        """Terminates the coordinator's actor for good, so that the manager creates one on its own
+        host."""
         command = [sys.executable, "-c", _END_COORDINATOR, self.hosts.ray_address]
         subprocess.run(
             [*self.hosts.prefix(0), *command], check=True, capture_output=True, timeout=_END_S
         )
 
     def stop(self) -> None:
-        if self.process.poll() == -signal.SIGKILL:  # with the host on which it was
+        if self.process.poll() == -signal.SIGKILL:  # the processes, and the host of each
             self.kill()
         else:
             super().stop()
@@ -82,6 +83,6 @@ class HostCluster(Cluster):
             raise ClusterFailed(f"left on the hosts: {left}")
 
     def kill(self) -> None:
-        """End all, with Ray, and start an empty Ray on every host."""
+        """Kills everything, including Ray, and starts an empty Ray on every host."""
         super().kill()
         self.hosts.restart()

@@ -1,7 +1,7 @@
-"""Faults of hosts and their links: a host loses its power and comes back, its link is down, passes
-one direction only, or is slow; or it is parted from Ray's head alone.
+"""Faults of hosts and their links: a host loses its power and comes back; its link is down, passes
+one direction only, or is slow; or only its connection to Ray's head is cut.
 
-Each hits a host with engines (`-host`), the one of them where coordinator and manager are
+Each fault hits a host with engines (`-host`), the one of these with coordinator and manager
 (`-control-host`), or the one with Ray's GCS, Serve's controller and `swell serve` (`-head`).
 """
 
@@ -26,9 +26,9 @@ ENGINE_HOSTS = (1, 2)
 _LASTS_S = 6.0
 """Twice the `cluster.stall_timeout_s` of the set-ups."""
 _PARTS_S = (6, 15, 40)
-"""How long a host and the head do not reach each other."""
+"""The seconds for which a host and the head cannot reach each other."""
 _OFF_S = 3.0
-"""How long a host has no power; its Ray needs some seconds more."""
+"""The seconds for which a host is without power; its Ray needs some more to start."""
 _MOVES = 10
 _WHOLE_S = 60.0
 
@@ -63,8 +63,8 @@ def _without_control(cluster: HostCluster, state: ClusterState, rng: random.Rand
 
 
 async def _move_control(monitor: ClusterMonitor) -> None:
-    """To a host with engines: managers are killed until Serve places one there, and its
-    coordinator follows. Raises NotReached."""
+    """Moves manager and coordinator to a host with engines: managers are killed until Serve places
+    one there, and its coordinator follows. Raises NotReached."""
     cluster = _cluster(monitor)
     for _ in range(_MOVES):
         state = await monitor.get_state()
@@ -86,7 +86,7 @@ async def _move_control(monitor: ClusterMonitor) -> None:
     raise NotReached(f"the manager came to no other host in {_MOVES} attempts")
 
 
-# ---------------------------------------------------------------- what happens to it
+# ---------------------------------------------------------------- what the fault does
 
 
 def _lose(hosts: Hosts, host: int, _rng: random.Random) -> str:
@@ -125,7 +125,7 @@ def _host_fault(action: str, kind: str, any_host: Fault | None) -> Fault:
         serving = sum(engine.state == "active" for engine in state.engines)
         return FaultEffect(
             f"host {host}: {what}",
-            # A growth whose new engine is lost with its host goes back.
+            # A growth whose new engine is lost with its host is undone.
             frozenset({state.target, serving} if dies else {state.target}),
             victims,
             unreached=frozenset() if reached else frozenset({cluster.url_of(host)}),
@@ -157,8 +157,8 @@ _ACTIONS: dict[str, tuple[float, Begin, End]] = {
 
 
 def _part(seconds: int, kind: str) -> Fault:
-    """No packet passes between a host and the head, where Ray's GCS and Serve's controller are;
-    clients reach both. Nobody may be ended for it."""
+    """Returns a fault in which no packet passes between a host and the head, where Ray's GCS and
+    Serve's controller run; clients reach both. No process may be terminated because of it."""
 
     async def act(monitor: ClusterMonitor, state: ClusterState, rng: random.Random) -> FaultEffect:
         cluster = _cluster(monitor)
@@ -187,4 +187,4 @@ def _host_faults() -> dict[str, Fault]:
 
 
 HOST_FAULTS = _host_faults()
-"""By name, in the order of the table."""
+"""The faults by name, in the order of the table."""

@@ -1,6 +1,6 @@
 """Several hosts on one machine (`namespaces.py`), each with a node of one Ray.
 
-With `redis-server` on the path, Ray keeps its state there, on the machine, so that the host of its
+If `redis-server` is on the path, Ray keeps its state there, on the machine, so that the host of its
 GCS may be lost.
 """
 
@@ -23,36 +23,38 @@ __all__ = ["Hosts", "HostsFailed", "refusal"]
 _RAY_PORT = 6379
 _REDIS_PORT = 6380
 _START_S = 120.0
-"""How long Ray's GCS may take to start beside other tests."""
+"""The time in which Ray's GCS must start, next to other tests."""
 _AUTH_MODE = "RAY_AUTH_MODE"
 _CHECKS = "RAY_health_check_failure_threshold"
 _NODE_SETTINGS = {
-    # The hosts are no network of others; a token would lie in the home folder of the user.
+    # No other network reaches these hosts; a token would be stored in the user's home folder.
     _AUTH_MODE: "disabled",
-    # A link that is cut for some seconds shall not be the loss of a host: Ray's GCS takes a node
-    # for dead after so many checks; one that is not answered takes timeout and period, 5 s.
+    # A link that is cut for some seconds must not be the loss of a host. Ray's GCS considers a node
+    # dead after this many failed checks, each of which takes timeout and period, 5 s.
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "3000",
     _CHECKS: "6",
-    # Ray's own 15 lets every other process of the machine go first.
+    # Ray's own value, 15, lets every other process of the machine run first.
     "RAY_worker_niceness": "0",
 }
 _PATIENT_SETTINGS = {_CHECKS: "24"}
-"""A host that is not reached for 40 s is lost to no one: TCP may send again after twice that."""
+"""With this value a host that is unreachable for 40 s is not considered lost: TCP may resend after
+up to twice that time."""
 _OUTLASTS = "RAY_grpc_keepalive_timeout_ms"
-"""Ray's own value ends connections within an outage: our replicas have to set theirs."""
+"""Ray's own value of this closes connections during an outage, so our replicas must set a larger
+one."""
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 class Hosts(Namespaces):
-    """So many hosts, numbered from 0, each with a Ray node; host 0 has Ray's GCS. Use as a context
-    manager; it leaves nothing behind."""
+    """`count` hosts, numbered from 0, each with a Ray node; host 0 has Ray's GCS. Used as a context
+    manager, which removes everything when it closes."""
 
     def __init__(
         self, count: int = 2, cpus: int = 8, head_cpus: int | None = None, redis: str | None = None
     ) -> None:
-        """`cpus`: of each node, as Ray counts them; `head_cpus`: of host 0, if others. `redis`: the
-        server program that keeps the state of Ray's GCS."""
+        """`cpus`: the CPUs of each node, as Ray counts them; `head_cpus`: those of host 0, if
+        different. `redis`: the server program that keeps the state of Ray's GCS."""
         super().__init__(count)
         self._cpus = [cpus if head_cpus is None else head_cpus, *[cpus] * (count - 1)]
         self._redis_program = redis
@@ -69,14 +71,14 @@ class Hosts(Namespaces):
         return self._redis is not None
 
     def start(self) -> None:
-        """A Ray node on every host."""
+        """Starts a Ray node on every host."""
         if self._redis_program is not None:
             self._start_redis(self._redis_program)
         for host in range(len(self._names)):
             self.start_ray(host)
 
     def restart(self) -> None:
-        """End every process of every host, and begin anew with an empty Ray."""
+        """Kills every process of every host, and starts an empty Ray."""
         for host in range(len(self._names)):
             self.lose(host)
         if self._redis is not None:
@@ -86,7 +88,7 @@ class Hosts(Namespaces):
             self.boot(host)
 
     def be_patient(self, patient: bool) -> None:
-        """Whether Ray takes a host for lost only after two minutes; it begins anew where that
+        """Sets whether Ray considers a host lost only after two minutes; restarts Ray if this
         changes."""
         if patient != self._patient:
             self._patient = patient
@@ -99,8 +101,8 @@ class Hosts(Namespaces):
 
     @contextlib.contextmanager
     def folder_replaced(self, host: int, folder: Path, by: Path) -> Iterator[None]:
-        """Let the Ray node of a host, and all that it starts, see another folder in this place.
-        `ip netns exec` has given them mounts of their own."""
+        """Replaces a folder for the Ray node of a host and all processes that it starts. `ip netns
+        exec` has given them a mount namespace of their own."""
         node = ["nsenter", "--mount", f"--target={self.named(host, 'raylet/raylet')[0]}"]
         run([*node, "mount", "--bind", str(by), str(folder)])
         try:
@@ -109,7 +111,7 @@ class Hosts(Namespaces):
             run([*node, "umount", str(folder)])
 
     def boot(self, host: int) -> None:
-        """The host of `lose` again, with a Ray node and nothing that it had."""
+        """Starts the host of `lose` again, with a Ray node and none of its former state."""
         _clear(self._folder / str(host))
         self._make_host(host)
         self.start_ray(host)
@@ -165,7 +167,8 @@ class Hosts(Namespaces):
 
 
 def _clear(folder: Path) -> None:
-    """Remove it, or set it aside where logs are kept: Ray would read its own old address there."""
+    """Removes a folder, or renames it if logs are kept: Ray would read its own old address
+    there."""
     remove(folder)
     if folder.exists():
         folder.rename(tempfile.mkdtemp(prefix=f"{folder.name}-lost-", dir=folder.parent))
@@ -173,12 +176,13 @@ def _clear(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _settings(more: Mapping[str, str]) -> Iterator[None]:
-    """The environment of a Ray node: little CPU while it is idle, as `swell serve` has it."""
+    """Sets the environment of a Ray node, which uses little CPU while idle, as under `swell
+    serve`."""
     before = dict(os.environ)
     ray_settings.set_defaults(_START_S)
     os.environ.update(_NODE_SETTINGS, **more)
     os.environ.pop(_OUTLASTS, None)
-    for name in _PROXIES:  # gRPC would reach the other hosts through them
+    for name in _PROXIES:  # gRPC would connect to the other hosts through the proxies
         os.environ.pop(name, None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Resources that growing and shrinking leaves behind: 1 -> 3 -> 1, repeated, under load."""
+"""Resource leaks of growing and shrinking: 1 -> 3 -> 1, repeated, under load."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.faults.trial import RECOVER_S, Setup
 
 SIZES = (3, 1)
 _SHOWN = 4
-"""Processes that are named at the end."""
+"""The number of processes that the report names."""
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Resources of the processes that existed before the first cycle."""
+    """The resources of the processes that existed before the first cycle."""
 
     processes: int
-    """All of the cluster."""
+    """All processes of the cluster."""
     files: int
-    """Open descriptors, sockets among them."""
+    """Open file descriptors, including sockets."""
     threads: int
     resident_mib: dict[int, float]
-    """By process."""
+    """The resident memory of each process."""
 
     def __str__(self) -> str:
         return (
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, frozen=True):
         )
 
     def growth(self, since: Usage) -> str:
-        """The processes that took most memory since then."""
+        """Returns the processes whose memory has grown most since then."""
         grown = sorted(
             ((mib - since.resident_mib[pid], pid) for pid, mib in self.resident_mib.items()),
             reverse=True,
@@ -59,14 +59,14 @@ def measure(cluster: Cluster, initial_pids: set[int]) -> Usage:
 
 
 def _name(pid: int) -> str:
-    """The last word of its command line that is a file or a name."""
+    """Returns the last word of the command line that is a file or a name."""
     words = [word for word in title(pid).split() if not word.startswith("-")]
     return Path(next((word for word in words if word.endswith(".py")), words[0])).name
 
 
 def cycles(setup: Setup, count: int, streams: int) -> Iterator[Usage]:
-    """The usage before and after each cycle. Raises ClusterFailed if a size is not reached, or if
-    an answer fails or is wrong meanwhile."""
+    """Yields the usage before and after each cycle. Raises ClusterFailed if a size is not reached,
+    or if an answer fails or is wrong meanwhile."""
     with Cluster(setup.config, *setup.settings, "parallel.data=1") as cluster:
         monitor = ClusterMonitor(cluster)
         cluster.wait_idle()
@@ -79,7 +79,7 @@ def cycles(setup: Setup, count: int, streams: int) -> Iterator[Usage]:
 
 
 def _ours(cluster: Cluster) -> set[int]:
-    """Its processes, without the idle ones that Ray keeps ready."""
+    """Returns the processes of the cluster, without the idle ones that Ray keeps ready."""
     return {pid for pid in cluster.members() if "ray::IDLE" not in title(pid)}
 
 

@@ -1,9 +1,8 @@
-"""Streams of known requests, and whether each answer is the one that a cluster without faults
-gives.
+"""Streams of known requests, and whether each answer is that of a cluster without faults.
 
-A request's answer is a function of its body alone: greedy, or sampled with a seed. So the answers
-of an undisturbed cluster are the oracle, and a fault may change nothing but the time: also no bit
-of a log probability.
+The answer to a request depends only on its body: greedy, or sampled with a seed. So the answers of
+an undisturbed cluster are the oracle, and a fault may change only the time, and not a bit of a log
+probability.
 """
 
 from __future__ import annotations
@@ -22,50 +21,52 @@ import httpx
 import msgspec
 
 _ANSWER_S = 120.0
-"""An answer that takes longer has failed; a replacement takes a fraction of it."""
+"""An answer that takes longer has failed; replacing a process takes a fraction of this."""
 _CONNECT_S = 10.0
-"""To one of all addresses."""
+"""The time in which one of all addresses must accept a connection."""
 _CUT = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-"""The connection was there and ended. So did one that is reset while the client still waits for its
-confirmation: the kernel of the dead process had accepted it."""
+"""The errors of a connection that existed and was lost. This includes one that is reset while the
+client still waits for its confirmation: the kernel of the dead process had accepted it."""
 _KEEP_ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
 ]
-"""A reader sends nothing: else it would wait without end for a host that was lost."""
+"""Keep-alive options. A reader sends nothing, so without them it would wait forever for a lost
+host."""
 _EXAMPLES = 12
 _REFERENCE_STREAMS = 8
-"""Requests that run at once while the oracle is made."""
+"""The number of concurrent requests that compute the oracle."""
 _WORDS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "kitten", "moon")
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """Sizes of prompts and answers; both are sampled evenly from a range."""
+    """The sizes of prompts and answers; both are sampled uniformly from a range."""
 
     prompt_words: tuple[int, int]
     output_tokens: tuple[int, int]
 
 
 DECODE = Shape((2, 12), (150, 350))
-"""Answers that last: a fault hits them in the middle."""
+"""Long answers, so that a fault hits them in the middle."""
 SHORT_DECODE = Shape((2, 12), (50, 120))
-"""The same where many answers follow one another: their sum lasts."""
+"""Shorter answers for rows in which many answers follow one another."""
 PREFILL = Shape((120, 200), (4, 24))
-"""Prompts that last: about six bytes a word, and nano's tokens are bytes."""
+"""Long prompts: about six bytes a word, and nano's tokens are bytes."""
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
-    """One request."""
+    """A path and a body."""
 
     path: str
     body: dict[str, Any]
 
 
 def make_requests(model: str, count: int, shape: Shape, seed: int) -> list[LoadRequest]:
-    """Chats and completions, greedy and sampled, half each; some stop at a string, some come
-    whole, and some have log probabilities. The same for the same seed."""
+    """Returns chats and completions, half of each greedy and half sampled; some stop at a string,
+    some are not streamed, and some have log probabilities. The same seed makes the same
+    requests."""
     rng = random.Random(seed)
     requests = []
     for index in range(count):
@@ -100,35 +101,37 @@ class Answer:
 
     request_index: int
     began_s: float
-    """When it was sent to the address that took it."""
+    """The time at which it was sent to the address that accepted it."""
     url: str = ""
     text: str = ""
     finish_reason: str | None = None
     usage: tuple[int, int] | None = None
-    """Tokens of the prompt and of the answer."""
+    """The numbers of prompt and completion tokens."""
     logprobs: list[list[float | None]] = field(default_factory=list)
-    """Of each token, if they were requested: its own, then those of the most likely ones."""
+    """The log probabilities of each token, if requested: its own, then those of the most likely
+    tokens."""
     engines: str = ""
-    """`x-swell-engine`."""
+    """The header `x-swell-engine`."""
     version: str = ""
-    """`x-swell-version`."""
+    """The header `x-swell-version`."""
     chunks_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
     error: str | None = None
     cut: bool = False
-    """The connection ended; else `error` is the server's error, or that no answer came."""
+    """Whether the connection was lost. Otherwise, `error` is the server's error or a timeout."""
     refused: bool = False
-    """There was no connection, and so no server knows of the request."""
+    """Whether there was no connection, so that no server knows of the request."""
 
     @property
     def pause_s(self) -> float:
-        """The longest wait of its reader, from the request on. A whole answer has none."""
+        """Returns the longest wait of the reader, starting at the request; 0 for an answer that is
+        not streamed."""
         times = [self.began_s, *self.chunks_s, self.ended_s] if self.chunks_s else []
         return max((later - time_s for time_s, later in itertools.pairwise(times)), default=0.0)
 
     def next_chunk_s(self, since_s: float, after_s: float) -> float | None:
-        """From `since_s`, or from the request if it came later, to the first chunk later than
-        `after_s`; None: there was none."""
+        """Returns the time from `since_s`, or from the request if it was later, to the first chunk
+        after `after_s`; None if there was none."""
         begin_s = max(since_s, self.began_s)
         later = (chunk for chunk in self.chunks_s if chunk > after_s)
         return next((chunk - begin_s for chunk in later), None)
@@ -147,7 +150,7 @@ class _TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
-    """Of chats `content`, of completions the others."""
+    """The log probabilities: chats use `content`, completions the other fields."""
 
     content: list[_TokenLogprob] = []
     token_logprobs: list[float | None] = []
@@ -181,7 +184,7 @@ class _Usage(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """A whole answer or a chunk of one, of chats or completions."""
+    """An answer or a chunk of one, of chats or completions."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -195,7 +198,8 @@ class _Refused(RuntimeError):
 async def send_request(
     answer: Answer, client: httpx.AsyncClient, url: str, request: LoadRequest
 ) -> None:
-    """Send one request and keep everything that comes; a failure is kept too, never raised."""
+    """Sends one request and records everything that arrives; failures are recorded too and never
+    raised."""
     answer.url, answer.began_s = url, time.monotonic()
     answer.error, answer.refused = None, False
     try:
@@ -224,7 +228,7 @@ async def send_request(
 
 
 def _find_os_error(error: BaseException) -> OSError | None:
-    """The error of the operating system behind it."""
+    """Returns the operating system's error that caused `error`."""
     os_error = error.__cause__ or error.__context__
     while os_error is not None:
         if isinstance(os_error, OSError) and os_error.errno is not None:
@@ -234,7 +238,7 @@ def _find_os_error(error: BaseException) -> OSError | None:
 
 
 _RANKS = ": x-swell-engine "
-"""The comment of a stream that moved, or whose head left before its engine was known."""
+"""The comment in a stream that moved, or whose headers were sent before its engine was known."""
 
 
 async def _read_events(answer: Answer, response: httpx.Response) -> None:
@@ -265,18 +269,18 @@ def _take(answer: Answer, data: bytes) -> None:
 
 
 class Load:
-    """`streams` requests in flight over `urls`, each followed by the next.
+    """`streams` requests in flight over `urls`; each is followed by the next.
 
-    Every request has a connection of its own, so ingresses that share a port share them, and one
-    that ends takes with it only what it was answering. An address that takes no connection is
-    passed over.
+    Every request has a connection of its own. So ingresses that share a port share the requests,
+    and one that dies only loses those it was answering. An address that accepts no connection is
+    skipped.
     """
 
     def __init__(self, urls: Sequence[str], requests: Sequence[LoadRequest], streams: int) -> None:
         self.answers: list[Answer] = []
-        """Those that have ended, well or not."""
+        """The finished answers, failed or not."""
         self.open: dict[int, Answer] = {}
-        """Those in flight, by their stream."""
+        """The answers in flight, by their stream."""
         self._urls = urls
         self._requests = requests
         self.streams = streams
@@ -285,35 +289,35 @@ class Load:
         self._stopping = False
 
     def start(self, rounds: int | None = None) -> None:
-        """Keep every stream busy until `finish`, or for so many requests each."""
+        """Keeps every stream busy until `finish`, or for `rounds` requests each."""
         self._tasks += [
             asyncio.create_task(self._run_stream(index, rounds)) for index in range(self.streams)
         ]
 
     @property
     def busy(self) -> bool:
-        """Whether any stream goes on."""
+        """Whether any stream is still running."""
         return any(not task.done() for task in self._tasks)
 
     @property
     def streaming(self) -> int:
-        """Requests in flight whose answer has begun."""
+        """Returns the number of requests in flight whose answer has begun."""
         return sum(bool(answer.chunks_s) for answer in self.open.values())
 
     async def finish(self) -> list[Answer]:
-        """Submit nothing more, wait for what is in flight, and give every answer."""
+        """Submits nothing more, waits for the requests in flight, and returns every answer."""
         self._stopping = True
         return await self.ended()
 
     async def ended(self) -> list[Answer]:
-        """Wait until all rounds are over, and give every answer."""
+        """Waits until all rounds are over, and returns every answer."""
         await asyncio.gather(*self._tasks)
         return self.answers
 
     async def _run_stream(self, index: int, rounds: int | None) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeouts = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S / len(self._urls))
-        # Our servers speak plain HTTP; reading certificates would cost every stream some CPU.
+        # Our servers speak plain HTTP; reading certificates would cost CPU time for every stream.
         transport = httpx.AsyncHTTPTransport(
             limits=limits, verify=False, socket_options=_KEEP_ALIVE
         )
@@ -330,7 +334,8 @@ class Load:
                 self.answers.append(self.open.pop(index))
 
     async def _send(self, answer: Answer, client: httpx.AsyncClient, number: int) -> None:
-        """To one address after the other, as a load balancer does, until one takes it."""
+        """Sends a request to one address after the other, as a load balancer does, until one
+        accepts it."""
         for turn in range(len(self._urls)):
             url = self._urls[(number + turn) % len(self._urls)]
             await send_request(answer, client, url, self._requests[answer.request_index])
@@ -339,7 +344,8 @@ class Load:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that `share` of all do not exceed; None of none."""
+    """Returns the smallest value that at least `share` of the values do not exceed; None if there
+    are none."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
@@ -348,7 +354,7 @@ class ReferenceFailed(RuntimeError):
 
 
 async def reference(url: str, requests: Sequence[LoadRequest]) -> list[Answer]:
-    """The answer to each request, in order. Raises ReferenceFailed."""
+    """Returns the answer to each request, in order. Raises ReferenceFailed."""
     load = Load([url], requests, _REFERENCE_STREAMS)
     load.start(rounds=-(-len(requests) // _REFERENCE_STREAMS))
     answers = {answer.request_index: answer for answer in await load.ended()}
@@ -362,7 +368,8 @@ async def reference(url: str, requests: Sequence[LoadRequest]) -> list[Answer]:
 
 
 class LoadResult(msgspec.Struct, frozen=True):
-    """Counts of answers; `cut` ended with their connection, `failed` in any other way."""
+    """Counts of answers; `cut` answers lost their connection, `failed` ones failed in any other
+    way."""
 
     answers: int
     failed: int
@@ -371,14 +378,14 @@ class LoadResult(msgspec.Struct, frozen=True):
     pause_s: float
     """The longest wait of any reader."""
     moved: int
-    """Answers that name more than one engine."""
+    """The number of answers that name more than one engine."""
     examples: list[str] = []
     """The first few that failed or are wrong."""
 
 
 def compare(expected: Sequence[Answer], answers: Sequence[Answer]) -> LoadResult:
-    """Compare every answer with the expected one to its request; of a cut answer, the part that
-    came must be right."""
+    """Compares every answer with the expected one; the received part of a cut answer must be
+    right."""
     wrong = [
         line for answer in answers if (line := difference(expected[answer.request_index], answer))
     ]
@@ -402,7 +409,7 @@ def compare(expected: Sequence[Answer], answers: Sequence[Answer]) -> LoadResult
 
 
 def difference(expected: Answer, got: Answer) -> str | None:
-    """Which field differs, and where; None if none does."""
+    """Returns the field that differs, and where; None if all are equal."""
     if got.error:
         pairs: list[tuple[str, Any, Any]] = [
             ("text", expected.text[: len(got.text)], got.text),

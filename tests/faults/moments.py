@@ -13,21 +13,21 @@ from tests.faults.load import DECODE, PREFILL, Load, Shape
 _LIMIT_S = 60.0
 _POLL_S = 0.01
 _BUSY_SHARE = 0.75
-"""Share of the streams that counts as all of them."""
+"""The share of the streams that counts as all of them."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One column. `reach` raises NotReached if the moment does not come, AlreadyPassed if it is too
-    short."""
+    """One column of the matrix. `reach` raises NotReached if the moment does not occur,
+    AlreadyPassed if it is over too soon."""
 
     name: str
     reach: Callable[[ClusterMonitor, Load], Awaitable[None]]
     shape: Shape = DECODE
     grows: bool = False
-    """One engine more is being added."""
+    """Whether an engine is being added at this moment."""
     waves: bool = False
-    """Only engines that share experts have it."""
+    """Whether only engines that share experts have this moment."""
 
 
 async def _until(true: Callable[[], bool], what: str) -> None:
@@ -43,14 +43,14 @@ async def _idle(_monitor: ClusterMonitor, _load: Load) -> None:
 
 
 async def _prefill(_monitor: ClusterMonitor, load: Load) -> None:
-    """Most requests in flight have not given a token: their long prompts are being computed."""
+    """Most requests in flight are still without tokens: their long prompts are being computed."""
     load.start()
     await _until(lambda: len(load.answers) > 0, "a first answer")
     await _until(lambda: 2 * load.streaming < len(load.open), "prompts in work")
 
 
 async def _decode(_monitor: ClusterMonitor, load: Load) -> None:
-    """Most requests in flight stream."""
+    """Most requests in flight are streaming."""
     load.start()
     wanted = _BUSY_SHARE * _BUSY_SHARE * load.streams
     await _until(lambda: load.streaming >= wanted, "streams in flight")
@@ -76,7 +76,7 @@ def _rescale(phase: str) -> Callable[[ClusterMonitor, Load], Awaitable[None]]:
 
 
 async def _wave_start(monitor: ClusterMonitor, load: Load) -> None:
-    """From rest: the first steps of a wave."""
+    """The first steps of a wave, started by idle engines."""
     steps = await _steps(monitor)
     load.start()
     deadline = time.monotonic() + _LIMIT_S
@@ -86,7 +86,7 @@ async def _wave_start(monitor: ClusterMonitor, load: Load) -> None:
 
 
 async def _wave_end(_monitor: ClusterMonitor, load: Load) -> None:
-    """One answer to each stream, and the last has just ended: the engines stop."""
+    """Each stream has one answer, and the last has just finished: the engines stop."""
     load.start(rounds=1)
     await load.ended()
 
@@ -107,11 +107,11 @@ _TABLE = (
 )
 
 MOMENTS: dict[str, Moment] = {moment.name: moment for moment in _TABLE}
-"""By name, in the order of the matrix."""
+"""The moments by name, in the order of the matrix."""
 
 
 def named(name: str) -> Moment:
-    """Raises ValueError with the known names."""
+    """Returns the moment with this name; raises ValueError with the known names."""
     if name not in MOMENTS:
         raise ValueError(f"no moment {name!r}; the moments are: {', '.join(MOMENTS)}")
     return MOMENTS[name]

@@ -1,11 +1,11 @@
-"""Hosts on one machine that have nothing but a network: namespaces on a bridge.
+"""Hosts on one machine that only differ in their network: namespaces on a bridge.
 
-Every host has an address and a link of its own, which can be taken down, lose the packets of one
-direction, or be slow; and two hosts can be parted from each other alone. The machine itself is on
-the bridge too: a client of all hosts, whose own network stays as it was. A process sees the
-machine's files and its host name, which resolves to an address of no host.
+Every host has its own address and link. The link can be taken down, lose the packets of one
+direction, or be slow; and two hosts can be cut off from each other only. The machine itself is on
+the bridge too, as a client of all hosts; its own network stays unchanged. A process sees the
+machine's files and its host name, which does not resolve to the address of any host.
 
-Needs root on Linux, `ip`, `tc` and `bridge` of iproute2: see `refusal`.
+Needs root on Linux, and `ip`, `tc` and `bridge` of iproute2: see `refusal`.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from tests.faults.process import alive, title
 _COMMAND_S = 120.0
 _VANISH_S = 60.0
 _SLOW = "tbf rate 2mbit burst 16kb latency 400ms"
-"""Of either direction of a slow link: packets wait so long at most, and are lost then."""
+"""The rule of either direction of a slow link: packets wait at most this long and are then lost."""
 _DROP_ALL = ("protocol", "all", "bpf", "da", "bytecode", "1,6 0 0 2")
-"""A filter of `tc` whose one instruction returns TC_ACT_SHOT."""
+"""A filter of `tc` whose only instruction returns TC_ACT_SHOT."""
 _DROP_PORTS = (
-    "40 0 0 12,"  # the protocol of the Ethernet frame
+    "40 0 0 12,"  # load the protocol of the Ethernet frame
     "21 0 7 2048,"  # if it is not IPv4: pass
-    "48 0 0 23,"  # the protocol of the packet
+    "48 0 0 23,"  # load the protocol of the packet
     "21 0 5 6,"  # if it is not TCP: pass
-    "177 0 0 14,"  # the length of the packet's header
-    "72 0 0 16,"  # the port to which it goes
+    "177 0 0 14,"  # load the length of the packet's header
+    "72 0 0 16,"  # load the destination port
     "53 0 2 {first},"  # if it is lower: pass
     "37 1 0 {last},"  # if it is higher: pass
     "6 0 0 2,6 0 0 0"
 )
-"""The same for what goes to a range of TCP ports."""
+"""The same for packets to a range of TCP ports."""
 _SEEN_AS = {"from": "ingress", "to": "egress"}
-"""The direction of a host's packets, at the machine's end of its link."""
+"""The direction of a host's packets, as seen at the machine's end of its link."""
 
 
 class HostsFailed(RuntimeError):
-    """A command of `ip` or Ray that failed, or something that was left behind."""
+    """A command of `ip` or Ray failed, or something was not removed."""
 
 
 def refusal() -> str | None:
-    """Why this process may not make hosts; None: it may."""
+    """Returns the reason why this process may not create hosts; None if it may."""
     programs = ("ip", "tc", "bridge")
     if not sys.platform.startswith("linux") or None in map(shutil.which, programs):
         return "network namespaces need Linux and the commands `ip`, `tc` and `bridge`"
@@ -71,7 +71,8 @@ def refusal() -> str | None:
 
 
 class Namespaces:
-    """So many hosts, numbered from 0. Use as a context manager; it leaves nothing behind."""
+    """`count` hosts, numbered from 0. Used as a context manager, which removes everything when it
+    closes."""
 
     def __init__(self, count: int) -> None:
         pid = os.getpid()
@@ -86,7 +87,7 @@ class Namespaces:
 
     @property
     def machine(self) -> str:
-        """The address of the machine itself."""
+        """Returns the address of the machine itself."""
         return f"{self._subnet}.254"
 
     def __enter__(self) -> Self:
@@ -103,18 +104,18 @@ class Namespaces:
         self.close()
 
     def start(self) -> None:
-        """Start what runs on the hosts."""
+        """Starts the programs of the hosts; none here."""
 
     def prefix(self, host: int) -> list[str]:
-        """The words before a command that is to run on this host."""
+        """Returns the words before a command that runs it on this host."""
         return ["ip", "netns", "exec", self._names[host]]
 
     def cut(self, host: int) -> None:
-        """Take the link of a host down, in both directions; connections are not reset."""
+        """Takes the link of a host down, in both directions; connections are not reset."""
         _ip("link", "set", _link(host), "down")
 
     def drop(self, host: int, direction: Literal["from", "to"], ports: range | None = None) -> None:
-        """Let every packet of one direction vanish, or only those that go to these TCP ports."""
+        """Drops every packet of one direction, or only packets to these TCP ports."""
         rule = _DROP_ALL
         if ports is not None:
             code = _DROP_PORTS.format(first=ports[0], last=ports[-1])
@@ -123,31 +124,32 @@ class Namespaces:
         _tc("filter", "add", "dev", _link(host), _SEEN_AS[direction], *rule)
 
     def slow(self, host: int) -> None:
-        """Make the link slow in both directions, with a queue that overflows."""
+        """Makes the link slow in both directions, with a queue that overflows."""
         for namespace, link in ((), _link(host)), (("-n", self._names[host]), "eth0"):
             _tc(*namespace, "qdisc", "replace", "dev", link, "root", *_SLOW.split())
 
     def part(self, first: int, second: int) -> None:
-        """Let every packet between two hosts vanish; all others reach both, and so do clients."""
+        """Drops every packet between two hosts; all others, and clients, reach both."""
         for host in (first, second):
             _isolate(host, "on")
 
     def heal(self, host: int) -> None:
-        """Undo `cut`, `drop` and `slow`, and `part` for every host."""
+        """Undoes `cut`, `drop` and `slow`, and `part` for every host."""
         for other in range(len(self._names)):
-            with contextlib.suppress(HostsFailed):  # it is lost
+            with contextlib.suppress(HostsFailed):  # the host is lost
                 _isolate(other, "off")
         for words in (
             ("qdisc", "del", "dev", _link(host), "clsact"),
             ("qdisc", "del", "dev", _link(host), "root"),
             ("-n", self._names[host], "qdisc", "del", "dev", "eth0", "root"),
         ):
-            with contextlib.suppress(HostsFailed):  # it has none
+            with contextlib.suppress(HostsFailed):  # the link has none
                 _tc(*words)
         _ip("link", "set", _link(host), "up")
 
     def lose(self, host: int) -> None:
-        """A loss of power: the link is gone, then every process at once, and no packet says so."""
+        """Simulates a loss of power: the link is cut, then every process is killed at once, and no
+        packet tells the others."""
         self.cut(host)
         self.kill(host)
         _ip("netns", "del", self._names[host])
@@ -157,23 +159,23 @@ class Namespaces:
         return Path("/run/netns", self._names[host]).exists()
 
     def pids(self, host: int) -> list[int]:
-        """Every process of this host; none while it is lost."""
+        """Returns every process of this host; none while it is lost."""
         if not self.is_up(host):
             return []
         namespace = os.stat(Path("/run/netns", self._names[host])).st_ino
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the process is gone
                 if os.stat(folder / "ns" / "net").st_ino == namespace:
                     found.append(int(folder.name))
         return found
 
     def named(self, host: int, part: str) -> list[int]:
-        """Living processes of this host whose title holds `part`."""
+        """Returns the living processes of this host whose title contains `part`."""
         return [pid for pid in self.pids(host) if alive(pid) and part in title(pid)]
 
     def kill(self, host: int) -> None:
-        """End every process of this host at once, as a loss of power does."""
+        """Kills every process of this host at once, as a loss of power does."""
         while pids := self.pids(host):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -181,7 +183,7 @@ class Namespaces:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """End every process and remove the network. Raises HostsFailed if something is left."""
+        """Kills every process and removes the network. Raises HostsFailed if something is left."""
         for host, name in enumerate(self._names):
             if self.is_up(host):
                 self.kill(host)
@@ -209,15 +211,15 @@ class Namespaces:
         _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
         _ip("link", "set", link, "master", self._bridge, "up")
         _ip("-n", name, "link", "set", "lo", "up")
-        # A host that comes back has the hardware address that it had.
+        # A host that comes back has its former hardware address.
         _ip("-n", name, "link", "set", "eth0", "address", f"02:00:00:00:00:{host + 1:02x}")
         _ip("-n", name, "addr", "add", f"{self.addresses[host]}/24", "dev", "eth0")
         _ip("-n", name, "link", "set", "eth0", "up")
         _ip("-n", name, "route", "add", "default", "via", self.machine)
 
     def _delete_link(self, host: int) -> None:
-        """A connection that is still being closed keeps its namespace for minutes, and the link
-        with it."""
+        """Deletes the link. A connection that is still being closed keeps its namespace, and so the
+        link, for minutes."""
         if Path("/sys/class/net", _link(host)).exists():
             with contextlib.suppress(HostsFailed):  # gone meanwhile
                 _ip("link", "del", _link(host))
@@ -232,18 +234,19 @@ class Namespaces:
 
 
 def _link(host: int) -> str:
-    """The machine's end of a host's link; the kernel allows 15 characters."""
+    """Returns the name of the machine's end of a host's link; the kernel allows 15 characters."""
     return f"sw{os.getpid()}-{host}"
 
 
 def remove(folder: Path) -> None:
-    """What programs left there, logs among it."""
+    """Removes what programs left in a folder, unless logs are kept."""
     if not os.environ.get("SWELL_KEEP_LOGS"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _isolate(host: int, state: Literal["on", "off"]) -> None:
-    """The bridge passes nothing from one isolated port to another one."""
+    """Isolates a host's port of the bridge, or ends this. The bridge passes no packets between
+    isolated ports."""
     run(["bridge", "link", "set", "dev", _link(host), "isolated", state])
 
 
@@ -256,7 +259,7 @@ def _tc(*words: str) -> str:
 
 
 def run(command: Sequence[str], limit_s: float = _COMMAND_S) -> str:
-    """Its output. Raises HostsFailed with the end of it."""
+    """Runs a command; returns its output. Raises HostsFailed with the last lines of it."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,5 @@
-"""A real cluster in a child process, as a user starts it; it must leave nothing behind."""
+"""A real cluster in a child process, as a user starts it; it must remove everything when it
+stops."""
 
 from __future__ import annotations
 
@@ -24,25 +25,25 @@ START_S = 280
 _STOP_S = 180
 """Longer than `cluster.drain_timeout_s` and what follows it may take."""
 _VANISH_S = 60
-"""Ray's processes may end a little after the one that started them."""
+"""The time in which Ray's processes must exit after the process that started them."""
 _IDLE_S = 30
 _LISTEN = "0A"
 """The state of a listening socket in `/proc/net/tcp`."""
 HTTP = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
-"""A connection for each request, as `httpx.get` has it, which reads all certificates each time: 45
-ms of processor time, while a cluster needs it."""
+"""An HTTP client with a connection for each request, as `httpx.get`. That function reads all
+certificates each time: 45 ms of processor time, which a cluster needs."""
 _SWELL = (sys.executable, "-m", "swell.cluster")
 _RAY_FOLDER = re.compile(r"/tmp/swell-\w+")
-"""The folder that `swell serve` gives to its own Ray."""
+"""The folder that `swell serve` creates for its own Ray."""
 
 
 class ClusterFailed(RuntimeError):
-    """A cluster that did not start, did not stop, or left something behind."""
+    """A cluster did not start, did not stop, or did not remove something."""
 
 
 def leftovers() -> set[Path]:
-    """Files that a cluster makes outside of its processes, without those that a living process
-    uses."""
+    """Returns the files that a cluster creates outside of its processes, without those that a
+    living process uses."""
     folders = {path for path in Path("/tmp").glob("swell-*") if _RAY_FOLDER.fullmatch(str(path))}
     pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
     used = {name for pid in pids for name in _RAY_FOLDER.findall(title(pid))}
@@ -50,12 +51,13 @@ def leftovers() -> set[Path]:
 
 
 def enable_sigint() -> None:
-    """A shell starts what runs in its background with SIGINT ignored, and children inherit it."""
+    """Restores the default of SIGINT: a shell starts background processes with SIGINT ignored, and
+    children inherit this."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Cluster:
-    """`swell serve` until `stop`. Use as a context manager."""
+    """Runs `swell serve` until `stop`. Used as a context manager."""
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # Ray names its processes by setproctitle, which else wipes the environment.
+            # Ray renames its processes with setproctitle, which otherwise wipes the environment.
             env={**os.environ, name: value, "SPT_NOENV": "1"},
             start_new_session=True,
             preexec_fn=enable_sigint,
@@ -94,7 +96,8 @@ class Cluster:
         self.stop()
 
     def wait_for(self, start: str) -> str:
-        """The first line that begins so. Raises ClusterFailed with the output if none comes."""
+        """Returns the first line with this start. Raises ClusterFailed with the output if none
+        appears."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             try:
@@ -115,7 +118,7 @@ class Cluster:
         return HTTP.post(self.url + path, json=body, timeout=120)
 
     def wait_idle(self) -> None:
-        """Wait until every engine reports that all its slots and blocks are free."""
+        """Waits until every engine reports that all its slots and blocks are free."""
         deadline = time.monotonic() + _IDLE_S
         while time.monotonic() < deadline:
             engines = self.get("/admin/idle").json()["engines"]
@@ -125,7 +128,8 @@ class Cluster:
         raise ClusterFailed(f"not idle: {engines}")
 
     def stop(self) -> None:
-        """Ctrl-C. Raises ClusterFailed unless it ends well and leaves nothing behind."""
+        """Sends Ctrl-C. Raises ClusterFailed unless the command exits with 0 and everything is
+        removed."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
@@ -139,19 +143,20 @@ class Cluster:
         self.assert_gone()
 
     def assert_gone(self) -> None:
-        """No process, no folder of Ray, no shared memory. Raises ClusterFailed."""
+        """Waits until no process, no folder of Ray and no shared memory is left. Raises
+        ClusterFailed."""
         deadline = time.monotonic() + _VANISH_S
         while left := list(self.members()):
             if time.monotonic() > deadline:
                 raise ClusterFailed(f"processes left: {[title(pid)[:120] for pid in left]}")
             time.sleep(0.1)
-        while more := leftovers() - self._before:  # other tests share memory for a moment
+        while more := leftovers() - self._before:  # other tests use shared memory for a moment
             if time.monotonic() > deadline:
                 raise ClusterFailed(f"left behind: {sorted(map(str, more))}")
             time.sleep(0.1)
 
     def kill(self) -> None:
-        """End every process at once, and remove Ray's folder, which they cannot any more."""
+        """Kills every process at once, and removes Ray's folder, which they no longer can."""
         members = [self.process.pid, *self.members()]
         folders = {name for pid in members for name in _RAY_FOLDER.findall(title(pid))}
         for pid in members:
@@ -164,7 +169,7 @@ class Cluster:
             shutil.rmtree(folder, ignore_errors=True)
 
     def members(self) -> Iterator[int]:
-        """Living processes that inherited our marker: those of this cluster alone."""
+        """Yields the living processes that inherited our marker: only those of this cluster."""
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 pid = int(folder.name)
@@ -174,12 +179,12 @@ class Cluster:
                 continue
 
     def named(self, part: str) -> list[int]:
-        """Living processes of ours whose title holds `part`."""
+        """Returns our living processes whose title contains `part`."""
         return [pid for pid in self.members() if part in title(pid)]
 
     @property
     def urls(self) -> list[str]:
-        """Where its ingresses answer: all of them share one address."""
+        """The addresses of the ingresses: all of them share one."""
         return [self.url]
 
     @property
@@ -187,7 +192,7 @@ class Cluster:
         return urlsplit(self.url).port or 80
 
     def listeners(self) -> int:
-        """How many sockets listen at its port: one of each ingress."""
+        """Returns the number of sockets that listen on the cluster's port: one for each ingress."""
         return listeners(self.port)
 
     def _read(self) -> None:
@@ -199,7 +204,7 @@ class Cluster:
 
 
 def alive(pid: int) -> bool:
-    """Whether it is there and no zombie."""
+    """Whether the process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -208,16 +213,18 @@ def alive(pid: int) -> bool:
 
 
 def listeners(port: int, process: int | str = "self") -> int:
-    """Sockets of the host of that process that listen at `port`; several may share it."""
+    """Returns the number of sockets on that process's host that listen on `port`; several may share
+    it."""
     rows = []
     for table in (Path(f"/proc/{process}/net", name) for name in ("tcp", "tcp6")):
-        with contextlib.suppress(OSError):  # no such protocol, or the process is gone
+        with contextlib.suppress(OSError):  # the protocol is not there, or the process is gone
             rows += [line.split() for line in table.read_text().splitlines()]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN for row in rows)
 
 
 def title(pid: int) -> str:
-    """Its command line, or what it calls itself; its number once it is gone."""
+    """Returns the command line of a process or the title that it has set; its number once it is
+    gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:

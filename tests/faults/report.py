@@ -28,7 +28,7 @@ _HEAD = (
 
 
 class Result(msgspec.Struct, frozen=True):
-    """All cells of one set-up; `trouble` is what was not clean about its end."""
+    """All cells of one set-up; `trouble` says what did not terminate cleanly."""
 
     setup: str
     settings: list[str]
@@ -41,7 +41,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 def rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
-    """One for each cell, under the head."""
+    """Returns a row for each cell, to go under the header."""
     return [
         (
             cell.fault,
@@ -72,7 +72,7 @@ def write_json(path: str, results: Sequence[Result]) -> None:
 
 
 def markdown(result: Result) -> str:
-    """A table with the settings above it."""
+    """Returns a table with the settings above it."""
     lines = [f"`{' '.join(result.settings)}`", "", marked_page.row(_HEAD)]
     lines.append(marked_page.row(["---", "---", *["---:"] * (len(_HEAD) - 3), "---"]))
     lines += [marked_page.row(row) for row in rows(result.cells)]
@@ -80,6 +80,7 @@ def markdown(result: Result) -> str:
 
 
 def write_markdown(path: str, results: Sequence[Result]) -> None:
-    """Put each table between `<!-- NAME -->` and `<!-- end -->`. Raises ValueError without them."""
+    """Writes each table between `<!-- NAME -->` and `<!-- end -->` of a page. Raises ValueError if
+    these are missing."""
     for result in results:
         marked_page.replace(Path(path), result.setup, markdown(result))

@@ -1,4 +1,4 @@
-"""The comparison of answers is strict and fair: servers that fail in known ways."""
+"""The comparison of answers is strict and fair, tested with servers that fail in known ways."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REQUESTS = make_requests("fake", 12, load.Shape((2, 5), (3, 9)), seed=3)
 
 
 class WholeServer(FakeServer):
-    """Gives whole answers too, with the text that its streams have."""
+    """A server that also returns answers without streaming, with the text of its streams."""
 
     async def _complete(self, request: Request) -> Response:
         body = await request.json()
@@ -185,7 +185,7 @@ def test_a_closed_loop_goes_on_until_finish(fake: FakeServer) -> None:
 
 
 def cut_server(head: bytes) -> AsyncIterator[str]:
-    """A server that sends `head` and resets the connection."""
+    """Returns a function that runs a server which sends `head` and resets the connection."""
 
     async def run() -> AsyncIterator[str]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -226,7 +226,8 @@ def test_a_cut_connection_is_cut_and_what_came_must_be_right(text: str, wrong: i
 def test_a_server_that_dies_while_a_client_connects_cuts_the_connection(
     monkeypatch: pytest.MonkeyPatch, dies: str
 ) -> None:
-    """Its kernel had accepted the connection; without a listener there is none to cut."""
+    """A server that dies while a client connects cuts the connection, because its kernel had
+    accepted it. Without a listener there is no connection to cut."""
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     connect = BaseSelectorEventLoop._sock_connect  # type: ignore[attr-defined]
@@ -310,7 +311,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def condition(pid: int) -> str:
-    """R, S, T (stopped) or Z, as the kernel reports it."""
+    """Returns R, S, T (stopped) or Z, as the kernel reports it."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -339,7 +340,8 @@ def test_signals_do_what_their_names_say(
 def test_processes_killed_together_are_all_found_before_the_first_signal(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All die at one instant, and each must have a successor."""
+    """Processes that are killed together are all found before the first signal: they die at the
+    same instant, and each must have a successor."""
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     state = state_of(sleeper.pid)
 
@@ -405,7 +407,7 @@ def test_a_soak_is_the_same_for_a_seed_and_stays_near_its_size() -> None:
 
 
 def sizes_of(faults: list[Fault]) -> set[int]:
-    """How many engines more than in the beginning there are after each."""
+    """Returns by how many engines the size differs from the first after each fault."""
     change = {"scale-up": 1, "scale-down": -1, "drain": -1}
     return set(itertools.accumulate(change.get(fault.name, 0) for fault in faults))
 

@@ -1,4 +1,5 @@
-"""Hosts are lost, cut and slowed as the faults say, and the tool counts what becomes of readers."""
+"""Hosts are lost, cut off and slowed as the faults describe, and the tool counts the effects on
+readers."""
 
 from __future__ import annotations
 
@@ -57,14 +58,14 @@ except TimeoutError:
 
 
 class BareHosts(Hosts):
-    """Without Ray: only the network."""
+    """The network of the hosts without Ray."""
 
     def start_ray(self, host: int) -> None:
         pass
 
 
 class Echo:
-    """A program on a host that answers packets, and says which came."""
+    """A program on a host that answers packets and reports which arrived."""
 
     def __init__(self, hosts: Hosts, host: int) -> None:
         self._to = (hosts.addresses[host], 9)
@@ -87,7 +88,7 @@ class Echo:
                 return False
 
     def must_answer(self, text: str) -> None:
-        """At once, or when the kernel has found the way again."""
+        """Asserts an answer: at once, or when the kernel has found the route again."""
         assert any(self.answers(text) for _ in range(30))
 
 
@@ -130,7 +131,7 @@ def test_parted_hosts_do_not_reach_each_other_and_clients_reach_both(bare: Hosts
 
 
 def reaches(hosts: Hosts, first: int, second: int) -> bool:
-    """Whether a program on one host has an answer of the echo on another one."""
+    """Whether a program on one host gets an answer of the echo server on another one."""
     words = (sys.executable, "-c", ASK, hosts.addresses[second])
     done = subprocess.run([*hosts.prefix(first), *words], timeout=60, check=False)
     return done.returncode == 0
@@ -141,7 +142,7 @@ def test_a_slow_link_passes_packets_at_its_rate(bare: Hosts) -> None:
     bare.slow(1)
     began = time.monotonic()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
-        for _ in range(200):  # 200 kB, at 2 Mbit/s 0.8 s; the kernel lets a sender wait
+        for _ in range(200):  # 200 kB take 0.8 s at 2 Mbit/s; the kernel makes the sender wait
             end.sendto(b"x" * 1000, (bare.addresses[1], 9))
         for _ in range(200):
             echo.arrived()
@@ -181,7 +182,7 @@ def test_a_host_that_comes_back_has_no_file_of_its_ray(
 
 
 class FakeHosts(SimpleNamespace):
-    """Notes what is done to hosts; processes are where they are said to be."""
+    """A fake that records what is done to hosts; each process is on the host that the test sets."""
 
     def __init__(self, where: dict[int, int]) -> None:
         super().__init__(addresses=["10.0.0.1", "10.0.0.2", "10.0.0.3"], keeps_gcs=False, done=[])
@@ -262,8 +263,8 @@ def test_a_storm_hits_another_host_where_the_head_has_the_coordinator() -> None:
 def test_coordinator_and_manager_are_moved_to_a_host_with_an_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A manager that is killed comes up elsewhere, and a coordinator that is ended comes up where
-    its manager is."""
+    """Manager and coordinator are moved to a host with an engine: a killed manager restarts
+    elsewhere, and a terminated coordinator restarts on its manager's host."""
     where = {5: 0, 6: 1, 7: 2, 9: 0}
     hosts = FakeHosts(where)
     monitor = monitor_of(hosts)
@@ -325,7 +326,8 @@ def test_a_host_is_parted_from_the_head_alone_and_nobody_may_be_ended() -> None:
 
 
 def test_a_replica_that_was_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that is ended some time after its host is reached again."""
+    """A replaced replica is noticed, also one that is terminated some time after its host is
+    reachable again."""
     monitor = monitor_of(FakeHosts({5: 1, 6: 1, 7: 2}))
     state = state_of(5, [6, 7])
     replicas = [11, 12]

@@ -1,10 +1,10 @@
-"""One cluster under trial: a fault in a given moment, or many in a row, and what became of the
+"""One cluster under trial: a fault at a given moment, or many in a row, and the effect on the
 answers.
 
     whole --- load, moment --- fault --- whole again --- settle --- compare
 
-Every cell begins with a cluster at full capacity. One that is not whole again within
-`RECOVER_S` has failed its cell, and is replaced for the next.
+Every cell begins with a cluster at full capacity. A cluster that is not whole again within
+`RECOVER_S` fails its cell, and is replaced for the next one.
 """
 
 from __future__ import annotations
@@ -37,46 +37,51 @@ from tests.faults.moments import Moment
 from tests.faults.process import Cluster, ClusterFailed
 
 RECOVER_S = 60.0
-"""From a fault to full capacity."""
+"""The limit from a fault to full capacity."""
 _SETTLE_S = 3.0
-"""Load after that: late effects show, and a false stall would have been reported."""
+"""The time under load after that, in which late effects show and a false stall would be
+reported."""
 _BETWEEN_S = 2.0
-"""From full capacity to the next fault of a row; in a storm from fault to fault."""
+"""The time from full capacity to the next fault of a row; in a storm from fault to fault."""
 _UNDER_WAY_S = 0.1
-"""Tokens that were sent before a fault arrive until then."""
+"""The time in which tokens that were sent before a fault still arrive."""
 _RESUBMITTED = "swell_resubmitted_requests_total"
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """A cluster to try: `config` is what `swell serve` takes, `settings` are for its `--set`."""
+    """A cluster to try: `config` is the argument of `swell serve`, `settings` are for its
+    `--set`."""
 
     name: str
     config: str
     settings: list[str]
     waves: bool = False
     full: bool = False
-    """There is no room for one engine more: what adds one begins with one less."""
+    """Whether there is no room for another engine: a moment that adds one begins with one fewer."""
     patient: bool = False
-    """Ray takes a host for lost only after minutes."""
+    """Whether Ray considers a host lost only after minutes."""
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """The outcome of one fault in one moment, or of a row of faults."""
+    """The outcome of one fault at one moment, or of a row of faults."""
 
     fault: str
     moment: str
-    """`after X` if X was over before it could be seen."""
+    """The name, or `after X` if X was over before it could be observed."""
     effects: list[str]
     in_flight: int
-    """Requests, when the fault came; of a row the fewest."""
+    """The number of requests at the time of the fault; for a row the smallest."""
     result: LoadResult
     recover_s: float | None
-    """From the fault to full capacity; of a row the longest; None if it was not reached."""
+    """The time from the fault to full capacity; for a row the longest; None if it was not
+    reached."""
     next_p50_s: float | None
-    """From a fault to the next chunk of every reader whose ingress is reached; None: no stream."""
+    """The time from a fault to the next chunk, over readers whose ingress is reachable; None
+    without streams."""
     next_p99_s: float | None
     resubmitted: int
-    """By the counters of all ingresses; a coordinator that dies forgets those of past ones."""
+    """The sum of the counters of all ingresses; a coordinator that dies forgets those of former
+    ones."""
     troubles: list[str]
 
     @property
@@ -85,7 +90,8 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Trial:
-    """A cluster that is started on use, and replaced after a fault that it did not survive."""
+    """A cluster that is started on first use, and replaced after a fault that it did not
+    survive."""
 
     def __init__(
         self, setup: Setup, streams: int, seed: int, start: Callable[..., Cluster] = Cluster
@@ -108,27 +114,29 @@ class Trial:
         self.close()
 
     def close(self) -> None:
-        """Stop the cluster in order. Raises ClusterFailed if that does not end well."""
+        """Stops the cluster. Raises ClusterFailed if that fails."""
         cluster, self._cluster, self._monitor = self._cluster, None, None
         if cluster is not None:
             cluster.stop()
 
     def cell(self, fault: Fault, moment: Moment) -> Cell:
-        """One fault in one moment. Raises ClusterFailed, ReferenceFailed."""
+        """Tries one fault at one moment. Raises ClusterFailed, ReferenceFailed."""
         return self._run(lambda monitor: self._cell(monitor, fault, moment))
 
     def row(self, name: str, faults: Sequence[Fault], shape: Shape) -> Cell:
-        """Many faults under one load, each once the cluster is whole again."""
+        """Tries many faults under one load, each as soon as the cluster is whole again."""
         return self._run(lambda monitor: self._row(monitor, name, faults, shape))
 
     def storm(
         self, name: str, faults: Sequence[Fault], shape: Shape, every_s: float = _BETWEEN_S
     ) -> Cell:
-        """Many faults under one load, one every so many seconds, whole or not."""
+        """Tries many faults under one load, one every `every_s` seconds, whether the cluster is
+        whole or not."""
         return self._run(lambda monitor: self._storm(monitor, name, faults, shape, every_s))
 
     def _run(self, work: Callable[[ClusterMonitor], Coroutine[Any, Any, Cell]]) -> Cell:
-        """Start a cluster if there is none; one that is not whole afterwards ends here."""
+        """Starts a cluster if there is none, and runs a cell; kills a cluster that is not whole
+        afterwards."""
         if self._cluster is None or self._monitor is None:
             self._cluster = self._start(self.setup.config, *self.setup.settings).__enter__()
             self._monitor = ClusterMonitor(self._cluster)
@@ -190,8 +198,8 @@ class Trial:
     async def _begin(
         self, monitor: ClusterMonitor, shape: Shape, fewer: int = 0, prepare: Prepare | None = None
     ) -> tuple[_Record, Load]:
-        """A whole cluster of the first size, or so many engines less, and a load that has not
-        begun."""
+        """Returns a record and a load that has not begun, for a whole cluster with `fewer` engines
+        less than the first."""
         try:
             state = await monitor.wait_for_state(RECOVER_S)
             self._engines = self._engines or state.target
@@ -209,7 +217,7 @@ class Trial:
         return _Record(monitor, load, self._rng, answers, resubmitted), load
 
     async def _reference(self, url: str, shape: Shape) -> tuple[list[LoadRequest], list[Answer]]:
-        """Requests and their right answers, from a cluster without faults."""
+        """Returns requests and their right answers, from a cluster without faults."""
         if shape not in self._oracle:
             model = (await Client(url).get("/v1/models", ModelList)).data[0].id
             requests = make_requests(model, self._streams, shape, self._seed)
@@ -218,17 +226,18 @@ class Trial:
 
 
 class Hit(msgspec.Struct, frozen=True):
-    """A fault, and whom it hit."""
+    """A fault, and the requests that it hit."""
 
     at_s: float
-    """When it had begun."""
+    """The time at which the fault began."""
     answers: list[Answer]
-    """Those in flight."""
+    """The answers in flight."""
     unreached: frozenset[str]
 
     def waits(self, answers: Sequence[Answer], streams: int) -> list[float]:
-        """How long each reader waited for its next chunk, without those of ingresses that no client
-        reached. Where no request was in flight: the readers of the first ones after it."""
+        """Returns how long each reader waited for its next chunk, without those of unreachable
+        ingresses. If no request was in flight, these are the readers of the first requests after
+        the fault."""
         later = (answer for answer in answers if answer.began_s >= self.at_s)
         first = self.answers or sorted(later, key=lambda answer: answer.began_s)[:streams]
         reached = [answer for answer in first if answer.url not in self.unreached]
@@ -264,14 +273,14 @@ class _Record:
         self._in_flight: list[int] = []
         self._recover_s: list[float] = []
         self._may_cut: set[str] = set()
-        """Addresses whose connections may have ended with an ingress."""
+        """Addresses whose connections may have been lost with an ingress."""
         self._hits: list[Hit] = []
         self._began_s = time.monotonic()
         self._undoing: asyncio.Task[None] | None = None
-        """Ends a fault of a host; there is one at a time."""
+        """The task that ends a fault of a host; there is at most one."""
 
     async def inject_and_wait(self, fault: Fault) -> None:
-        """Cause it and wait for full capacity."""
+        """Causes a fault and waits for full capacity."""
         try:
             before = await self._monitor.wait_for_state(RECOVER_S)
         except NotReached as error:
@@ -295,9 +304,9 @@ class _Record:
             await self._check_kept(effect, kept, after)
 
     async def inject(self, fault: Fault, most: int | None = None) -> None:
-        """Cause it in any state of the cluster. A fault without a victim, one that is refused, or
-        one for which there is no room (of `most` engines), is recorded in brackets and is no
-        trouble. Each is printed, with the seconds since the load began."""
+        """Causes a fault in any state of the cluster. A fault that finds no victim, is refused, or
+        exceeds the room for `most` engines is recorded in brackets and does not count as trouble.
+        Each is printed, with the seconds since the load began."""
         before = await self._monitor.get_state()
         self._in_flight.append(len(self._load.open))
         at_s = time.monotonic() - self._began_s
@@ -316,7 +325,7 @@ class _Record:
         print(self._effects[-1], flush=True)
 
     async def _act(self, fault: Fault, before: ClusterState) -> FaultEffect:
-        """Raises what the fault raises, and NotReached while a host has another one."""
+        """Raises what the fault raises, and NotReached while a host has another fault."""
         if fault.hits_host and self._undoing is not None and not self._undoing.done():
             raise NotReached("a host has another fault")
         began = time.monotonic()
@@ -332,7 +341,7 @@ class _Record:
         return effect
 
     async def recover(self) -> None:
-        """Wait for full capacity, at the size of the last request."""
+        """Waits for full capacity, at the size of the last request."""
         if self._undoing is not None:
             await self._undoing
         began = time.monotonic()
@@ -345,7 +354,8 @@ class _Record:
         self._recover_s.append(time.monotonic() - began)
 
     async def _check_kept(self, effect: FaultEffect, before: set[int], after: ClusterState) -> None:
-        # What was said while a link was down arrives up to so long after it is up again.
+        # Messages from the time in which a link was down arrive up to this long after it is up
+        # again.
         await asyncio.sleep(_SETTLE_S + 1.5 * effect.lasts_s)
         after = await self._monitor.get_state() or after
         if lost := before - set(pids(after)) - set(self._monitor.replicas()):
@@ -354,7 +364,7 @@ class _Record:
             )
 
     async def end(self, fault: str, moment: str) -> Cell:
-        """Wait for the answers to end, and compare them."""
+        """Waits for all answers, and compares them."""
         answers = await self._load.finish()
         result = compare(self._expected, answers)
         if cut := [a for a in answers if a.cut and a.url not in self._may_cut]:
@@ -382,7 +392,7 @@ class _Record:
 
 
 def print_cell(cell: Cell) -> None:
-    """One line about a cell, as it ends."""
+    """Prints one line about a finished cell."""
     took = seconds(cell.recover_s, "never")
     result = cell.result
     print(
