@@ -30,7 +30,7 @@ _NODE_SETTINGS = {
     # No other network reaches these hosts; a token would be stored in the user's home folder.
     _AUTH_MODE: "disabled",
     # A link that is cut for some seconds must not be the loss of a host. Ray's GCS considers a node
-    # dead after this many failed checks, each of which takes timeout and period, 5 s.
+    # dead after this many failed checks; a failed check takes timeout and period, 5 s.
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "3000",
     _CHECKS: "6",
