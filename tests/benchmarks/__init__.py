@@ -1,1 +1,1 @@
-"""Benchmarks with recorded results: `make bench` runs the cases, alone or against peers."""
+"""Benchmarks with recorded results: `make bench` runs the cases, with or without peers."""

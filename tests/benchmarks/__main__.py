@@ -1,6 +1,6 @@
-"""`python -m tests.benchmarks [CASE ...]`: measure, print a table, write it down.
+"""`python -m tests.benchmarks [CASE ...]`: measures cases, prints a table, and records the results.
 
-A case is chosen by its name or by how its name begins. Exit code 1 if a case could not be measured;
+A case is chosen by its name or a prefix of it. The exit code is 1 if a case could not be measured;
 a missed target is a result, not an error.
 """
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(name: str, case: Case, setup: Setup, done: Results) -> bool:
-    """Add the result of a case to those that are done; False if there is none."""
+    """Adds the result of a case to `done`; returns False if it could not be measured."""
     log(f"{name}: {case.summary}")
     started = time.perf_counter()
     try:
@@ -73,7 +73,7 @@ def measure(name: str, case: Case, setup: Setup, done: Results) -> bool:
 
 
 def peer_versions(setup: Setup, figures: Sequence[Figure]) -> dict[str, str]:
-    """Versions of the peers that figures are compared with."""
+    """Returns the versions of the peers that figures are compared with."""
     named = {figure.against for figure in figures}
     return {
         f"{peer.title} ({peer.package})": machine.version_in(setup.peers[name], peer.package)
@@ -83,7 +83,8 @@ def peer_versions(setup: Setup, figures: Sequence[Figure]) -> dict[str, str]:
 
 
 def write(args: argparse.Namespace, done: Results) -> None:
-    """JSON keeps its results of other cases; the page and the plot show all of it."""
+    """Writes the results. The JSON file keeps its results of other cases; the page and the plot
+    show all of them."""
     shown = done
     if args.json:
         results.write(Path(args.json), done)

@@ -1,9 +1,9 @@
-"""`python -m tests.benchmarks.adapters_cost`: what adapters (LoRA) cost in a step.
+"""`python -m tests.benchmarks.adapters_cost`: the cost of adapters (LoRA) in a step.
 
 One engine in this process, the llama of `sampling_cost`, 64 rows that decode; adapters of all
-linear modules. One thread computes, and its processor time is measured: other work of the machine
-delays it, and hardly counts. Batches with adapters run in turn with the same ones without; the
-ratio of two neighbours is kept, and the median of all is printed.
+linear modules. One thread computes, and its processor time is measured, on which other load of the
+machine has little effect. Batches with adapters alternate with the same batches without. The median
+of the ratios of adjacent measurements is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.benchmarks.sampling_cost import (
 
 RANKS = (8, 16)
 COUNTS = (1, 8)
-"""Adapters among the rows of a batch."""
+"""The number of adapters among the rows of a batch."""
 
 
 def shapes() -> dict[str, tuple[int, int]]:
@@ -50,7 +50,8 @@ def shapes() -> dict[str, tuple[int, int]]:
 
 
 def step_ms(llm: LLM, names: list[str]) -> float:
-    """Mean processor time of a step, the prefill's among them; rows take the names in turn."""
+    """Returns the mean processor time of a step, including the prefill; the names are assigned to
+    the rows in turn."""
     prompts = [[3 + (row * 7 + i) % 300 for i in range(PROMPT_TOKENS)] for row in range(ROWS)]
     each = [names[row % len(names)] for row in range(ROWS)]
     started = time.process_time()
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def show(off: LLM, llm: LLM) -> None:
-    """`off`: without `lora`."""
+    """Prints the table; `off` is an engine without `lora`."""
     print(f"{'64 rows':36} {'without, ms a step':>18} {'with, ms':>9} {'ratio':>6}")
     for rank in RANKS:
         for count in COUNTS:

@@ -1,8 +1,8 @@
 """`python -m tests.benchmarks.bare MODEL --port P`: the ingress's own routes and one engine in one
-process, behind a bare uvicorn.
+process, under a plain uvicorn.
 
-No Ray, no Serve, no channel: the event loop and the engine's thread exchange messages.
-The cost of `swell serve` beyond this is the cost of the cluster.
+No Ray, no Serve, no channel: the event loop and the engine's thread exchange messages. The
+additional cost of `swell serve` is the cost of the cluster.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _DRAIN_S = 5.0
 
 
 class BareEngine:
-    """One engine on a thread of its own. `send` and `close` are called in the event loop, and
-    `on_outputs` runs there: it takes the place of an ingress's connections."""
+    """One engine on a thread of its own, in place of an ingress's connections. `send` and `close`
+    are called in the event loop, and `on_outputs` runs there."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class BareEngine:
 
 
 async def serve(model: str, overrides: dict[str, Any]) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serves until SIGINT or SIGTERM."""
     config = claim_port(load(model, {"parallel.executor": "inproc", **overrides}))
     executor = build_executor(config)
     core = EngineCore(config, executor, executor.start())

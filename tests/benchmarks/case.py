@@ -1,4 +1,4 @@
-"""Types of a case and its setup."""
+"""The types of a case and its setup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.benchmarks.results import Figure
 
 
 class Peer(NamedTuple):
-    """Another server or engine that is measured beside Swell."""
+    """Another server or engine that is measured next to Swell."""
 
     title: str
     package: str
@@ -35,12 +35,12 @@ class Setup(NamedTuple):
     peers: dict[str, str]
     """Name of a peer -> its Python interpreter."""
     models: Path
-    """The folder of the models; missing ones are made."""
+    """The folder of the models; missing models are created."""
     logs: Path
 
     def interpreter(self, name: str) -> str | None:
-        """The interpreter of a peer, None if it is not installed; for all else that of this
-        process."""
+        """Returns the interpreter of a peer, None if the peer is not installed; for other names,
+        the interpreter of this process."""
         return self.peers.get(name) if name in PEERS else sys.executable
 
 

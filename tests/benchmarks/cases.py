@@ -18,7 +18,8 @@ CASES: dict[str, Case] = {
 
 
 def chosen(names: Sequence[str]) -> dict[str, Case]:
-    """Cases whose names are these or begin so; all without names. Raises ValueError."""
+    """Returns the cases whose names are or begin with these; all cases if there are no names.
+    Raises ValueError for an unknown name."""
     for name in names:
         if not any(case.startswith(name) for case in CASES):
             raise ValueError(f"no case {name!r}; the cases are: {', '.join(CASES)}")

@@ -1,4 +1,4 @@
-"""Programs in subprocesses: started, called, and ended with all their descendants."""
+"""Programs in subprocesses: started, called, and terminated with all their descendants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.benchmarks.machine import ROOT
 from tests.faults.process import enable_sigint
 
 START_S = 280.0
-"""A peer may compile at its start."""
+"""The limit for a start; a peer may compile something."""
 ANSWER_S = 280.0
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Environment of every contender, so that none uses the network."""
+"""The environment of every contender, so that none uses the network."""
 _EXIT_S = 5.0
 _STOP_S = 60.0
 _VANISH_S = 3.0
@@ -37,25 +37,25 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class ContenderFailed(RuntimeError):
-    """A program that ended, or did not answer in time; with the last lines of its log."""
+    """A program that exited or did not answer in time, with the last lines of its log."""
 
 
 class Child:
-    """One program and its descendants. Output that is no message goes to a log in `folder`.
+    """One program and its descendants. Output that is not a message goes to a log in `folder`.
 
-    It has a session of its own: Ctrl-C in a terminal reaches this process alone, which ends it in
-    order.
+    The program has a session of its own: Ctrl-C in a terminal reaches only this process, which
+    terminates the program cleanly.
     """
 
     def __init__(self, name: str, command: Sequence[str], folder: Path, *, has_stdin: bool) -> None:
-        """`has_stdin`: it exchanges lines with this process; else its output goes to the log, as
-        its errors do."""
+        """`has_stdin`: the program exchanges lines with this process; otherwise its output goes to
+        the log, like its errors."""
         self.name = name
         self._has_stdin = has_stdin
         self._command = list(command)
         self._log = folder / f"{name.replace(' ', '-')}.log"
         self._env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_python_path())}
-        if command[0] != sys.executable:  # our path is of no use to other interpreters
+        if command[0] != sys.executable:  # our path is useless for other interpreters
             del self._env["PYTHONPATH"]
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
@@ -75,7 +75,8 @@ class Child:
 
     @property
     def pids(self) -> list[int]:
-        """Pids of the child and its descendants, also of those whose parent has ended."""
+        """Returns the pids of the child and its descendants, including those with an exited
+        parent."""
         if self._process is None:
             return []
         own = self._process.pid
@@ -87,7 +88,7 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def send(self, **facts: Any) -> None:
-        """Write one JSON line to it. Raises ContenderFailed."""
+        """Writes one JSON line to the program. Raises ContenderFailed."""
         assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(facts) + b"\n")
@@ -96,7 +97,7 @@ class Child:
             raise self.failure("ended") from None
 
     def receive(self, limit_s: float) -> dict[str, Any]:
-        """The next JSON line that it writes. Raises ContenderFailed."""
+        """Returns the next JSON line that the program writes. Raises ContenderFailed."""
         line = self.line(limit_s)
         try:
             return dict(msgspec.json.decode(line))
@@ -104,12 +105,12 @@ class Child:
             raise self.failure(f"wrote {line[:80]!r}, not JSON,") from None
 
     def call(self, limit_s: float = ANSWER_S, **facts: Any) -> dict[str, Any]:
-        """Send a line and return the next one."""
+        """Sends a line and returns the next one."""
         self.send(**facts)
         return self.receive(limit_s)
 
     def line(self, limit_s: float) -> bytes:
-        """The next line of its output. Raises ContenderFailed."""
+        """Returns the next line of the program's output. Raises ContenderFailed."""
         assert self._process is not None and self._process.stdout is not None
         deadline = time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
@@ -125,17 +126,17 @@ class Child:
         return line
 
     def pause(self) -> None:
-        """Let it and its descendants use no processor, whatever they poll."""
+        """Stops the program and its descendants, so that polling uses no processor time."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Let it end by itself, then kill the processes that are left of it.
+        """Lets the program exit by itself, then kills its remaining processes.
 
-        A program that reads lines ends with its input, others are interrupted. A killed program
-        leaves files behind: vLLM's shared memory, Ray's folder.
+        A program that reads lines exits when its input closes; others are interrupted. A killed
+        program does not clean up: vLLM's shared memory or Ray's folder remain.
         """
         if self._process is None:
             return
@@ -158,10 +159,11 @@ class Child:
         self._process = None
 
     def failure(self, event: str) -> ContenderFailed:
-        """The error to raise: what happened, and the last lines of its log."""
+        """Returns the error to raise: what happened, and the last lines of the log."""
         code = None
         if self._process is not None and event.startswith("ended"):
-            with contextlib.suppress(subprocess.TimeoutExpired):  # its output ends a little before
+            # its output closes a little before it exits
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(_EXIT_S)
         ended = f" (exit code {code})" if code is not None else ""
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
@@ -175,7 +177,8 @@ class Child:
 
 
 def cpu_time_s(pids: Iterable[int]) -> float:
-    """Processor time that these processes have used, children that have ended aside."""
+    """Returns the processor time that these processes have used, without children that have
+    exited."""
     ticks = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -192,12 +195,12 @@ def end(pids: Iterable[int]) -> None:
 
 
 def end_all() -> None:
-    """Kill every process below this one."""
+    """Kills every descendant of this process."""
     end(descendants(os.getpid()))
 
 
 def _python_path() -> list[str]:
-    """The path on which programs of ours, started by file name, find `tests.benchmarks`."""
+    """Returns the path on which our programs, started by file name, find `tests.benchmarks`."""
     return [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 
 

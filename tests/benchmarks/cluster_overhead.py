@@ -1,10 +1,10 @@
 """The cost of the cluster: the whole path against the same engine and routes in one process.
 
-Processor time of a token is that of all processes of the cluster together, with a model that
-computes next to nothing (`dot`), so that its share can be subtracted without much error.
+The processor time of a token is the sum over all processes of the cluster. The model (`dot`)
+computes almost nothing, so that its share can be subtracted without much error.
 
-Where a step's threads have all cores of a machine, they also lose the time that Ray uses there
-while it waits. So the bare engine is also measured with the idle cluster beside it.
+If a step's threads use all cores of a machine, they also lose the time that Ray uses there while
+idle. So the bare engine is also measured with the idle cluster running next to it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _TOKEN_STREAMS, _TOKEN_REQUESTS = 64, 256
 
 
 def throughput(setup: Setup) -> Measured:
-    """The whole path against the bare one, alone and beside the cluster, at 1 and at 64 streams."""
+    """Measures the whole path against the bare engine, with and without the idle cluster next to
+    it, at 1 and at 64 streams."""
     model = models.prepare(MODEL, setup.models)
     whole, bare = (make(model, setup, *SETTINGS) for make in (servers.swell, servers.bare))
     beside = CoRunningServers(bare, whole)
@@ -58,7 +59,8 @@ def _at(streams: int) -> str:
 
 
 def processor(setup: Setup) -> Measured:
-    """Processor time of a token at 64 streams, less that of the model and its sampler."""
+    """Measures the processor time of a token at 64 streams, minus that of the model and its
+    sampler."""
     model = models.prepare("dot", setup.models)
     sizes = (_TOKEN_STREAMS, *SIZES)
     with (

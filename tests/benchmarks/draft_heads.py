@@ -1,14 +1,15 @@
 """`python -m tests.benchmarks.draft_heads`: output tokens a second with drafts by an EAGLE head, by
 an EAGLE-3 head and by a layer for multi-token prediction, over those without.
 
-The model is nano in the weights of a larger and deeper one, as in `draft_model.py`: all that is
-added is zero, so it answers as nano does, and its steps read as much memory as they would. The
-heads are trained here for nano, and enlarged alike. As in `drafts.py`, two engines answer
-the same prompts in turn, greedy, and the answers must be equal.
+The model is nano in the weights of a larger and deeper one, as in `draft_model.py`. All added
+weights are zero, so it answers as nano does, but its steps read as much memory as those of the
+larger model. The heads are trained here for nano, and enlarged in the same way. As in `drafts.py`,
+two engines answer the same prompts in turn, greedy, and the answers must be equal.
 
 A head learns from chats of nano's tasks (`configs/models/train.py`), and its targets are nano's
-probabilities. Training unrolls the passes of a guess. Pass s at position q stands for a row whose
-last features by the model are those of q - s; it reads the token at q + 1 and guesses that behind:
+probabilities. Training unrolls the passes of a proposal. Pass s at position q stands for a row
+whose last features by the model are those of q - s; it reads the token at q + 1 and predicts the
+token at q + 2:
 
     pass 0    reads features by the model          sees pass 0 at <= q
     pass 1    its own of pass 0 at q - 1           pass 0 at <= q - 1, pass 1 at q
@@ -41,19 +42,20 @@ from tests.benchmarks.draft_model import Weights, enlarge_tensor, enlarged
 from tests.benchmarks.drafts import NANO, compare
 
 NANO_LAYERS, LAYERS = 4, 8
-"""Of the model that is served: one of nano's, one that adds nothing, and so on."""
+"""Layers of nano and of the served model. The served model alternates a layer of nano with one that
+adds nothing."""
 LAYERS_READ = (2, LAYERS // 2, LAYERS - 2)
-"""By EAGLE-3, about those of published heads."""
+"""The layers whose inputs EAGLE-3 reads, about those of published heads."""
 NANO_LAYERS_READ = (1, 2, 3)
-"""The same of nano."""
+"""The same layers of nano."""
 PASSES, STEP_CHATS, PEAK_RATE = 3, 8, 4e-3
 CACHE: dict[str, Any] = {"cache.memory_bytes": 300_000_000, "drafts.max_tokens": 3}
 Seen = list[tuple[Tensor, Tensor]]
-"""K and V of the passes before, [B, heads, T, dim] each."""
+"""K and V of the previous passes, [B, heads, T, dim] each."""
 
 
 def deepened(weights: Weights) -> Weights:
-    """Nano with `LAYERS` layers and the same answers."""
+    """Returns nano's weights with `LAYERS` layers and the same answers."""
     found = {name: each for name, each in weights.items() if ".layers." not in name}
     for at in range(LAYERS):
         of, behind = divmod(at, LAYERS // NANO_LAYERS)
@@ -67,8 +69,9 @@ def deepened(weights: Weights) -> Weights:
 
 
 def enlarged_head(weights: Weights, size: int) -> Weights:
-    """For a model of hidden size `HIDDEN` in place of `size`. What reads several states side by
-    side finds each where it is there."""
+    """Returns a head's weights for a model of hidden size `HIDDEN` instead of `size`. A weight that
+    reads several states side by side is split, so that each part reads its state at the new
+    offset."""
 
     def enlarge(name: str, tensor: Tensor) -> Tensor:
         parts = tensor.shape[-1] // size if name.startswith(("fc.", "midlayer.self_attn")) else 1
@@ -85,23 +88,25 @@ def enlarged_head(weights: Weights, size: int) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """What nano computes of B chats with T + 2 tokens, at all positions but the last two."""
+    """The tensors that nano computes for B chats of T + 2 tokens, at all positions except the last
+    two."""
 
     behind: Tensor
-    """[B, T] the token behind each position"""
+    """[B, T] the token after each position"""
     inputs: list[Tensor]
-    """[B, T, hidden] each: what the layers `NANO_LAYERS_READ` read"""
+    """[B, T, hidden] each: the inputs of the layers `NANO_LAYERS_READ`"""
     last: Tensor
     """[B, T, hidden] normed hidden states"""
     next_last: Tensor
     """[B, T, hidden] those of the next position"""
     targets: Tensor
-    """[B, T, vocab] probabilities of the token behind `behind`"""
+    """[B, T, vocab] probabilities of the token after `behind`"""
     is_answer: Tensor
-    """[B, T + 1] bool: the token behind is one of an answer; also at the last position but one"""
+    """[B, T + 1] bool: whether the next token belongs to an answer; includes the last position but
+    one"""
 
     def guessing(self, index: int) -> Tensor:
-        """[B, T] bool: where pass `index` may guess for a request."""
+        """Returns [B, T] bool: the positions at which pass `index` may propose for a request."""
         return self.is_answer[:, 1:] & self.is_answer[:, :-1].roll(index, 1)
 
 
@@ -117,7 +122,7 @@ class Nano:
         self._unnormed = args[0]
 
     def step(self) -> Iterator[Chats]:
-        """Chats of like length; `STEP_CHATS` altogether."""
+        """Yields batches of chats of similar length, `STEP_CHATS` in total."""
         for ids, labels in self._micro_batches(self._random, STEP_CHATS):
             with torch.no_grad():
                 found = self.model(ids[:, :-1], output_hidden_states=True)
@@ -134,7 +139,8 @@ class Nano:
 
 
 class Layer(nn.Module):
-    """One of llama, without the norm before the attention. `width`: of what the attention reads."""
+    """A layer of llama without the norm before the attention. `width`: the width of the attention's
+    input."""
 
     def __init__(self, config: Any, width: int) -> None:
         super().__init__()
@@ -148,7 +154,7 @@ class Layer(nn.Module):
         self.theta = config.rope_parameters["rope_theta"]
 
     def forward(self, x: Tensor, residual: Tensor, seen: Seen) -> Tensor:
-        """x [B, T, width], residual [B, T, hidden] -> [B, T, hidden]; adds K and V to `seen`."""
+        """x [B, T, width], residual [B, T, hidden] -> [B, T, hidden]; appends K and V to `seen`."""
         q, k, v = (
             self.self_attn[f"{name}_proj"](x).unflatten(-1, (-1, self.dim)).transpose(1, 2)
             for name in "qkv"
@@ -178,17 +184,18 @@ def _projections(shapes: dict[str, tuple[int, int]]) -> nn.ModuleDict:
 
 
 def _mask(tokens: int, index: int) -> Tensor:
-    """What pass `index` sees of all passes up to itself, [T, (index + 1) * T] bool."""
+    """Returns what pass `index` attends to in all passes up to itself, [T, (index + 1) * T]
+    bool."""
     one = torch.eye(tokens, dtype=torch.bool)
     later = [one.roll(at - index, 1).tril() for at in range(1, index + 1)]
     return torch.cat((torch.ones_like(one).tril(-index), *later), 1)
 
 
 class Head(nn.Module):
-    """What it takes from the model is not trained, and not saved."""
+    """A draft head. The parts that it takes from the model are neither trained nor saved."""
 
     learns_features = False
-    """Its own features shall be the model's."""
+    """Whether the head's own features are trained to be the model's."""
     embed: Tensor
     model_head: Tensor
 
@@ -200,11 +207,11 @@ class Head(nn.Module):
         self.register_buffer("model_head", head.weight.detach(), persistent=False)
 
     def features(self, chats: Chats) -> Tensor:
-        """[B, T, hidden] what pass 0 reads."""
+        """Returns [B, T, hidden]: the features that pass 0 reads."""
         raise NotImplementedError
 
     def forward(self, ids: Tensor, features: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-        """One pass: its own features [B, T, hidden], and logits [B, T, vocab]."""
+        """Computes one pass; returns its own features [B, T, hidden] and logits [B, T, vocab]."""
         raise NotImplementedError
 
 
@@ -225,8 +232,8 @@ class EagleHead(Head):
 
 
 class Eagle3Head(Head):
-    """Its norm and head begin as the model's. What layers read is large beside what a new layer
-    adds, so the fusion begins small."""
+    """An EAGLE-3 head, whose norm and head start as the model's. The values of the layers that it
+    reads are large compared with what a new layer adds, so the fusion starts small."""
 
     def __init__(self, nano: Any) -> None:
         super().__init__(nano, 3)
@@ -238,7 +245,7 @@ class Eagle3Head(Head):
         self.norm.load_state_dict(nano.model.norm.state_dict())
         self.lm_head = nn.Linear(size, nano.config.vocab_size, bias=False)
         self.lm_head.load_state_dict({"weight": self.model_head})
-        # It knows all tokens of the model, so none has another number.
+        # It has all tokens of the model with the same ids.
         self.register_buffer("d2t", torch.zeros(len(self.embed), dtype=torch.int64))
         nn.init.normal_(self.fc.weight, std=0.005)
 
@@ -277,11 +284,12 @@ class MtpHead(Head):
 
 HEADS: dict[str, type[Head]] = {"eagle": EagleHead, "eagle3": Eagle3Head, "mtp": MtpHead}
 MTP_NAMES = {"fc.": "eh_proj.", "norm.": "shared_head.norm.", "layer.": ""}
-"""How names begin -> how they begin in a checkpoint."""
+"""Prefixes of names -> their prefixes in a checkpoint."""
 
 
 def unrolled_loss(head: Head, chats: Chats) -> tuple[Tensor, Tensor]:
-    """The loss, and the guesses of each pass: how many are right, and all, [PASSES, 2]."""
+    """Returns the loss, and for each pass the number of right proposals and of all proposals,
+    [PASSES, 2]."""
     features, seen = head.features(chats), Seen()
     loss, guesses = torch.zeros(()), torch.zeros(PASSES, 2)
     for index in range(PASSES):
@@ -298,8 +306,8 @@ def unrolled_loss(head: Head, chats: Chats) -> tuple[Tensor, Tensor]:
 
 
 def train(head: Head, nano: Nano, minutes: float) -> str:
-    """Train so many minutes of processor time. Returns what came of it, in words."""
-    torch.set_num_threads(1)  # small products: two threads wait for each other
+    """Trains for this many minutes of processor time; returns a description of the result."""
+    torch.set_num_threads(1)  # small products: two threads would wait for each other
     adam = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     began, steps, newest = time.process_time(), 0, deque[Tensor](maxlen=100)
     while (progress := (time.process_time() - began) / (60 * minutes)) < 1:
@@ -318,9 +326,9 @@ def train(head: Head, nano: Nano, minutes: float) -> str:
 
 
 def save(head: Head, folder: Path, served: str) -> str:
-    """For the model of the folder `served`."""
+    """Saves a head for the model of the folder `served`; returns its folder."""
     config = json.loads(Path(served, "config.json").read_text())
-    if not isinstance(head, MtpHead):  # whose folder is one of the model
+    if not isinstance(head, MtpHead):  # an MTP layer is saved in a model's folder
         config |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
         config |= {"eagle_aux_hidden_state_layer_ids": LAYERS_READ}
     folder.mkdir()

@@ -1,9 +1,9 @@
 """`python -m tests.benchmarks.draft_model`: output tokens a second with drafts by a small model,
 over those without.
 
-The model is nano in the weights of a larger one: all that is added is zero, so it answers as nano
+The model is nano in the weights of a larger one: all added weights are zero, so it answers as nano
 does, and a step takes as long as one of a model of that size. Its draft models are nano itself,
-which is always right, and the first layers of nano, which often are not. As in `drafts.py`, two
+which is always right, and the first layers of nano, which are often wrong. As in `drafts.py`, two
 engines answer the same prompts in turn, greedy, and the answers must be equal.
 """
 
@@ -23,12 +23,13 @@ from swell.cluster.local import LLM
 from tests.benchmarks.drafts import NANO, compare
 
 HIDDEN, INTERMEDIATE = 1024, 6144
-"""75 million parameters, where nano has 0.9."""
+"""The sizes of 75 million parameters; nano has 0.9 million."""
 Weights = dict[str, torch.Tensor]
 
 
 def write(folder: Path, weights: Weights, **keys: Any) -> str:
-    """A copy of nano with these weights and these values in config.json."""
+    """Writes a copy of nano with these weights and these values in config.json; returns its
+    folder."""
     shutil.copytree(NANO, folder)
     config = json.loads((folder / "config.json").read_text()) | keys
     (folder / "config.json").write_text(json.dumps(config))
@@ -37,16 +38,17 @@ def write(folder: Path, weights: Weights, **keys: Any) -> str:
 
 
 def _sizes() -> tuple[dict[str, Any], dict[int, int]]:
-    """nano's config, and what becomes of its sizes."""
+    """Returns nano's config, and a map from its sizes to the enlarged ones."""
     config = json.loads((NANO / "config.json").read_text())
     return config, {config["hidden_size"]: HIDDEN, config["intermediate_size"]: INTERMEDIATE}
 
 
 def enlarge_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """With zeros. Norms divide by the mean over all numbers, so their weights shrink."""
+    """Enlarges a tensor with zeros. Norms divide by the mean over all elements, so their weights
+    shrink."""
     config, sizes = _sizes()
     shape = [sizes.get(size, size) for size in tensor.shape]
-    if "q_proj" in name:  # its outputs are those of the heads, which are not more
+    if "q_proj" in name:  # the heads, and so its outputs, are not enlarged
         shape[0] = len(tensor)
     if "o_proj" in name:
         shape[1] = tensor.shape[1]
@@ -57,7 +59,8 @@ def enlarge_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def enlarged(folder: Path, weights: Weights, **keys: Any) -> str:
-    """`keys`: of config.json that differ besides. The epsilons of norms shrink, too."""
+    """Writes an enlarged model; `keys` are other changes of config.json. The epsilons of norms
+    shrink, too."""
     config, _ = _sizes()
     return write(
         folder,

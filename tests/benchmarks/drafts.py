@@ -1,10 +1,10 @@
 """`python -m tests.benchmarks.drafts`: output tokens a second with drafts by n-grams over those
 without.
 
-Two engines of this process with the model nano, greedy, which answer the same prompts in turn, so
-that other load of the machine meets both; the ratio of two neighbours is kept, and the median of
-all is printed. The answers must be equal. `repetitive`: each row repeats a word of its own eight
-times; `mixed`: short answers of all tasks of the model.
+Two engines of this process with the model nano, greedy, answer the same prompts in turn, so that
+other load of the machine affects both. The median of the ratios of adjacent measurements is
+printed. The answers must be equal. `repetitive`: each row repeats a word of its own eight times;
+`mixed`: short answers of all tasks of the model.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from swell.cluster.local import LLM, SamplingParams
 
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
 CASES = (("repetitive", 1), ("repetitive", 8), ("repetitive", 64), *(("mixed", n) for n in (1, 8)))
-"""Prompts, and how many are answered at a time."""
+"""The kinds of prompts, and the number of prompts in a batch."""
 BATCHES = 12
-"""Of prompts, answered one after the other in each measurement of few rows."""
+"""The number of batches, answered one after the other, in each measurement of few rows."""
 
 Chats = list[list[dict[str, str]]]
 
 
 def chats(kind: str, count: int) -> Chats:
-    """So many chats of one turn."""
+    """Returns `count` chats of one turn."""
     if kind == "mixed":
         lines = (NANO / "heldout.jsonl").read_text().splitlines()
         texts = [json.loads(line)["messages"][0]["content"] for line in lines]
@@ -44,7 +44,7 @@ def chats(kind: str, count: int) -> Chats:
 
 
 def answer(llm: LLM, batches: list[Chats]) -> tuple[float, list[list[int]]]:
-    """Output tokens a second, and the tokens of each answer."""
+    """Returns output tokens a second, and the tokens of each answer."""
     params = SamplingParams(temperature=0, max_tokens=128)
     started = time.perf_counter()
     done = [output for batch in batches for output in llm.chat(batch, params)]
@@ -64,7 +64,7 @@ def compare(plain: LLM, drafting: LLM, kind: str, rows: int, pairs: int) -> str:
         one, wanted = answer(plain, batches)
         other, got = answer(drafting, batches)
         assert got == wanted, "drafts have changed an answer"
-        if index:  # the first pair warms up
+        if index:  # the first pair is a warm-up
             without.append(one)
             with_drafts.append(other)
     drafts = drafter.num_drafts - before[0]

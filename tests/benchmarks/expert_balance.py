@@ -1,9 +1,9 @@
-"""`python -m tests.benchmarks.expert_balance`: time of a layer with experts over two engines, whose
-tokens choose a few experts most, before and after the experts are balanced.
+"""`python -m tests.benchmarks.expert_balance`: the time of a layer with experts over two engines
+whose tokens mostly choose a few experts, before and after the experts are balanced.
 
 The engines are threads of one process, with one core each, and a layer of random weights. Both
-states are measured in turn, step by step, so that other load meets both; the median of the ratios
-is printed, beside the imbalance: the busiest worker's choices over the mean.
+states are measured in turn, step by step, so that other load affects both. The median of the ratios
+is printed, with the imbalance: the load of the busiest worker over the mean.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TRAITS = ExpertTraits(EXPERTS, SIZE, 2, True, False, ("gate", "up", "down"))
 
 
 def make_layer(mesh: Mesh, skew: float) -> MoE:
-    """`skew`: how much more likely the first experts are: they lie on the first engine."""
+    """Returns a layer. `skew`: how much more likely the first experts are, which are on the first
+    engine."""
     layer = MoE(HIDDEN, TRAITS, mesh)
     materialize(layer, torch.device("cpu"), torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +74,7 @@ def measure(rank: int, store: Any, rows: int, skew: float, redundant: int, steps
     for _ in range(steps):
         seconds = []
         for layer in layers:
-            mesh.data.all_gather(x[:1], 0)  # begin together
+            mesh.data.all_gather(x[:1], 0)  # the ranks start together
             begun = time.perf_counter()
             layer(x)
             seconds.append(time.perf_counter() - begun)

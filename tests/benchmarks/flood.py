@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.flood URL [--requests 10000] [--timeout-s S] [--json FILE]
 
-Every request has a connection of its own, opened as fast as this process can. `/health` is
-polled on fresh connections, as a supervisor does. The report has the answers by status, how long
-`/health` took, and the values of `Retry-After`. Needs as many file descriptors as requests (`ulimit
+Every request has a connection of its own, opened as fast as this process can. `/health` is polled
+on new connections, as a supervisor does. The report has the answers by status, the times of
+`/health`, and the values of `Retry-After`. Needs as many file descriptors as requests (`ulimit
 -n`), here and in the server.
 """
 
@@ -25,9 +25,10 @@ from urllib.parse import urlsplit
 PROBE_EVERY_S = 0.05
 SLOW_S = 0.5
 WARMUP_S = 2.0
-"""How long only the probe runs."""
+"""The time in which only the probe runs."""
 CONNECT_AT_ONCE = 1000
-"""Connections that this process opens at the same time: more would only wait in its own loop."""
+"""The number of connections that this process opens at a time: more would only wait in its own
+loop."""
 
 
 class Flood:
@@ -65,8 +66,8 @@ class Flood:
 
 
 def probe(url: str, ending: Event, results: Connection) -> None:
-    """Poll `/health` in a process of its own: the flood's own loop is busy. Sends when each probe
-    began, since the first, and how long it took."""
+    """Polls `/health` in a process of its own, because the flood's loop is busy. Sends the start of
+    each probe, relative to the first, and its duration."""
     parts = urlsplit(url)
     times: list[tuple[float, float]] = []
     while not ending.is_set():

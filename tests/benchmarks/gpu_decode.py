@@ -1,8 +1,8 @@
 """`python -m tests.benchmarks.gpu_decode`: one GPU, the shape of Qwen3-0.6B, random weights.
 
 Swell and transformers compute the same work in one process, one after the other: rows of equal
-prompts and answers, greedy, in bfloat16. Needs a GPU and no Ray; a GPU computes by
-`kernels/reference` alone.
+prompts and answers, greedy, in bfloat16. Needs a GPU but not Ray; a GPU only uses
+`kernels/reference`.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ def seconds(engine: Swell | Transformers, prompts: list[list[int]], tokens: int)
 
 
 def measure(label: str, engine: Swell | Transformers) -> list[str]:
-    """The columns of a row of the table."""
+    """Returns the columns of a row of the table."""
     columns = []
     for rows in ROWS:
         prompts = prompts_of(rows, PROMPT_TOKENS)
-        engine.generate(prompts, ANSWER_TOKENS)  # allocates
+        engine.generate(prompts, ANSWER_TOKENS)  # allocates buffers
         whole_s = median(seconds(engine, prompts, ANSWER_TOKENS) for _ in range(REPEATS))
         first_s = median(seconds(engine, prompts, 1) for _ in range(REPEATS))
         step_s = (whole_s - first_s) / (ANSWER_TOKENS - 1)

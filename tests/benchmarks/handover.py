@@ -1,10 +1,10 @@
-"""The time from a computed prompt to the first token on another engine:
-`python -m tests.benchmarks.handover`.
+"""The time from a computed prompt to the first token on another engine: `python -m
+tests.benchmarks.handover`.
 
-m15 (or `--model m125`), 4 000 tokens and 16 more, one row, files in `--folder` (/dev/shm). Each
-pair is one prompt that the second engine computes itself, and one whose KV it reads; what it costs
-the first engine to write is measured against the same prompt without. One process, the same cores;
-ratios are medians over the pairs.
+m15 (or `--model m125`), a prompt of 4 000 tokens and 16 more, one row, files in `--folder`
+(/dev/shm). Each pair is one prompt that the second engine computes itself, and one whose KV it
+reads. The cost of writing for the first engine is measured against the same prompt without a
+handover. Everything runs in one process on the same cores; ratios are medians over the pairs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def prompt(number: int) -> list[int]:
 
 
 def seconds(llm: LLM, ids: list[int], max_tokens: int, **fields: str) -> float:
-    """To the end of one request."""
+    """Returns the seconds that one request takes."""
     core = llm._engine.core
     start = time.perf_counter()
     request = EngineCoreRequest("a", ids, SamplerParams(), max_tokens, **fields)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def main() -> None:
                 read_s = seconds(second, one, 1, handed_over=name)
                 plain_s = seconds(first, two[:PROMPT_TOKENS], 1)
                 compute_s = seconds(second, two, 1)
-                if pair:  # the first one warms up
+                if pair:  # the first pair is a warm-up
                     for found, took_s in zip(
                         (written, read, plain, computed),
                         (write_s, read_s, plain_s, compute_s),

@@ -1,12 +1,12 @@
 """`python -m tests.benchmarks.host`: the host's cost of a step, without a model.
 
-The engine's side: requests that decode go through a real scheduler and a real channel, two steps in
-flight, and the tokens are random numbers. The worker's side: the real runner around a model that
-returns zeros. `sampling_baseline`: a real engine in one process answers one request; the time of
-the model and its sampler is subtracted from the step.
+The engine's side: requests that decode pass through a real scheduler and a real channel, with two
+steps in flight, and the tokens are random numbers. The worker's side: the real runner around a
+model that returns zeros. `sampling_baseline`: a real engine in one process answers one request; the
+time of the model and its sampler is subtracted from the step.
 
-Engine and worker are measured in processor time of their thread; what the channel's own threads
-encrypt and send counts too, as the processor time of the process beyond that.
+Engine and worker are measured in processor time of their thread. The work of the channel's own
+threads, which encrypt and send, is the remaining processor time of the process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from swell.worker.wire import (
 ROWS = (16, 64, 256)
 CONTEXTS = (128, 2048, 8000)
 STEPS = 160
-"""A multiple of a block's tokens: each row fills as many blocks as it would in the long run."""
+"""A multiple of a block's tokens, so that each row fills as many blocks as on average."""
 WARMUP_STEPS = 32
 MAX_MODEL_LEN = 8192 + 256
 BLOCK_TOKENS = 16
@@ -52,7 +52,7 @@ _CACHE = CacheConfig(block_tokens=BLOCK_TOKENS)
 
 
 class Clock:
-    """Processor time of this thread by name, one number for each step."""
+    """Measures the processor time of this thread by name, one number for each step."""
 
     def __init__(self) -> None:
         self._steps: dict[str, list[int]] = {}
@@ -64,7 +64,7 @@ class Clock:
         return result
 
     def medians_us(self) -> dict[str, float]:
-        """Medians over the steps after the warm-up."""
+        """Returns the medians over the steps after the warm-up."""
         return {
             name: statistics.median(steps[WARMUP_STEPS:]) / 1e3
             for name, steps in self._steps.items()
@@ -72,7 +72,7 @@ class Clock:
 
 
 class Wire:
-    """A worker and an ingress on one channel each, in one process."""
+    """A worker and an ingress, with one channel each, in one process."""
 
     def __init__(self) -> None:
         keys = make_keys()
@@ -95,7 +95,8 @@ class Wire:
 
 
 def requests(rows: int, context: int) -> Iterable[EngineCoreRequest]:
-    """Prompts of about `context` tokens that share nothing; their blocks fill in turn."""
+    """Yields requests with prompts of about `context` tokens that share nothing; their blocks fill
+    at different steps."""
     rng = random.Random(rows * context)
     for row in range(rows):
         prompt = rng.choices(range(VOCAB), k=context + row % BLOCK_TOKENS)
@@ -118,8 +119,8 @@ def random_output(step: ScheduledStep) -> ModelRunnerOutput:
 
 
 def engine_side(rows: int, context: int) -> dict[str, float]:
-    """Microseconds of a step: schedule, update, channel; and `channel_threads`, the time
-    of the channel's own threads."""
+    """Returns the microseconds of a step: schedule, update, channel; and `channel_threads`, the
+    time of the channel's own threads."""
     scheduler, wire, clock = new_scheduler(rows, context), Wire(), Clock()
     step = scheduler.schedule()
     assert step is not None
@@ -154,7 +155,7 @@ def _to_ingress(wire: Wire, outputs: dict[bytes, Any]) -> None:
 
 
 class ZeroModel:
-    """Zeros as hidden states, and logits of eight tokens."""
+    """A model that returns zeros as hidden states, and logits of eight tokens."""
 
     config = None
     vocab_size = 8
@@ -171,7 +172,7 @@ class ZeroModel:
 
 
 def worker_side(rows: int, context: int) -> dict[str, float]:
-    """Microseconds of a step on a worker whose model costs nothing."""
+    """Returns the microseconds of a step on a worker whose model costs nothing."""
     mesh = Mesh(0, 0, SoloGroup(), SoloGroup(), SoloGroup())
     runner = ModelRunner(ZeroModel(), mesh, _SCHEDULER, _CACHE, MAX_MODEL_LEN, torch.device("cpu"))
     scheduler, clock = new_scheduler(rows, context), Clock()
@@ -185,7 +186,7 @@ def worker_side(rows: int, context: int) -> dict[str, float]:
 
 
 def _admit(scheduler: Scheduler, runner: ModelRunner) -> None:
-    """Slots are taken one by one: no real step has the prompts of all rows at once."""
+    """Adds the rows one by one: no real step has the prompts of all rows at once."""
     step = scheduler.schedule()
     assert step is not None
     for row, start, count in zip(
@@ -208,7 +209,7 @@ def _run(runner: ModelRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
 
 
 class Stopwatch:
-    """Wall time inside of calls."""
+    """Measures wall time inside of calls."""
 
     def __init__(self) -> None:
         self.ns = 0
@@ -224,8 +225,8 @@ class Stopwatch:
 
 
 def sampling_baseline(model: str, tokens: int = 512) -> dict[str, float]:
-    """Microseconds of wall time of a step with one row in `LLM`, and all of them but the model and
-    the sampler."""
+    """Returns the microseconds of wall time of a step with one row in `LLM`, and of its parts other
+    than the model and the sampler."""
     with LLM(model) as llm:
         runner = llm._engine.core.executor._worker.runner  # type: ignore[attr-defined]
         watch = Stopwatch()
@@ -243,8 +244,8 @@ def sampling_baseline(model: str, tokens: int = 512) -> dict[str, float]:
 
 
 def measure() -> dict[str, float]:
-    """`engine.ROWS.CONTEXT.PART`, `worker.ROWS.CONTEXT`, `sampling_baseline.PART`, all in
-    microseconds."""
+    """Returns `engine.ROWS.CONTEXT.PART`, `worker.ROWS.CONTEXT` and `sampling_baseline.PART`, all
+    in microseconds."""
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     for rows in ROWS:

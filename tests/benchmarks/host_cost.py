@@ -11,8 +11,8 @@ _TOKENS = "tokens"
 _MAX_STEP_US = 1500.0
 _MAX_TOKEN_US = 20.0
 _LINEAR = 1.15
-"""Four times the rows may cost this much more than four times as much; and a longer context this
-much more than a short one: both would be 1 without noise."""
+"""The bound on how much more than four times as much four times the rows may cost, and how much
+more a longer context may cost than a short one. Both would be 1 without noise."""
 
 
 def run(setup: Setup) -> Measured:

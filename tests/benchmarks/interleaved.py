@@ -1,6 +1,7 @@
-"""Contenders take turns: A B C A B C ..., so that other load on the machine meets all of them.
+"""Contenders run in turn: A B C A B C ..., so that other load on the machine affects all of them.
 
-Two never compute at once: all but the one at turn are paused, where possible.
+Two contenders never compute at once: all except the one whose turn it is are paused, if they can
+be.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ class Contender(Protocol):
     name: str
 
     def start(self) -> None:
-        """Start, and be ready to measure. Raises ContenderFailed."""
+        """Starts the contender, so that it is ready to measure. Raises ContenderFailed."""
 
     def pause(self) -> None:
-        """Use no processor until `resume`."""
+        """Stops using the processor until `resume`."""
 
     def resume(self) -> None: ...
 
     def close(self) -> None:
-        """End all processes of it; may be called at any time."""
+        """Terminates all processes of the contender; may be called at any time."""
 
 
 C = TypeVar("C", bound=Contender)
@@ -39,19 +40,19 @@ class Rounds(dict[str, list[Numbers]]):
     """The numbers of each contender: a list of rounds, all of the same length."""
 
     def series(self, name: str, key: str) -> list[float]:
-        """One number of a contender over the rounds; empty without it."""
+        """Returns one number of a contender over the rounds; empty if the contender is missing."""
         return [numbers[key] for numbers in self.get(name, [])]
 
     def all_series(self, name: str) -> dict[str, list[float]]:
-        """All numbers of a contender, by their keys."""
+        """Returns all numbers of a contender, by their keys."""
         return {key: self.series(name, key) for key in (self.get(name) or [{}])[0]}
 
 
 class InterleavedRounds(Generic[C]):
-    """Contenders from start to end: a context manager, which ends all that have started.
+    """A context manager that starts contenders, and terminates all that have started.
 
-    A peer that fails is left out from there on, with its trouble; if ours fails, ContenderFailed is
-    raised.
+    A peer that fails is left out from then on, and its trouble is recorded; if ours fails,
+    ContenderFailed is raised.
     """
 
     def __init__(self, contenders: Sequence[C]) -> None:
@@ -74,7 +75,7 @@ class InterleavedRounds(Generic[C]):
         self._stack.close()
 
     def take(self, repeats: int, measure: Callable[[C], Numbers]) -> Rounds:
-        """Let each measure `repeats` times, in turn."""
+        """Measures each contender `repeats` times, in turn."""
         rounds = Rounds()
         for index in range(repeats):
             for contender in list(self.active):
@@ -102,5 +103,5 @@ class InterleavedRounds(Generic[C]):
 
 
 def log(text: str) -> None:
-    """Print progress, apart from the results."""
+    """Prints progress, separate from the results."""
     print(text, file=sys.stderr, flush=True)

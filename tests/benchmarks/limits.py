@@ -1,10 +1,10 @@
-"""How fast a batch could be: its matrix products alone, and its bytes at the memory's rate.
+"""The speed limit of a batch: its matrix products only, and its bytes at the memory bandwidth.
 
     time of a step = products of its tokens and of its sampled rows, each as one `F.linear`
-                   + bytes of KV that its rows read and write, at the measured memory rate
+                   + bytes of KV that its rows read and write, at the measured memory bandwidth
 
-A step of a single token does not reach the processor's arithmetic: there the weights' bytes at
-that rate take the products' place. The scheduler decides which steps there are.
+A step of a single token is not limited by arithmetic: for it, the bytes of the weights at that
+bandwidth replace the products. The scheduler decides the steps.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from tests.benchmarks.models import FLOAT_BYTES, Shape
 from tests.benchmarks.steps import Step
 
 _PROBE_BYTES = 512 * 2**20
-"""Far more than any cache holds."""
+"""Much more than any cache holds."""
 _PROBES, _PASSES = 4, 8
 _LEAST_S = 0.3
-"""A product is repeated for this long, and at least twice."""
+"""The minimum time for which a product is repeated, at least twice."""
 
 
 def memory_rate() -> float:
-    """Bytes a second that all cores together read: the best of several passes over several buffers.
+    """Returns the bytes a second that all cores together read: the best of several passes over
+    several buffers.
 
-    Pages differ: the place of a virtual machine's memory makes a difference of up to two.
+    Buffers differ: the location of a virtual machine's memory changes the result by up to a factor
+    of two.
     """
     best = float("inf")
     for _ in range(_PROBES):
@@ -40,7 +42,7 @@ def memory_rate() -> float:
 
 
 class Products:
-    """The matrix products of a model, with weights of their own for each layer."""
+    """The matrix products of a model, with separate weights for each layer."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -56,7 +58,7 @@ class Products:
 
     @torch.inference_mode()
     def seconds(self, tokens: int, sampled: int) -> float:
-        """Duration of one step, the median of several."""
+        """Returns the duration of one step, the median of several."""
         widths = (self.shape.hidden, self.shape.intermediate)
         inputs = {width: torch.randn(tokens, width) for width in widths}
         last = torch.randn(sampled, self.shape.hidden)
@@ -72,7 +74,7 @@ class Products:
 
 
 def batch_seconds(shape: Shape, products: Products, made: list[Step], rate: float) -> float:
-    """The least time of all these steps."""
+    """Returns the minimum time of all these steps."""
     seconds = sum(step.positions for step in made) * shape.kv_bytes / rate
     kinds = Counter((step.tokens, step.sampled) for step in made)
     for (tokens, sampled), count in kinds.items():

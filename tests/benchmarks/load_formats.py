@@ -1,9 +1,9 @@
-"""`python -m tests.benchmarks.load_formats`: what a start costs with each form of the weights.
+"""`python -m tests.benchmarks.load_formats`: the cost of a start with each form of the weights.
 
 A random llama of 156 M parameters, saved by transformers and by `swell save-sharded`: as a GPU
 reads it, and packed for this CPU. Each start is a process of its own, in turn, so that other load
-of the machine meets all; the files are in the page cache. Before that one row decodes with mapped
-weights and with weights in memory, which must be as fast.
+of the machine affects all; the files are in the page cache. Before that, one row decodes with
+mapped weights and with weights in memory, which must be equally fast.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FORMS = ("auto", "copied", "mapped")
 
 
 def make(folder: Path) -> None:
-    """The model in all forms, each in a folder of its own."""
+    """Writes the model in all forms, each in a folder of its own."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -57,13 +57,13 @@ def make(folder: Path) -> None:
 
 
 def memory(name: str) -> int:
-    """MB of this process."""
+    """Returns a memory value of this process in MB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def start(folder: Path) -> dict[str, Any]:
-    """One start, in this process."""
+    """Measures one start, in this process."""
     from swell.cluster.local import LLM, SamplingParams
     from swell.worker import worker as worker_module
     from swell.worker.worker import Worker
@@ -96,8 +96,8 @@ def start(folder: Path) -> dict[str, Any]:
 
 
 def decode(folder: Path) -> dict[str, float]:
-    """Time of one row's tokens with mapped weights over that with weights in memory, in one
-    process, in turn: the median and the quartiles."""
+    """Returns the time of one row's tokens with mapped weights over that with weights in memory,
+    measured in turn in one process: the median and the quartiles."""
     from swell.cluster.local import LLM, SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -129,7 +129,7 @@ def main() -> None:
         shutil.rmtree(folder)
     assert all(one[form]["tokens"] == one["auto"]["tokens"] for one in rounds for form in FORMS)
     print(f"{ROUNDS} rounds:")
-    show(rounds[1:])  # the first brings the files into the page cache
+    show(rounds[1:])  # the first round brings the files into the page cache
 
 
 def in_child(folder: Path) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def in_child(folder: Path) -> dict[str, Any]:
 
 
 def show(rounds: list[dict[str, dict[str, Any]]]) -> None:
-    """Medians, and the median and the ends of each round's ratio to `auto`."""
+    """Prints medians, and the median and range of each round's ratio to `auto`."""
     keys = [key for key in rounds[0]["auto"] if key != "tokens"]
     for key in sorted(keys):
         cells = []

@@ -1,4 +1,4 @@
-"""Decoding behind 8 000 tokens against the bytes that it reads, and the gain of a shared prefix."""
+"""Decoding after 8 000 tokens against the bytes that it reads, and the gain of a shared prefix."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _PACKAGES = ("torch", "ray", "transformers")
 
 
 def machine() -> dict[str, str]:
-    """The processor and what it can do."""
+    """Returns the processor and its features."""
     text = _read("/proc/cpuinfo")
     model = re.search(r"model name\s*:\s*(.+)", text)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
@@ -30,12 +30,13 @@ def machine() -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and the main dependencies."""
+    """Returns the versions of Python and the main dependencies."""
     return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 
 def version_in(interpreter: str, package: str) -> str:
-    """The version of a distribution that another interpreter has; empty if it has none."""
+    """Returns the version of a distribution in another interpreter; empty if it is not installed
+    there."""
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     run = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=False)
     return run.stdout.strip()
@@ -46,7 +47,8 @@ def today() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout; `+` after it: with changes. Empty outside of one."""
+    """Returns the commit of the checkout, with a `+` if there are changes; empty outside of a
+    checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     return run.stdout.strip()

@@ -1,7 +1,7 @@
-"""Random llamas, the same on every machine: made from a seed where they are missing.
+"""Random llamas that are the same on every machine; missing ones are made from a seed.
 
-The tokenizer is made, not trained: bytes, pairs of letters, and words of two pairs, with and
-without a space before them. So a prompt of random words has a known number of tokens.
+The tokenizer is constructed, not trained: bytes, pairs of letters, and words of two pairs, with and
+without a leading space. So a prompt of random words has a known number of tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STD = 0.02
 
 
 class Shape(NamedTuple):
-    """Sizes of one llama: tied embeddings, float32."""
+    """The sizes of one llama: tied embeddings, float32."""
 
     hidden: int
     layers: int
@@ -41,12 +41,12 @@ class Shape(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values of one position, over all layers."""
+        """Returns the bytes of keys and values of one position, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * FLOAT_BYTES
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes that one token reads: every matrix once."""
+        """Returns the bytes that one token reads: every matrix once."""
         attention = 2 * self.hidden * (self.hidden + self.kv_heads * self.head_dim)
         layer = attention + 3 * self.hidden * self.intermediate
         return (self.layers * layer + self.vocab_size * self.hidden) * FLOAT_BYTES
@@ -59,17 +59,19 @@ SHAPES = {
     "m15-long": Shape(256, 6, 4, 2, 768, positions=16_384),
     "dot": Shape(64, 1, 2, 2, 64, vocab_size=1024),
 }
-"""4.4, 12.9 and 100 million parameters; `dot` computes almost nothing."""
+"""Models of 4.4, 12.9 and 100 million parameters; `dot` computes almost nothing."""
 
 
 def default_folder() -> Path:
-    """Beside the compiled kernels: `$SWELL_CACHE/bench`, or `~/.cache/swell/bench`."""
+    """Returns the folder next to the compiled kernels: `$SWELL_CACHE/bench`, or
+    `~/.cache/swell/bench`."""
     home = os.environ.get("SWELL_CACHE") or Path.home() / ".cache" / "swell"
     return Path(home) / "bench"
 
 
 def prepare(name: str, folder: Path) -> Path:
-    """The folder of a model under `folder`, complete; any number of processes may race."""
+    """Returns the complete folder of a model under `folder`; any number of processes may call this
+    at once."""
     target = folder / name
     if (target / "config.json").exists():
         return target
@@ -87,7 +89,7 @@ def prepare(name: str, folder: Path) -> Path:
 
 
 def write(shape: Shape, folder: Path) -> None:
-    """Weights, config and tokenizer."""
+    """Writes weights, config and tokenizer."""
     from safetensors.torch import save_file
 
     save_file(weights(shape), folder / "model.safetensors", metadata={"format": "pt"})
@@ -107,7 +109,8 @@ def write(shape: Shape, folder: Path) -> None:
 
 
 def weights(shape: Shape) -> dict[str, Any]:
-    """Checkpoint name -> tensor, normal with a standard deviation of 0.02; norms are one."""
+    """Returns checkpoint name -> tensor, normal with a standard deviation of 0.02; norms are
+    one."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -156,7 +159,8 @@ def config(shape: Shape) -> dict[str, Any]:
 
 
 def tokenizer(vocab_size: int) -> dict[str, Any]:
-    """A byte-level BPE of exactly `vocab_size` tokens, as tokenizer.json has it."""
+    """Returns the contents of tokenizer.json for a byte-level BPE of exactly `vocab_size`
+    tokens."""
     from tokenizers import pre_tokenizers
 
     names = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -185,7 +189,7 @@ def tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def _merges() -> Any:
-    """Pairs of letters, then pairs after a space, then words: frequent letters first."""
+    """Yields pairs of letters, then pairs after a space, then words: frequent letters first."""
     pairs = [(left, right) for left, right in itertools.product(LETTERS, repeat=2)]
     yield from pairs
     spaced = [("Ġ", left + right) for left, right in pairs]

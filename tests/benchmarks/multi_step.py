@@ -2,8 +2,8 @@
 those with one.
 
 Two engines of this process with the model nano, greedy, answer the same prompts in turn, as in
-`drafts.py`; the answers must be equal. Their workers are in the same process: what is saved is the
-time in which the engine schedules and reads.
+`drafts.py`; the answers must be equal. Their workers are in the same process: the time saved is
+that in which the engine schedules and reads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Batches that start together, 128 tokens in and 64 out, greedy: one process, no server.
 
-Ours against vLLM and llama.cpp, and against the limit that is measured in the same rounds.
+Ours against vLLM and llama.cpp, and against the speed limit that is measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCRIPTS = {
 
 
 class Batch(NamedTuple):
-    """One size, and the least ratio of our tokens per second to each reference's."""
+    """One size, and the minimum ratio of our tokens per second to each reference's."""
 
     model: str
     rows: int
@@ -41,7 +41,7 @@ BATCHES = (
 
 
 def run(batch: Batch, setup: Setup) -> Measured:
-    """Measure one size."""
+    """Measures one size."""
     folder = models.prepare(batch.model, setup.models)
     sizes = (batch.rows, INPUTS, OUTPUTS)
     workers = [

@@ -1,9 +1,9 @@
-"""The time to the first token of a prompt whose prefix has left the KV cache, computed again and
+"""The time to the first token of a prompt whose prefix was evicted from the KV cache, recomputed or
 copied back: `python -m tests.benchmarks.offload`.
 
-m15 (or `--model m125`), 4 000 tokens and 16 more, one row. Between two turns of it other prompts
-push its blocks out. Each pair is one turn without tiers and one with each kind of tier, in one
-process on the same cores; the ratio is the median over the pairs.
+m15 (or `--model m125`), a prompt of 4 000 tokens and 16 more, one row. Between two turns of it,
+other prompts evict its blocks. Each pair is one turn without tiers and one with each kind of tier,
+in one process on the same cores; the ratio is the median over the pairs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def prompt(number: int) -> list[int]:
 
 
 def turn(llm: LLM) -> float:
-    """Seconds to the first token of a prompt that comes back behind others."""
+    """Returns the seconds to the first token of a prompt that is repeated after other prompts."""
     for number in range(1, 1 + OTHERS):
         llm.generate([prompt(number)], FIRST)
     start = time.perf_counter()

@@ -2,8 +2,8 @@
 packed router, whose rows do not depend on each other, over that with plain ones.
 
 Two engines in this process with the model nano-moe, one thread, processor time of a step with its
-share of the prefill. Both run in turn; the ratio of two neighbours is kept, and the median of all
-is printed.
+share of the prefill. Both run in turn; the median of the ratios of adjacent measurements is
+printed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tests.benchmarks.routed_experts_cost import NANO_MOE
 from tests.benchmarks.sampling_cost import PROMPT_TOKENS, STEPS, plain, print_ratio
 
 NUM_EXPERTS = 8
-"""Of a layer of nano-moe: its router has as many outputs, and no other weight has so few."""
+"""The experts of a layer of nano-moe: the router has this many outputs, and all other weights have
+more."""
 
 
 def step_ms(llm: LLM, rows: int, prompt_tokens: int) -> float:
@@ -31,7 +32,7 @@ def step_ms(llm: LLM, rows: int, prompt_tokens: int) -> float:
 
 
 def unpacked(**overrides: Any) -> LLM:
-    """An engine whose experts and routers are as the checkpoint has them."""
+    """Returns an engine whose experts and routers are stored as in the checkpoint."""
     pack = PackedWeight.pack
 
     def pack_others(layer: PackedWeight) -> None:

@@ -1,4 +1,4 @@
-"""The targets as a picture: one bar each, how far its figure lies above or below."""
+"""The targets as a picture: one bar each, which shows how far its figure is above or below."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _MET, _MISSED = "#4c9f70", "#c8553d"
 
 
 def plot(path: Path, results: Results) -> None:
-    """Write it as SVG or PNG, by the name's ending. Raises ValueError without matplotlib."""
+    """Writes the picture as SVG or PNG, by the suffix of the name. Raises ValueError without
+    matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -47,7 +48,7 @@ def label(case: str, figure: Figure) -> str:
 
 
 def achieved(figure: Figure, value: float) -> float:
-    """1: the target is just met; more is better."""
+    """Returns a value over its target: 1 just meets the target, and more is better."""
     if figure.at_least is not None:
         return value / figure.at_least
     assert figure.at_most is not None

@@ -1,4 +1,4 @@
-"""Embeddings of short texts beside sentence-transformers, in one process on the same cores:
+"""Embeddings of short texts against sentence-transformers, in one process on the same cores:
 `python -m tests.benchmarks.pooling` (`sentence-transformers` must be importable).
 
 A random model of the shape of bge-small, float32, and 64 texts of 8 to 40 tokens. Each pair is one
@@ -27,7 +27,7 @@ BGE_SMALL: dict[str, Any] = {
     "initializer_range": 0.02,
 }
 TEXTS = [" ".join("abcdefghijklmnopqrstuvwxyz0123456789.,"[: 6 + 32 * i // 63]) for i in range(64)]
-"""With two special tokens 8 to 40 tokens each."""
+"""Texts of 8 to 40 tokens each, including two special tokens."""
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""What long prompts do to the answers that stream meanwhile, with and without an engine that
-computes prompts: `python -m tests.benchmarks.prefill_decode`.
+"""The effect of long prompts on concurrent streams, with and without an engine that computes
+prompts: `python -m tests.benchmarks.prefill_decode`.
 
-Two engines of one thread each behind HTTP, m15, one cluster after the other. Some clients stream
-answers to short prompts, one after the other; meanwhile a prompt of 3 000 tokens comes every
-second. Printed: times between two tokens of the streams, and from a long prompt to its first token.
+Two engines of one thread each, served over HTTP, m15, one cluster after the other. Some clients
+stream answers to short prompts, one after the other; meanwhile a prompt of 3 000 tokens arrives
+every second. Printed: times between two tokens of the streams, and from a long prompt to its first
+token.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class Traffic:
-    """Of one cluster, for some seconds."""
+    """The load on one cluster, for some seconds."""
 
     def __init__(self, url: str, seconds: float) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=120)
@@ -57,7 +58,7 @@ class Traffic:
         self.first_s.append((await self._times(prompt, 2))[0] - start)
 
     async def _times(self, prompt: list[int], max_tokens: int) -> list[float]:
-        """When each token came."""
+        """Returns the time at which each token arrived."""
         asked = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         asked |= {"return_token_ids": True}
         times: list[float] = []
@@ -90,7 +91,7 @@ def main() -> None:
         split = ("parallel.prefill_engines=1", f"cache.handover_folder={files}")
         for name, more in (("both engines do both", ()), ("one computes prompts", split)):
             with Cluster(folder, *settings, *more) as cluster:
-                asyncio.run(Traffic(cluster.url, 3.0).run(args.streams))  # warms up
+                asyncio.run(Traffic(cluster.url, 3.0).run(args.streams))  # a warm-up
                 traffic = Traffic(cluster.url, args.seconds)
                 asyncio.run(traffic.run(args.streams))
             print(f"{name}: {len(traffic.gaps_s)} tokens")

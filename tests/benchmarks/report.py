@@ -16,7 +16,7 @@ _MARKS = {None: "", True: "met", False: "MISSED"}
 
 
 def rows(results: Results) -> Iterator[tuple[str, ...]]:
-    """One for each figure, under the head."""
+    """Yields a row for each figure, to go under the header."""
     for name, result in results.items():
         for figure in result.figures:
             yield name, *_cells(figure)
@@ -38,14 +38,14 @@ def _cells(figure: Figure) -> tuple[str, ...]:
 
 
 def target(figure: Figure) -> str:
-    """The target of the ratio if there is a reference, else of the number itself."""
+    """Returns the target of the ratio if there is a reference, otherwise of the number itself."""
     if figure.at_least is not None:
         return f">= {number(figure.at_least)}"
     return f"<= {number(figure.at_most)}" if figure.at_most is not None else ""
 
 
 def number(value: float) -> str:
-    """Three digits that count, and no exponents."""
+    """Returns three significant digits, without exponents."""
     size = abs(value)
     if size >= 1000:
         return f"{value:,.0f}".replace(",", " ")
@@ -60,7 +60,7 @@ def show(results: Results) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Circumstances, then the table."""
+    """Returns the environment, then the table."""
     lines = [*environment(results), "", marked_page.row(HEAD)]
     lines.append(marked_page.row(["---", "---", "---:", "---", *["---:"] * 4, "---"]))
     lines += [marked_page.row(row) for row in rows(results)]
@@ -70,7 +70,7 @@ def markdown(results: Results) -> str:
 
 
 def environment(results: Results) -> list[str]:
-    """A line for each machine, one for the peers, and one for each date and commit."""
+    """Returns a line for each machine, one for the peers, and one for each date and commit."""
     lines = [*dict.fromkeys(_listed({**r.machine, **r.versions}) for r in results.values())]
     peers: dict[str, str] = {}
     for result in results.values():
@@ -90,5 +90,5 @@ def _listed(facts: Mapping[str, str]) -> str:
 
 
 def write_markdown(path: Path, results: Results) -> None:
-    """Put the table between the markers of a page. Raises ValueError without them."""
+    """Writes the table between the markers of a page. Raises ValueError if these are missing."""
     marked_page.replace(path, MARKER, markdown(results))

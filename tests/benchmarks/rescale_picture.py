@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.rescale_picture docs/lab/rescale.svg
 
-A cluster of one engine serves closed-loop streams. Engines are added, one is killed, and engines
-are removed meanwhile. Every answer is compared with that of the undisturbed cluster.
+A cluster of one engine serves closed-loop streams. Meanwhile engines are added, one is killed, and
+engines are removed. Every answer is compared with that of the undisturbed cluster.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ STREAMS = 16
 PROMPTS = tuple(f"count from {first} to {first + 25}" for first in range(3, 3 + STREAMS))
 BIN_S = 0.5
 QUIET_S = 6.0
-"""Before, between and after the events."""
+"""The time before, between and after the events."""
 CHANGE_S = 120.0
 ENGINE = "EngineActor"
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 860, 300, 64, 56, 40
-"""In pixels of the picture; the last three are margins."""
+"""Pixels of the picture; the last three are margins."""
 
 
 @dataclass
 class Record:
-    """Times are seconds since the start of the load."""
+    """A record of the run; times are seconds since the start of the load."""
 
     started: float = field(default_factory=time.monotonic)
     tokens: list[float] = field(default_factory=list)
-    """When each token arrived."""
+    """The time at which each token arrived."""
     events: list[tuple[float, str]] = field(default_factory=list)
     answers: int = 0
     wrong: int = 0
@@ -52,7 +52,7 @@ class Record:
 
 
 async def stream(client: httpx.AsyncClient, prompt: str) -> AsyncIterator[str]:
-    """The pieces of one streamed answer. Raises ValueError for an error event."""
+    """Yields the pieces of one streamed answer. Raises ValueError for an error event."""
     body = {
         "model": "nano",
         "messages": [{"role": "user", "content": prompt}],
@@ -122,7 +122,7 @@ async def measure(cluster: Cluster) -> Record:
 
 
 def draw(record: Record) -> str:
-    """An SVG: tokens per second in bins of BIN_S, and a line for each event."""
+    """Returns an SVG: tokens per second in bins of BIN_S, and a line for each event."""
     bins = int(max(record.tokens) / BIN_S)
     rates = [0.0] * bins
     for when in record.tokens:

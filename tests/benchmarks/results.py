@@ -1,4 +1,4 @@
-"""Figures of Swell, beside a reference of the same rounds, and their bounds."""
+"""Figures of Swell, with a reference of the same rounds, and their bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class MedianRange(msgspec.Struct, frozen=True):
-    """Median and range of one number over the rounds."""
+    """The median and range of one number over the rounds."""
 
     median: float
     low: float
@@ -18,20 +18,21 @@ class MedianRange(msgspec.Struct, frozen=True):
 
 
 class Figure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One number, a value for each round; beside a reference the ratio counts, round by round."""
+    """One number, with a value for each round; with a reference, the ratio counts, round by
+    round."""
 
     what: str
     """The name with its unit: `output tokens/s`."""
     ours: list[float]
     against: str = ""
-    """The reference; empty: the number has none, and the bounds are on it."""
+    """The reference. If it is empty, the bounds are on the number itself."""
     theirs: list[float] = []
     at_least: float | None = None
     at_most: float | None = None
 
     @property
     def compared(self) -> MedianRange:
-        """The value that has the bounds: ours over theirs, or ours."""
+        """Returns the value that the bounds apply to: the ratio of ours to theirs, or ours."""
         return spread(ratios(self.ours, self.theirs) if self.against else self.ours)
 
     @property
@@ -61,11 +62,11 @@ class CaseResult(msgspec.Struct, frozen=True):
 
 
 Results = dict[str, CaseResult]
-"""Name of a case -> its last result."""
+"""Name of a case -> its latest result."""
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Ratios of pairs: both were measured in the same round. Raises ValueError if one is
+    """Returns the ratios of pairs that were measured in the same round. Raises ValueError if one is
     missing."""
     return [our / their for our, their in zip(ours, theirs, strict=True)]
 
@@ -75,12 +76,12 @@ def spread(values: Sequence[float]) -> MedianRange:
 
 
 def read(path: Path) -> Results:
-    """The results in the file; none if there is no file."""
+    """Returns the results in the file; none if there is no file."""
     return msgspec.json.decode(path.read_bytes(), type=Results) if path.exists() else {}
 
 
 def write(path: Path, results: Results) -> None:
-    """Put these cases into the file; others stay."""
+    """Writes these cases into the file; others stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode({**read(path), **results}), indent=1)
     path.write_bytes(text + b"\n")

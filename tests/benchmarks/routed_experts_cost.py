@@ -1,9 +1,9 @@
-"""`python -m tests.benchmarks.routed_experts_cost`: what it costs to record, and to return, the
+"""`python -m tests.benchmarks.routed_experts_cost`: the cost of recording, and of returning, the
 experts that computed each token.
 
 Two engines in this process with the model nano-moe, 64 rows that decode, one thread, processor time
-of a step with its share of the prefill. Both run in turn; the ratio of two neighbours is kept, and
-the median of all is printed.
+of a step with its share of the prefill. Both run in turn; the median of the ratios of adjacent
+measurements is printed.
 """
 
 from __future__ import annotations

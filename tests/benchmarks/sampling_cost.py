@@ -1,9 +1,9 @@
-"""`python -m tests.benchmarks.sampling_cost`: what each sampling parameter costs in a step,
-and what a step costs without any.
+"""`python -m tests.benchmarks.sampling_cost`: the cost of each sampling parameter in a step, and of
+a step without any.
 
 One engine in this process, a random llama of 12.9 M parameters (vocabulary 32 000), 64 rows that
-decode. Each parameter runs in turn with plain answers, so that other load of the machine meets
-both; the ratio of two neighbours is kept, and the median of all is printed.
+decode. Each parameter alternates with plain answers, so that other load of the machine affects
+both; the median of the ratios of adjacent measurements is printed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def plain(**fields: Any) -> SamplingParams:
 
 
 def step_ms(llm: LLM, params: SamplingParams) -> float:
-    """Mean time of a step, the prefill's among them."""
+    """Returns the mean time of a step, including the prefill."""
     prompts = [[3 + (row * 7 + i) % 300 for i in range(PROMPT_TOKENS)] for row in range(ROWS)]
     started = time.perf_counter()
     llm.generate(prompts, params)
@@ -72,7 +72,8 @@ def step_ms(llm: LLM, params: SamplingParams) -> float:
 
 
 def compare(one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float, float]:
-    """Medians of both, and of the ratio of neighbours, `other` over `one`."""
+    """Returns the medians of both, and of the ratios of adjacent measurements, `other` over
+    `one`."""
     pairs = [(one(), other()) for _ in range(PAIRS)]
     return (
         statistics.median(a for a, _ in pairs),
@@ -82,7 +83,7 @@ def compare(one: Callable[[], float], other: Callable[[], float]) -> tuple[float
 
 
 class Timed:
-    """A logits processor and the time that it takes."""
+    """Wraps a logits processor and measures its time."""
 
     def __init__(self, stage: LogitsProcessor) -> None:
         self._stage = stage
@@ -99,7 +100,7 @@ class Timed:
 
 
 def unused(llm: LLM) -> None:
-    """The time of the logits processors in a step that needs none of them."""
+    """Prints the time of the logits processors in a step that needs none of them."""
     (sampler,) = (thing for thing in gc.get_objects() if isinstance(thing, Sampler))
     stages = sampler._logits_processors
     timed = [Timed(stage) for stage in stages]
@@ -134,7 +135,7 @@ def show(llm: LLM) -> None:
     print(f"{'64 rows':36} {'without, ms a step':>18} {'with, ms':>9} {'ratio':>6}")
     for name, fields in PARAMETERS.items():
         params = plain(**fields)
-        step_ms(llm, params)  # tables are made at first use
+        step_ms(llm, params)  # tables are built at first use
         print_ratio(name, partial(step_ms, llm, plain()), partial(step_ms, llm, params))
 
 

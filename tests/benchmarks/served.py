@@ -1,6 +1,6 @@
-"""Streams over HTTP, 128 tokens in and 64 out, m15: ours by the whole cluster path, and peers.
+"""Streams over HTTP, 128 tokens in and 64 out, m15: ours through the whole cluster, and peers.
 
-One client for all, in a process of its own: that of `swell bench`.
+All use the same client, in a process of its own: that of `swell bench`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SETTINGS = (
     "cache.prefix_caching=false",
     "model.max_model_len=2048",
     "model.name=m",
-    "cluster.stall_timeout_s=3600",  # it is stopped between its turns
+    "cluster.stall_timeout_s=3600",  # the server is stopped between its turns
 )
 REQUESTS = {1: 10, 16: 48, 64: 128}
 """Streams -> requests of a round."""
@@ -31,7 +31,7 @@ THROUGHPUT = {
     1: {"vllm": 2.5},
     64: {"vllm": 2.0, "ray-serve-llm": 3.5},
 }
-"""Streams -> least ratio of tokens per second."""
+"""Streams -> minimum ratio of tokens per second."""
 LATENCIES = ("ttft_p50_ms", "ttft_mean_ms", "ttft_p99_ms", "itl_mean_ms", "itl_p99_ms")
 
 
@@ -46,7 +46,7 @@ def run(setup: Setup) -> Measured:
 
 
 def rounds_of(client: Client, turns: InterleavedRounds[A], streams: int, repeats: int) -> Rounds:
-    """Rounds at so many streams, after some short answers that are not measured."""
+    """Returns rounds with this many streams, after some short answers that are not measured."""
     vocab_size = models.SHAPES[MODEL].vocab_size
 
     def warm(server: Target) -> Numbers:

@@ -1,4 +1,4 @@
-"""Servers as contenders: ours by its whole cluster path, ours in one process, and peers."""
+"""Servers as contenders: ours with the whole cluster path, ours in one process, and peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.benchmarks.interleaved import OURS, Contender, log
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
 _SETTLE_S = 0.5
-"""A server that was stopped catches up in this time."""
+"""The time in which a server that was stopped catches up."""
 _COMPLETIONS = "/v1/completions"
 _ONE_TOKEN = b'{"model": "m", "prompt": "a", "max_tokens": 1}'
 
@@ -29,9 +29,10 @@ class Target(Contender, Protocol):
 
 
 class Server:
-    """One server until `close`. `start_s`: from its start until it answers that it is ready.
+    """A server that runs until `close`. `start_s`: the time from its start until it reports that it
+    is ready.
 
-    `ready` is the path that is polled; a server without one gets a request for one token.
+    `ready` is the path that is polled; a server without such a path gets a request for one token.
     """
 
     def __init__(
@@ -56,17 +57,18 @@ class Server:
         log(f"{self.name} is ready after {self.start_s:.1f} s")
 
     def cpu_time_s(self) -> float:
-        """Processor time of all its processes since their start."""
+        """Returns the processor time of all its processes since their start."""
         return cpu_time_s(self._child.pids)
 
     def cpu_share(self, seconds: float) -> float:
-        """Share of one core, over that time."""
+        """Returns the share of one core that it uses during this time."""
         before = self.cpu_time_s()
         time.sleep(seconds)
         return (self.cpu_time_s() - before) / seconds
 
     def pause(self) -> None:
-        """An idle server computes too: Ray's daemons use some percent of a core."""
+        """Stops the processes, because an idle server computes too: Ray's daemons use some percent
+        of a core."""
         self._child.pause()
 
     def resume(self) -> None:
@@ -92,7 +94,7 @@ class Server:
 
 
 class CoRunningServers:
-    """A server while another idles beside it. Both are contenders themselves, and started
+    """A server under load while another one idles. Both are contenders themselves, and were started
     before."""
 
     def __init__(self, server: Server, idle: Server) -> None:
@@ -134,7 +136,8 @@ class Client:
     def load(
         self, server: Target, streams: int, requests: int, vocab_size: int, sizes: tuple[int, int]
     ) -> dict[str, float]:
-        """Rates and latencies of so many requests. Raises ContenderFailed if one failed."""
+        """Returns rates and latencies of this many requests. Raises ContenderFailed if one
+        failed."""
         self._seed += 1
         numbers = self._child.call(
             url=server.url,
@@ -156,21 +159,21 @@ def _swell(command: Sequence[str], settings: Sequence[str]) -> list[str]:
 
 
 def swell(source: Path, setup: Setup, *settings: str) -> Server:
-    """`swell serve`: Ray, Serve's ingress, an engine actor."""
+    """Returns `swell serve`: Ray, Serve's ingress, an engine actor."""
     port = free_port(_HOST)
     command = ["swell.cluster", "serve", str(source), "--port", str(port)]
     return Server(OURS, _swell(command, settings), port, "/ready", setup.logs)
 
 
 def bare(source: Path, setup: Setup, *settings: str) -> Server:
-    """The same engine and routes in one process."""
+    """Returns the same engine and routes in one process."""
     port = free_port(_HOST)
     command = ["tests.benchmarks.bare", str(source), "--port", str(port)]
     return Server("bare", _swell(command, settings), port, "/ready", setup.logs)
 
 
 def vllm(model: Path, setup: Setup) -> Server:
-    """vLLM's own API server."""
+    """Returns vLLM's own API server."""
     port = free_port(_HOST)
     command = [
         *(setup.peers["vllm"], "-m", "vllm.entrypoints.openai.api_server"),
@@ -182,7 +185,7 @@ def vllm(model: Path, setup: Setup) -> Server:
 
 
 def ray_serve_llm(model: Path, setup: Setup) -> Server:
-    """Ray Serve LLM, which has vLLM's engine."""
+    """Returns Ray Serve LLM, which uses vLLM's engine."""
     port = free_port(_HOST)
     script = str(CONTENDERS / "ray_serve_llm.py")
     command = [setup.peers["ray-serve-llm"], script, str(model), str(port), str(setup.logs / "ray")]
@@ -193,5 +196,5 @@ PEER_SERVERS = {"vllm": vllm, "ray-serve-llm": ray_serve_llm}
 
 
 def peers(model: Path, setup: Setup) -> list[Server]:
-    """Servers of the peers that are installed."""
+    """Returns servers of the peers that are installed."""
     return [make(model, setup) for name, make in PEER_SERVERS.items() if name in setup.peers]

@@ -1,9 +1,9 @@
-"""The time to the first token of a session's next chunk, behind other traffic:
-`python -m tests.benchmarks.sessions`.
+"""The time to the first token of a session's next chunk, after other traffic: `python -m
+tests.benchmarks.sessions`.
 
-m15 (or `--model m125`), 4 000 tokens and a chunk of 16, one row. Between two chunks other prompts
-push out what is not kept. Each pair is one chunk with `cache.session_fraction=0` and one with the
-default, in one process on the same cores; the ratio is the median over the pairs.
+m15 (or `--model m125`), 4 000 tokens and a chunk of 16, one row. Between two chunks, other prompts
+evict the blocks that are not kept. Each pair is one chunk with `cache.session_fraction=0` and one
+with the default, in one process on the same cores; the ratio is the median over the pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WAYS = {"computed again": 0.0, "kept": 0.5}
 
 
 class Session:
-    """One that grows by a chunk and a token a turn."""
+    """A session that grows by a chunk and a token each turn."""
 
     def __init__(self, llm: LLM) -> None:
         self._core = llm._engine.core
@@ -33,7 +33,7 @@ class Session:
         self._ask(self._ids, keep=True)
 
     def turn(self) -> float:
-        """Seconds to the first token of the next chunk."""
+        """Returns the seconds to the first token of the next chunk."""
         self._turns += 1
         for number in range(OTHERS):
             self._ask(prompt(self._turns * OTHERS + number), keep=False)
@@ -79,7 +79,7 @@ def main() -> None:
         for pair in range(args.pairs + 1):
             for way, session in sessions.items():
                 took_s = session.turn()
-                if pair:  # the first one warms up
+                if pair:  # the first pair is a warm-up
                     times[way].append(took_s)
     again, kept = times["computed again"], times["kept"]
     ratio = median(a / b for a, b in zip(again, kept, strict=True))

@@ -17,7 +17,7 @@ _SETTLE_S, _IDLE_S = 3.0, 20.0
 
 
 class Start:
-    """A contender that starts and ends in its turn."""
+    """A contender that starts and stops in its turn."""
 
     def __init__(self, name: str, make: Callable[[], Server]) -> None:
         self.name = name
@@ -25,7 +25,7 @@ class Start:
         self._server: Server | None = None
 
     def start(self) -> None:
-        """Nothing to do: it starts in its turn."""
+        """Does nothing: it starts in its turn."""
 
     def turn(self) -> Numbers:
         self._server = self._make()
@@ -37,10 +37,10 @@ class Start:
         return numbers
 
     def pause(self) -> None:
-        """Nothing to do: it runs in its turn only."""
+        """Does nothing: it only runs in its turn."""
 
     def resume(self) -> None:
-        """See `pause`."""
+        """Does nothing, see `pause`."""
 
     def close(self) -> None:
         if self._server is not None:
@@ -49,7 +49,7 @@ class Start:
 
 
 def run(setup: Setup) -> Measured:
-    """The demo; beside it vLLM's server with the smallest model."""
+    """Measures the demo, and vLLM's server with the smallest model."""
     contenders = [Start(OURS, lambda: servers.swell(_DEMO, setup))]
     if "vllm" in setup.peers:
         tiny = models.prepare("tiny", setup.models)

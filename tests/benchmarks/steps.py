@@ -18,11 +18,12 @@ class Step(NamedTuple):
     tokens: int
     sampled: int
     positions: int
-    """KV positions that it reads or writes."""
+    """The KV positions that the step reads or writes."""
 
 
 def steps(rows: int, inputs: int, outputs: int) -> list[Step]:
-    """The steps of `rows` requests that arrive together: `inputs` tokens in, `outputs` out each."""
+    """Returns the steps of `rows` requests that arrive together: `inputs` tokens in, `outputs` out
+    each."""
     cache = CacheConfig(prefix_caching=False)
     blocks = rows * (-(-(inputs + outputs) // cache.block_tokens) + 1)
     scheduler = Scheduler(

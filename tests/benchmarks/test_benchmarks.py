@@ -1,4 +1,4 @@
-"""The benchmark compares figures of one round, reports all of them, and leaves nothing behind."""
+"""The benchmark compares figures of one round, reports all of them, and cleans up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_ratio_is_that_of_pairs_and_its_median_decides() -> None:
-    """A slow round slows both: 100 / 50 and 10 / 4 belong together, 100 / 4 says nothing."""
+    """The ratio is that of pairs, and its median decides. A slow round slows both: 100 / 50 and 10
+    / 4 belong together, 100 / 4 is meaningless."""
     figure = Figure("tokens/s", [100.0, 10.0, 90.0], "vLLM", [50.0, 4.0, 60.0], at_least=2.0)
     compared = figure.compared
     assert (compared.low, compared.median, compared.high) == (1.5, 2.0, 2.5)
@@ -179,7 +180,7 @@ Play = Callable[..., "Player"]
 
 
 class Player:
-    """A contender around a child."""
+    """A contender that wraps a child."""
 
     def __init__(self, name: str, child: Child) -> None:
         self.name, self.child = name, child

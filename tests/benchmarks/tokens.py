@@ -1,9 +1,9 @@
 """`python -m tests.benchmarks.tokens`: the cost of a streamed token in an ingress, in microseconds
 of processor time.
 
-From the bytes of an engine's step to the bytes for the HTTP server, through the
-ingress's own routes, without sockets: decoding the message, statistics, text, stops, events. Below,
-two of its parts alone: text, and one event's bytes.
+The measurement goes from the bytes of an engine's step to the bytes for the HTTP server, through
+the ingress's own routes, without sockets: decoding the message, statistics, text, stops, events.
+Two of its parts are also measured separately: text, and one event's bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BODIES: dict[str, dict[str, Any]] = {
 
 
 class StubEngine:
-    """Takes the place of an ingress's connections; each message has a token of every request."""
+    """A stub for an ingress's connections; each message has a token of every request."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class StubEngine:
         pass
 
     def message(self) -> bytes:
-        """The outputs of one step."""
+        """Returns the encoded outputs of one step."""
         ids = self._rng.choices(self._token_ids, k=len(self.requests))
         pairs = zip(self.requests, ids, strict=True)
         outputs = [EngineCoreOutput(request, [token]) for request, token in pairs]
@@ -98,7 +98,8 @@ class Stream:
 
     def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
         self.bodies = 0
-        """Bodies that were sent; the first tokens may share one with what opens a stream."""
+        """The number of bodies that were sent; the first tokens may share one with the start of the
+        stream."""
         content = msgspec.json.encode({"model": "nano", "stream": True, **body})
         self._received = [{"type": "http.request", "body": content, "more_body": False}]
         scope = {
@@ -122,7 +123,7 @@ class Stream:
 
 
 async def _step_us(path: str, streams: int) -> AsyncIterator[float]:
-    """Processor time of each step, shared among its tokens."""
+    """Yields the processor time of each step, divided by its tokens."""
     tokenizer = load_tokenizer(str(NANO))
     engines: list[StubEngine] = []
 
@@ -151,7 +152,7 @@ async def _step_us(path: str, streams: int) -> AsyncIterator[float]:
 
 
 async def _token_us(path: str, streams: int) -> float:
-    """The mean, since rare work counts too."""
+    """Returns the mean, since rare work counts too."""
     times = [us async for us in _step_us(path, streams)][WARMUP_STEPS:]
     return sum(times) / len(times)
 
@@ -175,7 +176,7 @@ def _event_us() -> float:
 
 
 def measure_tokens() -> dict[str, float]:
-    """Microseconds a token, by measurement."""
+    """Returns the microseconds of a token, by measurement."""
     figures = {
         f"{path}, {streams} streams": uvloop.run(_token_us(path, streams))
         for path in _BODIES

@@ -10,7 +10,7 @@ from tests.benchmarks.interleaved import Numbers
 
 
 class Worker:
-    """A program of `contenders/`, in the interpreter of the peer of that name."""
+    """A program of `contenders/`, in the interpreter of the peer with this name."""
 
     def __init__(self, name: str, script: str, arguments: Sequence[object], setup: Setup) -> None:
         self.name = name

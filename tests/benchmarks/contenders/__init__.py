@@ -1,1 +1,1 @@
-"""Programs that compute on request: each runs in the interpreter of what it measures."""
+"""Programs that compute on request, each in the interpreter that its library needs."""

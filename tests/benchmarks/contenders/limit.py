@@ -1,4 +1,4 @@
-"""The limit of a batch, measured: `MODEL_NAME ROWS INPUT_TOKENS OUTPUT_TOKENS`."""
+"""The measured speed limit of a batch: `MODEL_NAME ROWS INPUT_TOKENS OUTPUT_TOKENS`."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from lines import Lines
 
 
 def main(lines):
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages, as our processes have them
+    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages, as in our processes
     from tests.benchmarks import limits
     from tests.benchmarks.models import SHAPES
     from tests.benchmarks.steps import steps

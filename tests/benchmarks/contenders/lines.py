@@ -1,7 +1,8 @@
-"""The protocol of a contender: a JSON line when it is ready, then one for each line it receives.
+"""The protocol of a contender: a JSON line when it is ready, then one for each line that it
+receives.
 
-The lines go to what was standard output at the start. What libraries print goes to standard
-error, so this must be made before they are loaded. Needs nothing but Python.
+The lines go to the original standard output. Output of libraries goes to standard error, so `Lines`
+must be created before they are imported. Only needs Python.
 """
 
 import json
@@ -10,11 +11,11 @@ import sys
 import time
 
 TURN_S = 2.0
-"""The least duration of a turn."""
+"""The minimum duration of a turn."""
 
 
 class Lines:
-    """Iterate over the calls; `send` answers. Ends when the caller closes its side."""
+    """Iterates over the calls; `send` replies. Stops when the caller closes its side."""
 
     def __init__(self):
         self._out = os.fdopen(os.dup(1), "w")
@@ -29,10 +30,11 @@ class Lines:
             yield json.loads(line)
 
     def send_rates(self, batch):
-        """Answer each line with the output tokens per second of `batch`, which gives their number.
+        """Replies to each line with the output tokens per second of `batch`, which returns their
+        number.
 
-        A turn is as many batches as it takes, one after another: a short one alone would mostly
-        measure how fast caches warm up after the others' turns.
+        A turn is as many batches as fit, one after another: a single short one would mostly measure
+        how fast caches warm up after the turns of the others.
         """
         for _ in self:
             started, seconds, tokens = time.perf_counter(), 0.0, 0

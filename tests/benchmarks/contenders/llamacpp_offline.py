@@ -1,7 +1,7 @@
 """llama.cpp with a static batch: `MODEL ROWS INPUT_TOKENS OUTPUT_TOKENS`, batches by turns.
 
-The weights are those of the model's folder, as a float32 GGUF beside them. llama.cpp pairs the
-dimensions that it rotates differently; with random weights that changes tokens, not work.
+The weights are those of the model's folder, as a float32 GGUF in the same folder. llama.cpp pairs
+rotated dimensions differently; with random weights this changes tokens, not the amount of work.
 """
 
 import json
@@ -27,7 +27,7 @@ NAMES = {
 
 
 def convert(folder):
-    """The GGUF of a model folder, made at first use."""
+    """Returns the GGUF of a model folder, which is created at first use."""
     import gguf
     import numpy as np
     from safetensors.numpy import load_file
@@ -72,7 +72,7 @@ def gguf_name(name):
 
 
 class StaticBatch:
-    """All rows start and end together."""
+    """A batch whose rows all start and finish together."""
 
     def __init__(self, folder, rows, inputs, outputs):
         import llama_cpp
@@ -98,7 +98,8 @@ class StaticBatch:
         self.batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def run(self, outputs):
-        """Prompts, then `outputs` tokens a row, greedy -> how many."""
+        """Computes the prompts and `outputs` greedy tokens for each row; returns the number of
+        tokens."""
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
         sampled = self._prefill(random.Random(0))
         for step in range(outputs - 1):

@@ -10,7 +10,7 @@ from lines import Lines
 
 @dataclasses.dataclass
 class Load:
-    """`streams` requests at a time, `requests` in all, of random token ids."""
+    """`requests` requests of random token ids, `streams` at a time."""
 
     url: str
     streams: int
@@ -35,7 +35,7 @@ def body(prompt, outputs):
 
 
 async def run(load):
-    """The samples of all requests and the seconds that they took."""
+    """Returns the samples of all requests and the seconds that they took."""
     from swell.cluster.cli import bench
     from swell.cluster.cli.http_client import Client
 
@@ -55,7 +55,7 @@ async def run(load):
 
 
 def numbers(samples, seconds):
-    """Rates and latencies, flat; `error` if a request failed."""
+    """Returns rates and latencies as a flat dict; `error` if a request failed."""
     from swell.cluster.cli.bench import summarize
 
     report = summarize(samples, seconds, {})

@@ -1,4 +1,4 @@
-"""The memory's rate, measured by reading far more than any cache holds."""
+"""The memory bandwidth, measured by reading much more than any cache holds."""
 
 from lines import Lines
 

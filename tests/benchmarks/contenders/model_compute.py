@@ -1,6 +1,6 @@
-"""Processor time that a model and its sampler take of a token: `MODEL ROWS INPUTS OUTPUTS`.
+"""The processor time that a model and its sampler use for a token: `MODEL ROWS INPUTS OUTPUTS`.
 
-One engine in this process, so that between two calls nothing else of it runs.
+One engine in this process, so that no other part of it runs between two calls.
 """
 
 import random
@@ -11,7 +11,7 @@ from lines import Lines
 
 
 class Stopwatch:
-    """Processor time of this process inside of calls."""
+    """Measures the processor time of this process inside of calls."""
 
     def __init__(self):
         self.ns = 0

