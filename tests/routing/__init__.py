@@ -1,1 +1,1 @@
-"""Which engine gets a request."""
+"""The choice of an engine for a request."""

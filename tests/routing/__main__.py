@@ -15,7 +15,7 @@ _SIZES: dict[str, tuple[tuple[float, int], ...]] = {
     "4": ((0.0, 4),),
     "4-6-3": ((0.0, 4), (40.0, 6), (80.0, 3)),
 }
-"""Engines, and when there are how many."""
+"""Plans of the number of engines: (time, number of engines)."""
 _COLUMNS = (
     "policy",
     "engines",
@@ -30,7 +30,7 @@ _COLUMNS = (
 
 
 def rows(users_per_s: float, num_blocks: int, seed: int) -> Iterator[Sequence[str]]:
-    """One row of the table for each policy, number of ingresses and plan of sizes."""
+    """Yields one row of the table for each policy, number of ingresses and plan of sizes."""
     trace = generate(TraceConfig(users_per_s=users_per_s), seed, BLOCK_TOKENS)
     config = SimulationConfig(num_blocks=num_blocks)
     for plan, sizes in _SIZES.items():

@@ -1,4 +1,4 @@
-"""Policies that the router is compared with. They use its state and pick in their own way."""
+"""Policies that the router is compared with. They use its state and choose in their own way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from swell.cluster.client.routing.router import Router
 
 
 class LeastLoaded(Router):
-    """The engine with the fewest requests, reported or sent since; the lowest rank among equals."""
+    """Chooses the engine with the fewest requests, reported or sent since the report; the lowest
+    rank among equals."""
 
     def _pick(self, request_id: str, prompt: PromptBlocks, candidates: Candidates) -> int:
         return min(candidates.ranks, key=self._requests)
@@ -20,7 +21,7 @@ class LeastLoaded(Router):
 
 
 class RoundRobin(Router):
-    """One engine after the other."""
+    """Chooses one engine after the other."""
 
     _turn = 0
 

@@ -1,7 +1,7 @@
-"""A cluster that serves a trace on a simulated clock: no process, no sleep, the same every time.
+"""A cluster that serves a trace on a simulated clock: no process, no sleep, always the same result.
 
-Times are seconds since the start of the trace. Ingresses share nothing but the views that reach
-them, which are late; each turn of a conversation reaches any of them.
+Times are seconds since the start of the trace. Ingresses share nothing except the views that they
+receive, which are late; each turn of a conversation may reach any of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _ADDRESS = ChannelAddress("simulated", "", "")
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """A step takes step_s, and more for each prompt token and each decoding row in it."""
+    """The parameters. A step takes `step_s`, plus a time for each of its prompt tokens and decoding
+    rows."""
 
     step_s: float = 0.010
     token_s: float = 0.0001
@@ -37,16 +38,16 @@ class SimulationConfig:
     max_rows: int = 64
     num_blocks: int = 8192
     send_s: float = 0.002
-    """Delay from an ingress to an engine."""
+    """The delay from an ingress to an engine."""
     report_s: float = 0.1
-    """Time between two views."""
+    """The time between two views."""
     view_delay_s: float = 0.05
-    """Delay from the engines through the coordinator to an ingress."""
+    """The delay from the engines through the coordinator to an ingress."""
 
 
 @dataclass
 class _Request:
-    """One turn on its way."""
+    """One turn in progress."""
 
     conversation: Conversation
     index: int
@@ -65,7 +66,7 @@ class _Request:
 
 
 class SimulatedEngine:
-    """A prefix cache, and steps that prompts and decoding rows share."""
+    """An engine: a prefix cache, and steps that prompts and decoding rows share."""
 
     def __init__(self, member: Member, config: SimulationConfig) -> None:
         self.member = member
@@ -76,7 +77,7 @@ class SimulatedEngine:
         self._waiting: deque[_Request] = deque()
         self._prefilling: deque[_Request] = deque()
         self._decoding: list[tuple[int, int, _Request]] = []
-        """Heap by the step that ends them."""
+        """A heap of decoding requests, ordered by the step in which they finish."""
         self._order = count()
         self._held: dict[bytes, int] = {}
         self._partial_blocks = 0
@@ -107,7 +108,7 @@ class SimulatedEngine:
         )
 
     def begin_step(self) -> tuple[float, list[_Request]]:
-        """Seconds that the next step takes, and the prompts that it completes."""
+        """Returns the seconds that the next step takes, and the prompts that it completes."""
         while self._waiting and self._admit(self._waiting[0]):
             self._prefilling.append(self._waiting.popleft())
         rows = len(self._decoding)
@@ -126,7 +127,7 @@ class SimulatedEngine:
         return took_s, completed
 
     def end_step(self, completed: Sequence[_Request]) -> list[_Request]:
-        """The requests that have all their tokens."""
+        """Returns the requests that have all their tokens."""
         self._steps += 1
         for request in completed:
             last = self._steps + request.turn.answer_tokens - 1
@@ -138,7 +139,7 @@ class SimulatedEngine:
         return finished
 
     def _admit(self, request: _Request) -> bool:
-        """Hold the blocks of prompt and answer, or none: a row is never preempted."""
+        """Reserves all blocks of prompt and answer, or none, so that a row is never preempted."""
         if len(self._prefilling) + len(self._decoding) >= self.config.max_rows:
             return False
         block_hashes = request.conversation.block_hashes
@@ -180,9 +181,9 @@ class SimulationResult:
     prompt_tokens: int = 0
     hit_tokens: int = 0
     followups: int = 0
-    """Turns after the first whose engine of before still took requests."""
+    """The number of turns after the first whose previous engine still accepted requests."""
     moved: int = 0
-    """Such turns that went to another engine."""
+    """The number of these turns that went to another engine."""
     busy_s: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -199,7 +200,7 @@ class SimulationResult:
 
     @property
     def imbalance(self) -> float:
-        """The busiest engine's time over the mean."""
+        """Returns the busiest engine's time over the mean."""
         return max(self.busy_s.values()) / fmean(self.busy_s.values())
 
     def ttft_quantile_s(self, percent: int) -> float:
@@ -207,8 +208,8 @@ class SimulationResult:
 
 
 class Simulation:
-    """One run. `sizes` lists when the number of engines changes, and to how many; the first entry
-    is at 0."""
+    """One run. `sizes` lists the times at which the number of engines changes, and the new numbers;
+    the first entry is at 0."""
 
     def __init__(
         self,
@@ -225,7 +226,7 @@ class Simulation:
         self._rng = random.Random(seed)
         self._engines: dict[int, SimulatedEngine] = {}
         self._last_ranks: dict[int, int] = {}
-        """The engine of each conversation, by its number."""
+        """The last engine of each conversation, by its number."""
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
         self._epoch = 0
@@ -239,7 +240,7 @@ class Simulation:
             self._at(1.0 + conversation.start_s, partial(self._send_turn, conversation, 0))
 
     def run(self) -> SimulationResult:
-        """Serve the whole trace."""
+        """Serves the whole trace."""
         while self._open:
             self.now_s, _, callback = heapq.heappop(self._events)
             callback()

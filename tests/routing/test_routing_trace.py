@@ -1,4 +1,4 @@
-"""The router against other policies, on conversations and a clock that are simulated."""
+"""The router against other policies, on simulated conversations and a simulated clock."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ def test_conversations_have_the_configured_shape() -> None:
 
 
 def test_a_cache_that_nothing_leaves_hits_all_but_the_last_tokens() -> None:
-    """One engine, endless cache: a block is computed only once."""
+    """With one engine and an unlimited cache, a block is computed only once."""
     outcome = run("round_robin", sizes=((0.0, 1),), config=SimulationConfig(num_blocks=10**6))
     names = {
         name for c in TRACE for name in c.block_hashes[: c.turns[-1].prompt_tokens // BLOCK_TOKENS]
     }
     missed = outcome.prompt_tokens - outcome.hit_tokens
     assert len(outcome.ttft_s) == TURNS
-    # Answers are not computed as prompts; the rest of a block and the last block may be again.
+    # Answers are not computed as prompts; the rest of a block and the last block may be computed
+    # again.
     answers = sum(turn.answer_tokens for c in TRACE for turn in c.turns[:-1])
     assert missed <= len(names) * BLOCK_TOKENS - answers + TURNS * 2 * BLOCK_TOKENS
     assert outcome.moved == 0
@@ -107,7 +108,8 @@ def test_conversations_stay() -> None:
 
 
 def test_a_rescale_moves_only_conversations_whose_engine_left() -> None:
-    """New engines get new conversations: no conversation moves away from an engine that stays."""
+    """A rescale moves only conversations whose engine left. New engines get new conversations; no
+    conversation moves away from an engine that stays."""
     still = run("affinity")
     grown = run("affinity", sizes=((0.0, 4), (15.0, 6)))
     both = run("affinity", sizes=((0.0, 4), (15.0, 6), (30.0, 3)))

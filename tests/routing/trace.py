@@ -1,6 +1,6 @@
-"""Traces of conversations: the messages of users and their times, drawn from a seed.
+"""Traces of conversations: the messages of users and their times, generated from a seed.
 
-Users come by a Poisson process. Each begins with one of a few system prompts, sends a message,
+Users arrive by a Poisson process. Each begins with one of a few system prompts, sends a message,
 waits for the whole answer, pauses, and sends the next one; a prompt is the whole conversation so
 far.
 """
@@ -19,7 +19,7 @@ class TraceConfig:
 
     users_per_s: float = 2.0
     duration_s: float = 120.0
-    """Users come for so long."""
+    """The time in which users arrive."""
     system_prompts: int = 4
     system_tokens: int = 512
     turns: float = 6.0
@@ -33,7 +33,7 @@ class Turn:
     """One request."""
 
     prompt_tokens: int
-    """Tokens of the conversation that are its prompt."""
+    """The number of tokens of the conversation that are the turn's prompt."""
     answer_tokens: int
     think_s: float
     """Seconds since the end of the previous answer."""
@@ -41,18 +41,18 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One user's tokens, and how they divide into turns."""
+    """One user's tokens, and their division into turns."""
 
     number: int
     start_s: float
     token_ids: list[int]
     turns: list[Turn]
     block_hashes: list[bytes]
-    """Hashes of its full blocks: those of a prompt are the first of them."""
+    """The hashes of the conversation's full blocks; those of a prompt come first."""
 
 
 def generate(shape: TraceConfig, seed: int, block_tokens: int) -> list[Conversation]:
-    """The conversations of a trace, in the order of their starts."""
+    """Returns the conversations of a trace, in the order of their starts."""
     rng = random.Random(seed)
     systems = [_tokens(rng, shape.system_tokens) for _ in range(shape.system_prompts)]
     conversations: list[Conversation] = []
@@ -71,7 +71,7 @@ def generate(shape: TraceConfig, seed: int, block_tokens: int) -> list[Conversat
 def _draw_conversation(
     rng: random.Random, shape: TraceConfig, system: list[int]
 ) -> tuple[list[int], list[Turn]]:
-    """The tokens of one conversation, and how they divide into turns."""
+    """Returns the tokens of one conversation, and their division into turns."""
     token_ids, turns = list(system), []
     for index in range(_count(rng, shape.turns)):
         token_ids += _tokens(rng, _count(rng, shape.user_tokens))
@@ -82,7 +82,7 @@ def _draw_conversation(
 
 
 def _count(rng: random.Random, mean: float) -> int:
-    """A count of at least one, exponentially distributed."""
+    """Returns a count of at least one, exponentially distributed."""
     return 1 + int(rng.expovariate(1 / mean))
 
 
