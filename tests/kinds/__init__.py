@@ -1,7 +1,7 @@
-"""Tokenizers of each kind that people use, each with its chat template and a tiny random model.
+"""Tokenizers of every common kind, each with its chat template and a tiny random model.
 
-`python -m tests.kinds FOLDER` writes them as model folders. The templates are written to the
-published rules of their models.
+`python -m tests.kinds FOLDER` writes them as model folders. The templates follow the published
+rules of their models.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ HARMONY = [
 
 
 class Kind:
-    """One kind of tokenizer with what belongs to it."""
+    """One kind of tokenizer with its template and formats."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class Kind:
         tools: str | None = None,
         reasoning: str | None = None,
     ) -> None:
-        """`ends`: tokens that end an answer beside `eos`, as generation_config.json says them.
-        `tools`, `reasoning`: the formats that the template is to be detected as."""
+        """`ends`: tokens besides `eos` that end an answer, as in generation_config.json. `tools`,
+        `reasoning`: the formats that must be detected from the template."""
         self.name = name
         self.tools = tools
         self.reasoning = reasoning
@@ -140,7 +140,7 @@ class Kind:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """As transformers has it."""
+        """Returns the tokenizer as an object of transformers."""
         from transformers import PreTrainedTokenizerFast
 
         made = PreTrainedTokenizerFast(
@@ -158,11 +158,13 @@ class Kind:
 
     @property
     def vocab_size(self) -> int:
-        """The model's: a few rows more than the tokenizer has tokens, as models often have."""
+        """Returns the model's vocabulary size: a few rows more than the tokenizer has tokens, as in
+        many models."""
         return (len(self.tokenizer) // 16 + 1) * 16
 
     def folder(self) -> Path:
-        """A model with random weights; made once, gone with the process."""
+        """Returns the folder of a model with random weights; made once, removed with the
+        process."""
         return _folder(self.name)
 
     def write(self, folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""`python -m tests.kinds FOLDER`: every kind as a model folder that `swell serve` takes."""
+"""`python -m tests.kinds FOLDER`: writes every kind as a model folder that `swell serve`
+accepts."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The kinds behave as declared: their tokenizers keep text, their templates write conversations."""
+"""The kinds behave as declared: their tokenizers preserve text, and their templates render
+conversations."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ import torch
 
 
 def test_a_tokenizer_needs_no_torch() -> None:
-    """An ingress, without torch, reads every kind like a process that has torch."""
+    """A tokenizer needs no torch: an ingress, which does not import torch, reads every kind like a
+    process that does."""
     folders = [str(kind(name).folder()) for name in KINDS]
     done = subprocess.run(
         [sys.executable, "-c", READ_WITHOUT_TORCH],

@@ -1,4 +1,4 @@
-"""Small tokenizers built as those of well-known models are: the same models, normalizers,
+"""Small tokenizers that are built like those of well-known models: the same models, normalizers,
 decoders, added tokens and flags, with a vocabulary of some hundred tokens."""
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Llama 3, Qwen and others cut text into words."""
+"""The pattern by which Llama 3, Qwen and others split text into words."""
 
 
 @cache
 def _sentencepiece_parts() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges as sentencepiece's BPE has them: first the special tokens, then a token
-    for each byte, then words that begin with a space, and runs of spaces."""
+    """Returns vocabulary and merges as in sentencepiece's BPE: first the special tokens, then a
+    token for each byte, then words that begin with a space, and runs of spaces."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, show_progress=False, limit_alphabet=90)
@@ -58,7 +58,7 @@ def _sentencepiece_parts() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def _with_special(tokenizer: Tokenizer, special: Sequence[str], plain: Sequence[str]) -> Tokenizer:
-    """`special` are skipped in text, `plain` are added tokens that are text."""
+    """Adds tokens: `special` ones are skipped in text, `plain` ones are text."""
     tokenizer.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in special]
     )
@@ -76,8 +76,8 @@ def _begins_with(tokenizer: Tokenizer, bos: str) -> Tokenizer:
 
 
 def sentencepiece(special: Sequence[str] = (), *, legacy: bool) -> Tokenizer:
-    """As Llama 2 (`legacy`: a normalizer puts a space before every piece between special tokens)
-    and Mistral up to v3 (before the first piece alone)."""
+    """Returns a tokenizer like that of Llama 2 (`legacy`: a normalizer puts a space before every
+    piece between special tokens) or of Mistral up to v3 (only before the first piece)."""
     vocab, merges = _sentencepiece_parts()
     tokenizer = Tokenizer(
         models.BPE(dict(vocab), list(merges), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
@@ -100,7 +100,8 @@ def sentencepiece(special: Sequence[str] = (), *, legacy: bool) -> Tokenizer:
 
 
 def gemma() -> Tokenizer:
-    """Spaces are a character like others: nothing is put before a text, nothing is stripped."""
+    """Returns a tokenizer like Gemma's: spaces are ordinary characters, nothing is put before a
+    text, and nothing is stripped."""
     vocab, merges = _sentencepiece_parts()
     names = {"<unk>": "<pad>", "<s>": "<eos>", "</s>": "<bos>"}
     vocab = {names.get(text, text): place for text, place in vocab.items()}
@@ -121,8 +122,8 @@ def gemma() -> Tokenizer:
 def byte_level(
     special: Sequence[str] = (), plain: Sequence[str] = (), *, bos: str | None = None
 ) -> Tokenizer:
-    """As Llama 3, Qwen, Mistral from Tekken on, DeepSeek, GLM, Kimi, gpt-oss: BPE over bytes, so a
-    token may be a part of a character."""
+    """Returns a tokenizer like those of Llama 3, Qwen, Mistral from Tekken on, DeepSeek, GLM, Kimi
+    and gpt-oss: BPE over bytes, so a token may be a part of a character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
