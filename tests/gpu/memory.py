@@ -1,4 +1,4 @@
-"""What this process holds on the GPU."""
+"""The GPU memory of this process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 def allocated() -> int:
-    """Bytes, but for the workspaces that cuBLAS keeps for each thread that has used it, and for
-    what no one refers to any more."""
+    """Returns the allocated bytes, without the workspaces that cuBLAS keeps for each thread that
+    has used it, and without objects that are no longer referenced."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()

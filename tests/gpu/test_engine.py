@@ -40,7 +40,7 @@ OF_TRANSFORMERS = (
     *("apertus", "cohere", "exaone4", "gemma3", "gemma3n", "gemma4", "gpt2", "granite", "opt"),
     *("phimoe", "stablelm"),
 )
-"""Families that are generic, beside those of `GENERIC`."""
+"""Families that run through transformers, besides those of `GENERIC`."""
 
 
 @pytest.mark.parametrize("family", [*NATIVE, *GENERIC, *OF_TRANSFORMERS])
@@ -82,7 +82,8 @@ def test_memory_is_given_back(tmp_path, method):
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("params", [SamplerParams(), SamplerParams(temperature=1.0, logprobs=1)])
 def test_nan_logits_end_their_request_alone(family, params, tmp_path):
-    """NaN is detected on the device, without a host sync before the tokens are read."""
+    """NaN logits terminate only their own request. NaN is detected on the device, without a host
+    sync before the tokens are read."""
     tiny_models.make(tmp_path, family)
     spoil(tmp_path, BAD, NAN)
     with Engine(tmp_path, model__device="cuda", scheduler__steps_in_flight=2) as engine:

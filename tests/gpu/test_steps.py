@@ -1,4 +1,4 @@
-"""What a step does on a card: it waits for nothing, and an engine that sleeps holds nothing."""
+"""Steps on a card do not wait for the device, and a sleeping engine holds no memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class Waits:
-    """Where steps wait for the device."""
+    """Records where steps wait for the device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: set[str] = set()
@@ -53,7 +53,7 @@ class Waits:
                 }
 
     def forget(self) -> None:
-        """The first steps allocate."""
+        """Forgets the first steps, which allocate."""
         self.found.clear()
         self.num_steps = 0
 
