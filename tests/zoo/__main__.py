@@ -1,5 +1,5 @@
-"""Every causal model of transformers:
-`python -m tests.zoo [KIND...] [--page docs/reference/models.md]`."""
+"""Checks every causal model of transformers: `python -m tests.zoo [KIND...] [--page
+docs/reference/models.md]`."""
 
 from __future__ import annotations
 

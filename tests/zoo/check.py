@@ -1,7 +1,7 @@
 """One model through a whole engine: equal to eager transformers, or refused at load.
 
-The engine's prompts are longer than windows and chunks, several rows share a step, and rows
-decode while others are still in their prompts.
+The engine's prompts are longer than windows and chunks, several rows share a step, and rows decode
+while others are still in their prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ PROMPT_TOKENS = (45, 1, 21, 9, 30)
 NEW_TOKENS = 6
 MAX_MODEL_LEN = 64
 TOLERANCE = 1e-4
-"""Tolerance of log probabilities, in nats; times the spread of the logits if that is above 1."""
+"""The tolerance of log probabilities in nats; multiplied by the standard deviation of the logits if
+that is above 1."""
 ENGINE: dict[str, Any] = {
     "model.dtype": "float32",
     "model.device": "cpu",
@@ -38,13 +39,13 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the engine's answers are from the oracle's."""
+    """The difference between the engine's answers and the oracle's."""
 
     worst: float
-    """Largest distance of two log probabilities, as a part of what is tolerated."""
+    """The largest difference of two log probabilities, as a fraction of the tolerance."""
     where: str
     distinct: int
-    """Different tokens among all of the oracle's most likely ones."""
+    """The number of distinct tokens among all of the oracle's most likely ones."""
 
     @property
     def equal(self) -> bool:
@@ -52,7 +53,8 @@ class Difference:
 
 
 def prompts_of(vocab: int, pad: int | None) -> list[list[int]]:
-    """Any ids of the vocabulary; the last prompt has the padding token in its middle."""
+    """Returns prompts of random ids of the vocabulary; the last one has the padding token in its
+    middle."""
     generator = torch.Generator().manual_seed(1)
     low = min(3, vocab - 1)
     prompts = [torch.randint(low, vocab, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
@@ -62,7 +64,8 @@ def prompts_of(vocab: int, pad: int | None) -> list[list[int]]:
 
 
 def answers(folder: Path, vocab: int, pad: int | None, **overrides: Any) -> list[Any]:
-    """The answers of a new engine to the prompts. Raises `RefusedError` for a refusal at load."""
+    """Returns the answers of a new engine to the prompts. Raises `RefusedError` for a refusal at
+    load."""
     try:
         llm = LLM(str(folder), **{**ENGINE, **overrides})
     except ValueError as error:
@@ -84,7 +87,7 @@ def answers(folder: Path, vocab: int, pad: int | None, **overrides: Any) -> list
 
 
 def compare(oracle: Any, found: Sequence[Any]) -> Difference:
-    """The answers against the oracle's log probabilities of the same sequences."""
+    """Compares the answers with the oracle's log probabilities of the same sequences."""
     worst, where, seen = 0.0, "nothing", set()
     for row, answer in enumerate(found):
         prompt, output = answer.prompt_token_ids, answer.outputs[0]

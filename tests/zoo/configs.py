@@ -1,7 +1,7 @@
-"""The config of any causal architecture of transformers, shrunk so that its mechanisms stay.
+"""The config of any causal architecture of transformers, shrunk so that its mechanisms remain.
 
 Sizes are found by the names of a config's keys. Windows and chunks are shorter than the prompts,
-and every kind of layer that a model has by default is among the few that are left.
+and every kind of layer that a model has by default is among the few that remain.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SIZES: dict[str, int] = {
     "rotary_dim": 8,
     "encoder_hash_byte_group_vocab": 500,
 }
-"""Key -> its value, where the default is a larger number."""
+"""Key -> its value, if the default is a larger number."""
 
 WINDOWS = (
     "sliding_window",
@@ -80,18 +80,18 @@ FIXED = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": 
 
 
 def kinds() -> list[str]:
-    """Every model type that has a causal language model."""
+    """Returns every model type that has a causal language model."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def architecture(kind: str) -> str:
-    """The class that transformers builds for it."""
+    """Returns the class that transformers builds for a model type."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     return name if isinstance(name, str) else name[0]
 
 
 def variants(kind: str) -> list[str]:
-    """Changes to the defaults that need a model of their own."""
+    """Returns the changes to the defaults that need a model of their own."""
     values = default_of(kind).get_text_config(decoder=True).to_dict()
     found = [""]
     if any(k in values and not values[k] for k in WINDOWS) or "use_sliding_window" in values:
@@ -100,7 +100,7 @@ def variants(kind: str) -> list[str]:
 
 
 def shrunk(kind: str, variant: str = "") -> Any:
-    """A config of the model type `kind` with a few small layers."""
+    """Returns a config of the model type `kind` with a few small layers."""
     whole = CONFIG_MAPPING[kind]
     default = default_of(kind)
     text = default.get_text_config(decoder=True)
@@ -119,7 +119,7 @@ def shrunk(kind: str, variant: str = "") -> Any:
 
 
 def _one_layer(part: Any) -> dict[str, Any] | None:
-    """The config of a vision or audio tower, which is never run."""
+    """Returns the config of a vision or audio tower, which is never run."""
     return None if part is None else _shallow(part.to_dict())
 
 
@@ -129,7 +129,7 @@ def _shallow(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_of(kind: str) -> Any:
-    """The default config, with the changes of `exceptions` if it is not valid by itself."""
+    """Returns the default config, with the changes of `exceptions` if it is not valid by itself."""
     try:
         return CONFIG_MAPPING[kind]()
     except Exception:
@@ -137,7 +137,8 @@ def default_of(kind: str) -> Any:
 
 
 def shrink(values: Mapping[str, Any], layers: int, kind: str = "") -> dict[str, Any]:
-    """The keys of a config, smaller. `layers` is how many it has."""
+    """Returns the keys of a config with smaller values. `layers`: the number of layers of the
+    original config."""
     small = {k: v for k, v in values.items() if k not in DERIVED}
     for key, value in list(small.items()):
         if key in KV_HEADS and isinstance(value, int):
@@ -154,12 +155,12 @@ def shrink(values: Mapping[str, Any], layers: int, kind: str = "") -> dict[str, 
         elif isinstance(value, dict) and "model_type" in value:
             small[key] = shrink(value, 0) if kind in RUN_ALL_PARTS else _shallow(value)
     if isinstance(values.get("qk_rope_head_dim"), int) and "head_dim" in values:
-        small["head_dim"] = small["qk_rope_head_dim"]  # what is rotated, in latent attention
+        small["head_dim"] = small["qk_rope_head_dim"]  # the rotated size, in latent attention
     return small
 
 
 def few(values: list[Any]) -> list[Any]:
-    """Every value that occurs, in the order of first use, as many values as there are layers.
+    """Returns every value that occurs, in the order of first use, repeated to the number of layers.
 
     [a, a, a, b, a, a, a, b] -> [a, b, a, b]
     """

@@ -1,4 +1,5 @@
-"""Changes that a model type needs beside the rules of `configs`, so that its config is valid."""
+"""Changes that a model type needs in addition to the rules of `configs`, so that its config is
+valid."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ MAMBA = {
 }
 
 CHANGES: dict[str, dict[str, Any]] = {
-    # A norm behind every sum makes all tokens alike where weights are random: fewer layers.
+    # A norm after every sum makes all tokens alike if weights are random, so these have fewer
+    # layers.
     **{kind: {"num_hidden_layers": 2} for kind in ("bert", "bert-generation", "electra", "ernie")},
     "roc_bert": {"num_hidden_layers": 2, "enable_pronunciation": False, "enable_shape": False},
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
@@ -68,4 +70,4 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
         "audio_config": {"adapter_out_dim": 64},
     },
 }
-"""Model type -> keys of the configs beside the text model's."""
+"""Model type -> keys of the configs other than the text model's."""

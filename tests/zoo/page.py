@@ -1,4 +1,4 @@
-"""docs/reference/models.md: the result of every architecture."""
+"""Writes docs/reference/models.md: the result of every architecture."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Row:
 
 
 def write(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Replace the page's rows by `outcomes`; what these do not have stays, if it is of the same
+    """Replaces the page's rows by `outcomes`; rows without an outcome stay if they are of the same
     version."""
     text = path.read_text() if path.is_file() else ""
     rows = rows_of(text) if version_of(text) == transformers.__version__ else {}
@@ -112,7 +112,8 @@ def _cell(own: Iterable[Outcome], backend: str, split: str) -> str:
 
 
 def short(note: str) -> str:
-    """The reason alone: what is refused stands in the row, and the way out in the message."""
+    """Returns only the reason: the row itself names what is refused, and the message has the way
+    out."""
     text = re.sub(r"^architecture '\w+' (cannot be served|is no causal LM[^:]*): ", "", note)
     text = re.sub(r", and that does not fit the paged KV cache;.*$", "", text)
     text = text.replace("|", "/").replace("model 'FOLDER' ", "")
@@ -120,7 +121,7 @@ def short(note: str) -> str:
 
 
 def rows_of(text: str) -> dict[str, Row]:
-    """The page's table, by model type."""
+    """Returns the page's table, by model type."""
     cells = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {cell[0]: Row(*cell) for cell in cells if tuple(cell) != COLUMNS}
 

@@ -1,4 +1,4 @@
-"""Every model of the zoo in a process of its own, with a deadline."""
+"""Runs every model of the zoo in a process of its own, with a deadline."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.zoo import check, configs
 from tests.zoo import tiny_checkpoint as specimen
 
 DEADLINE_S = 120.0
-"""Time limit of one model with one backend; most take a fifth of a second."""
+"""The time limit of one model with one backend; most take a fifth of a second."""
 MEMORY_BYTES = 12 << 30
-"""Address space of one process."""
+"""The address space of one process."""
 IMPORTED = ("swell.worker.worker", "swell.worker.models.moe", "swell.worker.models.generic")
 MIN_DISTINCT = 5
-"""An oracle whose answers are all alike tests nothing."""
+"""The minimum number of distinct tokens: an oracle whose answers are all alike tests nothing."""
 
 
 SPLITS: dict[str, dict[str, int]] = {
@@ -34,7 +34,7 @@ SPLITS: dict[str, dict[str, int]] = {
     "2 stages": {"parallel.pipeline": 2},
     "2 ranks": {"parallel.tensor": 2},
 }
-"""How many workers an engine has."""
+"""The settings that split an engine over workers."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,16 @@ class Outcome:
 
     case: Case
     status: str
-    """equal, refused, or failed; no model may fail."""
+    """One of equal, refused, or failed; no model may fail."""
     note: str
-    """The reason of a refusal, the error of a failure, else the distance of the answers."""
+    """The reason of a refusal, the error of a failure, otherwise the difference of the answers."""
     architecture: str
     seconds: float
 
 
 def cases(kinds: Sequence[str], splits: Sequence[str] = ("",)) -> list[Case]:
-    """Each kind in each variant, generically, and natively where its architecture is native."""
+    """Returns each kind in each variant, with transformers, and natively if its architecture is
+    native."""
     from swell.worker.models import NATIVE
 
     return [
@@ -79,13 +80,13 @@ def cases(kinds: Sequence[str], splits: Sequence[str] = ("",)) -> list[Case]:
 
 
 def run(case: Case) -> Outcome:
-    """Run a case in this process."""
+    """Runs a case in this process."""
     with tempfile.TemporaryDirectory() as folder:
         return _run(case, Path(folder))
 
 
 def _run(case: Case, folder: Path) -> Outcome:
-    """Run a case with its files in `folder`."""
+    """Runs a case with its files in `folder`."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -126,7 +127,7 @@ def _try(case: Case, folder: Path) -> tuple[str, str]:
 
 
 def _names_its_cause(text: str) -> bool:
-    """A refusal says what is refused, on one line."""
+    """Whether a refusal says on one line what is refused."""
     return "\n" not in text and any(w in text for w in ("architecture", "model", "rope", "hidden"))
 
 
@@ -137,8 +138,8 @@ def _place(error: BaseException) -> str:
 
 
 def run_in_subprocess(case: Case, deadline_s: float = DEADLINE_S) -> Outcome:
-    """Run a case in a child process, which is killed when its time is over. This process removes
-    its files: a killed child leaves them behind."""
+    """Runs a case in a child process, which is killed at its deadline. This process removes its
+    files, because a killed child does not."""
     with tempfile.TemporaryDirectory() as folder:
         return _run_in_subprocess(case, Path(folder), deadline_s)
 
@@ -173,13 +174,14 @@ def _run_in_subprocess(case: Case, folder: Path, deadline_s: float) -> Outcome:
 
 
 def run_all(wanted: Sequence[Case]) -> Iterator[Outcome]:
-    for module in IMPORTED:  # once, for all children; a model that ran here would leave threads
+    # imported once, for all children; a model that ran here would leave threads
+    for module in IMPORTED:
         import_module(module)
     whole: dict[Case, str] = {}
     for case in wanted:
         alone = replace(case, split="")
         if whole.get(alone, "equal") != "equal":
-            continue  # what one worker does not serve, several do not either
+            continue  # what one worker cannot serve, several cannot either
         outcome = run_in_subprocess(case)
         whole[case] = outcome.status
         yield outcome

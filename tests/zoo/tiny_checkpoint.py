@@ -1,4 +1,4 @@
-"""One small random model, in a folder: its weights, its config and a tokenizer."""
+"""One small random model in a folder: its weights, its config and a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NORM_NOISE = 0.1
 
 
 def make(folder: Path, config: Any, seed: int = 0) -> Any:
-    """Save a float32 model of `config`, and return transformers' eager one.
+    """Saves a float32 model of `config`; returns the eager model of transformers.
 
-    Returns the exception where transformers itself cannot build the model; the folder then holds
-    the config alone.
+    Returns the exception if transformers itself cannot build the model; the folder then only holds
+    the config.
     """
     write_tokenizer(folder)
     try:
@@ -38,7 +38,8 @@ def make(folder: Path, config: Any, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def _randomize(model: Any) -> None:
-    """Large enough that attention is not uniform, and that no two answers are alike."""
+    """Makes weights large enough that attention is not uniform, and that no two answers are
+    alike."""
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.normal_(0.0, min(1.0, 2.0 * parameter.shape[-1] ** -0.5))
@@ -47,7 +48,7 @@ def _randomize(model: Any) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Every id is a word of its own."""
+    """Writes a tokenizer in which every id is a word of its own."""
     words = {f"w{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
