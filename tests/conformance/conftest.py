@@ -7,7 +7,7 @@ import pytest
 from tests.conformance.in_process_server import InProcessServer, start_in_process_server
 
 collect_ignore = ["third_party"]
-"""Runs in a virtual environment of its own: `make judges`."""
+"""These tests run in a virtual environment of their own: `make judges`."""
 
 
 @pytest.fixture(scope="package")

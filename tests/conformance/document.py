@@ -1,4 +1,5 @@
-"""The server's OpenAPI document as Schemathesis reads it, and what Schemathesis checks here."""
+"""The server's OpenAPI document as Schemathesis reads it, and the checks of Schemathesis that run
+here."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ REFUSALS = [
     "429",
     "5xx",
 ]
-"""Schemathesis's own, and 408: a client that waits for no time at all gets no other answer."""
+"""Schemathesis's own list, and 408: a client that allows no time to wait gets no other answer."""
 
 
 def read_document(*, edges: bool) -> Any:
-    """`edges`: besides random cases, try the limits of every field, one by one, and every
-    method: some thousand requests."""
+    """Returns the document's schema. `edges`: in addition to random cases, tries the limits of
+    every field, one by one, and every method, which takes some thousand requests."""
     return schemathesis.openapi.from_dict(
         openapi_document(),
         config=SchemathesisConfig.from_dict(
@@ -61,6 +62,6 @@ DOCUMENT = read_document(edges=False)
 
 
 def check_answer(path: str, answer: httpx.Response) -> None:
-    """Raise FailureGroup if the document does not describe such an answer to a POST: of its status,
-    its content type, its headers, its body, or an event of its stream."""
+    """Raises FailureGroup if the document does not describe such an answer to a POST: its status,
+    content type, headers, body, or an event of its stream."""
     DOCUMENT[path]["POST"].Case().validate_response(answer)

@@ -1,5 +1,5 @@
 """The whole path in this process, without Ray, with the model nano: coordinator, engine, ingress,
-HTTP. A defect that a test finds here exists in a real server, too."""
+HTTP. A defect that a test finds here also exists in a real server."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Manager:
 
 
 class InProcessServer:
-    """A server that listens at `url`."""
+    """A server that listens on `url`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -89,7 +89,7 @@ class InProcessServer:
         """A client for tests that send requests of their own."""
 
     def answers(self) -> None:
-        """Raise AssertionError unless a plain request gets the right answer."""
+        """Raises AssertionError unless a plain request gets the right answer."""
         response = self.client.post(
             "/v1/chat/completions",
             json={
@@ -103,7 +103,8 @@ class InProcessServer:
         assert response.json()["choices"][0]["message"]["content"] == "ABC"
 
     def wait_idle(self) -> None:
-        """Return once every block and slot is free. Raise AssertionError if one never is."""
+        """Returns once every block and slot is free. Raises AssertionError if this takes too
+        long."""
         end = time.monotonic() + DEADLINE_S
         while True:
             engines = self.client.get("/admin/idle").json()["engines"]
@@ -149,7 +150,7 @@ def start_in_process_server(model: Path = NANO, **settings: Any) -> Iterator[InP
 async def _serve(
     config: Config, coordinator: CoordinatorService, ready: queue.SimpleQueue[Any]
 ) -> None:
-    """Report its port, and a function that ends it from any thread."""
+    """Serves, and reports the port and a function that stops the server from any thread."""
     connect = partial(AsyncEngineCoreClient, coordinator.address, coordinator.keys)
     ingress = await build_ingress(config, connect, Manager(), StoreOfTest().new_handle())
     edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5, config.serve)

@@ -1,5 +1,5 @@
-"""Bodies near to valid ones: a valid body in which something was replaced, lost, doubled or
-broken. Pure: the same random numbers give the same bodies."""
+"""Mutated bodies: a valid body in which something is replaced, removed, duplicated or broken. The
+functions are pure: the same random numbers make the same bodies."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/admin/scale", {"engines": 1, "drain_timeout_s": 1.5}),
     ("/admin/drain", {"rank": 0}),
 ]
-"""(path, a valid body of it); together they hold nearly every field."""
+"""(path, a valid body of it); together they contain nearly every field."""
 
 STRANGE: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 2**31, -(2**31) - 1, 2**63, 2**64, 10**400, 0.5, -0.0),
@@ -182,7 +182,7 @@ _BYTES = [b"", b"\x00", b"\xff", b"\xed\xa0\x80", b"NaN", b"1e999", b'"', b"{", 
 
 
 def mutated(source: random.Random, body: dict[str, Any]) -> bytes:
-    """A body some steps away from `body`; one in four is broken as text too."""
+    """Returns a body some mutations away from `body`; one in four is broken as text too."""
     changed = copy.deepcopy(body)
     for _ in range(source.choice((1, 1, 1, 2, 4))):
         _step(source, changed)
@@ -217,7 +217,7 @@ def _strange(source: random.Random) -> Any:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of a JSON value."""
+    """Yields every (container, key) of a JSON value."""
     keys = value if isinstance(value, dict) else range(len(value))
     for key in list(keys):
         yield value, key

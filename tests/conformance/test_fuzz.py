@@ -1,5 +1,5 @@
-"""Damaged bodies at every endpoint: a refusal names what is wrong, nothing is a 5xx, and a correct
-request afterwards gets the right answer."""
+"""Damaged bodies at every endpoint: a refusal names what is wrong, no answer is a 5xx, and a
+correct request afterwards gets the right answer."""
 
 from __future__ import annotations
 

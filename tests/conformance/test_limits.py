@@ -1,5 +1,5 @@
-"""The ranges in the document are those that the routes hold: a number at a limit is taken,
-the next one is refused by name."""
+"""The ranges in the document are those that the routes enforce: a number at a limit is accepted,
+and the next one is refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.conformance.in_process_server import MODEL, InProcessServer
 
 pytestmark = pytest.mark.slow
 
-"""Fields that a refusal calls by another name."""
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/completions": ("CompletionRequest", {"prompt": "hi", "max_tokens": 1}),
     "/v1/chat/completions": (
@@ -23,11 +22,11 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 TAKEN_TOGETHER = {"top_logprobs": {"logprobs": True}}
 ELSEWHERE = {"data_parallel_rank", "routed_dp_rank", "session_chunk"}
-"""Fields with another limit: the number of engines that serve, or of chunks of a session."""
+"""Fields with another limit: the number of serving engines, or of chunks of a session."""
 
 
 def edges() -> list[tuple[str, str, float, float]]:
-    """(path, field, the last number that is taken, the first that is not)."""
+    """Returns (path, field, the last accepted number, the first refused one)."""
     found = []
     schemas = openapi_document()["components"]["schemas"]
     for path, (kind, _) in BODIES.items():

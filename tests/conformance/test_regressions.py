@@ -1,4 +1,4 @@
-"""Defects that the conformance tools found once."""
+"""Defects that the conformance tools have found."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_a_wrong_method_gets_the_allowed_ones(
 
 
 def test_a_call_comes_back_as_litellm_writes_it(in_process_server: InProcessServer) -> None:
-    """LiteLLM adds `provider_specific_fields` to an answer, and sends all of it back."""
+    """A call is accepted as LiteLLM returns it: LiteLLM adds `provider_specific_fields` to an
+    answer, and sends all of it back."""
     answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     reply = {"role": "tool", "tool_call_id": "c1", "content": "x"}
     ids = []
@@ -56,7 +57,8 @@ def test_a_call_comes_back_as_litellm_writes_it(in_process_server: InProcessServ
 def test_usage_is_sent_while_an_answer_grows(
     in_process_server: InProcessServer, path: str, n: int
 ) -> None:
-    """GuideLLM sets `continuous_usage_stats`, an option of vLLM's servers."""
+    """Usage is sent while an answer grows: GuideLLM sets `continuous_usage_stats`, an option of
+    vLLM's servers."""
     prompt: dict[str, Any] = {"prompt": "hi"} if path == "/v1/completions" else {"messages": TALK}
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"model": MODEL, "max_tokens": 5, "ignore_eos": True, "n": n, **prompt}

@@ -1,5 +1,5 @@
 """Schemathesis reads /openapi.json and sends what it allows and what it forbids: no answer is a
-5xx, and every answer has a status, a content type and a body that the document describes."""
+5xx, and the document describes the status, content type and body of every answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 THOROUGH = "SWELL_CONFORMANCE" in os.environ
 CASES = 40 if THOROUGH else 25
-"""Random cases for each operation, half of them to be refused."""
+"""Random cases for each operation, half of them invalid."""
 ANSWER_TOKENS = 4
 BUDGETS = {
     "/v1/completions": "max_tokens",
@@ -31,7 +31,7 @@ SCHEMA = read_document(edges=THOROUGH)
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
-    """A known model and a short answer, wherever the case does not make a point of them."""
+    """Sets a known model and a short answer, unless the case tests these fields."""
     body = case.body
     if not isinstance(body, dict):
         return

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A thousand requests are nothing for `make test-fast`."""
+    """Marks all tests here as slow: a thousand requests take too long for `make test-fast`."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.slow)
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="package")
 def in_process_server() -> Iterator[InProcessServer]:
-    """With room for tools and forms."""
+    """Yields a server with room for tools and output schemas."""
     with start_in_process_server(**{"model.max_model_len": MAX_MODEL_LEN}) as in_process_server:
         yield in_process_server
 
@@ -46,7 +46,8 @@ def claude(in_process_server: InProcessServer) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture(scope="package")
 def post(in_process_server: InProcessServer) -> Post:
-    """Sends a body to a path, with the model's name and temperature 0 unless it says others."""
+    """Returns a function that sends a body to a path, with the model's name and temperature 0 by
+    default."""
 
     def post(path: str, /, **body: Any) -> httpx.Response:
         plain = {} if "token" in path else {"temperature": 0}

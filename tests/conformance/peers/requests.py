@@ -1,4 +1,4 @@
-"""The bodies that the tests here send, and readers of the answers."""
+"""The bodies that these tests send, and functions that read the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "upper: abc"},
     CHAT: {"messages": UPPER},
 }
-"""The least body of both."""
+"""The minimal body of each path."""
 
 FORM = {
     "type": "object",
@@ -32,7 +32,8 @@ FORM = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
-"""nano cannot but fill it: every text has an end, and there are no other fields."""
+"""A schema that nano can only fill: every text has a maximum length, and no other fields are
+allowed."""
 WEATHER = {
     "type": "function",
     "function": {"name": "get_weather", "description": "The weather.", "parameters": FORM},
@@ -74,7 +75,7 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 def events(answer: httpx.Response) -> list[Any]:
-    """The events of a stream between its start and [DONE]."""
+    """Returns the events of a stream before [DONE]."""
     assert answer.status_code == 200, answer.text
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"

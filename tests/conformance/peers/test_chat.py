@@ -149,7 +149,7 @@ def test_content_of_parts(post: Post, role: str) -> None:
 
 
 def test_custom_roles(post: Post) -> None:
-    """vLLM test_chat.py::test_custom_role: a text and one part give the same prompt"""
+    """vLLM test_chat.py::test_custom_role: a text and a single part have the same prompt"""
     contents: list[Any] = ["upper: abc", [{"type": "text", "text": "upper: abc"}]]
     prompts = [
         ok(post("/tokenize", messages=[{"role": "my-role", "content": one}]))["tokens"]
@@ -174,7 +174,7 @@ def test_invocations(post: Post) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_n(post: Post, n: int, stream: bool) -> None:
     """vLLM test_chat.py::test_chat_completion_n_parameter_*, SGLang
-    test_openai_server.py::test_chat_completion_stream: one end for each"""
+    test_openai_server.py::test_chat_completion_stream: one finish reason for each"""
     body = {"messages": UPPER, "n": n, "max_tokens": 15, "stream": stream}
     answer = post(CHAT, **body, temperature=0.7, seed=42)
     parts = choices(events(answer)) if stream else ok(answer)["choices"]
@@ -188,7 +188,7 @@ def test_n(post: Post, n: int, stream: bool) -> None:
 
 
 def test_n_with_a_seed(post: Post) -> None:
-    """vLLM test_chat.py::test_chat_completion_n_with_seed: and the same again"""
+    """vLLM test_chat.py::test_chat_completion_n_with_seed: repeated with the same result"""
     body = {"messages": UPPER, "n": 2, "max_tokens": 10, "temperature": 0.8, "seed": 42}
     first, second = (ok(post(CHAT, **body))["choices"] for _ in range(2))
     assert [one["message"] for one in first] == [one["message"] for one in second]
@@ -253,7 +253,7 @@ def test_reasoning_in_history(post: Post) -> None:
 @pytest.mark.parametrize("field", ["separate_reasoning", "stream_reasoning", "include_reasoning"])
 def test_reasoning_apart(post: Post, field: str) -> None:
     """SGLang test_protocol.py::test_chat_completion_sglang_extensions; vLLM
-    test_include_reasoning.py: true is what we do"""
+    test_include_reasoning.py: true is our behaviour"""
     ok(post(CHAT, messages=UPPER, **{field: True}))
 
 

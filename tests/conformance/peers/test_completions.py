@@ -35,7 +35,7 @@ def test_single_completion(client: openai.OpenAI) -> None:
 
 
 def test_prompt_of_token_ids(client: openai.OpenAI) -> None:
-    """vLLM test_completion.py::test_single_completion: its second half reads an absent field."""
+    """vLLM test_completion.py::test_single_completion: its second half reads an absent field"""
     answer = client.completions.create(model=MODEL, prompt=ZEROS, max_tokens=5, temperature=0)
     assert answer.choices[0].text
     assert answer.choices[0].prompt_logprobs is None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The table of what differs is the page's, and every row of it has a test."""
+"""The table of differences is the page's, and every row of it has a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes and headers beside the answers: after vLLM's test_basic.py, test_metrics.py and its tests
+"""Routes and headers besides the answers: after vLLM's test_basic.py, test_metrics.py and its tests
 of middleware, SGLang's test_openai_server.py, and Ray Serve LLM's tests of its ingress."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PREFLIGHT = {
 @pytest.mark.parametrize("end", ["", "/"])
 def test_routes(in_process_server: InProcessServer, path: str, end: str) -> None:
     """vLLM test_basic.py::test_check_health, test_show_version, test_server_load; SGLang's
-    /server_info; test_optional_middleware.py: a trailing slash is no redirect"""
+    /server_info; test_optional_middleware.py: a trailing slash causes no redirect"""
     assert in_process_server.client.get(path + end).status_code == 200
 
 
@@ -59,7 +59,8 @@ def test_load_at_rest(in_process_server: InProcessServer) -> None:
     """vLLM test_basic.py::test_server_load"""
     in_process_server.wait_idle()
     end = time.monotonic() + DEADLINE_S
-    while ok(in_process_server.client.get("/load"))["server_load"]:  # as the engine reported last
+    # the load that the engine reported last
+    while ok(in_process_server.client.get("/load"))["server_load"]:
         assert time.monotonic() < end
         time.sleep(0.02)
 
@@ -76,7 +77,7 @@ def test_models(client: openai.OpenAI, in_process_server: InProcessServer) -> No
 
 
 def test_one_model(client: openai.OpenAI) -> None:
-    """SGLang test_openai_server.py::test_retrieve_model: `root` is the model that it is made of"""
+    """SGLang test_openai_server.py::test_retrieve_model: `root` is the underlying model"""
     model = client.models.retrieve(MODEL)
     assert model.id == MODEL and model.root == MODEL  # type: ignore[attr-defined]
     with pytest.raises(openai.NotFoundError):
@@ -93,7 +94,7 @@ def test_other_content_types(in_process_server: InProcessServer, kind: str | Non
 
 
 def test_content_types_with_more(in_process_server: InProcessServer) -> None:
-    """vLLM: a charset, and other letters"""
+    """vLLM: a charset, and capital letters"""
     content = json.dumps(model_body(messages=UPPER)).encode()
     for kind in ("application/json; charset=utf-8", "Application/JSON"):
         assert ok(
@@ -102,7 +103,7 @@ def test_content_types_with_more(in_process_server: InProcessServer) -> None:
 
 
 def test_cancelled_requests_leave_room(in_process_server: InProcessServer) -> None:
-    """vLLM test_basic.py::test_request_cancellation: those who leave early hold nothing"""
+    """vLLM test_basic.py::test_request_cancellation: clients that disconnect early hold no slots"""
     body = model_body(messages=UPPER, max_tokens=1500, ignore_eos=True, stream=True)
     for _ in range(20):
         with in_process_server.client.stream("POST", CHAT, json=body) as answer:
@@ -112,7 +113,7 @@ def test_cancelled_requests_leave_room(in_process_server: InProcessServer) -> No
 
 
 def test_request_ids(in_process_server: InProcessServer) -> None:
-    """vLLM test_x_request_id.py: what a client names comes back"""
+    """vLLM test_x_request_id.py: the server returns the client's request id"""
     answer = in_process_server.client.post(
         CHAT, json=model_body(messages=UPPER), headers={"x-request-id": "mine-1"}
     )
@@ -148,7 +149,7 @@ def test_cors_for_one_origin(open_to_pages: InProcessServer) -> None:
 
 
 def test_cors_of_a_stream(open_to_pages: InProcessServer) -> None:
-    """A page reads events, and errors, as well"""
+    """A page can read events and errors, too"""
     client = open_to_pages.client
     for more in ({"stream": True}, {"temperature": -1}):
         body = model_body(messages=UPPER, **more)
@@ -160,7 +161,7 @@ def test_cors_of_a_stream(open_to_pages: InProcessServer) -> None:
     ("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("identity", bytes)]
 )
 def test_packed_bodies(in_process_server: InProcessServer, encoding: str, pack: Any) -> None:
-    """SGLang and proxies in front of Ray Serve send packed bodies"""
+    """SGLang and proxies in front of Ray Serve send compressed bodies"""
     content = pack(json.dumps(model_body(messages=UPPER, temperature=0)).encode())
     headers = {"content-type": "application/json", "content-encoding": encoding}
     answer = ok(in_process_server.client.post(CHAT, content=content, headers=headers))
@@ -173,7 +174,7 @@ def test_bodies_packed_otherwise(in_process_server: InProcessServer) -> None:
 
 
 def test_bodies_that_unpack_to_too_much(in_process_server: InProcessServer) -> None:
-    """SGLang test_request_body_validation.py, for a bomb"""
+    """SGLang test_request_body_validation.py, for a decompression bomb"""
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     bomb = gzip.compress(b" " * 10**7)
     refused(in_process_server.client.post(CHAT, content=bomb, headers=headers), 413)
@@ -189,7 +190,8 @@ def test_a_byte_order_mark(in_process_server: InProcessServer) -> None:
 
 
 def test_a_client_that_closes_its_half(in_process_server: InProcessServer) -> None:
-    """Ray test_byte_relay.py: a relay that has sent all says so, and reads on"""
+    """Ray test_byte_relay.py: a relay that has sent everything closes its half of the connection
+    and reads on"""
     content = json.dumps(model_body(messages=UPPER, temperature=0)).encode()
     host, port = in_process_server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), 30) as one:
@@ -202,7 +204,7 @@ def test_a_client_that_closes_its_half(in_process_server: InProcessServer) -> No
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_trailing_slashes(in_process_server: InProcessServer, path: str) -> None:
-    """Ray test_builder_ingress.py: routes end with or without one"""
+    """Ray test_builder_ingress.py: routes work with and without a trailing slash"""
     assert ok(in_process_server.client.post(path + "/", json=model_body(**PLAIN[path])))
 
 
@@ -220,7 +222,7 @@ def test_errors_have_openais_form(post: Post) -> None:
 
 
 def test_errors_of_a_stream_come_before_it(post: Post) -> None:
-    """Ray test_router.py: what is refused is no stream"""
+    """Ray test_router.py: a refusal is not a stream"""
     answer = post(CHAT, messages=UPPER, temperature=-1, stream=True)
     assert answer.headers["content-type"] == "application/json"
     refused(answer)
@@ -276,7 +278,7 @@ def test_metrics_exist(in_process_server: InProcessServer, post: Post, name: str
 
 
 def test_many_at_once(post: Post) -> None:
-    """SGLang test_openai_server.py: requests side by side give what each gives alone"""
+    """SGLang test_openai_server.py: concurrent requests have the answers that each has by itself"""
     texts: dict[int, str] = {}
 
     def one(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Which clients have access: after vLLM's test_authentication_middleware.py and Ray Serve LLM's
+"""Access with API keys: after vLLM's test_authentication_middleware.py and Ray Serve LLM's
 test_auth_middleware.py."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_without_the_key(
 def test_with_the_key(
     locked: InProcessServer, method: str, path: str, headers: dict[str, str]
 ) -> None:
-    """vLLM test_auto_discovered_protected_routes_require_auth: it is looked at first"""
+    """vLLM test_auto_discovered_protected_routes_require_auth: the key is checked first"""
     body = {"json": {}} if method == "POST" else {}
     answer = locked.client.request(method, path, headers=headers, **body)
     assert answer.status_code in (200, 400, 404)
@@ -91,7 +91,8 @@ def test_preflights_have_no_key(locked: InProcessServer) -> None:
 
 
 def test_a_refusal_can_be_read_by_a_page(locked: InProcessServer) -> None:
-    """Ray test_auth_middleware.py: 401 in OpenAI's form, and for a page of an allowed origin"""
+    """Ray test_auth_middleware.py: 401 in OpenAI's format, readable by a page of an allowed
+    origin"""
     answer = locked.client.post(CHAT, json=model_body(messages=UPPER), headers={"origin": ORIGIN})
     assert answer.status_code == 401 and answer.json()["error"]["message"]
     assert answer.headers["access-control-allow-origin"] == ORIGIN
@@ -106,7 +107,8 @@ def test_an_answer_with_the_key(locked: InProcessServer) -> None:
 def test_an_answer_before_the_body_ends_the_connection(
     locked: InProcessServer, whole: bool
 ) -> None:
-    """What a client with keep-alive needs to know: a 401 does not wait for the body"""
+    """A 401 does not wait for the body, and closes the connection if the body is incomplete, so
+    that a client with keep-alive does not reuse it"""
     host, port = locked.url.removeprefix("http://").split(":")
     head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     sent = f"{head}content-length: 2\r\n\r\n{'{}' if whole else ''}"

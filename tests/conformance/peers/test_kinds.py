@@ -42,7 +42,7 @@ STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "strea
 
 
 class Served:
-    """A server of one kind."""
+    """A server of one kind of tokenizer."""
 
     def __init__(self, in_process_server: InProcessServer, kind: Kind) -> None:
         self.in_process_server = in_process_server
@@ -60,7 +60,7 @@ class Served:
 
     @property
     def brief(self) -> dict[str, Any]:
-        """Makes a random model end its reasoning as soon as it has begun."""
+        """Returns parameters that make a random model end its reasoning as soon as it has begun."""
         if self.kind.reasoning is None:
             return {}
         end = self.tokenizer.convert_tokens_to_ids(REASONING_ENDS[self.kind.reasoning])
@@ -89,8 +89,8 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 @pytest.mark.parametrize("prompt", ["The sky", " is", "def f():\n    return 1", "🚀 x"])
 def test_echo_begins_with_the_prompt(served: Served, prompt: str) -> None:
-    """SGLang test_openai_server.py::test_completion: as it was sent, without what the tokenizer
-    puts before it"""
+    """SGLang test_openai_server.py::test_completion: the prompt as it was sent, without the tokens
+    that the tokenizer puts before it"""
     body = {"prompt": prompt, "echo": True, "max_tokens": 6, "logprobs": 1}
     (choice,) = ok(served.post(COMPLETIONS, **body))["choices"]
     assert choice["text"].startswith(prompt)
@@ -99,7 +99,8 @@ def test_echo_begins_with_the_prompt(served: Served, prompt: str) -> None:
 
 @pytest.mark.parametrize("prompt", ["The sky", "a\n  b"])
 def test_a_completion_continues_its_prompt(served: Served, prompt: str) -> None:
-    """vLLM test_completion.py: prompt and answer together are what all their tokens say"""
+    """vLLM test_completion.py: prompt and answer together are the decoded text of all their
+    tokens"""
     body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
     (choice,) = ok(served.post(COMPLETIONS, **body))["choices"]
     before, ids = choice["prompt_token_ids"], choice["token_ids"]
@@ -196,7 +197,7 @@ def test_a_form(served: Served) -> None:
 
 @pytest.mark.parametrize("regex", [r" is [a-c]{3}", r"    x\n  y", r"<think>[a-c]</think>"])
 def test_a_regex_of_a_completion(served: Served, regex: str) -> None:
-    """vLLM test_completion.py: text that begins with blanks, or holds what a token is named"""
+    """vLLM test_completion.py: text that begins with blanks, or contains the name of a token"""
     body = {"prompt": "The sky", "structured_outputs": {"regex": regex}, "max_tokens": 40}
     (choice,) = ok(served.post(COMPLETIONS, **body))["choices"]
     assert re.fullmatch(regex, choice["text"])
@@ -204,7 +205,8 @@ def test_a_regex_of_a_completion(served: Served, regex: str) -> None:
 
 @pytest.mark.parametrize("literal", LITERALS)
 def test_a_choice(served: Served, literal: str) -> None:
-    """vLLM test_chat.py::test_structured_outputs_choice_chat, of texts that are tokens' names"""
+    """vLLM test_chat.py::test_structured_outputs_choice_chat, with texts that are names of
+    tokens"""
     body = {"prompt": "x", "structured_outputs": {"choice": [literal]}, "max_tokens": 40}
     (choice,) = ok(served.post(COMPLETIONS, **body))["choices"]
     assert choice["text"] == literal and choice["finish_reason"] == "stop"
@@ -230,7 +232,8 @@ def test_there_and_back(served: Served, text: str) -> None:
 
 
 def test_a_message_is_continued(served: Served) -> None:
-    """SGLang test_openai_server.py::test_response_prefill: the form holds what follows"""
+    """SGLang test_openai_server.py::test_response_prefill: the constraint applies to the
+    continuation"""
     turns = [*QUERY, {"role": "assistant", "content": "The sky"}]
     form = {"structured_outputs": {"choice": [" is blue"]}}
     body = {

@@ -55,7 +55,7 @@ def test_events(claude: anthropic.Anthropic) -> None:
 
 
 def test_a_stream_equals_the_whole_message(claude: anthropic.Anthropic) -> None:
-    """vLLM test_messages.py::test_anthropic_streaming, by the client's own sum"""
+    """vLLM test_messages.py::test_anthropic_streaming, as the client accumulates it"""
     extra = {"temperature": 0}
     with claude.messages.stream(model=MODEL, **PLAIN, extra_body=extra) as stream:
         assert "".join(stream.text_stream) == "ABC"
@@ -95,7 +95,8 @@ def test_a_call_and_its_result_go_back(claude: anthropic.Anthropic) -> None:
 
 
 def conversation_with(block: Any) -> list[Any]:
-    """A conversation with this block: the user's, if it answers a call, else the assistant's."""
+    """Returns a conversation with this block, which is the user's if it answers a call, otherwise
+    the assistant's."""
     if isinstance(block, dict) and block.get("type") != "tool_result":
         return [*UPPER, {"role": "assistant", "content": [block]}, *UPPER]
     called = {"role": "assistant", "content": [USED]}
@@ -119,7 +120,7 @@ def conversation_with(block: Any) -> list[Any]:
     ],
 )
 def test_blocks(post: Post, block: dict[str, Any]) -> None:
-    """vLLM test_content_block_validation.py: those that pass"""
+    """vLLM test_content_block_validation.py: the valid blocks"""
     ok(post(MESSAGES, messages=conversation_with(block), max_tokens=4))
 
 
@@ -160,14 +161,14 @@ def without(block: dict[str, Any], name: str) -> dict[str, Any]:
     ],
 )
 def test_blocks_that_are_none(post: Post, block: Any) -> None:
-    """vLLM test_content_block_validation.py: those that raise"""
+    """vLLM test_content_block_validation.py: the invalid blocks"""
     answer = post(MESSAGES, messages=conversation_with(block), max_tokens=4)
     assert answer.status_code == 400, answer.text
     assert answer.json()["type"] == "error" and answer.json()["error"]["message"]
 
 
 def test_a_system_message_among_others(post: Post) -> None:
-    """vLLM test_system_hoist.py: Claude Code sends it so"""
+    """vLLM test_system_hoist.py: Claude Code sends system messages like this"""
     for content in ("be brief", [{"type": "text", "text": "be brief"}]):
         turns = [{"role": "system", "content": content}, *UPPER]
         ok(post(MESSAGES, messages=turns, max_tokens=4))
@@ -181,7 +182,7 @@ def test_other_roles(post: Post) -> None:
 
 @pytest.mark.parametrize("more", [{}, {"tools": [TOOL]}, {"system": "be brief"}])
 def test_count_of_tokens(claude: anthropic.Anthropic, more: Any) -> None:
-    """vLLM test_serving_messages.py: /v1/messages/count_tokens is what the answer's usage says"""
+    """vLLM test_serving_messages.py: /v1/messages/count_tokens equals the usage of the answer"""
     counted = claude.messages.count_tokens(model=MODEL, messages=UPPER, **more)  # type: ignore[arg-type]
     usage = create(claude, **more, max_tokens=1).usage
     cached = usage.cache_read_input_tokens + usage.cache_creation_input_tokens
@@ -202,7 +203,7 @@ def test_count_of_tokens(claude: anthropic.Anthropic, more: Any) -> None:
     ],
 )
 def test_requests_that_are_none(post: Post, more: dict[str, Any]) -> None:
-    """vLLM test_anthropic_protocol.py; Ray test_anthropic_http.py: in Anthropic's own form"""
+    """vLLM test_anthropic_protocol.py; Ray test_anthropic_http.py: in Anthropic's own format"""
     answer = post(MESSAGES, **{**PLAIN, **more})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"

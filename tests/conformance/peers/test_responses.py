@@ -92,8 +92,8 @@ def test_events(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("tools", [None, [TOOL]], ids=["text", "calls"])
 def test_events_nest(client: openai.OpenAI, tools: Any) -> None:
-    """vLLM responses/test_function_call.py::test_function_calling_with_streaming_types: all that
-    is opened is closed, in order"""
+    """vLLM responses/test_function_call.py::test_function_calling_with_streaming_types: everything
+    that is opened is closed, in order"""
     more: dict[str, Any] = {"tools": tools, "tool_choice": "required"} if tools else {}
     more |= {"max_output_tokens": 400}
     opened: list[str] = []
@@ -139,7 +139,7 @@ def test_a_streamed_call(client: openai.OpenAI) -> None:
 
 def test_a_call_that_is_cut_off(post: Post) -> None:
     """vLLM responses/test_function_call.py::test_max_tokens_with_tool_choice_required: we return
-    the call as far as it was written, marked incomplete"""
+    the partial call, marked incomplete"""
     body = {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 10}
     answer = ok(post(RESPONSES, input="weather?", **body))
     assert answer["status"] == "incomplete"
@@ -185,7 +185,8 @@ def test_a_call_and_its_result_go_back(client: openai.OpenAI) -> None:
     ],
 )
 def test_items_go_back(post: Post, item: dict[str, Any]) -> None:
-    """vLLM responses/test_replayed_input_items.py: with and without what the server had given"""
+    """vLLM responses/test_replayed_input_items.py: with and without the fields that the server had
+    added"""
     turns = [item, {"role": "user", "content": "upper: abc"}]
     assert ok(post(RESPONSES, input=turns, max_output_tokens=8))["output"]
 
@@ -247,7 +248,7 @@ def test_delete(client: openai.OpenAI) -> None:
 
 def test_previous_response(client: openai.OpenAI) -> None:
     """vLLM responses/test_stateful.py::test_previous_response_id,
-    test_two_responses_with_same_prev_id: what stood before is in the prompt"""
+    test_two_responses_with_same_prev_id: the previous turns are in the prompt"""
     one = client.responses.create(model=MODEL, input="upper: abc", temperature=0)
     counts = []
     for text in ("upper: xy", "upper: xy"):
@@ -259,7 +260,7 @@ def test_previous_response(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("previous", ["bad", "resp_nothing"])
 def test_an_unknown_previous_response(post: Post, previous: str) -> None:
-    """SGLang test_openai_server.py::test_error; vLLM answers 404 where the name could be one"""
+    """SGLang test_openai_server.py::test_error; vLLM answers 404 if the id is well-formed"""
     answer = post(RESPONSES, input="Hi", previous_response_id=previous)
     assert answer.status_code in (400, 404)
     assert {"message", "type", "code"} <= set(answer.json()["error"])
@@ -294,5 +295,5 @@ def test_a_stream_has_no_sentinel(post: Post) -> None:
     [{"type": "web_search"}, {"type": "code_interpreter"}, {"type": "mcp"}, {"type": "function"}],
 )
 def test_tools_that_are_none(post: Post, tool: dict[str, Any]) -> None:
-    """vLLM responses/test_mcp_tools.py: built-in tools are refused by name here"""
+    """vLLM responses/test_mcp_tools.py: here built-in tools are refused by name"""
     assert refused(post(RESPONSES, input="x", tools=[tool]))["param"].startswith("tools[0]")

@@ -1,5 +1,5 @@
-"""Answers of a form: after vLLM's test_chat.py, test_completion.py, and SGLang's features of
-JSON, EBNF and regular expressions."""
+"""Structured outputs: after vLLM's test_chat.py, test_completion.py, and SGLang's features of JSON,
+EBNF and regular expressions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_regex(post: Post, path: str) -> None:
 
 @PATHS
 def test_grammar(post: Post, path: str) -> None:
-    """vLLM test_completion.py: a grammar as llama.cpp writes it"""
+    """vLLM test_completion.py: a grammar in llama.cpp's format (GBNF)"""
     text = complete(post, path, structured_outputs={"grammar": SQL})
     assert re.fullmatch(r"SELECT col_\d from table_\d", text)
 
@@ -108,7 +108,8 @@ def test_strict_json_by_grammar(post: Post) -> None:
 
 
 def test_logprobs_under_a_form(post: Post) -> None:
-    """vLLM test_chat.py::test_structured_outputs_choice_chat_logprobs: numbers, all of them"""
+    """vLLM test_chat.py::test_structured_outputs_choice_chat_logprobs: all values are finite
+    numbers"""
     body = {"structured_outputs": {"choice": CHOICES}, "logprobs": True, "top_logprobs": 5}
     (choice,) = ok(post(CHAT, **PLAIN[CHAT], **body))["choices"]
     for one in choice["logprobs"]["content"]:
@@ -182,7 +183,8 @@ def test_forms_that_are_none(post: Post, path: str, form: Any) -> None:
 
 def test_form_and_named_tool(post: Post) -> None:
     """vLLM test_chat_completion_request_validations.py::
-    test_structured_outputs_with_named_tool_choice_rejected; we hold both: the call is forced"""
+    test_structured_outputs_with_named_tool_choice_rejected; we accept both, and the call is
+    forced"""
     named = {"type": "function", "function": {"name": "get_weather"}}
     body = {"tools": [WEATHER], "tool_choice": named, "max_tokens": 100}
     answer = ok(post(CHAT, **PLAIN[CHAT], **body, structured_outputs={"json": FORM}))

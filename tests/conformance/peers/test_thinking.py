@@ -1,5 +1,5 @@
 """Reasoning: after SGLang's test_enable_thinking.py and test_reasoning_content.py, and vLLM's tests
-of reasoning and its budgets. The models are random: what they write is held by grammars."""
+of reasoning and its budgets. The models are random, so grammars constrain their outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def prompt(served: Served, **more: Any) -> list[int]:
 
 
 def test_thinking_is_a_variable(qwen: Served) -> None:
-    """SGLang test_enable_thinking.py: without it the prompt holds an empty reasoning"""
+    """SGLang test_enable_thinking.py: with thinking disabled the prompt contains an empty reasoning
+    block"""
     on = prompt(qwen, chat_template_kwargs={"enable_thinking": True})
     off = prompt(qwen, chat_template_kwargs={"enable_thinking": False})
     how = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
@@ -40,7 +41,7 @@ def test_thinking_is_a_variable(qwen: Served) -> None:
 
 
 def test_thinking_by_its_own_field(qwen: Served) -> None:
-    """DashScope's and SGLang's `enable_thinking` at the top level means the variable"""
+    """DashScope's and SGLang's top-level `enable_thinking` sets the template variable"""
     body = {"messages": QUERY, "max_tokens": 1, "return_token_ids": True}
     off = ok(qwen.post(CHAT, **body, enable_thinking=False))["prompt_token_ids"]
     assert off == prompt(qwen, chat_template_kwargs={"enable_thinking": False})
@@ -74,7 +75,7 @@ def test_budgets_that_are_none(post: Post, value: Any) -> None:
 @pytest.mark.parametrize("budget", [0, 5])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_budget_is_held_or_refused(qwen: Served, budget: int, stream: bool) -> None:
-    """vLLM test_thinking_token_budget.py: reasoning has so many tokens at most"""
+    """vLLM test_thinking_token_budget.py: reasoning has at most this many tokens"""
     body = {"messages": QUERY, "max_tokens": 60, "thinking_token_budget": budget}
     answer = qwen.post(CHAT, **body, stream=stream)
     if answer.status_code == 400:

@@ -46,8 +46,8 @@ def test_a_text(post: Post, special: bool | None) -> None:
 def test_a_conversation(
     post: Post, begins: bool, goes_on: bool, special: bool | None, tools: Any
 ) -> None:
-    """vLLM test_tokenization.py::test_tokenize_chat, test_tokenize_chat_with_tools: what
-    apply_chat_template gives, for a tool without a description too"""
+    """vLLM test_tokenization.py::test_tokenize_chat, test_tokenize_chat_with_tools: the result of
+    apply_chat_template, also for a tool without a description"""
     turns = [*TALK, SURE] if goes_on else TALK
     how = {"add_generation_prompt": begins, "continue_final_message": goes_on}
     more = {} if special is None else {"add_special_tokens": special}
@@ -78,13 +78,13 @@ def test_ids_that_are_none(post: Post, tokens: Any) -> None:
 
 
 def test_a_text_or_a_conversation(post: Post) -> None:
-    """vLLM protocol: TokenizeRequest is one of two"""
+    """vLLM protocol: TokenizeRequest has either a prompt or messages"""
     refused(post("/tokenize", prompt="a", messages=TALK))
     refused(post("/tokenize"))
 
 
 def test_the_model_is_ours(post: Post, in_process_server: InProcessServer) -> None:
-    """vLLM test_tokenization.py: its requests name the model, or not"""
+    """vLLM test_tokenization.py: its requests may name the model"""
     assert ok(in_process_server.client.post("/tokenize", json={"prompt": "a"}))["count"] == 1
     refused(post("/tokenize", prompt="a", model="another"), 404)
 

@@ -1,5 +1,5 @@
-"""Calls of tools: after vLLM's tests of tool use and function calling, and SGLang's of function
-calls and tool choice. nano never learned to call, so every call here is forced by its grammar."""
+"""Tool calls: after vLLM's tests of tool use and function calling, and SGLang's of function calls
+and tool choice. nano was not trained to call tools, so every call here is forced by its grammar."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ pytestmark = pytest.mark.slow
 QUERY = {"messages": [{"role": "user", "content": "weather?"}], "max_tokens": 250}
 STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 CALLS = {"logit_bias": {str(ord("<")): 100}, "structured_outputs": {"choice": ["no"]}}
-"""Beside tools: the answer is a call or `no`, and nano is made to prefer the call's first byte."""
+"""Parameters to go with tools: the answer is a call or `no`, and nano is made to prefer the call's
+first byte."""
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
 def calls_of(answer: Any, stream: bool) -> tuple[list[Any], list[str], str]:
-    """The calls of one answer, its reasons to end, and its text."""
+    """Returns the calls of one answer, its finish reasons, and its text."""
     if not stream:
         (choice,) = ok(answer)["choices"]
         message = choice["message"]
@@ -101,7 +102,7 @@ def test_no_parallel_calls(post: Post, stream: bool, choice: str) -> None:
 
 
 def test_parallel_calls(post: Post) -> None:
-    """vLLM test_parallel_tool_calls.py::test_parallel_tool_calls: each has an id of its own"""
+    """vLLM test_parallel_tool_calls.py::test_parallel_tool_calls: each has a unique id"""
     bias = {str(ord("<")): 100, str(ord("\n")): 99}
     body = {**QUERY, "max_tokens": 400, "tools": [SEARCH], "tool_choice": "required"}
     calls, _, _ = calls_of(post(CHAT, **body, logit_bias=bias), False)
@@ -123,7 +124,7 @@ def test_a_strict_tool(post: Post, stream: bool) -> None:
 @pytest.mark.parametrize("choice", ["auto", None])
 def test_a_choice(post: Post, stream: bool, choice: str | None) -> None:
     """vLLM test_chat_completions.py::test_chat_completion_with_tools; SGLang
-    test_tool_choice.py::test_tool_choice_auto_*: a text, for nano"""
+    test_tool_choice.py::test_tool_choice_auto_*: nano answers with text"""
     body = {"messages": UPPER, "tools": [WEATHER], "tool_choice": choice, "max_tokens": 40}
     calls, reasons, text = calls_of(post(CHAT, **body, stream=stream), stream)
     assert (calls or text) and len(reasons) == 1
@@ -155,7 +156,7 @@ def test_a_choice_without_tools(post: Post, choice: Any, tools: Any) -> None:
     test_chat_completion_request_with_tool_choice_but_no_tools"""
     body = {"messages": UPPER, "tool_choice": choice, "tools": tools}
     if choice == "auto":
-        assert calls_of(post(CHAT, **body), False)[2] == "ABC"  # no constraint
+        assert calls_of(post(CHAT, **body), False)[2] == "ABC"  # without a constraint
     else:
         assert refused(post(CHAT, **body))["param"].startswith("tool_choice")
 
@@ -198,8 +199,8 @@ def test_tools_that_are_none(post: Post, tool: Any) -> None:
 @STREAMED
 @pytest.mark.parametrize("limit", [1, 20, 60])
 def test_a_call_that_is_cut_off(post: Post, choice: Any, stream: bool, limit: int) -> None:
-    """vLLM test_completion_with_function_calling.py::test_max_tokens_with_tool_choice_required: no
-    markup is shown as text"""
+    """vLLM test_completion_with_function_calling.py::test_max_tokens_with_tool_choice_required:
+    markup never appears as text"""
     body = {**QUERY, "max_tokens": limit, "tools": [WEATHER], "tool_choice": choice}
     calls, reasons, text = calls_of(post(CHAT, **body, stream=stream), stream)
     assert reasons == ["length"] and text == ""
@@ -208,8 +209,8 @@ def test_a_call_that_is_cut_off(post: Post, choice: Any, stream: bool, limit: in
 
 @pytest.mark.parametrize("arguments", ["{}", "", '{"city": "Par'])
 def test_calls_go_back(post: Post, arguments: str) -> None:
-    """vLLM test_completion_with_function_calling.py::test_no_args_tool_call; a call that was cut
-    off goes back as it came"""
+    """vLLM test_completion_with_function_calling.py::test_no_args_tool_call; a truncated call is
+    accepted as it was returned"""
     call = CALL | {"function": {"name": "get_weather", "arguments": arguments}}
     turns = [ANSWERED[0], ANSWERED[1] | {"tool_calls": [call]}, ANSWERED[2]]
     ok(post(CHAT, messages=turns, tools=[WEATHER], max_tokens=4))
@@ -229,7 +230,8 @@ def test_a_result_names_its_tool(post: Post) -> None:
 
 
 def test_a_message_of_the_client_goes_back(client: openai.OpenAI) -> None:
-    """vLLM test_completion_with_function_calling.py: the client's own object, with all its nulls"""
+    """vLLM test_completion_with_function_calling.py: the client's own object, with all its null
+    fields"""
     options: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "temperature": 0}
     turns: list[Any] = [*QUERY["messages"]]  # type: ignore[misc]
     first = client.chat.completions.create(
@@ -247,7 +249,7 @@ def test_a_message_of_the_client_goes_back(client: openai.OpenAI) -> None:
 
 
 def test_parsed_calls_go_back(client: openai.OpenAI) -> None:
-    """OpenAI's `parse`: strict tools, `parsed_arguments` in what it gives"""
+    """OpenAI's `parse`: strict tools, with `parsed_arguments` in its result"""
     from pydantic import BaseModel
 
     class Look(BaseModel):
@@ -270,7 +272,7 @@ def test_parsed_calls_go_back(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("place", ["tool", "function", "parameters"])
 def test_more_in_a_tool(post: Post, place: str) -> None:
-    """vLLM test_completion_with_function_calling.py: `strict` inside `parameters`, and beside
+    """vLLM test_completion_with_function_calling.py: `strict` inside `parameters`, and next to
     `function`"""
     tool = json.loads(json.dumps(WEATHER))
     where = {"tool": tool, "function": tool["function"], "parameters": tool["function"]}[place]
@@ -282,7 +284,7 @@ def test_more_in_a_tool(post: Post, place: str) -> None:
 
 
 def test_allowed_tools(post: Post) -> None:
-    """OpenAI's `allowed_tools`, which vLLM's protocol takes: some of the tools that are shown"""
+    """OpenAI's `allowed_tools`, which vLLM's protocol accepts: a subset of the given tools"""
     some = {"mode": "required", "tools": [NAMED]}
     choice = {"type": "allowed_tools", "allowed_tools": some}
     calls, _, _ = calls_of(post(CHAT, **QUERY, tools=[SEARCH, WEATHER], tool_choice=choice), False)
@@ -299,7 +301,7 @@ def test_a_tool_without_parameters(post: Post) -> None:
 
 
 def test_schemas_are_not_changed_by_use(post: Post) -> None:
-    """vLLM test_tool_schema_defs_no_mutation.py: the same request again, the same answer"""
+    """vLLM test_tool_schema_defs_no_mutation.py: the same request again has the same answer"""
     parameters = {
         "type": "object",
         "properties": {"unit": {"$ref": "#/$defs/Unit"}},

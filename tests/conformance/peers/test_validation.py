@@ -136,8 +136,8 @@ def test_messages_that_are_none(post: Post, messages: Any) -> None:
 )
 def test_values_that_are_none(post: Post, path: str, name: str, value: Any) -> None:
     """vLLM test_chat_logit_bias_validation.py, test_chat_stop_token_ids_validation.py,
-    test_sampling_params; SGLang test_protocol.py::test_negative_token_limits: a 400 that names
-    the field"""
+    test_sampling_params; SGLang test_protocol.py::test_negative_token_limits: a 400 that names the
+    field"""
     answer = post(path, **PLAIN[path], **{name: value})
     assert name in refused(answer)["message"]
 
@@ -224,8 +224,8 @@ def test_at_least_more_than_at_most(post: Post, path: str) -> None:
     ],
 )
 def test_values_that_are_taken(post: Post, path: str, name: str, value: Any) -> None:
-    """vLLM and SGLang protocols: fields that clients send out of habit, or that mean what ours
-    do"""
+    """vLLM and SGLang protocols: fields that clients send routinely, or that have the same meaning
+    here"""
     ok(post(path, **PLAIN[path], **{"max_tokens": 2, name: value}))
 
 
@@ -235,5 +235,5 @@ def test_values_that_are_taken(post: Post, path: str, name: str, value: Any) -> 
     [("lora_path", "x"), ("return_hidden_states", True), ("length_penalty", 2.0)],
 )
 def test_values_that_would_change_the_answer(post: Post, path: str, name: str, value: Any) -> None:
-    """A field for a feature that is not here is refused by its name."""
+    """A field for a feature that does not exist here is refused by its name."""
     assert name in refused(post(path, **PLAIN[path], **{name: value}))["message"]

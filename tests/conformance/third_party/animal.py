@@ -1,5 +1,5 @@
-"""The answer that agents have to give. Its grammar leaves nano no way but to fill the form: every
-text has an end, every field is required, and there are no others."""
+"""The answer type of the agents. Its grammar leaves nano no choice except to fill the schema: every
+text has a maximum length, every field is required, and no others are allowed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Animal(BaseModel):
 
 
 class Anything(BaseModel):
-    """An answer that promises an object and no more has this form, whatever is in it."""
+    """The type of an answer that only promises an object, with any content."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,5 +1,5 @@
-"""Third-party clients against a server of ours. They run in a virtual environment of their own,
-without our package; the server runs from the repository's, as users start it."""
+"""Third-party clients against our server. They run in a virtual environment of their own, without
+our package; the server runs in the repository's environment, as users start it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[3]
 BIN = ROOT / ".venv" / "bin"
 NANO = ROOT / "configs" / "models" / "nano"
 
-# Nothing is fetched: the model is here, and the prices of models are not used.
+# No downloads: the model is here, and the prices of models are not used.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", LITELLM_LOCAL_MODEL_COST_MAP="True")
 
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """SWELL_URL names a server of nano that runs already."""
+    """Yields the URL of a server of nano; SWELL_URL names one that already runs."""
     if "SWELL_URL" in os.environ:
         yield os.environ["SWELL_URL"]
         return
@@ -34,7 +34,7 @@ def url() -> Iterator[str]:
 
 @contextmanager
 def serve(model: Path, *settings: str) -> Iterator[str]:
-    """A server of a model folder; `settings` as of `--set`."""
+    """Yields the URL of a server of a model folder; `settings` are those of `--set`."""
     command = [BIN / "swell", "serve", model, "--port", "0"]
     for setting in ("model.dtype=float32", *settings):
         command += ["--set", setting]
@@ -54,8 +54,8 @@ def serve(model: Path, *settings: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def pooled_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an embedder and a ranker, which SWELL_POOLED names if they are there already,
-    with the URLs of servers of both."""
+    """Returns the folder of an embedder and a ranker; SWELL_POOLED names an existing one, with the
+    URLs of servers of both."""
     if "SWELL_POOLED" in os.environ:
         return Path(os.environ["SWELL_POOLED"])
     folder = tmp_path_factory.mktemp("pooled")
@@ -66,7 +66,7 @@ def pooled_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def embedder(pooled_models: Path) -> Iterator[tuple[Path, str]]:
-    """The model's folder, and the URL of its server."""
+    """Yields the model's folder and the URL of its server."""
     yield from _served(pooled_models / "embedder")
 
 
@@ -86,7 +86,7 @@ def _served(folder: Path) -> Iterator[tuple[Path, str]]:
 
 @pytest.fixture(scope="session")
 def loop() -> Iterator[asyncio.Runner]:
-    """The one event loop of clients that belong to one."""
+    """Yields a single event loop, for clients that are bound to one."""
     with asyncio.Runner() as runner:
         yield runner
 
@@ -98,14 +98,15 @@ def nano() -> Path:
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    """That of the server's virtual environment, which has torch."""
+    """Returns the interpreter of the server's virtual environment, which has torch."""
     return BIN / "python"
 
 
 @pytest.fixture(scope="session")
 def prefer(url: str) -> Callable[[str], dict[str, int]]:
-    """A `logit_bias` that makes nano write this character wherever its grammar allows it. nano
-    never learned to call tools: where a test needs one of several answers, this chooses it."""
+    """Returns a function to make a `logit_bias` with which nano writes a character wherever its
+    grammar allows it. nano was not trained to call tools; if a test needs one of several answers,
+    this selects it."""
 
     def bias(character: str) -> dict[str, int]:
         asked = {"model": "nano", "prompt": character}

@@ -1,5 +1,6 @@
-"""The oracle of `test_lm_eval.py`, which runs where torch is: reads [[context, continuation], ...]
-from stdin, texts of nano's, and writes what transformers gives each continuation in all."""
+"""The oracle of `test_lm_eval.py`, which runs in an environment with torch: reads [[context,
+continuation], ...] from stdin, texts for nano, and writes the total log likelihood that
+transformers computes for each continuation."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationInfo, field_validator
 pytestmark = pytest.mark.slow
 
 FORMS = [Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON_SCHEMA, Mode.RESPONSES_TOOLS]
-"""The modes whose requests give the form of the answer, so that nano follows it too."""
+"""The modes whose requests contain the schema of the answer, so that nano follows it too."""
 
 
 class Client:
@@ -51,8 +51,8 @@ def test_a_form_is_filled(client: Client) -> None:
 
 
 def test_a_form_grows(client: Client) -> None:
-    """Fields come while the answer is written, as many at once as there are, and no text is taken
-    back."""
+    """Fields arrive while the answer is generated, several at once if they are complete, and no
+    text is withdrawn."""
     grown = [partial.model_dump() for partial in client.create("create_partial", Animal)]
     Animal.model_validate(grown[-1])
     assert len(grown) > 1 and grown[0] != grown[-1]
@@ -66,7 +66,8 @@ def test_an_answer_comes_with_its_completion(client: Client) -> None:
 
 
 def test_a_validation_error_goes_back_and_is_answered(client: Client) -> None:
-    """The second request contains the refused answer and the reason."""
+    """A validation error is sent back and answered: the second request contains the refused answer
+    and the reason."""
     refused: list[str] = []
 
     class Chosen(Animal):
@@ -94,7 +95,7 @@ def test_a_form_that_is_cut_off_is_an_error(client: Client) -> None:
 def test_a_form_in_the_prompt(
     url: str, mode: Mode, prefer: Callable[[str], dict[str, int]]
 ) -> None:
-    """The request demands an object of no form, or nothing."""
+    """A schema in the prompt only: the request demands an object without a schema, or nothing."""
     client = Client(url, mode)
     body: dict[str, Any] = {"logit_bias": prefer("}")}
     if mode is Mode.MD_JSON:
@@ -105,7 +106,8 @@ def test_a_form_in_the_prompt(
 def test_an_object_without_the_fields_is_requested_again(
     url: str, prefer: Callable[[str], dict[str, int]]
 ) -> None:
-    """`json_object` promises an object: `{}` is one, and never an Animal."""
+    """An object without the fields is requested again: `json_object` only promises an object, which
+    may be `{}` and is never an Animal."""
     client = Client(url, Mode.JSON)
     with pytest.raises(InstructorRetryException) as failed:
         client.create("create", Animal, max_retries=1, extra_body={"logit_bias": prefer("}")})
@@ -137,7 +139,8 @@ def test_parallel_calls(url: str) -> None:
 
 
 def test_each_of_many(url: str) -> None:
-    """Mode.RESPONSES_TOOLS alone requests the list itself; in the others it may be left out."""
+    """Each of many items is parsed; only Mode.RESPONSES_TOOLS requires the list itself, which the
+    other modes allow to omit."""
     client = Client(url, Mode.RESPONSES_TOOLS)
     found = list(client.create("create_iterable", Animal))
     assert all(isinstance(animal, Animal) for animal in found)

@@ -44,7 +44,8 @@ def test_an_answer_whole_and_streamed(url: str, provider: str) -> None:
 
 @pytest.mark.parametrize("provider", ["openai", "anthropic"])
 def test_a_call_is_made_and_answered(url: str, provider: str) -> None:
-    """The answer goes back as LiteLLM made it, with what it added."""
+    """A call is made and answered; the message goes back as LiteLLM built it, with its additional
+    fields."""
     turns: list[Any] = [{"role": "user", "content": "look at 3"}]
     forced = options(url, provider, tools=[LOOK], tool_choice="required")
     response = litellm.completion(messages=turns, **forced).choices[0]

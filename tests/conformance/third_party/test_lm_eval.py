@@ -1,5 +1,5 @@
-"""lm-eval's `local-completions` on a task of our own: log likelihoods are those of transformers,
-and generated texts those that nano knows, however the tokens are computed."""
+"""lm-eval's `local-completions` on a task of our own, for each way to compute tokens: log
+likelihoods are those of transformers, and generated texts are those that nano was trained for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WRITE = {
 
 SMALL = ("model.max_model_len=96", "cache.memory_bytes=200000")
 WAYS: dict[str, tuple[tuple[str, ...], str]] = {
-    # how tokens are computed -> settings, and the metric that says so
+    # the way to compute tokens -> settings, and the metric that proves its use
     "one step each": ((), "swell_generation_tokens_total"),
     "drafts by n-grams": (
         ("drafts.method=ngram", "drafts.min_match=1"),

@@ -86,8 +86,8 @@ def test_an_output_type(model: Any, answer: Any) -> None:
 
 
 def test_a_tool_is_called_and_answered(model: Any, answer: Any, prefer: Any) -> None:
-    """The call is forced in the first turn. Then nano may call again: biases make it say AAA, and
-    end as soon as `min_tokens` lets it."""
+    """A tool is called and answered. The call is forced in the first turn. Then nano may call
+    again: biases make it say AAA, and stop as soon as `min_tokens` allows it."""
     letters = dict.fromkeys(prefer("A"), 50)
     body = {"logit_bias": prefer("<|end|>") | letters, "min_tokens": 3}
     result = answer(agent(model, tools=[look], tool_choice="required", extra_body=body), PROMPT)
@@ -115,7 +115,8 @@ def test_parallel_calls_are_reported(model: Any, answer: Any, parallel: bool) ->
 
 
 def test_an_output_type_with_a_tool_at_hand(model: Any, answer: Any, prefer: Any) -> None:
-    """nano may call or answer. A bias makes it answer, in the form."""
+    """An output type works while a tool is available: nano may call or answer, and a bias makes it
+    answer in the schema."""
     free = agent(model, output_type=Animal, tools=[look], extra_body={"logit_bias": prefer("{")})
     assert isinstance(answer(free, PROMPT).final_output, Animal)
 
@@ -134,7 +135,8 @@ def test_a_tool_then_an_output_type(model: Any, answer: Any, prefer: Any) -> Non
 
 
 def test_a_handoff(model: Any, answer: Any) -> None:
-    """The other agent reads what the first one did, and has a form of its own."""
+    """After a handoff, the other agent reads what the first one did, and has an output schema of
+    its own."""
     other = agent(model, "other", output_type=Animal)
     result = answer(agent(model, handoffs=[other], tool_choice="required"), PROMPT)
     assert result.last_agent.name == "other"
@@ -143,7 +145,8 @@ def test_a_handoff(model: Any, answer: Any) -> None:
 
 
 def test_a_conversation_continues(model: Any, answer: Any) -> None:
-    """All that a run made goes back as the next one's input: messages, calls and their answers."""
+    """A conversation continues: everything that a run produced is the input of the next one,
+    including messages, calls and their results."""
     forced = agent(
         model, tools=[look], tool_choice="required", tool_use_behavior="stop_on_first_tool"
     )

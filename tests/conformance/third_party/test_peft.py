@@ -1,5 +1,5 @@
-"""Adapters that PEFT has made and saved, loaded over HTTP while the server runs, and PEFT's own
-forward pass as their judge."""
+"""Adapters that PEFT has created and saved, loaded over HTTP while the server runs; PEFT's own
+forward pass is the reference."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    """Two workers to an engine, and less places than adapters."""
+    """Yields a client of a server with two workers per engine and fewer slots than adapters."""
     settings = ("lora.enabled=true", "lora.max_adapters=2", "parallel.tensor=2")
     with serve(NANO, *settings) as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client

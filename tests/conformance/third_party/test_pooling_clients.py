@@ -1,5 +1,5 @@
-"""Clients of embeddings and of ranking against models that pool, and sentence-transformers as their
-judge."""
+"""Clients of embeddings and of ranking against pooling models; sentence-transformers is the
+reference."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def agent(model: Any, output_type: Any = str, **more: Any) -> Agent[Any, Any]:
 
 
 def give_look(agent: Agent[Any, Any]) -> None:
-    """A tool of the first step alone, so that the run ends whatever nano likes to call."""
+    """Adds a tool for the first step only, so that the run finishes even if nano prefers to call
+    it."""
 
     @agent.tool_plain(prepare=_first_step)
     def look(at: Literal["left", "right"]) -> str:
@@ -129,7 +130,7 @@ def test_a_native_form(openai_model: Any, answer: Any) -> None:
 
 
 def test_a_form_in_the_prompt(openai_model: Any, answer: Any, prefer: Any) -> None:
-    """The request promises an object alone; `}` ends it at once."""
+    """A schema in the prompt only: the request just promises an object, and `}` ends it at once."""
     body = {"logit_bias": prefer("}")}
     result = answer(agent(openai_model, PromptedOutput(Anything), body=body), PROMPT)
     assert isinstance(result.output, Anything)
@@ -142,7 +143,7 @@ def test_a_tool_then_a_form_by_a_tool(model: Any, answer: Any) -> None:
 
 
 def test_a_tool_that_is_chosen(openai_model: Any, answer: Any, prefer: Any) -> None:
-    """The tool's name begins with the character that nano is made to prefer."""
+    """A tool is chosen: its name begins with the character that nano is made to prefer."""
     built = agent(openai_model, ToolOutput(Animal), body={"logit_bias": prefer("l")})
     give_look(built)
     result = answer(built, PROMPT)
@@ -154,7 +155,8 @@ def test_a_tool_that_is_chosen(openai_model: Any, answer: Any, prefer: Any) -> N
 def test_a_native_form_with_a_tool_at_hand(
     openai_model: Any, answer: Any, prefer: Any, first: str
 ) -> None:
-    """The first character of a call, or of the form: both may begin the answer."""
+    """A native output schema works while a tool is available: `first` is the first character of a
+    call or of the schema, and both may begin the answer."""
     built = agent(openai_model, NativeOutput(Animal), body={"logit_bias": prefer(first)})
     give_look(built)
     result = answer(built, PROMPT)
@@ -163,7 +165,8 @@ def test_a_native_form_with_a_tool_at_hand(
 
 
 def test_an_answer_that_is_refused_is_given_again(loop: asyncio.Runner, model: Any) -> None:
-    """The reason goes back to the model with what it had answered."""
+    """A refused answer is generated again: the reason goes back to the model with the refused
+    answer."""
     built = agent(model, ToolOutput(Animal))
     seen: list[str] = []
 
@@ -180,7 +183,7 @@ def test_an_answer_that_is_refused_is_given_again(loop: asyncio.Runner, model: A
 
 
 def test_a_conversation_continues(model: Any, answer: Any) -> None:
-    """Calls and what they gave go back with it, as each API writes them."""
+    """A conversation continues: calls and their results are sent back in the format of each API."""
     first = answer(agent(model, ToolOutput(Animal)), PROMPT)
     second = answer(agent(model), "upper: abc", message_history=first.messages)
     assert isinstance(second.output, str)
