@@ -29,7 +29,7 @@ CONTENDERS = Path(__file__).parent / "contenders"
 
 
 class Setup(NamedTuple):
-    """How to measure."""
+    """The setup of a measurement."""
 
     repeats: int
     peers: dict[str, str]

@@ -11,8 +11,8 @@ _TOKENS = "tokens"
 _MAX_STEP_US = 1500.0
 _MAX_TOKEN_US = 20.0
 _LINEAR = 1.15
-"""The bound on how much more than four times as much four times the rows may cost, and how much
-more a longer context may cost than a short one. Both would be 1 without noise."""
+"""The limit of two ratios that would be 1 without noise: the cost of four times the rows over four
+times the cost, and the cost of a longer context over that of a short one."""
 
 
 def run(setup: Setup) -> Measured:

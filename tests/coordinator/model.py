@@ -1,7 +1,7 @@
 """A model of the wave protocol: engines, a coordinator, FIFO channels and failures.
 
 A state is a tuple; `Model.moves` yields every successor. Each engine runs the loop of a server: it
-takes messages, submits steps until the pipeline is full, waits for the oldest step, takes messages
+takes messages, submits steps up to the limit in flight, waits for the oldest step, takes messages
 and reads the step's sums. While it waits it takes no messages, unless it must leave its group. The
 sums of a step are available when all engines of its epoch have submitted it.
 

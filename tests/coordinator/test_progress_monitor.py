@@ -40,8 +40,8 @@ def test_a_newcomer_has_the_full_time_to_be_heard() -> None:
         ((7, 7, 7), (True, True, True), 2.0),
         ((7, 8, 8), (True, True, True), 1.0),
         ((7, 7, 8), (True, True, True), None),
-        ((7, 7, 7), (False, False, False), None),  # an idle subject does not count as stalled
-        # its time without work, since the last report, does not count
+        ((7, 7, 7), (False, False, False), None),  # an idle subject is not stalled
+        # it has had work only since the last report
         ((7, 7, 7), (True, False, True), None),
         ((7, 7, 7), (False, True, True), 1.0),
     ],

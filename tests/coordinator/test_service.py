@@ -64,7 +64,8 @@ class Subscriber:
         self.send, self.close = self._outlet.send, self._outlet.close
 
     def receive(self, timeout_s: float) -> ClusterView | None:
-        """Returns the view after the next message; None if no message arrives."""
+        """Returns the view after the next message; None if no message arrives or it does not belong
+        to the known roster."""
         match self._outlet.receive(timeout_s):
             case ClusterView() as view:
                 self.view = view

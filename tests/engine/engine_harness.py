@@ -112,7 +112,7 @@ class Answer:
     num_outputs: int = 0
     """The number of outputs that the client received."""
     preemptions: int = 0
-    """The sum over all children."""
+    """The number of preemptions, summed over all children."""
     is_firm: bool = True
     """Set in the oracle's answers: True if rounding decides no token (see `RoundingProbe`)."""
 

@@ -224,7 +224,7 @@ def test_drafts_of_a_head_that_copies_are_accepted(name: str, tmp_path: Path) ->
     with engine(served) as plain:
         expected = answers(plain)
     with engine(served, drafts__method=name, drafts__model={"path": path}) as llm:
-        for _ in range(2):  # the second time the prompts are in the cache
+        for _ in range(2):  # in the second round the prompts are in the cache
             assert answers(llm) == expected
         drafts = drafter_of(llm)
         assert drafts.num_drafts == drafts.num_accepted > 100

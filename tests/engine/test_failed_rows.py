@@ -113,8 +113,8 @@ def test_a_failed_row_ends_its_request_alone(
 def test_a_row_that_fails_in_its_last_token_takes_none_of_a_row_with_passes(
     failing: int, depth: int
 ) -> None:
-    """A row that fails at its last token does not take further passes from a row that has some, in
-    a plan in which it has none itself."""
+    """A row that fails at its last token, in a plan whose further passes are only for the other
+    row, takes no passes from that row."""
     prompt, lengths = [1, 2, 3], {failing: 6, 1 - failing: 20}
     fails_at = {failing: len(prompt) + lengths[failing] - 1}
     core = failing_core(fails_at, steps_per_plan=4, steps_in_flight=depth)

@@ -229,7 +229,7 @@ def test_the_state_of_a_group_is_reported_at_once(lockstep_harness, ranks) -> No
     inbox.until(EngineHello)
     inbox.inbox.send(inbox.peer, ReconfigureDistributedRequest(1, [0], 1))
     while inbox.until(EngineReport).wave_phase != Phase.PAUSED:
-        """Waits until the engine is paused, in the group before the one under test."""
+        """Skips reports from before the engine joined its first group and paused."""
 
     def regroup(groups: GroupPlan) -> list[Regrouped]:
         raise GroupBroken("a peer did not join", [1])

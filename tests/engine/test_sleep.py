@@ -132,7 +132,7 @@ def test_it_counts_that_it_wakes_up_once_it_has(harness: Harness) -> None:
     assert before and {(report.repairs, report.wakes) for report in before} == {(0, 0)}
     inbox.received.clear()
     while not (report := inbox.until(EngineReport)).repairs:
-        """The count follows the last message."""
+        """Skips a report that was sent together with `Repaired`."""
     assert (report.repairs, report.wakes) == (1, 1)
     assert engine.server.repairs == 1
 

@@ -1,4 +1,4 @@
-"""Loading a backend for a test."""
+"""Loads a backend for a test."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def chunked(chunk: int) -> Any:
         (windowed(8), 4096, 8),
         (windowed(1), 64, 1),
         (windowed(63), 64, 63),
-        (windowed(64), 64, 0),  # no token is as far back as the window reaches
+        (windowed(64), 64, 0),  # no token is far enough back to leave the window
         (windowed(4096), 64, 0),
         (chunked(64), 64, 0),
     ],
@@ -62,7 +62,7 @@ BLOCKS = torch.tensor([[0, 0, 1, 1]])
         masking_utils.bidirectional_mask_function,
         masking_utils.or_masks(CAUSAL, windowed(3), lambda b, h, q, k: k == q + 1),
         masking_utils.and_masks(CAUSAL, lambda b, h, q, k: (q - k) % 2 == 0),
-        # the first tokens are visible to all, like a prefix
+        # the first five tokens see each other, as in a prefix LM
         masking_utils.or_masks(CAUSAL, lambda b, h, q, k: (q < 5) & (k < 5)),
         lambda b, h, q, k: k < q,
     ],

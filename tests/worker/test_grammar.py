@@ -35,7 +35,8 @@ CPU = torch.device("cpu")
 ROWS, LENGTH = 16, 12_000
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 PROMPT = [7, 8]
-# [VOCAB]: how much a token helps to close a string, an array, an object or a number
+# [VOCAB]: how much a token helps to finish an output, a string, an address, an array, an object or
+# a number
 CLOSING = torch.zeros(VOCAB)
 CLOSING[[END, *b'"@]},']] = torch.tensor([1.0, 1.0, 0.95, 0.9, 0.9, 0.5])
 

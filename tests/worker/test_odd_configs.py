@@ -86,7 +86,7 @@ def test_buffers_without_dimensions(tmp_path: Path) -> None:
     for name, buffer in oracle.named_buffers():
         if name.endswith("act_fn.beta"):
             assert buffer.dim() == 0
-            buffer.fill_(0.25)  # a value that a fresh model does not have
+            buffer.fill_(0.25)  # unlike in a fresh model
     oracle.save_pretrained(tmp_path)
     check(tmp_path, oracle)
 
