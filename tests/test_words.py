@@ -13,23 +13,35 @@ import pytest
 from tests.test_layers import ROOT
 
 CHECKED: tuple[str, ...] = (
+)
     "cluster",
     "configs",
     "coordinator",
     "engine",
     "kernels",
+CHECKED: tuple[str, ...] = (
     "tests/adapters.py",
+    "tests/benchmarks",
     "tests/changed_weights.py",
     "tests/cluster",
+    "tests/configs",
+    "tests/conformance",
     "tests/conftest.py",
+    "tests/coordinator",
     "tests/device.py",
     "tests/eagle_heads.py",
     "tests/embeds.py",
+    "tests/engine",
+    "tests/faults",
+    "tests/gpu",
+    "tests/kernels",
+    "tests/kinds",
     "tests/marked_page.py",
     "tests/mtp_layers.py",
     "tests/pooled_models.py",
     "tests/reaper.py",
     "tests/reliability_claims.py",
+    "tests/routing",
     "tests/secret_texts.py",
     "tests/sharing.py",
     "tests/strangers.py",
@@ -44,6 +56,9 @@ CHECKED: tuple[str, ...] = (
     "tests/test_settings.py",
     "tests/test_sharing.py",
     "tests/test_style.py",
+    "tests/worker",
+    "tests/zoo",
+)
     "worker",
 )
 """Folders and files whose words are checked."""
