@@ -1,5 +1,5 @@
-"""Requires the model to call a tool, and prints the call. The arguments fit the tool's schema
-whatever the model is, because a grammar restricts the tokens that are sampled.
+"""Requires the model to call a tool, and prints the call. The arguments of any model fit the
+schema of the tool, because a grammar restricts the tokens that are sampled.
 
     swell serve configs/demo.yaml
     python examples/tools.py [URL]

@@ -68,8 +68,8 @@ def test_the_defaults_of_the_autoscaler_are_those_on_the_page() -> None:
 def test_the_keys_that_an_upgrade_changes_are_those_on_the_page() -> None:
     """The keys that an upgrade changes are those on the page; a name without a section belongs to
     the previous section."""
-    text = UPGRADES.read_text().partition("\nWhat changes: ")[2].partition(". The conf")[0]
-    text, _, rest = text.partition("; of `scheduler` all but ")
+    text = UPGRADES.read_text().partition("\n### Keys that an upgrade changes\n")[2]
+    text, _, rest = text.partition("\n#")[0].partition("- `scheduler`: all keys but ")
     found, section = set(), ""
     for name in NAMES.findall(text):
         section = name.partition(".")[0] if "." in name else section

@@ -15,7 +15,7 @@ ADDRESS = ChannelAddress("machine", "ipc", "tcp://192.0.2.1:1")
 CONTACT = CoordinatorContact(ADDRESS, ChannelKeys(b"public", b"secret"), 1)
 
 
-class ScriptedGround:
+class ScriptedRuntime:
     """A scripted clock, and event loops that run only on demand."""
 
     def __init__(self) -> None:

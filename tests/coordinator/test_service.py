@@ -199,7 +199,7 @@ def test_a_failing_handler_does_not_stop_the_loop(service, connect, monkeypatch)
     assert failed == [EngineReport(0, steps=1)] and service._inbox.malformed == 1
 
 
-class JumpingGround(ThreadGround):
+class JumpingRuntime(ThreadRuntime):
     """Real time plus an offset that the test sets."""
 
     def __init__(self) -> None:
@@ -228,8 +228,8 @@ def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
 def test_a_successor_that_was_stopped_while_it_listened_listens_on() -> None:
     """A new coordinator whose listening period has expired when it wakes up keeps listening,
     because it has not yet processed the messages of that time."""
-    ground = JumpingGround()
-    service = CoordinatorService(CONFIG, ground, recover=True)
+    runtime = JumpingRuntime()
+    service = CoordinatorService(CONFIG, runtime, recover=True)
     subscriber = Subscriber(service)
     engine: Outlet[EngineCommand] = Outlet(service.address, EngineCommand, service.keys)
     try:

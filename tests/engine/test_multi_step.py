@@ -33,7 +33,7 @@ def request(name: str = "r", max_tokens: int = 20, **extra: Any) -> EngineCoreRe
 
 def further(core: Any) -> list[list[int]]:
     """Returns the further passes of the rows of each plan that has rows."""
-    return [list(plan.further.values()) for plan in core.executor.plans if plan.slots]
+    return [list(plan.extra_steps.values()) for plan in core.executor.plans if plan.slots]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -32,9 +32,9 @@ class ReferenceRow:
     def known(self) -> list[int]:
         return self.prompt + self.outputs
 
-    def new_row(self, slot: int) -> NewRow:
+    def new_request(self, slot: int) -> NewRequest:
         """Returns the message that puts the request into a slot, with its outputs so far."""
-        return NewRow(
+        return NewRequest(
             slot,
             self.known,
             len(self.prompt),

@@ -83,7 +83,7 @@ def test_a_nearly_certain_token_keeps_its_digits() -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[NewRow], SchedulerOutput]:
+def steps(draw: st.DrawFn) -> tuple[list[NewRequest], SchedulerOutput]:
     """Returns rows in slots, computed from any start to any end; some are within their prompts,
     some have outputs."""
     slots = draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
@@ -221,7 +221,10 @@ def test_nothing_is_computed_without_logprobs(monkeypatch: pytest.MonkeyPatch) -
 def test_both_kinds_of_one_row_leave_together() -> None:
     """The prompt's and the first token's log probabilities leave in the same step, next to a chunk
     that samples nothing."""
-    rows = [NewRow(1, [3, 4, 5], 3, [], params(1, 0)), NewRow(4, [6] * 9, 9, [], params(1, 0))]
+    rows = [
+        NewRequest(1, [3, 4, 5], 3, [], params(1, 0)),
+        NewRequest(4, [6] * 9, 9, [], params(1, 0)),
+    ]
     plan = SchedulerOutput(0, slots=[1, 4], starts=[0, 2], num_tokens=[3, 4], samples=[True, False])
     states, batch = begin(rows, plan)
     reader, of_drawn = PromptLogprobsReader(Head(), states), SampledLogprobs(states)

@@ -341,8 +341,8 @@ def sampled(pairs: list[tuple[int, int]]):
         (SchedulerOutput(9, slots=[0], starts=[0], num_tokens=[6]), 1),
         (SchedulerOutput(9, slots=[2, 1], starts=[8, 3], num_tokens=[1, 1]), 2),
         # A new row must not be overwritten with a token that was sampled for its predecessor.
-        (SchedulerOutput(9, new_rows=[greedy_row(1, [1])]), 2),
-        (SchedulerOutput(9, new_rows=[greedy_row(4, [1])]), 0),
+        (SchedulerOutput(9, new_requests=[greedy_row(1, [1])]), 2),
+        (SchedulerOutput(9, new_requests=[greedy_row(4, [1])]), 0),
     ],
 )
 def test_the_first_stage_receives_what_it_needs_and_no_more(plan, wanted):

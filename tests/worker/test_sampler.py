@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 VOCAB = 40
 
 
-def setup(rows: list[NewRow]) -> tuple[Sampler, InputBatch]:
+def setup(rows: list[NewRequest]) -> tuple[Sampler, InputBatch]:
     """Returns a sampler and a batch that computes all rows to their end and samples for each."""
     states, blocks = RequestStates(16, 32, CPU), BlockTables(16, 32, 16, CPU)
     sampler = Sampler(states, VOCAB)
