@@ -25,6 +25,7 @@ from swell.cluster.cli.start.kernel_build import build_note
 from swell.cluster.cli.start.local_ray import local_ray
 from swell.cluster.cli.start.private_home import check_temporary_files, use_private_files
 from swell.cluster.cli.start.ray_address import probe_address
+from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.serve_messages import waiting_reason
 from swell.cluster.cli.start.start_screen import StartScreen, own_lines_only
 from swell.cluster.cli.start.startup_error import StartupError, last_line
@@ -70,22 +71,23 @@ def serve(args: argparse.Namespace) -> int:
         _on_signals(lambda *_: stop.set())
 
     take_signals()
-    ended_before_us = False
+    ended_before_us, started = False, RayProcesses()
     limit_s = config.cluster.start_timeout_s
     with (
         _claimed_port(config, args.address) as (config, claim),
         _files() as folder,
         own_lines_only(folder / "swell-serve.log") as screen,
         contextlib.suppress(Stopped),
-        _ray(args.address, folder, screen, stop, limit_s, take_signals) as is_lost,
+        _ray(args.address, folder, screen, stop, limit_s, take_signals) as processes,
     ):
         take_signals()  # Ray has set its own signal handlers
+        started = processes
         if claim is not None:
             _share_with_ingresses(claim)
         if not stop.is_set():
-            _serve_until(stop, config, args.address, screen, is_lost, download)
-        ended_before_us = is_lost()
-    if ended_before_us:
+            _serve_until(stop, config, args.address, screen, processes, download)
+        ended_before_us = processes.has_lost_one()
+    if ended_before_us or started.is_client_left:
         _exit_at_once()
     return 0
 
@@ -124,7 +126,7 @@ def _serve_until(
     config: Config,
     address: str | None,
     screen: StartScreen,
-    is_lost: Callable[[], bool],
+    processes: RayProcesses,
     download: Download,
 ) -> None:
     def show(reason: str) -> None:
@@ -134,9 +136,11 @@ def _serve_until(
     if address is not None:
         screen.state("asking all hosts of the Ray cluster")
         check_hosts(config)
-    with application(
-        config, screen.line, stop, own_ray=address is None, is_lost=is_lost
-    ) as ingress:
+    is_lost = processes.has_lost_one
+    with (
+        application(config, screen.line, stop, own_ray=address is None, is_lost=is_lost) as ingress,
+        _ending_sets(stop),
+    ):
         limit_s = config.cluster.start_timeout_s + SERVE_S
         host = _wait_until_ready(ingress, stop, limit_s, show)
         if host is not None:
@@ -145,6 +149,15 @@ def _serve_until(
             stop.wait()
         _on_signals(signal.SIG_IGN)
         screen.line("stopping: streams may finish")
+
+
+@contextlib.contextmanager
+def _ending_sets(stop: threading.Event) -> Iterator[None]:
+    """Set it when the application begins to end, also after an error."""
+    try:
+        yield
+    finally:
+        stop.set()
 
 
 @contextlib.contextmanager
@@ -201,14 +214,14 @@ def _ray(
     stop: threading.Event,
     limit_s: float,
     take_signals: Callable[[], None],
-) -> Iterator[Callable[[], bool]]:
+) -> Iterator[RayProcesses]:
     """Connect to the Ray cluster at `address`, or start one on this machine that does not leave
-    files. Yields a function that returns whether Ray has stopped by itself."""
+    files. Yields the processes that were started for it."""
     if address is None:
         use_private_files(folder, screen.line)
         screen.line("starting Ray on this machine")
         with local_ray(folder / "ray", screen, stop, limit_s, take_signals) as processes:
-            yield processes.has_lost_one
+            yield processes
         return
     import ray
 
@@ -226,7 +239,7 @@ def _ray(
             "of Python and Ray, and with the same token"
         ) from error
     try:
-        yield lambda: False
+        yield RayProcesses()
     finally:
         ray.shutdown()
 

@@ -23,6 +23,8 @@ SERVE_S = 10.0
 _SERVE_ERRORS = 3
 """Errors after which the start of Serve fails; timeouts are retried."""
 _POLL_S = 0.25
+_ANSWER_S = 60.0
+"""How long a call of Serve may take at the end: twice the longest of its own time limits."""
 
 
 @contextlib.contextmanager
@@ -37,7 +39,7 @@ def application(
     """Deploy the Serve application and delete it afterwards. Yields the handle of its ingresses.
 
     On a Ray cluster of others, only our application is deleted, because Serve may have more. If Ray
-    has stopped (`is_lost`), it is not called any more.
+    has stopped (`is_lost`), or no longer answers, it is not called any more.
     """
     from ray import serve
 
@@ -46,7 +48,7 @@ def application(
     try:
         yield _deploy(config, line)
     finally:
-        with contextlib.suppress(_RayLost):
+        with contextlib.suppress(_RayLost, _NoAnswer):
             _asked(is_lost, partial(serve.delete, APP, _blocking=False))
             _wait_until_deleted(config, is_lost)
             if own_ray:
@@ -59,21 +61,27 @@ class _RayLost(Exception):
     """Raised if Ray has stopped before the application."""
 
 
+class _NoAnswer(Exception):
+    """Raised if Ray has not stopped and does not answer in time."""
+
+
 class Stopped(Exception):
     """Raised if SIGINT or SIGTERM came before the application was deployed."""
 
 
 def _asked(is_lost: Callable[[], bool], call: Callable[[], T]) -> T:
-    """Returns the result of a call that waits for Ray. Raises _RayLost as soon as Ray has
-    stopped."""
+    """Returns the result of a call that waits for Ray. Raises _RayLost as soon as Ray has stopped,
+    and _NoAnswer after `_ANSWER_S`."""
+    deadline = time.monotonic() + _ANSWER_S
     future: Future[T] = Future()
     threading.Thread(target=_fulfil, args=(future, call), daemon=True).start()
-    while True:
+    while time.monotonic() < deadline:
         if is_lost():
             raise _RayLost
         with contextlib.suppress(TimeoutError):
             if wait([future], _POLL_S).done:
                 return future.result()
+    raise _NoAnswer
 
 
 def _fulfil(future: Future[T], call: Callable[[], T]) -> None:

@@ -14,13 +14,16 @@ from swell.cluster.cli.start import ray_leftovers, ray_settings
 from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.start_screen import StartScreen
 from swell.cluster.cli.start.startup_error import StartupError, last_line
+from swell.cluster.cli.start.stopped_processes import continued
 from swell.configs.runtime.log import StructuredLogger
 
 _QUICK_S = 20.0
 """A start that fails sooner did not fail for lack of time."""
 _MAX_QUICK_FAILURES = 2
 _BETWEEN_S = 1.0
-_SHUTDOWN_S = 2.0
+_SHUTDOWN_S = 30.0
+"""How long `ray.shutdown` may take to stop Ray, on a busy machine too."""
+_LOST_SHUTDOWN_S = 2.0
 """How long `ray.shutdown` may take after Ray itself has stopped."""
 _LEFT_S = 5.0
 """How long Ray's processes may take to exit after Ray has stopped."""
@@ -41,24 +44,35 @@ def local_ray(
     limit_s: float,
     take_signals: Callable[[], None],
 ) -> Iterator[RayProcesses]:
-    """Start Ray with its files in `folder`, and stop it afterwards. `take_signals`: called after
-    each attempt, because Ray sets its own signal handlers. Raises StartupError after `limit_s`."""
-    import ray
-
+    """Start Ray with its files in `folder`, and stop it afterwards. `stop` is set when the end
+    begins, and at the latest when this context exits. `take_signals`: called after each attempt,
+    because Ray sets its own signal handlers. Raises StartupError after `limit_s`."""
     ray_settings.set_defaults(limit_s)
     processes = RayProcesses()
+    with continued(folder, stop):
+        try:
+            _start(processes, folder, screen, stop, limit_s, take_signals)
+            yield processes
+        finally:
+            stop.set()
+            _end(processes)
+            if left := ray_leftovers.end_all(folder, _LEFT_S):
+                StructuredLogger("cluster.launch").warning("left by Ray: killed", pids=left)
+
+
+def _end(processes: RayProcesses) -> None:
+    """Stop Ray and disconnect from it: in order, or by SIGKILL after a time limit."""
+    import ray
+
+    if not processes.has_lost_one():
+        with contextlib.suppress(TimeoutError):
+            within(_SHUTDOWN_S, ray.shutdown)
+            return
+    processes.end()
     try:
-        _start(processes, folder, screen, stop, limit_s, take_signals)
-        yield processes
-    finally:
-        if processes.has_lost_one():
-            processes.end()
-            with contextlib.suppress(TimeoutError):  # it waits a minute for its GCS
-                within(_SHUTDOWN_S, ray.shutdown)
-        else:
-            ray.shutdown()
-        if left := ray_leftovers.end_all(folder, _LEFT_S):
-            StructuredLogger("cluster.launch").warning("left by Ray: killed", pids=left)
+        within(_LOST_SHUTDOWN_S, ray.shutdown)  # by itself it waits a minute for its GCS
+    except TimeoutError:
+        processes.is_client_left = True
 
 
 def _start(

@@ -35,13 +35,14 @@ def end_all(folder: Path, grace_s: float) -> list[int]:
 def writers(folder: Path) -> list[int]:
     """Returns other processes that have a file below the folder open for writing. Empty without
     `/proc`."""
-    start, me = f"{folder}/", os.getpid()
+    me = os.getpid()
     pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    return [pid for pid in pids if pid != me and _writes(pid, start)]
+    return [pid for pid in pids if pid != me and writes_below(pid, folder)]
 
 
-def _writes(pid: int, start: str) -> bool:
-    process = f"/proc/{pid}"
+def writes_below(pid: int, folder: Path) -> bool:
+    """Whether the process has a file below the folder open for writing."""
+    process, start = f"/proc/{pid}", f"{folder}/"
     try:
         for file in os.listdir(f"{process}/fd"):
             with contextlib.suppress(OSError):  # it was closed meanwhile

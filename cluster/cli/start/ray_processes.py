@@ -37,6 +37,8 @@ class RayProcesses:
         self._started: list[subprocess.Popen[Any]] = []
         self.gcs_address = ""
         """`HOST:PORT` of Ray's GCS, once Ray has started."""
+        self.is_client_left = False
+        """Whether `ray.shutdown` still waits in this process for a Ray that has stopped."""
 
     @contextlib.contextmanager
     def recorded(self, deadline: Callable[[], float]) -> Iterator[None]:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from swell.cluster.cli.start.startup_error import StartupError
 
 TOO_SLOW = "The current node timed out during startup. This could happen because of the raylet"
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+UNTIL_LINE = [sys.executable, "-c", "input()"]
 
 
 class Screen:
@@ -284,3 +286,47 @@ def test_a_process_that_ray_leaves_behind_ends_with_it(
         assert left[0].wait(timeout=60) == -signal.SIGKILL
     finally:
         left[0].kill()
+
+
+def test_a_ray_that_does_not_end_is_killed(
+    fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client waits for a raylet that does not answer: as long as that lives, or for ever."""
+    monkeypatch.setattr(local_ray, "_SHUTDOWN_S", 0.1)
+    ended = threading.Event()
+
+    def wait_for_raylet() -> None:
+        fake.processes[-1].wait()
+        ended.set()
+
+    monkeypatch.setattr(ray, "shutdown", wait_for_raylet)
+    with started(screen, tmp_path) as processes:
+        pass
+    assert not fake.living() and ended.wait(timeout=60) and not processes.is_client_left
+    monkeypatch.setattr(local_ray, "_LOST_SHUTDOWN_S", 0.1)
+    monkeypatch.setattr(ray, "shutdown", threading.Event().wait)
+    with started(screen, tmp_path) as processes:
+        pass
+    assert not fake.living() and processes.is_client_left
+
+
+def test_a_stopped_ray_ends_in_order(
+    fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client waits for what is stopped, which goes on once the end begins."""
+    log, stop = tmp_path / "raylet.out", threading.Event()
+
+    def start_stopped() -> None:
+        with log.open("w") as file:
+            fake.processes.append(services.ConsolePopen(UNTIL_LINE, stdin=PIPE, stdout=file))
+        os.kill(fake.processes[-1].pid, signal.SIGSTOP)
+
+    def ask_raylet() -> None:
+        fake.processes[-1].communicate(b"end")
+
+    fake.during = start_stopped
+    monkeypatch.setattr(ray, "shutdown", ask_raylet)
+    monkeypatch.setattr(local_ray, "_SHUTDOWN_S", 120.0)
+    with started(screen, tmp_path, stop=stop):
+        assert fake.processes[-1].poll() is None
+    assert fake.processes[-1].returncode == 0 and stop.is_set()

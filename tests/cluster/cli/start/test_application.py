@@ -1,0 +1,57 @@
+"""The end of the application waits for Serve, and not for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ray import serve
+
+from swell.cluster import app
+from swell.cluster.cli.start import application as module
+from swell.cluster.cli.start.application import application
+from swell.configs.schema import load
+
+CONFIG = load({"model": {"path": "none"}})
+HANDLE = object()
+
+
+class FakeServe:
+    """Serve, in which the named calls never return."""
+
+    def __init__(self, *hanging: str) -> None:
+        self.hanging = hanging
+        self.calls: list[str] = []
+        self.released = threading.Event()
+
+    def call(self, name: str, answer: Any = None) -> Callable[..., Any]:
+        def answered(*_arguments: Any, **_options: Any) -> Any:
+            self.calls.append(name)
+            if name in self.hanging:
+                self.released.wait()
+            return answer
+
+        return answered
+
+
+@pytest.mark.parametrize("hanging", ["delete", "status", "shutdown"])
+def test_a_serve_that_does_not_answer_is_left(
+    monkeypatch: pytest.MonkeyPatch, hanging: str
+) -> None:
+    """A controller or a raylet hangs: Ray is ended with it."""
+    fake, names = FakeServe(hanging), ["delete", "status", "shutdown"]
+    status = type("Status", (), {"applications": {}})
+    answers = {"start": None, "run_many": [HANDLE], "status": status}
+    for name in ("start", "run_many", *names):
+        monkeypatch.setattr(serve, name, fake.call(name, answers.get(name)))
+    monkeypatch.setattr(app, "application", lambda config: None)
+    monkeypatch.setattr(serve, "RunTarget", lambda *_arguments, **_options: None)
+    monkeypatch.setattr(module, "_ANSWER_S", 0.3)
+    try:
+        with application(CONFIG, lambda line: None, threading.Event(), own_ray=True) as ingress:
+            assert ingress is HANDLE
+    finally:
+        fake.released.set()
+    assert fake.calls == ["start", "run_many", *names[: names.index(hanging) + 1]]
