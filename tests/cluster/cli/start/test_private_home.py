@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,21 +14,6 @@ from swell.cluster.cli.start.private_home import (
     home_problem,
     use_private_files,
 )
-
-NOBODY = 54_321
-"""A user id without a name or a home directory."""
-PROGRAM = """
-import getpass, os, sys
-from pathlib import Path
-from swell.cluster.cli.start.private_home import use_private_files
-lines = []
-use_private_files(Path(sys.argv[1]), lines.append)
-from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
-os.environ["RAY_AUTH_MODE"] = "token"
-ensure_token_if_auth_enabled()
-print(getpass.getuser(), Path.home(), os.environ["RAY_AUTH_TOKEN_PATH"], os.environ["SWELL_CACHE"])
-print(*lines, sep="\\n")
-"""
 
 
 @pytest.fixture
@@ -82,38 +64,6 @@ def test_nothing_can_be_written_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_home, "write_problem", lambda folder: f"{folder} is full")
     with pytest.raises(OSError, match="/tmp is full; Ray keeps its sockets there"):
         check_temporary_files()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
-def test_a_user_id_without_a_name(tmp_path: Path) -> None:
-    """OpenShift assigns such a user id to each project. Ray still finds its token."""
-    setpriv = shutil.which("setpriv")
-    if setpriv is None:
-        pytest.skip("setpriv is not installed")
-    folder = Path("/tmp", f"swell-test-{os.getpid()}")  # NOBODY cannot enter pytest's own
-    folder.mkdir(mode=0o700)
-    os.chown(folder, NOBODY, NOBODY)
-    become = [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    command = [*become, sys.executable, "-c", PROGRAM, str(folder)]
-    try:
-        done = subprocess.run(
-            command,
-            env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
-            cwd="/",
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    finally:
-        shutil.rmtree(folder)
-    if "Permission denied" in done.stderr or "No module named" in done.stderr:
-        pytest.skip("this checkout cannot be read by other users")
-    assert done.returncode == 0, done.stderr
-    first, line = done.stdout.splitlines()
-    user, *paths = first.split()
-    assert user == f"uid-{NOBODY}" and all(path.startswith(str(folder)) for path in paths)
-    assert "this account has no home" in line
 
 
 def test_a_user_with_a_name_keeps_it(environment: dict[str, str], tmp_path: Path) -> None:
