@@ -185,3 +185,11 @@ def test_the_url_is_one_at_which_an_ingress_answers(
     listens_at: str, is_here: bool, url: str
 ) -> None:
     assert launch._url(ServeConfig(host=listens_at), HOST, is_here=is_here) == url
+
+
+def test_the_end_begins_after_an_error_too() -> None:
+    """Otherwise a stopped raylet would hold up the end of a start that has failed."""
+    stop = threading.Event()
+    with pytest.raises(StartupError), launch._ending_sets(stop):
+        raise StartupError("no such file")
+    assert stop.is_set()

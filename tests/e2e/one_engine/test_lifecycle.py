@@ -20,6 +20,8 @@ import httpx
 import pytest
 
 from swell.cluster.cli.main import main
+from swell.cluster.port_claim import PortClaims
+from swell.configs.schema import ConfigError
 from tests.e2e.cluster import NANO, ROOT, Cluster, enable_sigint
 from tests.faults.process import HTTP
 
@@ -164,6 +166,32 @@ def test_a_port_in_use_is_named_before_anything_is_started():
         result = swell("serve", str(NANO), "--port", str(port))
     assert_one_line(result.returncode, result.stderr, f"serve.port={port}")
     assert "starting Ray" not in result.stdout
+
+
+def test_a_port_that_another_start_has_claimed_is_refused_before_anything_is_started():
+    """The other start does not listen yet: the port itself is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    claim = PortClaims().claim("127.0.0.1", port, "another start", os.getpid())
+    try:
+        result = swell("serve", str(NANO), "--port", str(port))
+    finally:
+        claim.release(ends=True)
+    words = f"in use by another application (another start, process {os.getpid()})"
+    assert_one_line(result.returncode, result.stderr, words)
+    assert "starting Ray" not in result.stdout and "ready" not in result.stdout
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_second_start_on_the_port_of_a_running_cluster_is_refused(cluster, host):
+    """Also while no ingress listens, since the application holds a claim of its own."""
+    result = swell("serve", str(NANO), "--host", host, "--port", str(cluster.port))
+    assert_one_line(result.returncode, result.stderr, f"serve.port={cluster.port} on {host}")
+    assert "starting Ray" not in result.stdout and "ready" not in result.stdout
+    with pytest.raises(ConfigError, match="in use by another application"):
+        PortClaims().check(host, cluster.port, lambda owner: owner.startswith("swell serve"))
+    assert cluster.get("/health").status_code == 200
 
 
 def test_ctrl_c_while_starting_leaves_nothing():
