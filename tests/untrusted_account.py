@@ -19,15 +19,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from tests.strangers import Door, visit
+from tests.strangers import Door, knock_with_keys, visit
 
 UID = 54_321
 """A user id without a name and a home."""
 _LIMIT_S = 120.0
 """A deadline of each attempt, which only a failure reaches."""
+_CONNECT_S = 1
+"""How long a socket may take to accept a connection; one that drops all packets never does."""
 _CALL_S = 30
 """How long a server may take to answer."""
+_STORE_S = 10
+"""The same of a store of torch."""
 _MAX_BYTES = 1 << 16
+_NODE = "ab" * 28
+"""The id of a node. Ray's GCS and raylet end at a call of `RaySyncer` without one, before they ask
+for the token: docs/operate/security.md names that among what is not protected."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -54,6 +61,10 @@ class UntrustedAccount:
         threading.Thread(target=self._read, daemon=True).start()
         if not self._lines.get(timeout=_LIMIT_S):
             raise RuntimeError("the process did not become another account: see its output")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +134,7 @@ def _signal(pid: int) -> None:
 
 
 def _connect(family: str, address: str, port: int) -> None:
-    Door(family, address, port).connect().close()
+    Door(family, address, port).connect(_CONNECT_S).close()
 
 
 def _listen(family: str, address: str, port: int) -> None:
@@ -144,11 +155,36 @@ def _send(family: str, address: str, port: int, knock: str) -> str:
     return base64.b64encode(answer).decode()
 
 
+def _join(family: str, address: str, port: int, server: str) -> bool:
+    """Connects as a peer of a channel with keys of its own; whether something came back."""
+    import zmq
+
+    public, secret = zmq.curve_keypair()
+    door = Door(family, address, port)
+    return knock_with_keys(door, public, secret, server.encode(), b"stranger")
+
+
+def _fill_store(host: str, port: int) -> list[str]:
+    """Writes over all that a store of torch has, and returns what it had."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    store = TCPStore(host, port, None, False, timedelta(seconds=_STORE_S), False)
+    found = []
+    for key in store.list_keys():
+        found += [key, repr(store.get(key))]
+        store.set(key, "stranger")
+    return found
+
+
 def _call(address: str, methods: list[str], token: str) -> dict[str, str]:
     """Calls methods of a gRPC server with an empty message: the status of each answer."""
     import grpc
 
-    metadata = [("authorization", f"Bearer {token}")] if token else []
+    metadata = [("node_id", _NODE)]
+    if token:
+        metadata.append(("authorization", f"Bearer {token}"))
     found = {}
     with grpc.insecure_channel(address) as channel:
         for method in methods:
@@ -160,7 +196,7 @@ def _call(address: str, methods: list[str], token: str) -> dict[str, str]:
     return found
 
 
-def _request(url: str, method: str, headers: dict[str, str], body: str) -> int:
+def _request(method: str, url: str, headers: dict[str, str], body: str) -> int:
     """The status of an answer of HTTP."""
     import httpx
 
@@ -179,6 +215,8 @@ ATTEMPTS: dict[str, Callable[..., Any]] = {
     "connect": _connect,
     "listen": _listen,
     "send": _send,
+    "join": _join,
+    "fill store": _fill_store,
     "call": _call,
     "request": _request,
 }

@@ -1,12 +1,16 @@
-"""A running cluster, and somebody in its network who has none of its secrets: every socket at which
-it listens is known, and whatever is sent to those of ours changes nothing."""
+"""A running cluster, and somebody in its network, or with another account of its host, who has none
+of its secrets: every socket at which it listens is known and has the protection that the page says,
+and whatever is sent to those of ours changes nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import zmq
@@ -23,9 +28,20 @@ from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys, Out
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
 from tests.e2e.cluster import NANO, ROOT, Cluster
-from tests.faults.process import title
+from tests.e2e.protections import (
+    PROTECTIONS,
+    Place,
+    Site,
+    code_files,
+    complaints,
+    not_denied,
+    open_processes,
+    written_files,
+)
+from tests.faults.process import HTTP, title
 from tests.marked_page import END, marker
 from tests.strangers import Door, Recorder, knock_with_keys, knocks, listening, visit
+from tests.untrusted_account import UntrustedAccount
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -51,6 +67,7 @@ class Row:
     address: str
     port: str
     protocol: str
+    protection: str
     found: int = field(default=0)
 
     @property
@@ -61,8 +78,31 @@ class Row:
 def read_rows() -> list[Row]:
     text = PAGE.read_text().partition(marker("sockets"))[2].partition(END)[0]
     lines = [line.strip("| \n").split("|") for line in text.splitlines()[2:]]
-    rows = [[cell.strip(" `") for cell in line] for line in lines]
-    return [Row(row[0], int(row[1]), *row[2:5]) for row in rows]
+    rows = [[*(cell.strip(" `") for cell in line[:5]), line[5].strip()] for line in lines]
+    return [Row(row[0], int(row[1]), *row[2:]) for row in rows]
+
+
+class LockedCluster(Cluster):
+    """A cluster with keys for users and for operators, which sends them itself."""
+
+    def __init__(self, folder: Path, *arguments: Any) -> None:
+        self.key_files = (folder / "user", folder / "admin")
+        self.keys = [f"{path.name}-{secrets.token_hex(16)}" for path in self.key_files]
+        for path, key in zip(self.key_files, self.keys, strict=True):
+            path.touch(0o600)
+            path.write_text(f"{key}\n")
+        names = ("serve.api_keys_file", "serve.admin_keys_file")
+        files = zip(names, self.key_files, strict=True)
+        super().__init__(*arguments, *(f"{name}={path}" for name, path in files))
+
+    def get(self, path: str) -> httpx.Response:
+        return HTTP.get(self.url + path, headers=self._headers(path), timeout=60)
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        return HTTP.post(self.url + path, json=body, headers=self._headers(path), timeout=120)
+
+    def _headers(self, path: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.keys[path.startswith('/admin')]}"}
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +116,19 @@ def recorder() -> Iterator[Recorder | None]:
 
 
 @pytest.fixture(scope="module")
-def cluster(recorder: Recorder | None) -> Iterator[Cluster]:
+def public() -> Iterator[Path]:
+    """A folder that every account enters; the folders of pytest are for one account."""
+    folder = Path(tempfile.mkdtemp(prefix="public-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def cluster(recorder: Recorder | None, public: Path) -> Iterator[LockedCluster]:
     """One of everything: two engines that share experts, each with two workers."""
-    with Cluster(
+    with LockedCluster(
+        public,
         NANO.parent / "nano-moe",
         "model.dtype=float32",
         "parallel.data=2",
@@ -126,6 +176,31 @@ def run_with_token(address: str, environment: dict[str, str]) -> subprocess.Comp
         text=True,
         timeout=300,
     )
+
+
+@pytest.fixture(scope="module")
+def site(cluster: LockedCluster, insider: dict[str, Any]) -> Iterator[Site]:
+    """The cluster, and another account of its host."""
+    if os.geteuid() != 0:
+        pytest.skip("only root becomes another account of this host")
+    token = (os.environ.get("RAY_AUTH_TOKEN") or token_path().read_text()).strip()
+    keys = insider["keys"]
+    found = (token, *cluster.keys, *(key.decode() for key in (keys.public, keys.secret)))
+    with UntrustedAccount() as account:
+        yield Site(
+            account=account,
+            url=cluster.url,
+            token=token,
+            channel_key=keys.public.decode(),
+            user_key=cluster.keys[0],
+            key_files=cluster.key_files,
+            secrets=found,
+        )
+
+
+def token_path() -> Path:
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return Path(named) if named else Path.home() / ".ray" / "auth_token"
 
 
 # -------------------------------------------------------------------------------- the table
@@ -193,6 +268,48 @@ def test_every_socket_that_listens_is_in_the_table_and_every_row_listens(cluster
             break
         time.sleep(0.5)
     assert not missing, f"in {PAGE.name}, and nothing listens: {missing}"
+
+
+# -------------------------------------------------------------------------------- another account
+
+
+def test_every_row_has_an_attempt_and_every_attempt_a_row() -> None:
+    assert {row.protection for row in read_rows()} == PROTECTIONS.keys()
+
+
+def test_every_socket_has_the_protection_of_its_row(cluster, site) -> None:
+    expected = [answer(cluster, prompt) for prompt in PROMPTS]
+    before = at_rest(cluster)
+    known, unknown = doors_by_row(cluster)
+    assert not unknown
+    lines = [
+        line
+        for row, door in known
+        for line in complaints(site, Place(row.process, row.protocol, door), row.protection)
+    ]
+    assert not lines, "\n".join(lines)
+    assert_unchanged(before, cluster)
+    assert [answer(cluster, prompt) for prompt in PROMPTS] == expected
+
+
+def test_calls_with_the_token_are_taken(cluster, site) -> None:
+    """Otherwise it would not be the token that the calls above lack."""
+    (gcs,) = listening(cluster.named("gcs_server")).values()
+    address = f"127.0.0.1:{next(door.port for door in gcs)}"
+    method = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+    assert site.account.attempt("call", address, [method], site.token) == {method: "OK"}
+
+
+def test_processes_and_their_files_are_closed_to_another_account(cluster, site) -> None:
+    pids = [cluster.process.pid, *cluster.members()]
+    assert not [*open_processes(site, pids)]
+    files = sorted(written_files(pids))
+    assert any(path.endswith("raylet.out") for path in files), files
+    attempts = [(name, path) for path in files for name in ("read", "write")]
+    attempts += [("write", path) for path in sorted(code_files(pids))]
+    attempts += [(name, str(token_path())) for name in ("read", "write", "rename")]
+    attempts += [(name, f"/tmp/swell-ports-{os.getuid()}") for name in ("list", "create")]
+    assert not [*not_denied(site.account, *attempts)]
 
 
 # -------------------------------------------------------------------------------- the knocks
@@ -374,7 +491,7 @@ def test_ray_demands_its_token(insider) -> None:
     done = run_with_token(insider["gcs"], {"RAY_AUTH_TOKEN": "0" * 64})
     assert done.returncode != 0
     assert "uthentic" in done.stderr
-    token = Path.home() / ".ray" / "auth_token"
+    token = token_path()
     if "RAY_AUTH_TOKEN" not in os.environ and token.exists():
         assert token.stat().st_mode & 0o077 == 0
 

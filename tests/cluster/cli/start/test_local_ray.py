@@ -291,7 +291,7 @@ def test_a_process_that_ray_leaves_behind_ends_with_it(
 def test_a_ray_that_does_not_end_is_killed(
     fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client waits for a raylet that does not answer: as long as that lives, or for ever."""
+    """The client waits for a raylet that does not answer: until it exits, or for ever."""
     monkeypatch.setattr(local_ray, "_SHUTDOWN_S", 0.1)
     ended = threading.Event()
 
@@ -313,7 +313,7 @@ def test_a_ray_that_does_not_end_is_killed(
 def test_a_stopped_ray_ends_in_order(
     fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client waits for what is stopped, which goes on once the end begins."""
+    """The client waits for a stopped raylet, which continues once the end begins."""
     log, stop = tmp_path / "raylet.out", threading.Event()
 
     def start_stopped() -> None:
