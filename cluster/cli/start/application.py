@@ -48,13 +48,18 @@ def application(
     try:
         yield _deploy(config, line)
     finally:
-        with contextlib.suppress(_RayLost, _NoAnswer):
+        try:
             _asked(is_lost, partial(serve.delete, APP, _blocking=False))
             _wait_until_deleted(config, is_lost)
             if own_ray:
                 _asked(is_lost, serve.shutdown)
             else:
                 _clean_up_leftovers(line)
+        except _RayLost:
+            pass
+        except _NoAnswer:
+            left = "Ray is ended" if own_ray else f"delete the application {APP!r} there yourself"
+            line(f"Ray Serve has not answered for {_ANSWER_S:g} s: {left}")
 
 
 class _RayLost(Exception):

@@ -36,9 +36,17 @@ class FakeServe:
         return answered
 
 
-@pytest.mark.parametrize("hanging", ["delete", "status", "shutdown"])
+@pytest.mark.parametrize(
+    ("hanging", "own_ray", "words"),
+    [
+        ("delete", True, "Ray is ended"),
+        ("status", True, "Ray is ended"),
+        ("shutdown", True, "Ray is ended"),
+        ("status", False, "delete the application 'swell' there yourself"),
+    ],
+)
 def test_a_serve_that_does_not_answer_is_left(
-    monkeypatch: pytest.MonkeyPatch, hanging: str
+    monkeypatch: pytest.MonkeyPatch, hanging: str, own_ray: bool, words: str
 ) -> None:
     """A controller or a raylet hangs: Ray is ended with it."""
     fake, names = FakeServe(hanging), ["delete", "status", "shutdown"]
@@ -49,9 +57,11 @@ def test_a_serve_that_does_not_answer_is_left(
     monkeypatch.setattr(app, "application", lambda config: None)
     monkeypatch.setattr(serve, "RunTarget", lambda *_arguments, **_options: None)
     monkeypatch.setattr(module, "_ANSWER_S", 0.3)
+    lines: list[str] = []
     try:
-        with application(CONFIG, lambda line: None, threading.Event(), own_ray=True) as ingress:
+        with application(CONFIG, lines.append, threading.Event(), own_ray=own_ray) as ingress:
             assert ingress is HANDLE
     finally:
         fake.released.set()
     assert fake.calls == ["start", "run_many", *names[: names.index(hanging) + 1]]
+    assert lines[-1] == f"Ray Serve has not answered for 0.3 s: {words}"
