@@ -1,6 +1,6 @@
-"""A running cluster, and somebody in its network, or with another account of its host, who has none
-of its secrets: every socket at which it listens is known and has the protection that the page says,
-and whatever is sent to those of ours changes nothing."""
+"""A running cluster, and a stranger in its network or with another account of its host, without any
+of its secrets. Every listening socket is known and has the protection that the page promises, and
+data that a stranger sends to our sockets changes nothing."""
 
 from __future__ import annotations
 
