@@ -108,7 +108,8 @@ class CoordinatorService:
         self._subscribers = Subscribers(config.heartbeat_s)
         self._metrics_aggregator = MetricsAggregator()
         self._peers: dict[int, bytes] = {}
-        """Channel identities of engines, by incarnation: a rank may have had several."""
+        """Channel identities of engines that have sent `EngineHello`, by incarnation: a rank may
+        have had several."""
         self._unsent: dict[int, list[EngineCommand]] = {}
         """Queued commands, by incarnation: for engines that have not sent `EngineHello` here."""
         self._heartbeat_s = min(
@@ -300,12 +301,15 @@ class CoordinatorService:
             case EngineHello():
                 self._on_hello(peer, message, now)
             case _:
+                member = self._state_machine.member(message.rank, message.incarnation)
+                is_known = message.incarnation in self._peers
                 if isinstance(message, EngineReport):
                     self._send_heartbeat_if_due(peer, now)
-                    if self._recovering or message.incarnation in self._unsent:
+                    if self._recovering or (member is not None and not is_known):
                         self._inbox.send(peer, Introduce())
-                if self._state_machine.member(message.rank, message.incarnation) is not None:
-                    self._peers[message.incarnation] = peer
+                if member is not None:
+                    if is_known:
+                        self._peers[message.incarnation] = peer
                     self._send(self._state_machine.on_message(message, now))
 
     def _on_hello(self, peer: bytes, hello: EngineHello, now: float) -> None:
@@ -349,12 +353,8 @@ class CoordinatorService:
         if self._recovering:
             return
         if subscription.counts:
-            self._inbox.send(
-                peer,
-                OtherIngressCounts(
-                    self._metrics_aggregator.total_of_others(subscription.client_index)
-                ),
-            )
+            others = self._metrics_aggregator.total_of_others(subscription.client_index)
+            self._inbox.send(peer, OtherIngressCounts(others))
         self._state_machine.advance_epoch(subscription.epoch, now)
         if is_new or subscription.epoch != self._state_machine.roster.epoch:
             self._inbox.send(peer, self._state_machine.view())

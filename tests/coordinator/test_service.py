@@ -34,6 +34,8 @@ from swell.coordinator.wire import (
     Introduce,
     Joined,
     OtherIngressCounts,
+    Pause,
+    Paused,
     ReconfigureDistributedRequest,
     Resume,
     Subscribe,
@@ -437,6 +439,39 @@ def test_an_engine_that_has_introduced_itself_to_a_predecessor_does_so_again(con
     outlet.send(Joined(0, engine.incarnation, command.epoch))
     joining.join(SOON_S)
     assert service.view().roster.ranks == [0]
+
+
+def test_an_engine_that_reports_before_its_hello_is_asked_for_it(connect_to) -> None:
+    """It joins while the others pause, and nothing is sent to it yet: the epoch of the group is
+    newer than its own all the same."""
+    service, connect = connect_to
+    first, others = member(1), connect()
+    others.send(EngineHello(first))
+    joining = threading.Thread(target=service.join, args=([first], SOON_S))
+    joining.start()
+    command = next_command(others)
+    assert isinstance(command, ReconfigureDistributedRequest)
+    others.send(Joined(1, first.incarnation, command.epoch))
+    assert isinstance(next_command(others), Resume)
+    joining.join(SOON_S)
+    late, outlet = msgspec.structs.replace(member(0), incarnation=2), connect()
+    joining = threading.Thread(target=service.join, args=([late], SOON_S))
+    joining.start()
+    pause = next_command(others)
+    assert isinstance(pause, Pause)
+    stopped = int(Phase.STOPPED)
+    outlet.send(EngineReport(0, late.incarnation, epoch=5, wave_phase=stopped))
+    assert isinstance(next_command(outlet), Introduce)
+    outlet.send(EngineHello(late, epoch=5, ranks=[0], phase=stopped))
+    others.send(Paused(1, first.incarnation, pause.epoch, pause.number))
+    while not isinstance(command := next_command(outlet), ReconfigureDistributedRequest) or (
+        command.epoch <= 5
+    ):
+        assert command is not None, "it follows no group"
+    for each, engine in ((outlet, late), (others, first)):
+        each.send(Joined(engine.rank, engine.incarnation, command.epoch))
+    joining.join(SOON_S)
+    assert service.view().roster.ranks == [0, 1]
 
 
 @pytest.fixture
