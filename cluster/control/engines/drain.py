@@ -73,7 +73,7 @@ class Drain:
         else:
             handle.intent = Intent.DRAIN if record.is_named else Intent.LEAVE
         handle.left_at = now - min(max(0.0, passed), MAX_DRAIN_S)
-        left_s = record.deadline - self._runtime.unix_time()
+        left_s = record.unmarked_s or record.deadline - self._runtime.unix_time()
         self._begin(handle, min(max(0.0, left_s), MAX_DRAIN_S))
 
     def _begin(self, handle: EngineHandle, timeout_s: float) -> None:
@@ -90,6 +90,7 @@ class Drain:
             since_1970_s + deadline_s,
             handle.intent is Intent.DRAIN,
             "" if handle.next_version is None else handle.next_version.name,
+            0.0 if handle.is_marked else max(0.0, deadline_s - handle.unmarked_since),
         )
 
     async def run(self) -> None:

@@ -20,3 +20,6 @@ class DrainRecord(msgspec.Struct, frozen=True):
     kept."""
     next_version: str = ""
     """Name of the version whose weights the engine gets afterwards; empty: it stops."""
+    unmarked_s: float = 0.0
+    """How long it has once it gets no more requests, in seconds; 0: `deadline` says when it ends,
+    since the coordinator knows that it leaves."""
