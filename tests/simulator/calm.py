@@ -66,6 +66,10 @@ class Calm:
             return False
         return all(self._late_until.get(host, 0.0) <= now for host in hosts)
 
+    def were_reset(self, one: Process, other: Process) -> bool:
+        """What was lost with their connection comes with the next heartbeat."""
+        return self._faults.were_reset(one, other)
+
     @property
     def manager_acts(self) -> bool:
         """It leads, and reaches the coordinator and Ray."""

@@ -26,6 +26,8 @@ _BEGIN_S, _MOMENT_S = 3.0, 6.0
 """The first moment begins about then, and each later one within so much of the one before."""
 _STALL_TIMEOUT_S = 10.0
 """As in `control_plane.py`: what lasts about as long is on the edge of being noticed."""
+_REPLACED_S = 3.0
+"""Until a process that was lost, or got other weights, has a successor, about."""
 _POISON_SHARE = 0.05
 _ROOM = 3
 _ROOMS = ((1, 2, 3), (2, 2, 2), (1, 3, 2), (0, 3, 3))
@@ -54,8 +56,24 @@ OF_KIND = {
     "kill": ("EngineHello", "ClusterView", "EngineCoreRequest"),
     "kill-ingress": ("ReplaceClient", "Subscribe", "KeepAlive"),
     "second-manager": ("EngineHello", "CoordinatorHeartbeat", "ClusterView"),
+    "black-hole": ("EngineReport", "EngineHello", "CoordinatorHeartbeat", "KeepAliveReply"),
 }
 """Those that it takes to recover from some faults."""
+CHANGE = (
+    "EngineReport",
+    "EngineHello",
+    "ClusterView",
+    "CoordinatorHeartbeat",
+    "EngineCoreRequest",
+    "EngineCoreOutputs",
+)
+"""Messages that go on while an operator changes something."""
+ALIVE = ("EngineReport", "EngineReport", "EngineReport", "KeepAlive", "Subscribe")
+"""Messages that come again and again from those who are there."""
+LINKS = ("black-hole", "black-hole", "drop", "loss", "slow", "cut-pair", "half-cut-pair")
+"""What may be wrong with a link before something goes wrong at one of its ends."""
+ENDS = ("kill", "kill", "kill", "lose-worker", "stop", "hang", "kill-control", "kill-ingress")
+"""What may go wrong there."""
 LOSSES = ("drop", "black-hole", "drop", "kill", "stop", "stop-control", "cut-pair", "loss")
 """What happens to a message that a fault waits for."""
 CUTS = ("cut", "half-cut", "cut", "cut-pair", "half-cut-pair")
@@ -72,6 +90,11 @@ def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) ->
             faults += _draw_trouble(random, kinds, at, expert=scenario.expert)
         if random.random() < 0.55:
             operations += _draw_operations(random, at, expert=scenario.expert)
+            match random.choice(("calm", "calm", "weak", "aimed")):
+                case "weak":
+                    faults.append(_draw_weak_link(random, kinds, at))
+                case "aimed":
+                    faults.append(_draw_aimed(random, kinds, at, CHANGE, expert=scenario.expert))
         at += _MOMENT_S * random.random()
     if not faults and not operations:
         faults = _draw_trouble(random, kinds, at, expert=scenario.expert)
@@ -129,24 +152,45 @@ def _draw_trouble(
         kind = random.choice([each for each in CUTS if each in kinds])
     first = Fault(kind, at, random.randrange(12), _draw_time(random))
     faults = [first]
-    match random.choice(("once", "again", "pair", "chased", "chased")):
+    match random.choice(("once", "again", "pair", "chased", "chased", "weak", "weak")):
         case "again":  # the next one may hit what has just come in its place
             for _ in range(random.randint(1, 3)):
                 at += random.choice((0.3, 1.5, 4.0)) * (0.5 + random.random())
                 at += first.time_s if random.random() < 0.5 else 0.0
                 time_s = random.choice((first.time_s, _draw_time(random)))
-                faults.append(replace(first, at=at, time_s=time_s))
+                same = random.random() < 0.3
+                faults.append(replace(first, at=at, time_s=time_s, same=same))
         case "pair":
             faults.append(replace(first, at=at + 0.05 * random.random(), target=first.target + 1))
         case "chased":
-            messages: tuple[str, ...] = RECOVERY + (GROUP_RECOVERY if expert else ())
-            if random.random() < 0.6:
-                messages = OF_KIND.get(kind, messages)
-            trigger = AtMessage(random.choice(messages), random.choice((1, 1, 2, 5)))
-            kind = random.choice([each for each in LOSSES if each in kinds] or kinds)
-            target, time_s = random.randrange(12), _draw_time(random)
-            faults.append(Fault(kind, at + 0.001, target, time_s, trigger))
+            messages = RECOVERY
+            if kind in OF_KIND and random.random() < 0.6:
+                expert, messages = False, OF_KIND[kind]
+            faults.append(_draw_aimed(random, kinds, at + 0.001, messages, expert=expert))
+        case "weak":  # a link, one end of which is hit before the link is well again
+            kind = random.choice([each for each in ENDS if each in kinds] or kinds)
+            hit = replace(first, kind=kind, at=at + 1.0 + random.random(), same=True)
+            faults = [_draw_weak_link(random, kinds, at), hit]
     return faults
+
+
+def _draw_weak_link(random: Random, kinds: tuple[str, ...], at: float) -> Fault:
+    """While others take the places of processes, or until it is noticed."""
+    kind = random.choice([each for each in LINKS if each in kinds] or kinds)
+    trigger = AtMessage(random.choice(ALIVE), random.choice((1, 1, 2)))
+    replaced_s = _REPLACED_S * random.uniform(1.0, 3.0)
+    time_s = random.choice((replaced_s, replaced_s, _draw_time(random)))
+    return Fault(kind, at, random.randrange(12), time_s, trigger)
+
+
+def _draw_aimed(
+    random: Random, kinds: tuple[str, ...], at: float, messages: tuple[str, ...], *, expert: bool
+) -> Fault:
+    """What hits one of these messages."""
+    messages += GROUP_RECOVERY if expert else ()
+    trigger = AtMessage(random.choice(messages), random.choice((1, 1, 2, 5)))
+    kind = random.choice([each for each in LOSSES if each in kinds] or kinds)
+    return Fault(kind, at, random.randrange(12), _draw_time(random), trigger)
 
 
 def _draw_operations(random: Random, at: float, *, expert: bool) -> list[Operation]:

@@ -186,10 +186,8 @@ class Side:
         self.end.on_closed(self)
 
     def vanish(self) -> None:
-        """Its process was killed: of what is on its way the first few frames arrive."""
-        if self.held is not None:
-            self.lose_all()
-            return self.close()
+        """Its process was killed: of what is on its way the first few frames arrive. Its host sends
+        again what a cut holds."""
         least = max(self._arrived, self._flushed)
         self._deliverable = least + self._random.randint(0, max(0, self._sent - least))
         self.close()

@@ -7,15 +7,21 @@ from functools import partial
 from typing import Any
 
 from tests.simulator.connection import Side
-from tests.simulator.control_plane import ControlPlane
+from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane
 from tests.simulator.kernel import WORLD
 from tests.simulator.process import Process
 from tests.simulator.scenario import HOSTS, Fault
 
 _SLOW_WAY_S, _SLOW_EVENT_S = 0.02, 0.001
 _POISON_S = 0.003
+_GIVEN_UP_S = STALL_TIMEOUT_S + 1.0
+"""A connection that delivers nothing ends by then, and there is another one."""
 _POWER_S = 3.0
 """A host without power is away for at least so much longer than Ray takes to notice it."""
+
+
+def _actors(one: Process, other: Process) -> frozenset[str]:
+    return frozenset(process.name.rpartition(".")[0] for process in (one, other))
 
 
 class FaultInjector:
@@ -36,8 +42,12 @@ class FaultInjector:
         self.slowest_clock = 1.0
         """The least rate of a clock so far."""
         self.fastest_clock = 1.0
-        self.severed_until: dict[frozenset[Process], float] = {}
-        """Processes whose connection delivers nothing, and until when at most."""
+        self.severed_until: dict[frozenset[str], float] = {}
+        """Actors whose connection delivers nothing, and until when at most."""
+        self._reset_until: dict[frozenset[str], float] = {}
+        """Actors whose connection was reset, until what was lost with it has come again."""
+        self._hit: list[Process] = []
+        """What the newest fault of a process, or of a link, has hit."""
         self.kinds: set[str] = set()
         """Of those that have happened."""
         plane.on_poison.append(self._poison)
@@ -54,13 +64,29 @@ class FaultInjector:
     # ---------------------------------------------------------------- targets
 
     def are_severed(self, one: Process, other: Process) -> bool:
-        return self.severed_until.get(frozenset((one, other)), 0.0) > self._kernel.now
+        """Nor does it deliver that one of them has ended, and has a successor at its address."""
+        return self.severed_until.get(_actors(one, other), 0.0) > self._kernel.now
+
+    def were_reset(self, one: Process, other: Process) -> bool:
+        return self._reset_until.get(_actors(one, other), 0.0) > self._kernel.now
 
     def _pick(self, fault: Fault, things: Sequence[Any]) -> Any:
         return things[fault.target % len(things)] if things else None
 
     def _process(self, fault: Fault, side: Side | None, names: Sequence[str]) -> Process | None:
         """Of the message that triggered it, if it may be that one, else any."""
+        process = self._pick_process(fault, side, names)
+        if process is not None:
+            self._hit = [process]
+        return process
+
+    def _pick_process(
+        self, fault: Fault, side: Side | None, names: Sequence[str]
+    ) -> Process | None:
+        if fault.same:
+            same = [p for p in self._hit if p.alive and p.name.startswith(tuple(names))]
+            if same:
+                return same[fault.target % len(same)]
         if side is not None:
             ends = [side.process, side.peer.process]
             fit = [p for p in ends if p.alive and p.name.startswith(tuple(names))]
@@ -93,6 +119,10 @@ class FaultInjector:
             side = self._pick(fault, net.connections(""))
         if side is not None and not side.closed:
             self._note(fault, side.label.decode())
+            if hasattr(side, "peer"):
+                self._hit = [side.process, side.peer.process]
+                ends = _actors(*self._hit)
+                self._reset_until[ends] = self._kernel.now + 2 * HEARTBEAT_S
             net.drop(side if side.connected_here else side.peer)
 
     def kill(self, fault: Fault, side: Side | None) -> None:
@@ -155,8 +185,10 @@ class FaultInjector:
         if side is None or side.closed or not hasattr(side, "peer"):
             return
         self._note(fault, side.label.decode(), fault.time_s)
-        ends = frozenset((side.process, side.peer.process))
-        self.severed_until[ends] = self._kernel.now + fault.time_s
+        self._hit = [side.process, side.peer.process]
+        ends = _actors(*self._hit)
+        lasts_s = min(fault.time_s, _GIVEN_UP_S)
+        self.severed_until[ends] = self._kernel.now + lasts_s
         for each in (side, side.peer):
             each.cut()
             self._kernel.at(self._kernel.now + fault.time_s, each.peer.process, each.release)
@@ -186,7 +218,9 @@ class FaultInjector:
 
     def hang(self, fault: Fault, side: Side | None) -> None:
         """An engine sends heartbeats, and its steps do not end."""
-        engine = self._pick(fault, self._plane.living_engines)
+        living = self._plane.living_engines
+        same = [engine for engine in living if fault.same and engine.process in self._hit]
+        engine = self._pick(fault, same or living)
         if engine is not None:
             self._note(fault, engine.process.name)
             engine.executor.hangs = True

@@ -72,7 +72,8 @@ class KnowledgeWatch:
             if report.incarnation != members.get(report.rank):
                 self._break(f"the report of engine {report.rank} is one of an earlier engine")
         living = self._plane.living_engines
-        if self._plane.scenario.expert and any(each.executor.hangs for each in living):
+        stand_still = (each.executor.hangs or each.process.stopped for each in living)
+        if self._plane.scenario.expert and any(stand_still):
             return  # the others wait inside a step
         for engine in living:
             server = engine.server
@@ -98,6 +99,7 @@ class KnowledgeWatch:
             view = ingress.llm.view
             differs = view.roster.epoch == coordinator.epoch and _loads(view.reports) != known
             differs = differs and self._calm.reach(ingress.process, process)
+            differs = differs and not self._calm.were_reset(ingress.process, process)
             key = "loads", ingress, tuple(known.items())
             if self._is_over(key, _LOAD_S, holds=differs):
                 self._break(f"{ingress.process.name} does not know the loads")

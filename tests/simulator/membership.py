@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations, starmap
 from typing import TYPE_CHECKING
 
 from swell.cluster.control.plan.versions import UpgradeStage
@@ -24,6 +25,8 @@ _HEARD_S = 2 * HEARTBEAT_S
 _UNKNOWN_S = 1.5 * STALL_TIMEOUT_S
 _FOLLOW_S = 3.5 * HEARTBEAT_S
 """Until a peer of the coordinator has what it knows: it looks every heartbeat or two."""
+_FORMED_S = 6.0
+"""Until a group has formed: each message that is lost shows a heartbeat later."""
 _WANTED_S = 3.0
 """Engines that were wanted so shortly before may come yet."""
 
@@ -63,7 +66,9 @@ class MembershipWatch:
             self._look_at_lost(coordinator, members, engines)
             self._look_at_silent(coordinator, members, engines)
             self._look_at_repaired(members, engines)
+            self._look_at_group(coordinator, engines)
             self._look_at_ingresses(coordinator)
+            self._look_at_requests(coordinator, members)
             if calm.manager_acts:
                 self._look_at_unknown(members)
                 self._look_at_intents(members)
@@ -136,6 +141,42 @@ class MembershipWatch:
             holds = incarnation not in ours
             if self._is_over(("unknown", incarnation), _UNKNOWN_S, holds=holds):
                 self._break(f"the manager does not have the engine {member.rank} of the roster")
+
+    def _look_at_group(self, coordinator: SimCoordinator, engines: dict[int, SimEngine]) -> None:
+        """Engines that share experts form their group in time, if all of them, and of the one that
+        ends, run and reach each other and the coordinator."""
+        machine = coordinator._state_machine
+        if machine.is_stable or not machine.waves.lockstep:
+            return
+        ranks = sorted({*machine.waves.ranks, *machine.waves.target_ranks})
+        members = [machine.current_member(rank) for rank in ranks]
+        found = [engines.get(member.incarnation) if member else None for member in members]
+        group = [engine for engine in found if engine is not None]
+        processes = [self._plane.coordinators[-1][0], *(engine.process for engine in group)]
+        is_able = len(group) == len(ranks) > 0 and all(
+            engine.server is not None
+            and engine.server._coordinator_client._address == coordinator.address
+            and not (engine.executor.hangs or engine.executor.worker_lost)
+            for engine in group
+        )
+        is_able = is_able and all(starmap(self._calm.reach, combinations(processes, 2)))
+        if self._is_over(("group", coordinator, *ranks), _FORMED_S, holds=is_able):
+            self._break(f"engines {ranks} do not form a group")
+
+    def _look_at_requests(self, coordinator: SimCoordinator, members: dict[int, Member]) -> None:
+        """No engine that was taken out has a request of an ingress that knows of it: be it that its
+        host was taken away, or that it lives on."""
+        process = self._plane.coordinators[-1][0]
+        for ingress in self._plane.ingresses:
+            llm = ingress.llm
+            if llm is None or ingress.coordinator_address != coordinator.address:
+                continue
+            reaches = self._calm.reach(ingress.process, process)
+            for state in llm._processor.request_states.values() if reaches else ():
+                is_gone = state.engine is not None and state.engine.incarnation not in members
+                key = "gone", ingress, state.request_id, state.engine
+                if self._is_over(key, _FOLLOW_S, holds=is_gone):
+                    self._break(f"{state.request_id} stays at an engine that was taken out")
 
     # ---------------------------------------------------------------- who knows of it
 
@@ -217,8 +258,11 @@ class MembershipWatch:
         self._viewed[ingress] = newest, members
 
     def _has_left(self, engine: SimEngine) -> bool:
-        """It has not died before: if it is not there any more, a manager has ended it."""
-        return engine.process.alive or engine.process in self._ended
+        """It has not died or fallen silent before: if it is not there any more, a manager has ended
+        it."""
+        if engine.process.alive:
+            return not self._watch.may_lose(engine)
+        return engine.process in self._ended
 
     def _look_at_vanished(self, incarnation: int) -> None:
         for engine in self._plane.living_engines:

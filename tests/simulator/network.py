@@ -260,6 +260,10 @@ class Network:
         for process in processes:
             if process.host == host:
                 process.kill()
+        for client in self._sides:
+            for side in (client, client.peer):
+                if side.process.host == host:
+                    side.lose_all()
 
     def slow(self, host: str, extra_s: float) -> None:
         """Add to each way to or from a host; 0 ends it."""

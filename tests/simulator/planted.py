@@ -31,6 +31,8 @@ from swell.coordinator.monitors.engine_monitor import EngineMonitor
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.state_machine import CoordinatorStateMachine
 from swell.coordinator.subscribers import Subscribers
+from swell.coordinator.transport.listening_clock import ListeningClock
+from swell.coordinator.wave_protocol.waves import WaveCoordinator
 from swell.engine.core import EngineCore
 from swell.engine.serving.client_tracker import ClientTracker
 from swell.engine.serving.coordinator_client import CoordinatorClient
@@ -150,6 +152,13 @@ def _no_time_to_leave(
 def _of_the_first(right: Any, self: Any) -> list[str]:
     """By the identities of connections, which do not depend on the seed of hashes."""
     return sorted(self._versions[min(self._versions)]) if self._versions else []
+
+
+def _whole_gap(right: Any, self: Any, now: float) -> float:
+    """All the time since the last turn, be it that the loop was stopped."""
+    gap_s = 0.0 if self._last is None else max(0.0, now - self._last)
+    listened_s: float = self._listened_s + gap_s
+    return listened_s
 
 
 async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
@@ -355,6 +364,18 @@ BUGS = {
     ),
     "coordinator: whose repair is not heard of stays out": Bug(
         CoordinatorStateMachine, "_check_repairs", lambda right, *args: [], campaigns=True
+    ),
+    "coordinator: time in which it was stopped counts as silence": Bug(
+        ListeningClock, "read", _whole_gap, campaigns=True
+    ),
+    "coordinator: a message of an earlier engine counts as one of its successor": Bug(
+        rosters.Roster,
+        "find",
+        lambda right, self, rank, incarnation=None: right(self, rank),
+        campaigns=True,
+    ),
+    "coordinator: an engine that comes late has the epoch of the others": Bug(
+        WaveCoordinator, "introduced", lambda right, *args: [], campaigns=True
     ),
     "ingress: it does not hear what engines begin": Bug(
         OutputProcessor, "process_started", _nothing, campaigns=True

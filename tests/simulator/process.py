@@ -19,6 +19,8 @@ _TIMER_LATE_S = 1e-9
 """A timer fires so late that rounding never makes it early."""
 _MANY_TASKS = 16
 """Of one loop: of more, those that have ended are let go."""
+_TURNS = 8
+"""From a timer to the end of what a loop does by it, at most: events that make one another."""
 _MAX_THREAD_S = 1e-3
 """How long a call in another thread takes at most."""
 
@@ -42,6 +44,8 @@ class Process(Owner):
         self.alive, self.stopped, self.slow_s = True, False, 0.0
         """A call that it made has not returned: nothing else of it runs."""
         self.runs = True
+        self.is_behind = False
+        """It was stopped, and has not taken in what came meanwhile."""
         self.stops = 0
         """How often it was stopped."""
         self.ends: list[End] = []
@@ -53,6 +57,10 @@ class Process(Owner):
         self._free_at = 0.0
         self._resuming = False
         self.loop: SimLoop = SimLoop(self)
+
+    @cached_property
+    def _resumes(self) -> Random:
+        return self.kernel.random(f"resumes:{self.name}")
 
     @cached_property
     def threads(self) -> Random:
@@ -75,10 +83,7 @@ class Process(Owner):
         self.rate = rate
 
         def retimed(call: Call) -> float | None:
-            handle = getattr(call, "__self__", None)
-            if isinstance(handle, SimHandle) and handle.when_s is not None:
-                return self.world_time(handle.when_s)
-            return None
+            return self.world_time(call.__self__.when_s) if _is_timer(call) else None  # type: ignore[attr-defined]
 
         self.kernel.reschedule(self, retimed)
 
@@ -100,8 +105,34 @@ class Process(Owner):
             end.on_process_stopped()
 
     def resume(self) -> None:
+        """As SIGCONT. Every second time its loops turn, by the timers that are due, before another
+        thread has taken in what has come meanwhile."""
         self.stopped = False
-        self._resume_at(self.kernel.now)
+        if self.slow_s or self._resumes.random() < 0.5:
+            self._resume_at(self.kernel.now)
+            return
+        due = [event for event in self._backlog if _is_timer(event[0])]
+        self._backlog = deque(event for event in self._backlog if not _is_timer(event[0]))
+        self.is_behind = True
+        for call, args in due:
+            self.turn(call, *args)
+        self._take_in(_TURNS)
+
+    def turn(self, call: Call, *args: Any) -> None:
+        """What its loop does while it is behind."""
+        if self._can_run():
+            self.enter(call, *args)
+        else:
+            self.hold(call, args)
+
+    def _take_in(self, turns: int) -> None:
+        """What waits, after what its loops do at once."""
+        if turns:
+            self.kernel.soon(WORLD, self._take_in, turns - 1)
+            return
+        self.is_behind = False
+        if self._can_run():
+            self._resume_at(self.kernel.now)
 
     def slow(self, seconds: float) -> None:
         """Each event takes so long from now on, by the world's clock; 0 ends it."""
@@ -151,7 +182,7 @@ class Process(Owner):
     def hold(self, call: Call, args: tuple[Any, ...]) -> None:
         if self.alive:
             self._backlog.append((call, args))
-            if not self.stopped:
+            if not (self.stopped or self.is_behind):
                 self._resume_at(self._free_at)
 
     def _resume_at(self, when: float) -> None:
@@ -190,6 +221,11 @@ class Process(Owner):
             self.fail(getattr(call, "__qualname__", "event"), error)
         finally:
             events._set_running_loop(before)
+
+
+def _is_timer(call: Call) -> bool:
+    handle = getattr(call, "__self__", None)
+    return isinstance(handle, SimHandle) and handle.when_s is not None
 
 
 def _wake(future: asyncio.Future[None]) -> None:
@@ -248,11 +284,15 @@ class SimLoop:
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
         """Tasks and futures, which give a context, cancel none of these calls: for them there is no
         handle. Nothing here has variables of a context, so that all runs in one."""
-        if context is not None:
+        if context is None:
+            handle = SimHandle(self, callback, args)
+            callback, args = handle.run, ()
+        else:
+            handle = None
+        if self.process.is_behind:
+            self._ready.append((WORLD, self.process.turn, (callback, *args)))
+        else:
             self._ready.append((self.process, callback, args))
-            return None
-        handle = SimHandle(self, callback, args)
-        self._ready.append((self.process, handle.run, ()))
         return handle
 
     call_soon_threadsafe = call_soon

@@ -61,6 +61,8 @@ class Fault:
     time_s: float = 0.0
     """How long it lasts, where it ends."""
     trigger: AtMessage | None = None
+    same: bool = False
+    """It hits a process that the fault before it has hit, or whose link, if it may."""
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,32 @@ def test_a_stopped_process_collects_its_events(kernel: Kernel) -> None:
     assert seen == [1.0, 3.5, 4.5]
 
 
+def test_a_loop_may_turn_before_what_came_meanwhile_is_taken_in(kernel: Kernel) -> None:
+    """Both orders occur, and those of the events and of the loop's turns are kept."""
+    orders = set()
+    for name in "abcdefgh":
+        process = Process(kernel, name)
+        order: list[str] = []
+
+        async def turn(process: Process = process, order: list[str] = order) -> None:
+            await process.sleep(0.5)
+            order.append("turn")
+            await asyncio.sleep(0)
+            order.append("second turn")
+
+        process.loop.create_task(turn())
+        kernel.run(kernel.now + 0.25)
+        process.stop()
+        kernel.at(kernel.now, process, order.append, "first")
+        kernel.run(kernel.now + 1.0)
+        process.resume()
+        kernel.at(kernel.now, process, order.append, "last")
+        kernel.run(kernel.now + 1.0)
+        orders.add(tuple(order))
+    events, turns = ("first", "last"), ("turn", "second turn")
+    assert orders == {(*events, *turns), (*turns, *events)}
+
+
 def test_a_killed_process_loses_its_events(kernel: Kernel) -> None:
     process = Process(kernel, "p")
     seen: list[float] = []

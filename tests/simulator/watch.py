@@ -20,13 +20,12 @@ from tests.simulator.control_plane import (
     SimIngress,
     SimRequest,
 )
+from tests.simulator.disturbances import LOOK_S, Disturbances
 from tests.simulator.faults import FaultInjector
 from tests.simulator.knowledge import KnowledgeWatch
 from tests.simulator.membership import MembershipWatch
 from tests.simulator.process import Process
 
-LOOK_S = 0.25
-"""Between two looks."""
 SILENCE_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """Until what was lost with a host, or with a path to it, continues elsewhere."""
 _DEATH_S = 3.0
@@ -40,9 +39,6 @@ _LOSS_S = 2 * HEARTBEAT_S
 """Until the loss of a connection's messages is noticed, and the engine knows."""
 _RETRANSMISSIONS_S = 2.5
 """Of two messages in a row, or more of them."""
-_EXCUSED_S = 2 * STALL_TIMEOUT_S
-"""After a longer one: its engine may be ended as long after it."""
-
 _SHRINK_S = 20.0
 """Engines that are not wanted any more have gone by then."""
 
@@ -65,8 +61,7 @@ class Watch:
         self._unawaited: dict[tuple[Process, bytes, str, int], tuple[float, int]] = {}
         """Requests that an engine has, and nobody awaits: for how long it has computed since, and
         its steps at the last look."""
-        self._disturbed: dict[Process, tuple[float, float]] = {}
-        """Engines that did not reach the coordinator, or did not run: from, until."""
+        self._disturbances = Disturbances(plane, faults)
         self.leaving: dict[Process, float] = {}
         """Engines that an operator wants no more, as the coordinator knew last, and since when."""
         self._staying: dict[tuple[str, int], float] = {}
@@ -89,7 +84,7 @@ class Watch:
         engines = self._plane.living_engines
         self._look_at_requests(engines)
         self._look_at_engines(engines)
-        self._look_at_disturbances(engines)
+        self._disturbances.look(engines)
         self._look_at_roster(engines)
         self._look_at_pause()
         self._look_at_placements()
@@ -102,7 +97,7 @@ class Watch:
 
     def may_lose(self, engine: SimEngine) -> bool:
         """It is disturbed, or was, so that it may be taken for lost."""
-        return self._is_disturbed(engine) or self._is_excused(engine)
+        return self._disturbances.is_disturbed(engine) or self._disturbances.is_excused(engine)
 
     @property
     def _only_engines_died(self) -> bool:
@@ -260,47 +255,6 @@ class Watch:
 
     # ---------------------------------------------------------------- nobody healthy is ended
 
-    def _is_disturbed(self, engine: SimEngine) -> bool:
-        """It does not run, or does not reach the coordinator, or the head, which ends it then."""
-        process, plane = engine.process, self._plane
-        if not process.runs or engine.executor.hangs or plane.coordinator is None:
-            return True
-        if self._faults.are_severed(process, plane.coordinators[-1][0]):
-            return True
-        if not (net := plane.net).cuts:
-            return False
-        hosts = (plane.coordinators[-1][0].host, plane.ray.head)
-        return any(net.is_blocked(process.host, host) for host in hosts)
-
-    def _look_at_disturbances(self, engines: list[SimEngine]) -> None:
-        """What was decided about one then cannot be done while Ray's GCS is away, but after it."""
-        for engine in engines:
-            is_pending = self._plane.ray.away and self._is_excused(engine)
-            if is_pending or self._is_disturbed(engine):
-                self._note_disturbance(engine)
-
-    def _note_disturbance(self, engine: SimEngine) -> None:
-        now = self._kernel.now
-        begun, until = self._disturbed.get(engine.process, (now, now))
-        is_over = until < now - 2 * LOOK_S and until - begun < self._brief_s
-        if now - until > _EXCUSED_S or is_over:
-            begun = now
-        self._disturbed[engine.process] = (begun, now)
-
-    @property
-    def _brief_s(self) -> float:
-        """A disturbance of less is no reason to end an engine. What it sent then may come after
-        twice the time, a heartbeat after what it sent before; two looks may miss a bit each."""
-        faults = self._faults
-        silence_s = STALL_TIMEOUT_S / faults.fastest_clock - HEARTBEAT_S / faults.slowest_clock
-        return silence_s / 2 - 2 * LOOK_S
-
-    def _is_excused(self, engine: SimEngine) -> bool:
-        """It was disturbed for long, and not long ago."""
-        begun, until = self._disturbed.get(engine.process, (0.0, 0.0))
-        was_long = until - begun > self._brief_s and self._kernel.now - until < _EXCUSED_S
-        return was_long or engine.executor.hangs
-
     def _look_at_roster(self, engines: list[SimEngine]) -> None:
         if (coordinator := self._plane.coordinator) is None:
             return
@@ -339,7 +293,9 @@ class Watch:
         if self._plane.operator.paused is not False or net.slow_hosts or net.lossy_hosts:
             return
         for engine in self._plane.living_engines:
-            if engine.rank not in ranks or engine.server is None or self._is_disturbed(engine):
+            if engine.rank not in ranks or engine.server is None:
+                continue
+            if self._disturbances.is_disturbed(engine):
                 continue
             if engine.process.host in self._plane.ray.draining:
                 continue  # it has as long as its host has
@@ -362,14 +318,15 @@ class Watch:
             return
         if process in self.leaving or self._is_cancelled(process):
             return
-        staying = [each for each in self._plane.living_engines if not self._is_excused(each)]
+        living, is_excused = self._plane.living_engines, self._disturbances.is_excused
+        staying = [each for each in living if not is_excused(each)]
         ended = [each for each in staying if each.process is process]
         manager = self._plane.manager.manager
         if ended and (ended[0].cannot_load or ended[0].version() != manager.upgrader.record.wanted):
             return
         if (
             ended
-            and not self._is_disturbed(ended[0])
+            and not self._disturbances.is_disturbed(ended[0])
             and len(staying) <= min(self._plane.operator.may_be_wanted)
         ):
             self._break(f"{process.name} was ended at {self._kernel.now:.2f} s, and was healthy")
