@@ -149,7 +149,8 @@ class SimEngine:
         self._version = version
         self._task: asyncio.Task[None] | None = None
         self._config, self._coordinator = config, coordinator
-        self._load_s = 0.2 + plane.load_times.random()
+        is_later = len(plane.engines) >= plane.scenario.engines
+        self._load_s = 0.2 + plane.load_times.random() + is_later * plane.scenario.slow_load_s
         self._loading = asyncio.Lock()
         self._ended = asyncio.Event()
         self.executor = SimExecutor(

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from tests.simulator.control_plane import ControlPlane
     from tests.simulator.faults import FaultInjector
 
+_AGAIN_S = 2.0
+"""Two heartbeats."""
 _LATE_S = 5.0
 """Packets that were lost, or slow, have come by then."""
 
@@ -43,6 +45,8 @@ class Calm:
         self._plane, self._faults, self._kernel = plane, faults, plane.kernel
         self._cut_until: dict[frozenset[str], float] = {}
         """Hosts, and until when what a cut has held back may still come."""
+        self._stopped_until: dict[Process, float] = {}
+        """Processes that were stopped, and until when what they have missed comes again."""
         self._late_until: dict[str, float] = {}
         """Hosts whose packets were slow or lost."""
 
@@ -52,6 +56,9 @@ class Calm:
             self._cut_until[frozenset((source, target))] = now + (now - since) + 1.0
         for host in (*net.slow_hosts, *net.lossy_hosts):
             self._late_until[host] = now + _LATE_S
+        for process in self._plane.ray.processes.values():
+            if process.stopped:
+                self._stopped_until[process] = now + _AGAIN_S
 
     def reach(self, one: Process, other: Process) -> bool:
         """Both run, and messages between them come at once."""
@@ -67,8 +74,11 @@ class Calm:
         return all(self._late_until.get(host, 0.0) <= now for host in hosts)
 
     def were_reset(self, one: Process, other: Process) -> bool:
-        """What was lost with their connection comes with the next heartbeat."""
-        return self._faults.were_reset(one, other)
+        """What was lost with their connection, or while one of them was stopped, comes with the
+        next heartbeat."""
+        now = self._kernel.now
+        was_stopped = any(self._stopped_until.get(each, 0.0) > now for each in (one, other))
+        return was_stopped or self._faults.were_reset(one, other)
 
     @property
     def manager_acts(self) -> bool:

@@ -116,6 +116,7 @@ def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) ->
         step_s=random.choice((FAST_STEP_S, SLOW_STEP_S, SLOW_STEP_S)),
         autoscaled=scenario.autoscaled and random.random() < 0.5,
         rooms=random.choice(_ROOMS),
+        slow_load_s=random.choice((0.0, 0.0, 0.0, 2.0, 6.0)),
     )
 
 
@@ -163,7 +164,7 @@ def _draw_trouble(
         case "pair":
             faults.append(replace(first, at=at + 0.05 * random.random(), target=first.target + 1))
         case "chased":
-            messages = RECOVERY
+            messages: tuple[str, ...] = RECOVERY
             if kind in OF_KIND and random.random() < 0.6:
                 expert, messages = False, OF_KIND[kind]
             faults.append(_draw_aimed(random, kinds, at + 0.001, messages, expert=expert))

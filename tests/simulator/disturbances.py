@@ -62,10 +62,13 @@ class Disturbances:
         now = self._kernel.now
         for process in [each for each, _ in self._plane.coordinators if each.alive]:
             self._coordinators[process] = self._coordinators.get(process, (now, now))[0], now
-        newest = self._plane.coordinator
+        newest, net = self._plane.coordinator, self._plane.net
         for engine in engines:
-            if newest is not None and newest._recovering and self.is_disturbed(engine):
-                self._missed[engine.process] = now
+            if newest is not None and newest._recovering:
+                hosts = {engine.process.host, self._plane.coordinators[-1][0].host}
+                is_late = not hosts.isdisjoint([*net.lossy_hosts, *net.slow_hosts])
+                if is_late or self.is_disturbed(engine):
+                    self._missed[engine.process] = now
             is_pending = self._plane.ray.away and self.is_excused(engine)
             if is_pending or self.is_disturbed(engine):
                 self._note(engine)

@@ -83,6 +83,7 @@ class KnowledgeWatch:
             load = len(core.scheduler.requests) + core.adapters.num_held
             differs = seen is not None and _load_of(seen) != load
             differs = differs and self._calm.reach(engine.process, process)
+            differs = differs and not self._calm.were_reset(engine.process, process)
             steps = core.wave_member.phase in (Phase.RUNNING, Phase.STOPPED)
             differs = differs and steps and not engine.executor.hangs
             differs = differs and not engine.executor.worker_lost

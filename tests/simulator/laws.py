@@ -12,12 +12,13 @@ from swell.engine.wire import JourneyEventType
 from tests.simulator.actors import SimEngine, weights_of
 from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
 from tests.simulator.coverage import Transitions
+from tests.simulator.disturbances import LOOK_S
 from tests.simulator.faults import FaultInjector
 from tests.simulator.model import expected_tokens, text_of
 from tests.simulator.probe import Prober
 from tests.simulator.process import simulated_exits
 from tests.simulator.scenario import Request, Scenario
-from tests.simulator.watch import LOOK_S, Watch
+from tests.simulator.watch import Watch
 
 PATIENCE_S = 120.0
 """After the last fault and the last arrival all must be as before."""

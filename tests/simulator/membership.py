@@ -72,6 +72,7 @@ class MembershipWatch:
             if calm.manager_acts:
                 self._look_at_unknown(members)
                 self._look_at_intents(members)
+                self._look_at_troubles(members)
                 self._look_at_joined(coordinator, members)
             self._last = coordinator, members
         self._durations.end_look()
@@ -191,6 +192,16 @@ class MembershipWatch:
             if self._is_over(("intent", handle, is_leaving), _FOLLOW_S, holds=differs):
                 what = "leaves" if is_leaving else "stays"
                 self._break(f"{handle.name} {what} in the roster, and not for the manager")
+
+    def _look_at_troubles(self, members: dict[int, Member]) -> None:
+        """Starts that failed before one succeeded are forgotten."""
+        manager = self._plane.manager.manager
+        for rank, handle in manager._fleet.engines.items():
+            assert handle.ready is not None
+            serves = handle.ready.incarnation in members and not handle.in_transition
+            counted = serves and manager._state.backoff.failures(rank) > 0
+            if self._is_over(("trouble", handle), _FOLLOW_S, holds=counted):
+                self._break(f"{handle.name} serves, and a start of its rank counts as failed")
 
     def _look_at_ingresses(self, coordinator: SimCoordinator) -> None:
         """Each has the newest roster."""

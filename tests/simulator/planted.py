@@ -23,6 +23,8 @@ from swell.cluster.client.routing.router import Router
 from swell.cluster.control.engines import actor_names
 from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.orphans import OrphanCollector
+from swell.cluster.control.plan.backoff import Backoff
+from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan import control_state, upgrade, upgrade_plan
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
@@ -154,11 +156,8 @@ def _of_the_first(right: Any, self: Any) -> list[str]:
     return sorted(self._versions[min(self._versions)]) if self._versions else []
 
 
-def _whole_gap(right: Any, self: Any, now: float) -> float:
-    """All the time since the last turn, be it that the loop was stopped."""
-    gap_s = 0.0 if self._last is None else max(0.0, now - self._last)
-    listened_s: float = self._listened_s + gap_s
-    return listened_s
+async def _leads(right: Any, self: Any) -> bool:
+    return True
 
 
 async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
@@ -366,13 +365,13 @@ BUGS = {
         CoordinatorStateMachine, "_check_repairs", lambda right, *args: [], campaigns=True
     ),
     "coordinator: time in which it was stopped counts as silence": Bug(
-        ListeningClock, "read", _whole_gap, campaigns=True
+        ListeningClock,
+        "read",
+        lambda right, self, now: self._listened_s + now - (self._last or now),
+        campaigns=True,
     ),
     "coordinator: a message of an earlier engine counts as one of its successor": Bug(
-        rosters.Roster,
-        "find",
-        lambda right, self, rank, incarnation=None: right(self, rank),
-        campaigns=True,
+        rosters.Roster, "find", lambda right, self, rank, _=None: right(self, rank), campaigns=True
     ),
     "coordinator: an engine that comes late has the epoch of the others": Bug(
         WaveCoordinator, "introduced", lambda right, *args: [], campaigns=True
@@ -381,6 +380,12 @@ BUGS = {
         OutputProcessor, "process_started", _nothing, campaigns=True
     ),
     "engine: a change of its load is none": Bug(LoadReporter, "changed", _nothing, campaigns=True),
+    "manager: a start that failed counts for ever": Bug(
+        Backoff, "started", lambda right, self, rank: self, campaigns=True
+    ),
+    "manager: one that was replaced leads on": Bug(
+        CheckpointWriter, "is_leader", _leads, campaigns=True
+    ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, PROCESSES),
 }
 

@@ -97,6 +97,8 @@ class Scenario:
     """Engines for which each host has room, unless it is autoscaled."""
     prefill_engines: int = 0
     """So many engines compute prompts for the others."""
+    slow_load_s: float = 0.0
+    """Engines after the first ones load for so much longer."""
 
 
 TRIGGERS = (
