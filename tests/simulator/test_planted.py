@@ -26,6 +26,7 @@ FOUND_SOON = {
     "coordinator: it knows the versions of one ingress only": 11,
     "manager: a start that failed counts for ever": 151,
     "manager: one that was replaced leads on": 190,
+    "coordinator: a message of an earlier engine counts as one of its successor": 87,
     "ingress: it does not hear what engines begin": 26,
     "engine: a change of its load is none": 1,
     "manager: what is left is the target": 4,
