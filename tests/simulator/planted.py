@@ -23,10 +23,10 @@ from swell.cluster.client.routing.router import Router
 from swell.cluster.control.engines import actor_names
 from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.orphans import OrphanCollector
-from swell.cluster.control.plan.backoff import Backoff
-from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan import control_state, upgrade, upgrade_plan
+from swell.cluster.control.plan.backoff import Backoff
+from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.coordinator import roster as rosters
 from swell.coordinator.monitors.engine_monitor import EngineMonitor
