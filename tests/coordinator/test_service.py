@@ -442,8 +442,8 @@ def test_an_engine_that_has_introduced_itself_to_a_predecessor_does_so_again(con
 
 
 def test_an_engine_that_reports_before_its_hello_is_asked_for_it(connect_to) -> None:
-    """It joins while the others pause, and nothing is sent to it yet: the epoch of the group is
-    newer than its own all the same."""
+    """The engine joins while the others pause. The epoch of the group is newer than its own,
+    although nothing was sent to it yet."""
     service, connect = connect_to
     first, others = member(1), connect()
     others.send(EngineHello(first))

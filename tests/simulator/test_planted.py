@@ -1,5 +1,5 @@
 """The simulator finds bugs: each planted one breaks a law within 200 seeds, or as an ordinary draw
-within 2 000."""
+within 2 000. `python -m tests.simulator.hunt` searches for the first seed of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulator.planted import BUGS, find
 
-NUM_SEEDS, NUM_DRAWS = 200, 2000
+NUM_SEEDS = 200
 
 FOUND_SOON = {
     "ingress: a gap is not noticed": 9,
@@ -24,6 +24,8 @@ FOUND_SOON = {
     "coordinator: an engine that is kept goes on leaving": 0,
     "coordinator: who was asked to leave counts as lost": 0,
     "coordinator: it knows the versions of one ingress only": 11,
+    "coordinator: time in which it was stopped counts as silence": 469,
+    "coordinator: an engine that comes late has the epoch of the others": 457,
     "manager: a start that failed counts for ever": 151,
     "manager: one that was replaced leads on": 190,
     "coordinator: a message of an earlier engine counts as one of its successor": 87,
@@ -47,15 +49,14 @@ FOUND_SOON = {
 
 @pytest.mark.parametrize(("name", "seed"), FOUND_SOON.items())
 def test_a_planted_bug_is_found(name: str, seed: int) -> None:
-    """A seed that finds it no more is to be replaced by another one."""
+    """A seed that no longer finds its bug must be replaced by another one."""
     assert find(BUGS[name], range(seed, seed + 1)) == seed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", [name for name in BUGS if name not in FOUND_SOON])
 def test_each_planted_bug_is_found(name: str) -> None:
-    seeds = NUM_DRAWS if BUGS[name].campaigns else NUM_SEEDS
-    assert find(BUGS[name], range(seeds)) is not None
+    assert find(BUGS[name], range(NUM_SEEDS)) is not None
 
 
 def test_there_are_bugs_of_every_part() -> None:
