@@ -75,13 +75,12 @@ def test_strangers_never_hold_more_than_the_limit(events: list[tuple[str, int]])
         fd = next(number for number in range(100) if number not in strangers | dict.fromkeys(peers))
         if kind == "ends" and strangers:
             pending.ended(strangers.popitem()[0])
-        elif kind == "peer" and pending.accepted(fd, now):
+        elif kind != "ends" and not pending.accepted(fd, now):
+            pending.ended(fd)  # it is shut down
+        elif kind == "peer":
             pending.succeeded(now)
             peers.add(fd)
         elif kind == "stranger":
-            if pending.accepted(fd, now):
-                strangers[fd] = now
-            else:
-                pending.ended(fd)
+            strangers[fd] = now
         assert len(strangers) <= LIMIT
     assert len(pending) <= LIMIT
