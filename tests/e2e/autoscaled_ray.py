@@ -1,5 +1,5 @@
-"""A Ray on this machine whose autoscaler starts and ends nodes: Ray's own fake provider, with which
-Ray tests its autoscaler. Each node is a raylet here."""
+"""A Ray cluster on this machine whose autoscaler starts and terminates nodes. It uses the fake node
+provider with which Ray tests its autoscaler: each node is a raylet on this machine."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _EMPTY_LISTS = (
 
 
 class AutoscaledRay:
-    """One CPU on the head, and up to three nodes of one CPU. Use as a context manager."""
+    """A head with one CPU and up to three nodes with one CPU each. Used as a context manager."""
 
     def __init__(self, idle_s: float = 3.0) -> None:
-        """`idle_s`: until a node on which nothing is reserved is taken back."""
+        """`idle_s`: the time after which a node without reservations is terminated."""
         self._folder = tempfile.mkdtemp(prefix="swell-test-", dir="/tmp")
         self.address = f"127.0.0.1:{free_port('127.0.0.1', range(21000, 22000))}"
         self._environment = {
@@ -78,7 +78,7 @@ class AutoscaledRay:
             "provider": {
                 "type": "fake_multinode",
                 "gcs_address": self.address,
-                "use_node_id_as_ip": True,  # all have one address
+                "use_node_id_as_ip": True,  # all nodes have the same address
                 "disable_node_updaters": True,
                 "disable_launch_config_check": True,
             },
@@ -117,7 +117,7 @@ class AutoscaledRay:
         self.close()
 
     def drain(self, node: str, deadline_s: int) -> None:
-        """As a notice of a cloud that takes back spot capacity."""
+        """Drains a node, as after the notice of a cloud that reclaims spot capacity."""
         done = self._run(
             "drain-node",
             f"--address={self.address}",
@@ -129,7 +129,7 @@ class AutoscaledRay:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def nodes(self) -> list[str]:
-        """Ids of those that are alive, the head aside."""
+        """Returns the ids of the nodes that are alive, without the head."""
         lines = (
             "import ray; ray.init(logging_level=50)\n"
             "for node in ray.nodes():\n"
@@ -149,7 +149,7 @@ class AutoscaledRay:
         )
 
     def close(self) -> None:
-        """The nodes are children of the head, and end with it."""
+        """Stops the head, and with it the nodes, which are its child processes."""
         self._head.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._head.wait(_STOP_S)

@@ -1,4 +1,4 @@
-"""The cluster under test, and where its models lie."""
+"""The cluster under test, and the folder of its model."""
 
 from __future__ import annotations
 

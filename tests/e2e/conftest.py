@@ -17,7 +17,7 @@ def heldout() -> list[dict]:
 
 @pytest.fixture(scope="session")
 def truth():
-    """Greedy answers of transformers on nano: ids after the chat template, up to the end."""
+    """(prompt, max_tokens) -> ids and text of the greedy answer of transformers with nano."""
     import torch
     import transformers
 
@@ -38,7 +38,7 @@ def truth():
 
 @pytest.fixture(autouse=True)
 def _idle(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After any test every block and slot is free."""
+    """Checks after each test that all blocks and slots are free."""
     yield
     if "cluster" in request.fixturenames:
         request.getfixturevalue("cluster").wait_idle()

@@ -1,4 +1,4 @@
-"""Prints what only those learn who have the token of the cluster's Ray: its keys and addresses."""
+"""Prints the keys and addresses of a cluster, which only clients with Ray's token can read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The protections that the table of `docs/operate/security.md` promises, and attempts of another
-account of the host to break each of them. A protection is a function that yields one line for each
+"""The protections in the table of `docs/operate/security.md`, and attempts of another account of
+the host to break each of them. Each protection has a function that yields one line for every
 attempt that was not refused.
 """
 
@@ -22,7 +22,7 @@ from tests.untrusted_account import Refused, UntrustedAccount
 
 DENIED = "PermissionError"
 NOT_ASKED = ("UNAUTHENTICATED", "UNIMPLEMENTED")
-"""Answers of a gRPC server that has not looked at the message."""
+"""Status codes with which a gRPC server refuses a call before it reads the message."""
 _OTHER_TOKEN = "0" * 64
 _PATHS = {
     "ray::DashboardAgent": ("/api/job_agent/jobs/", "/metrics", "/nowhere"),
@@ -38,7 +38,7 @@ _HUGE_HEADER = {"x-filler": "x" * (1 << 20)}
 
 @dataclass(frozen=True)
 class Site:
-    """A running cluster, and what the account does not know of it."""
+    """A running cluster, the account that attacks it, and secrets that it must not learn."""
 
     account: UntrustedAccount
     url: str
@@ -48,12 +48,12 @@ class Site:
     user_key: str
     key_files: tuple[Path, ...]
     secrets: tuple[str, ...]
-    """Texts that no stranger may see."""
+    """Texts that must not be visible to a stranger."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A socket, and the cells of its row."""
+    """A socket, and the cells of its row in the table."""
 
     process: str
     protocol: str
@@ -65,13 +65,14 @@ class Place:
 
     @property
     def host(self) -> str:
-        """The address at which it is reached from its own host."""
+        """The address at which processes of the same host reach the socket."""
         everywhere = self.door.address in ("0.0.0.0", "::")
         return "127.0.0.1" if everywhere else self.door.address
 
 
 def complaints(site: Site, place: Place, protection: str) -> list[str]:
-    """All attempts at a socket that were not refused, and a line if nothing is tried."""
+    """Returns a line for every attempt at a socket that was not refused, or one line if the
+    protection is unknown."""
     if protection not in PROTECTIONS:
         return [f"{place.process}: no attempt is known for the protection {protection!r}"]
     lines = [*_taken_over(site, place), *PROTECTIONS[protection](site, place)]
@@ -79,7 +80,7 @@ def complaints(site: Site, place: Place, protection: str) -> list[str]:
 
 
 def refusal(account: UntrustedAccount, name: str, *arguments: Any) -> tuple[str, Any]:
-    """The class of the error that an attempt met, and its text; without one, "" and its value."""
+    """Returns the class and text of the error of an attempt, or "" and its value without one."""
     try:
         return "", account.attempt(name, *arguments)
     except Refused as error:
@@ -87,7 +88,7 @@ def refusal(account: UntrustedAccount, name: str, *arguments: Any) -> tuple[str,
 
 
 def not_denied(account: UntrustedAccount, *attempts: tuple[Any, ...]) -> Iterator[str]:
-    """Attempts that the kernel has not refused for a lack of rights."""
+    """Yields a line for every attempt that did not fail with PermissionError."""
     for attempt in attempts:
         kind, value = refusal(account, *attempt)
         if kind != DENIED:
@@ -95,7 +96,7 @@ def not_denied(account: UntrustedAccount, *attempts: tuple[Any, ...]) -> Iterato
 
 
 def _taken_over(site: Site, place: Place) -> Iterator[str]:
-    """Nobody else listens in its place while it listens."""
+    """Yields a line for every address of the socket at which another account can listen as well."""
     if place.door.address.startswith("/"):
         return
     for address in {place.door.address, place.host}:
@@ -117,8 +118,8 @@ def _keys_of_the_cluster(site: Site, place: Place) -> Iterator[str]:
 
 
 def _names_from_the_secret(site: Site, place: Place) -> Iterator[str]:
-    """Everybody may ask a store and write to it: nothing secret is in it, and what is written there
-    is not believed, as the answers of the cluster show afterwards."""
+    """Reads the store and overwrites its values, which is not refused. The store must not contain a
+    secret, and ranks must not trust its values: the test checks later answers of the cluster."""
     kind, found = refusal(site.account, "fill store", place.host, place.door.port)
     if kind:
         yield f"the store cannot be asked: {found}"
@@ -150,7 +151,7 @@ def _keys_of_http(site: Site, place: Place) -> Iterator[str]:
         if status not in expected:
             yield f"{method} {path} is answered with {status}"
     kind, status = refusal(site.account, "request", "GET", f"{site.url}/health", _HUGE_HEADER, "")
-    if not kind and status not in (400, 413, 431):  # it may be cut off instead
+    if not kind and status not in (400, 413, 431):  # the connection may be closed instead
         yield f"a header of 1 MiB is answered with {status}"
     attempts = [(name, str(path)) for path in site.key_files for name in ("read", "write")]
     yield from not_denied(site.account, *attempts)
@@ -192,7 +193,7 @@ def _folder_is_private(site: Site, place: Place) -> Iterator[str]:
 
 
 def attempts_at_folder(socket: Path) -> list[tuple[str, str]]:
-    """Attempts at all folders that lead to a socket of Ray, and at Ray's logs."""
+    """Returns attempts at all folders on the path to a socket of Ray, and at Ray's logs."""
     session = socket.parents[1]
     private = next(path for path in socket.parents if path.parent == Path("/tmp"))
     folders = [path for path in socket.parents if path == private or private in path.parents]
@@ -208,7 +209,8 @@ def attempts_at_folder(socket: Path) -> list[tuple[str, str]]:
 
 @cache
 def ray_methods() -> list[str]:
-    """All methods of all services of Ray, by its modules for Python, and those that have none."""
+    """Returns the methods of all gRPC services of Ray: those in its Python modules, and
+    `_WITHOUT_MODULE`."""
     top = Path(ray.__file__).parent
     texts = [path.read_text() for path in top.glob("*/generated/*_pb2_grpc.py")]
     found = {name for text in texts for name in re.findall(r"'(/ray\.[\w.]+/\w+)'", text)}
@@ -229,15 +231,15 @@ PROTECTIONS: dict[str, Callable[[Site, Place], Iterator[str]]] = {
 
 
 def open_processes(site: Site, pids: list[int]) -> Iterator[str]:
-    """Processes whose memory, files or environment another account reads, or that it may signal,
-    and secrets in what everybody reads."""
+    """Yields a line for each process whose memory, files or environment another account can read,
+    or that it can signal, and for each command line that contains a secret."""
     for pid in pids:
         names = ("environ", "mem", "maps", "stack")
         attempts = [("signal", pid), ("list", f"/proc/{pid}/fd")]
         attempts += [("read", f"/proc/{pid}/{name}") for name in names]
         left = [*not_denied(site.account, *attempts)]
         kind, line = refusal(site.account, "read", f"/proc/{pid}/cmdline")
-        if kind:  # it has ended
+        if kind:  # the process has exited
             continue
         yield from left
         words = base64.b64decode(line).decode(errors="replace")
@@ -246,11 +248,11 @@ def open_processes(site: Site, pids: list[int]) -> Iterator[str]:
 
 
 def written_files(pids: list[int]) -> set[str]:
-    """Files that these processes have open for writing, or share with others as memory."""
+    """Returns the files that these processes have open for writing or mapped as shared memory."""
     found = set()
     for pid in pids:
         for path in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # it was closed meanwhile
+            with contextlib.suppress(OSError):  # closed meanwhile
                 flags = Path(f"/proc/{pid}/fdinfo/{path.name}").read_text().partition("flags:")[2]
                 if int(flags.split()[0], 8) & os.O_ACCMODE != os.O_RDONLY:
                     found.add(os.readlink(path))
@@ -259,7 +261,7 @@ def written_files(pids: list[int]) -> set[str]:
 
 
 def code_files(pids: list[int]) -> set[str]:
-    """Files whose code these processes run."""
+    """Returns the files whose code these processes execute."""
     return {path for pid in pids for path in _mapped(pid, "x") if _is_file(path)}
 
 
@@ -268,6 +270,6 @@ def _is_file(path: str) -> bool:
 
 
 def _mapped(pid: int, *rights: str) -> set[str]:
-    """Files that are mapped with all these letters of `proc(5)`."""
+    """Returns the files that a process maps with all these permissions, as letters of `proc(5)`."""
     lines = [line.split(None, 5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return {line[5] for line in lines if len(line) == 6 and set(rights) <= set(line[1])}

@@ -1,9 +1,10 @@
-"""Hosts that are reached by SSH alone, as those of a user are, on one machine.
+"""Hosts on one machine that are only reachable by SSH, as the hosts of a user are.
 
-Each is a network namespace with a real `sshd`, in process and mount namespaces of its own: `ray
-stop` there ends no process of the machine or of another host, and /tmp, /run, /dev/shm and the home
-folder are the host's. They lie in the folder of `Namespaces`, and a host is gone with its `sshd`,
-which is the first process of its namespace. The Python of the tests can be read on every host.
+Each host has its own network, process and mount namespaces, and a real `sshd`. So `ray stop` on it
+stops no process of the machine or of another host, and each host has its own /tmp, /run, /dev/shm
+and home folder; /tmp and the home folder are inside the folder of `Namespaces`. `sshd` is the first
+process of its process namespace: when it exits, all other processes of the host are killed. Every
+host can read the Python installation of the tests.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Subsystem sftp internal-sftp
 SetEnv {environment}
 """
 _ENVIRONMENT = ("SWELL_STARTED_BY", "SPT_NOENV")
-"""By these the reaper finds what a test has started (`tests/reaper.py`)."""
+"""Variables by which the reaper (`tests/reaper.py`) finds the processes that a test started."""
 _START = """
 set -e
 folder=$1; shift
@@ -59,7 +60,7 @@ exec /usr/sbin/sshd -D -e -f /tmp/sshd/config
 
 
 def refusal() -> str | None:
-    """Why this process may not make such hosts; None: it may."""
+    """Returns the reason why this process cannot create such hosts; None if it can."""
     for program, package in _NEEDED.items():
         if shutil.which(program) is None:
             return f"there is no {program}: apt-get install {package}"
@@ -73,7 +74,7 @@ def refusal() -> str | None:
 
 
 class SshHosts(Namespaces):
-    """Hosts numbered from 0 that are alike and have nothing but `sshd` and an empty home."""
+    """`count` identical hosts, numbered from 0, that have only `sshd` and an empty home folder."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -86,7 +87,7 @@ class SshHosts(Namespaces):
         return self._folder / "key"
 
     def folder(self, host: int) -> Path:
-        """What the host sees as /tmp."""
+        """Returns the folder that is /tmp on the host."""
         return self._folder / str(host)
 
     def home(self, host: int) -> Path:
@@ -100,18 +101,18 @@ class SshHosts(Namespaces):
             wait_until(lambda at=address: _answers(at), lambda at=address: f"no sshd at {at}")
 
     def command(self, host: int, words: str) -> list[str]:
-        """A command that runs `words` in a shell of this host."""
+        """Returns the `ssh` command that runs `words` in a shell of this host."""
         options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR")
         flags = [flag for option in options for flag in ("-o", option)]
         target = f"{self.user}@{self.addresses[host]}"
         return ["ssh", "-i", str(self.key), *flags, target, words]
 
     def run(self, host: int, words: str, limit_s: float) -> str:
-        """The output of `words` in a shell of this host. Raises HostsFailed."""
+        """Runs `words` in a shell of this host; returns the output. Raises HostsFailed."""
         return run(self.command(host, words), limit_s)
 
     def others(self, host: int) -> list[int]:
-        """Processes of this host without `sshd`."""
+        """Returns the living processes of this host, without `sshd` and `unshare`."""
         return [pid for pid in self.pids(host) if alive(pid) and not _is_host(title(pid))]
 
     def close(self) -> None:
@@ -153,7 +154,7 @@ def _is_host(name: str) -> bool:
 
 
 def _with_home(passwd: str) -> str:
-    """The same users, with another home folder and the shell `bash` for this one."""
+    """Returns `/etc/passwd` with another home folder and the shell `bash` for the current user."""
     lines = [line.split(":") for line in passwd.splitlines()]
     for line in lines:
         if line[0] == getpass.getuser():

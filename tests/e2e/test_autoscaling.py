@@ -1,5 +1,6 @@
-"""With Ray's own autoscaler: a burst adds a node with an engine, a notice moves that engine to
-another node before its own goes, and quiet gives all nodes back. No answer suffers."""
+"""Autoscaling with Ray's autoscaler: a burst of requests adds a node with an engine, a drain notice
+moves that engine to another node before its node terminates, and without load all nodes are
+released. No request fails and no answer changes."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ def ray_cluster() -> Iterator[AutoscaledRay]:
 
 
 class Load:
-    """Clients that send one request after the other, until `stop`."""
+    """Runs clients that send one request after the other until `stop`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._over = threading.Event()
         self.answers: list[tuple[int, str]] = []
-        """Status and text of each."""
+        """The status and text of each answer."""
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(CLIENTS)]
         for thread in self._threads:
             thread.start()
@@ -75,7 +76,7 @@ class Load:
 def wait_for(
     cluster: Cluster, what: str, condition: Callable[[dict[str, Any]], bool]
 ) -> dict[str, Any]:
-    """The state of the cluster in which it holds."""
+    """Waits for `condition`; returns the first state of the cluster in which it holds."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         state: dict[str, Any] = cluster.get("/admin/cluster").json()

@@ -1,4 +1,4 @@
-"""`swell doctor` over two hosts: what is wrong with one of them, or between them, is named. It
+"""`swell doctor` with two hosts: it reports what is wrong with one host or with their link, and
 starts no engine."""
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PORTS = range(29_000, 29_064)
 COMMAND_S = 250.0
 PATIENCE_S = 200
-"""How long a host may take that answers: it imports torch, on a machine that is busy."""
+"""The timeout for a host that answers: it imports torch, on a busy machine."""
 LATE_S = 120
-"""Longer than Ray takes to find out that a host is gone."""
+"""Longer than Ray takes to detect that a host is gone."""
 SETTINGS = (
     *(str(NANO), "--set", f"cluster.ports={PORTS[0]}-{PORTS[-1]}", "--set", "serve.port=0"),
     *("--set", "serve.host=0.0.0.0", "--set", "parallel.pipeline=2"),
 )
 PARTS = {"coordinator", "engines", "collectives", "http"}
 TOLERATED = {"token-authentication"}
-"""These hosts are no network of others."""
+"""Findings that do not count: Ray needs no token here, since no other network reaches the hosts."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def examine(hosts: Hosts, timeout_s: int = PATIENCE_S) -> Report:
-    """The report of the command on the first host."""
+    """Runs `swell doctor` on the first host; returns its report."""
     command = [*hosts.prefix(0), sys.executable, "-m", "swell.cluster", "doctor", *SETTINGS]
     done = subprocess.run(
         [*command, "--address", hosts.ray_address, "--json", f"--timeout={timeout_s}"],
@@ -59,7 +59,7 @@ def examine(hosts: Hosts, timeout_s: int = PATIENCE_S) -> Report:
 
 
 def problems(report: Report) -> dict[str, tuple[str, ...]]:
-    """Check -> the hosts of its only finding."""
+    """Returns check -> the hosts of its only finding that is not ok."""
     found = [(f.check, f.hosts) for f in report.findings if f.level != "ok"]
     assert len(dict(found)) == len(found), found
     return {check: hosts for check, hosts in found if check not in TOLERATED}
@@ -115,7 +115,7 @@ def test_a_model_that_is_another_one_on_one_host(hosts: Hosts, tmp_path: Path) -
 
 
 def test_a_host_that_cannot_be_asked_holds_up_nothing(hosts: Hosts) -> None:
-    """The last test: Ray takes the host for dead meanwhile, and prints so."""
+    """Runs last: Ray declares the host dead meanwhile, and prints that."""
     first, second = hosts.addresses
     hosts.drop(1, "from")
     try:

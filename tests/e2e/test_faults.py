@@ -1,9 +1,9 @@
-"""Faults of one process or of several at once: every answer ends, and equals that of an undisturbed
-cluster.
+"""Faults of one or several processes: every answer finishes, and equals that of a cluster without
+faults.
 
-A part of the matrix of docs/lab/fault-matrix.md, which `make fault-matrix` runs as a whole. A cell
-waits until the process that was hit is gone and has a successor (or, if it was only slow, until all
-processes have been the same for a while), so a fault that did nothing cannot pass.
+These tests are a part of the matrix in docs/lab/fault-matrix.md; `make fault-matrix` runs all of
+it. A cell waits until the affected process is gone and has a successor (or, if the process was only
+slow, until no process has changed for a while), so a fault without effect cannot pass.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SIZES = [
 ]
 
 MOVES = ("kill-engine", "scale-down")
-"""Faults after which another engine must go on with what was in flight."""
+"""Faults after which another engine must continue the requests in flight."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def patience() -> Iterator[None]:
-    """Other tests run beside it."""
+    """Longer time limits and a shorter slowdown, since other tests run at the same time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, "RECOVER_S", 240.0)
         patch.setattr(load, "_ANSWER_S", 300.0)
@@ -57,7 +57,7 @@ def expert() -> Iterator[Trial]:
 
 
 def assert_kept(cell: Cell) -> None:
-    """Check that the answers are right, and that some were really in flight."""
+    """Asserts that the answers are correct, and that some were in flight during the fault."""
     assert cell.result.failed == cell.result.wrong == cell.result.cut == 0, cell
     assert cell.troubles == [], cell
     assert cell.recover_s is not None
@@ -84,13 +84,13 @@ def test_expert_parallel_at_the_start_of_a_wave(expert: Trial) -> None:
 
 
 def test_expert_parallel_one_after_the_other(expert: Trial) -> None:
-    """And it grows and shrinks; `one_engine/test_lifecycle.py` has that without experts."""
+    """Scales as well; `one_engine/test_lifecycle.py` tests this without expert parallelism."""
     names = ("stop-worker", "kill-coordinator", "slow-engine", "kill-engines+manager+coordinator")
     assert_row_kept(expert, *map(fault_types.named, names), *SIZES)
 
 
 def assert_row_kept(trial: Trial, *faults: Fault) -> None:
-    """Under one load, which is cheaper than a cell for each."""
+    """Applies the faults in turn under one load, which is cheaper than a cell for each fault."""
     cell = trial.row(", ".join(fault.name for fault in faults), faults, SHORT_DECODE)
     assert_kept(cell)
     assert cell.resubmitted > 0, cell

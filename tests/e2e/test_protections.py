@@ -1,4 +1,4 @@
-"""The attempts of `protections.py` find what is open, and nothing where all is closed."""
+"""The attempts of `protections.py` find what is open, and report nothing if all is closed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture
 def session() -> Iterator[Path]:
-    """A private folder with a session of Ray in it, which Ray opens to everybody."""
+    """A Ray session folder, accessible to everybody as Ray creates it, inside a private folder."""
     private = Path(tempfile.mkdtemp(prefix="protections-", dir="/tmp"))
     for name in ("sockets", "logs"):
         (private / "ray" / "session" / name).mkdir(parents=True)

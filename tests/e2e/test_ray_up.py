@@ -1,8 +1,8 @@
-"""`ray up configs/ray/local.yaml` on hosts that have nothing but `sshd`, a home and Python: the
-cluster answers without anybody logging in, and `ray down` leaves nothing that runs.
+"""`ray up configs/ray/local.yaml` on hosts that only have `sshd`, a home folder and Python: the
+cluster serves without a login on any host, and `ray down` leaves no process running.
 
-The file is used as it is, with the addresses, user and key of these hosts. They reach no package
-index, so they have what an image for it would have: an environment with the dependencies.
+The test only replaces the addresses, user and key in the file. The hosts cannot reach a package
+index, so they have what an image for them would contain: an environment with the dependencies.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CLUSTER = Path("configs/ray/local.yaml")
 HEAD, WORKER, DESK = range(3)
-"""The last one is in no cluster: `ray up` runs there."""
+"""Numbers of the hosts. The last one is not part of the cluster: `ray up` runs there."""
 UP_S = 240.0
 SERVES_S = 180.0
 DOWN_S = 180.0
 ENDS_S = 150.0
-"""More than `RAY_gcs_rpc_server_reconnect_timeout_s` of `configs/ray/environment.sh`, 60 s."""
+"""Longer than `RAY_gcs_rpc_server_reconnect_timeout_s` in `configs/ray/environment.sh` (60 s)."""
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Ray's own, which try for a minute to report that their node is gone, and then end."""
+"""Agents of Ray, which try for a minute to report that their node is gone before they exit."""
 PORT = 8080
 SCRIPTS = {
     "ray": "from ray.scripts.scripts import main",
@@ -66,8 +66,8 @@ def refusal() -> str | None:
 
 
 def install_dependencies(home: Path) -> None:
-    """`~/swell-env` with the packages of these tests and the commands of Ray; `pip` looks for no
-    others."""
+    """Creates `~/swell-env` with the packages of these tests and the commands of Ray. `pip` must
+    not use a package index."""
     environment = home / "swell-env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     (packages,) = environment.glob("lib/python3*/site-packages")
@@ -82,14 +82,15 @@ def install_dependencies(home: Path) -> None:
 
 
 def copy_kernels(home: Path) -> None:
-    """What an engine compiles at its first start would take longer than all else here."""
+    """Copies compiled kernels: compiling them on a host would take longer than everything else."""
     build.library()
     cache = os.environ.get("SWELL_CACHE") or Path.home() / ".cache" / "swell"
     shutil.copytree(cache, home / ".cache" / "swell")
 
 
 def check_out(hosts: SshHosts) -> None:
-    """What `local.yaml` copies, and the key, at home on the desk; the file names these hosts."""
+    """Puts the files that `local.yaml` copies, and the key, in the home folder of `DESK`, and the
+    addresses of these hosts in `local.yaml`."""
     desk = hosts.home(DESK)
     (desk / "checkout").mkdir()
     text = (ROOT / CLUSTER).read_text()
@@ -137,7 +138,7 @@ def running_on(hosts: SshHosts, host: int) -> list[str]:
 
 
 def wait_until_both_serve(hosts: SshHosts) -> None:
-    """An engine on each host, and an ingress on each that reaches both."""
+    """Waits until each host has an active engine and a ready ingress."""
     deadline, found = time.monotonic() + SERVES_S, "no answer"
     while time.monotonic() < deadline:
         try:
@@ -159,7 +160,7 @@ def get(hosts: SshHosts, host: int, path: str) -> httpx.Response:
 
 
 def ask(hosts: SshHosts, host: int, engine: int) -> str:
-    """The answer of this engine, through the ingress of this host, to a client on no host."""
+    """Returns the answer of this engine through the ingress of this host."""
     answer = httpx.post(
         f"http://{hosts.addresses[host]}:{PORT}/v1/chat/completions",
         json={

@@ -1,4 +1,4 @@
-"""One application deployed again and again in one Ray, as `serve run` and `serve deploy` do it."""
+"""Deploys an application repeatedly in one Ray cluster, as `serve run` and `serve deploy` do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 INGRESSES = 2
 DEPLOYED: list[dict[str, Any]] = []
-"""The applications of the file."""
+"""The applications in the file of `serve deploy`."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def own_ray() -> Iterator[None]:
 
 
 def deploy(**overrides: Any) -> int:
-    """The port at which it answers: the configuration sets none."""
+    """Deploys the application; returns its port, which the configuration does not set."""
     settings = {
         "serve.port": 0,
         "serve.ingress_replicas": INGRESSES,
@@ -67,7 +67,7 @@ def deploy(**overrides: Any) -> int:
 
 
 def deploy_file(name: str, prefix: str, **more: Any) -> ApplicationStatus:
-    """As `serve deploy` does with a file; how it ends."""
+    """Deploys an application as `serve deploy` does with a file; returns its final status."""
     arguments = {"config": str(NANO), "cluster.drain_timeout_s": 1, **more}
     app = {
         "name": name,
@@ -103,7 +103,7 @@ def get(port: int, path: str) -> dict[str, Any] | None:
 
 
 def engine_pid(port: int) -> int:
-    """The pid of the one engine, once the cluster serves."""
+    """Waits until the cluster serves with one engine; returns the pid of the engine."""
 
     def check() -> int | None:
         state = get(port, "/admin/cluster")
@@ -120,7 +120,7 @@ def max_model_len(port: int) -> int | None:
 
 
 def sockets(port: int) -> dict[str, int]:
-    """Inodes of the sockets that listen at a port, and the processes that hold them."""
+    """Returns inode of a socket that listens at this port -> the process that holds it."""
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     rows = [line.split() for line in lines]
     inodes = {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}

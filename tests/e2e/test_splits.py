@@ -1,5 +1,5 @@
-"""Every way to split the work over processes gives the same answers; `test_two_ingresses.py` has
-those of two engines with two workers each."""
+"""A model that is split over processes gives the answers of transformers; `test_two_ingresses.py`
+tests two engines with two workers each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENS = 200
 
 
 def test_tensor_2_x_pipeline_2_and_an_end_that_lets_streams_finish(heldout, truth):
-    """SIGTERM, of which Ray has a handler of its own; with SIGINT every other cluster ends."""
+    """Stops with SIGTERM, for which Ray has its own handler; `Cluster.stop` sends SIGINT."""
     settings = ("parallel.tensor=2", "parallel.pipeline=2", "cluster.drain_timeout_s=120")
     results: list[list[int]] = []
     with Cluster(NANO, "model.dtype=float32", *settings) as running:
@@ -35,7 +35,8 @@ def test_tensor_2_x_pipeline_2_and_an_end_that_lets_streams_finish(heldout, trut
 def assert_equal_to_transformers(
     cluster: Cluster, heldout: list[dict], truth: Callable[[str, int], tuple[list[int], str]]
 ) -> None:
-    """Every engine gives answers; the cluster has four workers."""
+    """Asserts that the answers equal those of transformers, that every engine serves some of them,
+    and that the cluster has four workers."""
     prompts = [record["messages"][-1]["content"] for record in heldout[64:112]]
     served: set[str] = set()
 

@@ -1,6 +1,6 @@
-"""A running cluster, and a stranger in its network or with another account of its host, without any
-of its secrets. Every listening socket is known and has the protection that the page promises, and
-data that a stranger sends to our sockets changes nothing."""
+"""A running cluster and a stranger without its secrets, in its network or with another account of
+its host. Every listening socket is in the table of `docs/operate/security.md` and has the
+protection of its row, and data that a stranger sends to Swell's sockets changes nothing."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ SOON_S = 60.0
 """A deadline that only a failure reaches."""
 CHANGE_S = 240.0
 MORE_MEMORY_BYTES = 64 << 20
-"""Of one process, for all knocks."""
+"""The memory by which one process may grow during all knocks."""
 MORE_LOG_BYTES = 256 << 10
 MORE_FILES = 16
-"""File descriptors of one process that something else may have opened meanwhile."""
+"""The number of file descriptors that one process may have opened meanwhile for other reasons."""
 PROMPTS = [f"reverse: {word}" for word in ("kitten", "planet", "garden", "silver")]
 
 
@@ -83,7 +83,7 @@ def read_rows() -> list[Row]:
 
 
 class LockedCluster(Cluster):
-    """A cluster with keys for users and for operators, which sends them itself."""
+    """A cluster with keys for users and operators. `get` and `post` send the key of their route."""
 
     def __init__(self, folder: Path, *arguments: Any) -> None:
         self.key_files = (folder / "user", folder / "admin")
@@ -107,7 +107,7 @@ class LockedCluster(Cluster):
 
 @pytest.fixture(scope="module")
 def recorder() -> Iterator[Recorder | None]:
-    """What goes over the loopback interface from the start of the cluster on."""
+    """Records the loopback interface from before the cluster starts; None without the right to."""
     with contextlib.ExitStack() as stack:
         recorded = None
         with contextlib.suppress(PermissionError):  # this process may not open packet sockets
@@ -117,7 +117,7 @@ def recorder() -> Iterator[Recorder | None]:
 
 @pytest.fixture(scope="module")
 def public() -> Iterator[Path]:
-    """A folder that every account enters; the folders of pytest are for one account."""
+    """A folder that every account may enter; the folders of pytest belong to one account."""
     folder = Path(tempfile.mkdtemp(prefix="public-"))
     folder.chmod(0o755)
     yield folder
@@ -126,7 +126,7 @@ def public() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster(recorder: Recorder | None, public: Path) -> Iterator[LockedCluster]:
-    """One of everything: two engines that share experts, each with two workers."""
+    """A cluster with every kind of socket: two engines of two workers each that share experts."""
     with LockedCluster(
         public,
         NANO.parent / "nano-moe",
@@ -153,7 +153,7 @@ def wait_until_whole(cluster: Cluster, engines: int) -> None:
 
 @pytest.fixture(scope="module")
 def insider(cluster: Cluster) -> dict[str, Any]:
-    """Keys and addresses, by Ray's token."""
+    """The keys and addresses of the cluster, read with Ray's token."""
     (gcs,) = listening(cluster.named("gcs_server")).values()
     address = f"127.0.0.1:{next(door.port for door in gcs)}"
     done = run_with_token(address, {})
@@ -180,7 +180,7 @@ def run_with_token(address: str, environment: dict[str, str]) -> subprocess.Comp
 
 @pytest.fixture(scope="module")
 def site(cluster: LockedCluster, insider: dict[str, Any]) -> Iterator[Site]:
-    """The cluster, and another account of its host."""
+    """The cluster and another account of its host; needs root."""
     if os.geteuid() != 0:
         pytest.skip("only root becomes another account of this host")
     token = (os.environ.get("RAY_AUTH_TOKEN") or token_path().read_text()).strip()
@@ -207,7 +207,7 @@ def token_path() -> Path:
 
 
 def assign(rows: list[Row], process: str, door: Door, http_port: int) -> Row | None:
-    """The first row with room for this socket; the more specific rows stand first."""
+    """Returns the first row that fits and has room; the table lists specific rows first."""
     for row in rows:
         if row.process in process and row.found < row.at_most and fits(row, door, http_port):
             row.found += 1
@@ -234,7 +234,7 @@ def fits(row: Row, door: Door, http_port: int) -> bool:
 
 
 def doors_by_row(cluster: Cluster) -> tuple[list[tuple[Row, Door]], list[str]]:
-    """Every socket with its row, and those that have none; `found` of a row counts one process."""
+    """Returns all sockets with their rows, and a line for each socket without one."""
     known, unknown = [], []
     pids = [cluster.process.pid, *cluster.members()]
     for pid, doors in listening(dict.fromkeys(pids)).items():
@@ -249,7 +249,7 @@ def doors_by_row(cluster: Cluster) -> tuple[list[tuple[Row, Door]], list[str]]:
 
 
 def is_taken(cluster: Cluster, row: Row) -> bool:
-    """Ray's agent goes on without its port of HTTP where another cluster of this host has that."""
+    """Whether Ray's agent runs without its HTTP port, since another cluster of the host has it."""
     if row.process != "ray::DashboardAgent" or not row.port.isdigit():
         return False
     log = logs(cluster) / "dashboard_agent.log"
@@ -258,7 +258,7 @@ def is_taken(cluster: Cluster, row: Row) -> bool:
 
 def test_every_socket_that_listens_is_in_the_table_and_every_row_listens(cluster) -> None:
     deadline = time.monotonic() + SOON_S
-    while True:  # an agent of Ray may listen only after the cluster serves
+    while True:  # a Ray agent may begin to listen after the cluster serves
         known, unknown = doors_by_row(cluster)
         assert not unknown, f"not in {PAGE.name}: {unknown}"
         found = {(row.process, row.address, row.port) for row, _ in known}
@@ -293,7 +293,7 @@ def test_every_socket_has_the_protection_of_its_row(cluster, site) -> None:
 
 
 def test_calls_with_the_token_are_taken(cluster, site) -> None:
-    """Otherwise it would not be the token that the calls above lack."""
+    """Shows that the calls in the tests above are refused because they lack the token."""
     (gcs,) = listening(cluster.named("gcs_server")).values()
     address = f"127.0.0.1:{next(door.port for door in gcs)}"
     method = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
@@ -317,7 +317,7 @@ def test_processes_and_their_files_are_closed_to_another_account(cluster, site) 
 
 @dataclass(frozen=True)
 class State:
-    """What strangers must not change."""
+    """The state that strangers must not change."""
 
     cluster: Any
     memory: dict[int, int]
@@ -341,7 +341,7 @@ def memory_of(pid: int) -> int:
 
 
 def logs(cluster: Cluster) -> Path:
-    """The folder of Ray's logs."""
+    """Returns the folder of Ray's logs."""
     (raylet,) = cluster.named("raylet/raylet")
     session = next(word for word in title(raylet).split() if word.startswith("--raylet_socket"))
     return Path(session.partition("=")[2]).parents[1] / "logs"
@@ -364,15 +364,15 @@ def answer(cluster: Cluster, prompt: str) -> str:
 
 
 def at_rest(cluster: Cluster) -> State:
-    """Once it has reported all that it has done."""
+    """Returns the state of the idle cluster, once it has reported all its steps."""
     cluster.wait_idle()
     wait_for_steps(cluster, 0)
     return State.of(cluster)
 
 
 def assert_unchanged(before: State, cluster: Cluster) -> None:
-    """An idle cluster makes no steps, so a request that came in would be seen. File descriptors of
-    strangers are closed when the time for a handshake is over."""
+    """Asserts that nothing has changed. An idle cluster makes no steps, so a request of a stranger
+    would be visible. Connections of strangers are closed after the handshake timeout."""
     cluster.wait_idle()
     deadline = time.monotonic() + CHANGE_S
     while True:
@@ -397,12 +397,12 @@ def assert_unchanged(before: State, cluster: Cluster) -> None:
 
 
 def stable(view: Any) -> Any:
-    """Epoch, wave, states, processes, steps: all but what a clock changes."""
+    """Returns the view without ages: epoch, wave, states, processes and steps remain."""
     return {key: value for key, value in view.items() if "ago" not in key and "age" not in key}
 
 
 def knock_at_all(cases: list[tuple[Door, bytes]]) -> None:
-    with ThreadPoolExecutor(64) as pool:  # each waits for an answer, or for a place in a queue
+    with ThreadPoolExecutor(64) as pool:  # each visit waits for an answer or to be accepted
         list(pool.map(lambda case: visit(*case), cases))
 
 
@@ -430,7 +430,7 @@ def test_noise_changes_nothing(cluster) -> None:
 
 
 def test_keys_of_another_cluster_open_nothing(cluster, insider) -> None:
-    """Nor do keys of a stranger who knows the public key of this cluster."""
+    """Tries keys of another cluster, and own keys together with the public key of this cluster."""
     before = at_rest(cluster)
     frame = msgspec.msgpack.encode(request("stranger"))
     other, keys = make_keys(), insider["keys"]
@@ -447,7 +447,7 @@ def request(id: str) -> EngineCoreRequest:
 
 
 def test_recorded_frames_open_nothing(cluster, insider, recorder) -> None:
-    """Those of a peer that was let in and made an engine work; of the store's clients; of gloo."""
+    """Replays data of a peer whose request was served, of clients of the store, and of gloo."""
     if recorder is None:
         pytest.skip("this process may not open packet sockets")
     engine = msgspec.structs.replace(insider["engines"][0], machine="another")
@@ -475,7 +475,7 @@ def test_recorded_frames_open_nothing(cluster, insider, recorder) -> None:
 
 
 def wait_for_steps(cluster: Cluster, more_than: int) -> None:
-    """Until the view shows the steps that the request took, and no others come."""
+    """Waits until the engines report more than `more_than` steps and the number stays the same."""
     deadline, last = time.monotonic() + CHANGE_S, -1
     while True:
         engines = cluster.get("/admin/cluster").json()["engines"]
@@ -497,7 +497,7 @@ def test_ray_demands_its_token(insider) -> None:
 
 
 def test_groups_form_again_after_all_that(cluster) -> None:
-    """The stores have heard the strangers too."""
+    """Changes the number of engines after the attacks, which also reached the stores."""
     expected = [answer(cluster, prompt) for prompt in PROMPTS]
     cluster.post("/admin/scale", {"engines": 1})
     wait_until_whole(cluster, 1)

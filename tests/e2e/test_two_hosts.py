@@ -1,7 +1,7 @@
-"""One cluster over two hosts, each with an address and a link of its own: answers are those of one
-engine on one host, while engines come and go on the other one, and while a link is down.
+"""One cluster on two hosts, each with its own address and link: the answers equal the reference,
+while engines start and stop on the other host, and while a link is down.
 
-Every node has two CPUs, and `cluster.cpus_per_worker` says how many workers fit on it.
+Every node has two CPUs; `cluster.cpus_per_worker` determines how many workers fit on it.
 """
 
 from __future__ import annotations
@@ -39,25 +39,27 @@ MOE = NANO.parent / "nano-moe"
 STREAMS = 12
 UPGRADE_STREAMS = 32
 STALL_S = 3.0
-"""Where links are cut. Else it is the default: a busy machine takes long to form a group."""
+"""`cluster.stall_timeout_s` if links are cut. Other tests have the longer default, since forming a
+group takes long on a busy machine."""
 CUT_S = 4 * STALL_S
-"""Three checks of Ray Serve would fail in a row, if they took no longer than it."""
+"""Three health checks of Ray Serve would fail in this time if their timeout were not longer."""
 ONE_WORKER_A_HOST = "cluster.cpus_per_worker=2"
 TWO_WORKERS_A_HOST = "cluster.cpus_per_worker=1"
 CHANGE_S = 240.0
 SECOND_NETWORK = "172.31.99.0/24"
 SECOND = ("172.31.99.1", "172.31.99.2")
-"""Addresses of the hosts that Ray does not know."""
+"""Second addresses of the hosts, which Ray does not know."""
 PORTS = range(29_000, 29_064)
 PORTS_OF_RAY = range(10_002, 20_000)
-"""Ports of Ray's processes, ours among them, as given to `ray start`."""
+"""Ports of Ray's own sockets, by default, also in the processes of Swell's actors."""
 PORTS_OF = {
     "EngineActor": (3, PORTS[len(PORTS) // 4 :]),
     "WorkerActor": (1, PORTS[len(PORTS) // 4 :]),
     "Coordinator": (1, PORTS[: len(PORTS) // 8]),
 }
-"""How many ports of the range a process takes, and of which part: an engine has an inbox and two
-sockets for its workers, of which the first has the store. Gloo's ports are the kernel's choice."""
+"""Process -> the number of ports that it may use in the range, and the part of the range. An engine
+has an inbox and two sockets for its workers; its first worker has the store. The kernel chooses the
+ports of gloo."""
 LISTENS = "0A"
 """The state of a listening socket in `/proc/net/tcp`."""
 
@@ -74,8 +76,8 @@ def hosts() -> Iterator[Hosts]:
 def serving(
     hosts: Hosts, model: object, *settings: str, engines: int = 1
 ) -> Iterator[TwoHostCluster]:
-    """A cluster on the hosts' Ray, started from the first of them, with an ingress on each, once
-    all its engines serve."""
+    """A cluster on the Ray of the hosts, started on the first host, with an ingress on each. Waits
+    until all engines serve. Afterwards no process of it may remain."""
     cluster = Cluster(
         str(model),
         "model.dtype=float32",
@@ -113,7 +115,7 @@ class TwoHostCluster:
         return self.get("/admin/cluster").json()["engines"]
 
     def ingresses(self) -> list[list[int]]:
-        """The processes of each host."""
+        """Returns the pids of the ingresses of each host."""
         return [self.hosts.named(host, INGRESS) for host in (0, 1)]
 
     def host_of(self, pid: int) -> int:
@@ -121,14 +123,14 @@ class TwoHostCluster:
         return host
 
     def worker_hosts(self) -> list[list[int]]:
-        """The host of each worker, by engine; workers are in the order of their ranks."""
+        """Returns the host of each worker, by engine, in the order of their ranks."""
         return [
             [self.host_of(worker["pid"]) for worker in engine["workers"]]
             for engine in self.engines()
         ]
 
     def is_whole(self, engines: int) -> bool:
-        """Whether so many engines serve, no change is in progress, and both ingresses are ready."""
+        """Whether this many engines serve, no change is going on, and both ingresses are ready."""
         state = self.get("/admin/cluster").json()
         active = [engine["state"] == "active" for engine in state["engines"]]
         idle = state["rescale"]["phase"] == "idle" and state["state"] == "serving"
@@ -154,7 +156,7 @@ class TwoHostCluster:
 async def answers_while(
     cluster: TwoHostCluster, urls: Sequence[str], change: Callable
 ) -> tuple[list[Answer], list[Answer]]:
-    """The right answers, and those of streams that went on during `change`."""
+    """Returns the reference answers, and the answers of streams that ran during `change`."""
     requests = make_requests((await model_of(cluster)), STREAMS, SHORT_DECODE, seed=7)
     expected = await reference(cluster.urls[0], requests)
     load = Load(urls, requests, STREAMS)
@@ -182,10 +184,10 @@ async def some_seconds() -> None:
 def test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down(
     hosts, models: tuple[Path, Path]
 ):
-    """Clients of the other host's ingress see nothing but a pause, and no ingress is replaced: Ray
-    Serve's controller, on one of the hosts, hears nothing of the other one. Then the cluster gets
-    other weights under many streams: none fails, none mixes versions. One cluster for all of it:
-    its start takes longer than the rest."""
+    """Cuts the link of each host. Clients of the other host's ingress only see a pause, and no
+    ingress is replaced, although Ray Serve's controller cannot reach one of the hosts. Then
+    upgrades the weights under many streams: none fails and none mixes versions. All of it uses one
+    cluster, whose start takes longer than the rest."""
     first, second = models
     settings = (*UPGRADE_SETTINGS, ONE_WORKER_A_HOST, f"cluster.stall_timeout_s={STALL_S}")
     with serving(hosts, first, *settings, engines=2) as cluster:
@@ -207,15 +209,15 @@ def test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down(
 
 @pytest.fixture
 def models() -> Iterator[tuple[Path, Path]]:
-    """At one path on every host."""
+    """Folders of two models, which have the same path on every host."""
     with tempfile.TemporaryDirectory(prefix="swell-models-") as folder:
         first, second = Path(folder, "first"), Path(folder, "second")
         yield copy_of(first), copy_of(second, lambda tensors: add_noise(tensors, 2))
 
 
 def upgrade_to(model: Path, cluster: TwoHostCluster) -> None:
-    """There is room for one engine on each host: each is replaced in its place, and its answers
-    move to the other host meanwhile, as long as an engine of their version is there."""
+    """Upgrades the weights. Each host has room for one engine, so each engine is replaced in its
+    place. Meanwhile its answers move to the other host, if that has an engine of their version."""
 
     def change() -> None:
         done = upgrade(cluster.urls[1], model, prefix=cluster.hosts.prefix(0))
@@ -229,7 +231,7 @@ def upgrade_to(model: Path, cluster: TwoHostCluster) -> None:
 
 
 async def cut_and_heal(cluster: TwoHostCluster, host: int) -> None:
-    """Cut the link for so long that each side takes the engine of the other one for lost."""
+    """Cuts the link until each side considers the other side's engine lost, then restores it."""
     cluster.hosts.cut(host)
     await asyncio.sleep(CUT_S)
     cluster.hosts.heal(host)
@@ -244,8 +246,9 @@ def test_the_stages_of_a_pipeline_on_two_hosts(hosts):
 
 
 def test_engines_that_share_experts_join_and_leave_on_the_other_host(hosts):
-    """Their tensor ranks share a host, and all listen at one interface and range. What the hosts'
-    name resolves to is an address of none of them."""
+    """Checks that the tensor-parallel ranks of an engine share a host, and that all processes only
+    listen at the configured interface and port range. The host name resolves to none of these
+    addresses."""
     for host in (0, 1):
         subprocess.run(
             [*hosts.prefix(host), *f"ip addr add {SECOND[host]}/24 dev eth0".split()], check=True
@@ -279,7 +282,7 @@ def assert_listeners(hosts: Hosts) -> None:
 
 
 def listeners_of(pid: int) -> set[tuple[str, int]]:
-    """The addresses at which a process listens for TCP connections, Ray's own ports aside."""
+    """Returns the TCP addresses at which a process listens, without the ports of Ray."""
     sockets = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile

@@ -1,6 +1,9 @@
-"""Two engines of two workers each, of which the first computes the prompts, and two ingresses:
-answers are those of transformers, any ingress counts all, and when an engine dies below a stream,
-what happened to the request is found at any ingress, in the answer, and at a collector."""
+"""Two ingresses and two engines of two workers each, with the first engine for prefill.
+
+Answers are those of transformers, and each ingress has the metrics of all requests. If an engine
+dies during a stream, the events of the request are available at any ingress, in the answer, and at
+an OpenTelemetry collector.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,10 @@ TOKENS = 400
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
 SPLIT_TOKENS = 24
-"""Prompts of so many tokens are computed by the first engine, and continued by the second."""
+"""From this many uncached tokens on, the first engine computes a prompt; the second decodes."""
 ASKS = 16
-"""The kernel chooses the ingress of each connection: that one is never asked is 1 in 32768."""
+"""Number of requests. The kernel chooses the ingress of each connection, so with a probability of
+1 in 32768 one of the two gets no request."""
 DEADLINE_S = 240.0
 
 
@@ -41,7 +45,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[str]:
-    """Where KV is handed over."""
+    """The `cache.handover_folder`."""
     with tempfile.TemporaryDirectory(prefix="swell-handover-", dir="/dev/shm") as folder:
         yield folder
 
@@ -69,7 +73,7 @@ def test_answers_equal_transformers(cluster, heldout, truth, folder):
 
 
 def test_the_second_engine_continues_what_the_first_one_has_computed(cluster, folder):
-    """And has not computed itself: its cache knows nothing of these prompts."""
+    """Uses prompts that are not in the cache of the second engine."""
     for number in range(4):
         prompt = [3 + (number * 31 + index * 7) % 200 for index in range(100)]
         fields = {"prompt": prompt, "max_tokens": 8, "include_timings": True}
@@ -82,8 +86,8 @@ def test_the_second_engine_continues_what_the_first_one_has_computed(cluster, fo
 
 
 def ended(cluster: Cluster) -> set[float]:
-    """How many requests have ended, as several polls give it: each time the kernel decides which
-    ingress answers."""
+    """Returns the numbers of finished requests in several polls of /metrics. The kernel chooses the
+    ingress of each poll."""
     pattern = r"^swell_request_success_total{.*} (\S+)$"
     texts = [cluster.get("/metrics").text for _ in range(12)]
     return {sum(map(float, re.findall(pattern, text, re.MULTILINE))) for text in texts}
@@ -91,7 +95,7 @@ def ended(cluster: Cluster) -> set[float]:
 
 def test_any_ingress_counts_all_requests(cluster):
     earlier, counts = set(), ended(cluster)
-    while len(counts) > 1 or counts != earlier:  # all has been reported
+    while len(counts) > 1 or counts != earlier:  # until all finished requests are reported
         time.sleep(3)
         earlier, counts = counts, ended(cluster)
     (before,) = counts
@@ -104,7 +108,7 @@ def test_any_ingress_counts_all_requests(cluster):
 
 
 def stream_while_its_engine_dies(cluster: Cluster) -> tuple[str, dict[str, Any]]:
-    """The id of the request, and its timings."""
+    """Kills the engine of a stream; returns the id of the request and its timings."""
     engines = cluster.get("/admin/cluster").json()["engines"]
     pids = {str(engine["rank"]): engine["pid"] for engine in engines}
     payload = {
@@ -139,8 +143,8 @@ def check_moved(events: list[dict[str, Any]]) -> None:
 
 
 def found(cluster: Cluster, id: str) -> list[dict[str, Any]]:
-    """A request at all ingresses, once all of them have answered: one may be silent for a while on
-    a busy machine."""
+    """Returns the entries of all ingresses for a request, once all of them have answered: on a busy
+    machine, one may not respond for a while."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         answer = cluster.get(f"/admin/requests/{id}")
@@ -168,7 +172,7 @@ def test_an_engine_dies_below_a_stream(cluster: Cluster, collector: Collector) -
 
 
 def test_requests_of_both_ingresses_are_found_at_each(cluster: Cluster) -> None:
-    """Until both have served one."""
+    """Sends requests until both ingresses have served one."""
     ingresses: set[int] = set()
     deadline = time.monotonic() + DEADLINE_S
     while len(ingresses) < 2:
@@ -180,8 +184,8 @@ def test_requests_of_both_ingresses_are_found_at_each(cluster: Cluster) -> None:
 
 
 def chunk_of(cluster: Cluster, session: str, number: int, ids: list[int]) -> dict[str, Any]:
-    """The answer to a chunk. An ingress that dies takes its connections with it: then the chunk is
-    sent again, and takes its own place."""
+    """Returns the answer to a chunk. If its ingress dies, the connection fails. The chunk is then
+    sent again with the same number, so it is not appended twice."""
     payload = {
         "prompt": ids,
         "session_id": session,
@@ -204,7 +208,8 @@ def chunk_of(cluster: Cluster, session: str, number: int, ids: list[int]) -> dic
 
 
 def test_a_session_outlives_all_that_serves_it(cluster: Cluster) -> None:
-    """Each chunk has the answer of one request with everything before it in its prompt."""
+    """Compares each answer with that of a request without a session, whose prompt consists of all
+    chunks and answers before it."""
     created = cluster.post("/v1/sessions", {})
     assert created.status_code == 200, created.text
     session, before = created.json()["id"], list[int]()
@@ -235,7 +240,7 @@ def test_a_session_outlives_all_that_serves_it(cluster: Cluster) -> None:
         before += found["token_ids"]
     cluster.wait_idle()
     whole, start = before, 0
-    for number in range(len(faults)):  # once more, without sessions and without faults
+    for number in range(len(faults)):  # again, without sessions and without faults
         end = start + 3
         plain = {"prompt": whole[:end], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         answer = cluster.post("/v1/completions", plain | {"return_token_ids": True}).json()

@@ -1,5 +1,5 @@
-"""A running cluster gets other weights, while answers stream: none fails, and each is bit for bit
-that of one version, the one that it names."""
+"""A running cluster changes its weights while answers stream: none fails, and each is bit for bit
+the answer of one version, the one that the response names."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ UPGRADE_S = 400.0
 def upgrade(
     url: str, model: Path, *settings: str, prefix: Sequence[str] = ()
 ) -> subprocess.CompletedProcess:
-    """`swell upgrade`, until it has ended."""
+    """Runs `swell upgrade` until it exits."""
     sets = [part for each in ("model.dtype=float32", *settings) for part in ("--set", each)]
     arguments = ("upgrade", str(model), "--url", url, *sets)
     return _run(*prefix, sys.executable, "-m", "swell.cluster", *arguments)
 
 
 def update_weights(url: str, model: Path) -> subprocess.CompletedProcess:
-    """`swell update-weights`, until it has ended."""
+    """Runs `swell update-weights` until it exits."""
     return _run(sys.executable, "-m", "swell.cluster", "update-weights", str(model), "--url", url)
 
 
@@ -46,7 +46,8 @@ def _run(*command: str) -> subprocess.CompletedProcess:
 async def answers_while(
     urls: Sequence[str], streams: int, change: Callable[[], None]
 ) -> tuple[list[Answer], list[Answer], list[Answer]]:
-    """The right answers before and after a change, and those of streams that went on during it."""
+    """Returns the reference answers before and after a change, and the answers of streams that ran
+    during it."""
     requests = make_requests(MODEL, streams, SHORT_DECODE, seed=5)
     before = await reference(urls[0], requests)
     load = Load(urls, requests, streams)
@@ -60,7 +61,8 @@ async def answers_while(
 
 
 def assert_pure(before: list[Answer], after: list[Answer], answers: list[Answer]) -> None:
-    """Each answer is that of the version that it names, and both versions gave some."""
+    """Asserts that each answer is that of the version it names, and that both versions computed
+    some."""
     expected = {before[0].version: before, after[0].version: after}
     assert len(expected) == 2 and "" not in expected
     for each in (before, after):
@@ -127,7 +129,8 @@ def test_engines_get_other_weights_while_answers_stream_and_bad_ones_are_rolled_
 
 
 def _check_weights_in_place(running: Cluster, tmp_path: Path, engines: dict[int, str]) -> None:
-    """`engines`: versions by process. The processes stay, also where weights are refused."""
+    """Updates weights in place, first with good ones and then with damaged ones, which are refused.
+    The processes stay both times. `engines`: pid -> version."""
     third = copy_of(tmp_path / "third", lambda tensors: add_noise(tensors, 2))
 
     def change() -> None:

@@ -1,4 +1,4 @@
-"""Bad input gets a clear 4xx in OpenAI's error body, and the next request works."""
+"""Invalid input gets a 4xx with OpenAI's error body, and the next request succeeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples that need a server."""
+"""Runs the examples that need a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a cluster starts, fails to start, grows, loses an engine, and ends."""
+"""A cluster starts, fails to start, scales, loses processes, and stops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.faults.process import HTTP
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SOON_S = 240
-"""For processes that start one after the other on a busy machine."""
+"""A deadline for processes that start one after the other on a busy machine."""
 _MANAGER, _STORE = "ServeReplica:swell:Manager", "ServeReplica:swell:Store"
 
 
@@ -90,8 +90,8 @@ CASES = {
     "an unknown key": (unchanged, "scheduler.max_row=3", "scheduler.max_row"),
     "a value out of range": (unchanged, "scheduler.max_rows=0", "scheduler.max_rows"),
 }
-# Known only once an engine loads: all in this process, which is quicker, one in a process of its
-# own, and one in a cluster.
+# Errors that occur only when an engine loads. All cases run in this process, which is faster; one
+# also runs in its own process, and one in a cluster.
 CASES_IN_ENGINE = {
     "an unknown architecture": (unknown, "", "whatisthis"),
     "a cache that is too small": (unchanged, "cache.memory_bytes=1000", "cache.memory_bytes"),
@@ -117,7 +117,7 @@ def sets(*settings: str) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_configuration_that_cannot_start_is_refused_in_one_line(case, tmp_path, capsys):
-    """In this process, which is quicker: nothing has been started when it fails."""
+    """Runs in this process, which is faster: the command fails before it starts anything."""
     change, setting, word = CASES[case]
     code = main(["serve", broken(tmp_path, change), "--port", "0", *sets(setting)])
     printed = capsys.readouterr()
@@ -139,7 +139,7 @@ def test_a_process_whose_engine_cannot_load_ends_with_one_line(tmp_path):
 
 
 def generate(case: str, tmp_path: Path) -> tuple[list[str], str]:
-    """Arguments of the command, and a word of its error."""
+    """Returns the arguments of `swell generate`, and a word of its error."""
     change, setting, word = CASES_IN_ENGINE[case]
     longest = "model.max_model_len=1000" if "length" in case else ""
     return ["generate", broken(tmp_path, change), "hello", *sets(setting, longest)], word
@@ -169,7 +169,7 @@ def test_a_port_in_use_is_named_before_anything_is_started():
 
 
 def test_a_port_that_another_start_has_claimed_is_refused_before_anything_is_started():
-    """The other start does not listen yet: the port itself is free."""
+    """Claims a port on which nothing listens yet, so that the port itself is free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -185,7 +185,7 @@ def test_a_port_that_another_start_has_claimed_is_refused_before_anything_is_sta
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_second_start_on_the_port_of_a_running_cluster_is_refused(cluster, host):
-    """Also while no ingress listens, since the application holds a claim of its own."""
+    """Checks the claim of the application as well, which holds even while no ingress listens."""
     result = swell("serve", str(NANO), "--host", host, "--port", str(cluster.port))
     assert_one_line(result.returncode, result.stderr, f"serve.port={cluster.port} on {host}")
     assert "starting Ray" not in result.stdout and "ready" not in result.stdout
@@ -202,8 +202,8 @@ def test_ctrl_c_while_starting_leaves_nothing():
 
 
 def test_a_signal_to_the_whole_group_ends_all_in_order():
-    """`timeout` and shells send it so. Ray's processes are not in the group, or its GCS would be
-    gone before what is asked of it."""
+    """Sends SIGTERM to the process group, as `timeout` and shells do. Ray's processes must not be
+    in the group: otherwise the GCS would exit before the shutdown, which needs it."""
     cluster = Cluster(NANO)
     cluster.wait_for("starting Ray")
     time.sleep(1)
@@ -216,7 +216,7 @@ def test_a_signal_to_the_whole_group_ends_all_in_order():
 
 
 def test_a_ray_that_ends_before_us_does_not_hold_up_the_end():
-    """systemd sends its signal to every process of a service, unless told otherwise."""
+    """Sends SIGTERM to the GCS first. By default systemd signals every process of a service."""
     cluster = Cluster(NANO)
     cluster.wait_for("ready: ")
     try:
@@ -246,8 +246,8 @@ _salts = map(str, itertools.count())
 def stream(
     cluster: Cluster, tokens: int, results: list, until: threading.Event | None = None
 ) -> threading.Thread:
-    """A greedy answer in the background; its ids are appended to `results`. With `until`, the same
-    again and again, until that is set."""
+    """Streams a greedy answer in a thread and appends its ids to `results`; repeats this until
+    `until` is set, if given."""
 
     def read() -> None:
         read_one()
@@ -263,10 +263,10 @@ def stream(
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
-            "cache_salt": next(_salts),  # with a prefix in common they would stay with one engine
+            "cache_salt": next(_salts),  # with a common prefix all would be routed to one engine
         }
         ids: list[int] = []
-        results.append(ids)  # also of an answer that fails
+        results.append(ids)  # also for an answer that fails
         with httpx.stream(
             "POST", cluster.url + "/v1/completions", json=body, timeout=120
         ) as answer:
@@ -291,7 +291,7 @@ def wait_for_engines(cluster: Cluster, count: int) -> dict:
 
 
 def wait_for_answers(results: list[list[int]], count: int) -> None:
-    """Wait until so many have begun."""
+    """Waits until `count` answers have begun."""
     deadline = time.monotonic() + 60
     while sum(1 for ids in list(results) if ids) < count:
         assert time.monotonic() < deadline, "an answer has not begun"
@@ -363,7 +363,7 @@ def test_a_killed_engine_is_replaced_and_its_answers_continue(cluster):
 
 
 def test_a_coordinator_that_stops_comes_back(cluster):
-    """No engine waits for it: answers go on, and the change after it succeeds."""
+    """Suspends the coordinator: no engine waits for it, answers go on, and scaling works later."""
     results: list[list[int]] = []
     calm = stream(cluster, 1500, results)
     calm.join()
@@ -393,8 +393,8 @@ def test_a_coordinator_that_stops_comes_back(cluster):
 
 
 def test_stored_responses_outlive_the_manager_and_their_store_is_replaced(cluster):
-    """Responses do not pass through the manager; they are lost with the store, and the next store
-    works again."""
+    """Kills the manager, through which responses do not pass, and then the store: its responses are
+    lost, and the next store works."""
 
     def replaced(name: str) -> None:
         (old,) = cluster.named(name)
@@ -427,10 +427,10 @@ def test_stored_responses_outlive_the_manager_and_their_store_is_replaced(cluste
 
 
 def test_serve_run_deploys_the_same_app():
-    """Ray Serve's own command, on a Ray of its own; Serve's proxy answers beside our port."""
+    """Runs `serve run` on a separate Ray; both Serve's proxy and our own port must answer."""
     binaries = Path(sys.executable).parent
     with tempfile.TemporaryDirectory(prefix="swell-", dir="/tmp") as folder:
-        own = {"RAY_TMPDIR": folder, "TMPDIR": folder}  # Ray's dashboard leaves a socket there
+        own = {"RAY_TMPDIR": folder, "TMPDIR": folder}  # Ray's dashboard leaves a socket in TMPDIR
         process = subprocess.Popen(
             [binaries / "serve", "run", "swell.cluster.app:build", "config=configs/demo.yaml"],
             cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Contents of requests, over the whole path with the real model, by third-party clients."""
+"""Fields of requests, tested with third-party clients, the whole serving path and a real model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def api(cluster: Cluster) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def logprobs_of() -> Callable[[list[int]], torch.Tensor]:
-    """ids -> [len(ids), V] log probabilities of the token behind each, by transformers."""
+    """ids -> [len(ids), V] log probabilities of the token after each, by transformers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32).eval()
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ def test_logprobs_of_a_chat_are_those_of_transformers(
 def test_an_echo_scores_the_prompt(
     api: openai.OpenAI, logprobs_of: Callable[[list[int]], torch.Tensor]
 ) -> None:
-    """As evaluation harnesses request it."""
+    """Scores a prompt with the fields that evaluation harnesses use."""
     text = "the quick brown fox"
     answer = api.completions.create(
         model=MODEL, prompt=text, max_tokens=1, temperature=0, echo=True, logprobs=1,
@@ -185,7 +185,7 @@ def test_a_required_call_is_made_and_its_answer_can_be_sent_back(api: openai.Ope
 
 
 def test_parameters_about_tokens(api: openai.OpenAI) -> None:
-    """Ids are bytes here, so the text shows what was sampled."""
+    """Relies on the ids of nano being bytes, so the text shows which ids were sampled."""
     allowed = api.completions.create(
         model=MODEL, prompt="x", temperature=1.0, max_tokens=12,
         extra_body={"allowed_token_ids": [97, 98]},

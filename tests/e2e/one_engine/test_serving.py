@@ -1,4 +1,4 @@
-"""One engine behind HTTP: a foreign client against transformers, and what happens around it."""
+"""One engine, tested over HTTP with OpenAI's client; the reference is transformers."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def generated_tokens(cluster: Cluster) -> float:
 
 CHOICES = 64
 LONG = {"temperature": 1, "max_tokens": 1900, "ignore_eos": True, "n": CHOICES}
-"""A request that takes many times the second after which a client that has left is noticed
-(`half_close.PROBE_S`), on machines much faster than this one too."""
+"""Fields of a request that takes many times longer than the second after which a disconnected
+client is detected (`half_close.PROBE_S`), also on much faster machines."""
 
 
 def test_a_client_that_leaves_frees_its_blocks(cluster):
