@@ -1,1 +1,2 @@
-"""The control plane on a virtual clock: processes, a network that loses things, and no threads."""
+"""Simulates the control plane on a virtual clock: processes, a network that loses messages, and no
+threads."""

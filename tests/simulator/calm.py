@@ -1,4 +1,4 @@
-"""For how long something has held without a break, and which processes reach each other."""
+"""Tracks how long conditions have held without a break, and which processes reach each other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 _AGAIN_S = 2.0
 """Two heartbeats."""
 _LATE_S = 5.0
-"""Packets that were lost, or slow, have come by then."""
+"""The time within which lost or slow packets have arrived."""
 
 
 class Durations:
-    """Of conditions, by key: each is looked at several times a virtual second."""
+    """Durations of conditions, by key. Each condition is evaluated several times per virtual
+    second."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._kernel = plane.kernel
@@ -26,29 +27,30 @@ class Durations:
         self._seen: set[Hashable] = set()
 
     def held_s(self, key: Hashable, *, holds: bool = True) -> float:
-        """Seconds for which it has held at each look."""
+        """Returns for how many seconds the condition has held at each look."""
         if not holds:
             return 0.0
         self._seen.add(key)
         return self._kernel.now - self._since.setdefault(key, self._kernel.now)
 
     def end_look(self) -> None:
-        """What was not said to hold in this look does not hold."""
+        """Resets the conditions that were not reported as holding in this look."""
         self._since = {key: self._since[key] for key in self._seen}
         self._seen = set()
 
 
 class Calm:
-    """Call `look` first in each look."""
+    """Tells which processes communicate without disturbances. Call `look` first in each look."""
 
     def __init__(self, plane: ControlPlane, faults: FaultInjector) -> None:
         self._plane, self._faults, self._kernel = plane, faults, plane.kernel
         self._cut_until: dict[frozenset[str], float] = {}
-        """Hosts, and until when what a cut has held back may still come."""
+        """Pairs of hosts, and until when packets that a cut has held back may still arrive."""
         self._stopped_until: dict[Process, float] = {}
-        """Processes that were stopped, and until when what they have missed comes again."""
+        """Processes that were stopped, and until when they may lack messages that they have
+        missed."""
         self._late_until: dict[str, float] = {}
-        """Hosts whose packets were slow or lost."""
+        """Hosts whose packets were slow or lost, and until when packets may still be late."""
 
     def look(self) -> None:
         now, net = self._kernel.now, self._plane.net
@@ -61,7 +63,7 @@ class Calm:
                 self._stopped_until[process] = now + _AGAIN_S
 
     def reach(self, one: Process, other: Process) -> bool:
-        """Both run, and messages between them come at once."""
+        """Returns whether both processes run, and messages between them arrive at once."""
         now, hosts = self._kernel.now, frozenset((one.host, other.host))
         if not (one.runs and other.runs and one.alive and other.alive):
             return False
@@ -74,15 +76,15 @@ class Calm:
         return all(self._late_until.get(host, 0.0) <= now for host in hosts)
 
     def were_reset(self, one: Process, other: Process) -> bool:
-        """What was lost with their connection, or while one of them was stopped, comes with the
-        next heartbeat."""
+        """Returns whether messages between two processes may have been lost with their connection,
+        or while one of them was stopped. They come again with the next heartbeat."""
         now = self._kernel.now
         was_stopped = any(self._stopped_until.get(each, 0.0) > now for each in (one, other))
         return was_stopped or self._faults.were_reset(one, other)
 
     @property
     def manager_acts(self) -> bool:
-        """It leads, and reaches the coordinator and Ray."""
+        """Whether the manager leads, and reaches the coordinator and Ray."""
         plane = self._plane
         manager = plane.manager
         if not (manager.has_started and manager.process.alive and manager.manager.leads):
@@ -93,7 +95,7 @@ class Calm:
 
     @property
     def coordinator_acts(self) -> bool:
-        """It runs, and knows what its predecessor has left."""
+        """Whether the coordinator runs, and has recovered the state of its predecessor."""
         coordinator = self._plane.coordinator
         if coordinator is None or coordinator._recovering:
             return False

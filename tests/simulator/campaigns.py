@@ -1,8 +1,8 @@
-"""Random schedules in which one thing goes wrong while the cluster recovers from another one.
+"""Random schedules in which something goes wrong while the cluster recovers from something else.
 
-A campaign is a few moments. In each of them something goes wrong, or an operator changes something;
-often it is repeated, hits two things at once, or is followed by a fault that waits for a message by
-which the cluster recovers. Several ingresses have long answers meanwhile, of several versions.
+A campaign consists of a few moments. In each moment a fault happens or an operator changes
+something. A fault is often repeated, hits two targets at once, or is followed by a fault that waits
+for a message of the recovery. Meanwhile several ingresses have long answers, of several versions.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from tests.simulator.scenario import (
 )
 
 _BEGIN_S, _MOMENT_S = 3.0, 6.0
-"""The first moment begins about then, and each later one within so much of the one before."""
+"""The first moment begins at about `_BEGIN_S`; each later one begins up to `_MOMENT_S` after the
+previous one."""
 _STALL_TIMEOUT_S = 10.0
-"""As in `control_plane.py`: what lasts about as long is on the edge of being noticed."""
+"""Equals `STALL_TIMEOUT_S` in `control_plane.py`: a fault of about this length is sometimes
+noticed, sometimes not."""
 _REPLACED_S = 3.0
-"""Until a process that was lost, or got other weights, has a successor, about."""
+"""The approximate time until a process that was lost, or got other weights, has a successor."""
 _POISON_SHARE = 0.05
 _ROOM = 3
 _ROOMS = ((1, 2, 3), (2, 2, 2), (1, 3, 2), (0, 3, 3))
-"""Of the hosts: without any but the first there is `_ROOM`."""
+"""Engines that fit on each host. At least `_ROOM` fit without any one host except the first."""
 
 RECOVERY = (
     "Broken",
@@ -47,9 +49,9 @@ RECOVERY = (
     "KeepAliveReply",
     "EngineCoreRequest",
 )
-"""Messages by which a cluster finds out what has become of it."""
+"""Messages by which a cluster detects a failure and recovers from it."""
 GROUP_RECOVERY = ("ReconfigureDistributedRequest", "Joined", "Pause", "Paused", "Resume")
-"""Of engines that share experts, too."""
+"""Additional messages for engines that share experts."""
 OF_KIND = {
     "lose-worker": ("Broken", "Repaired", "Introduce"),
     "kill-control": ("Introduce", "EngineHello", "Subscribe", "CoordinatorHeartbeat"),
@@ -58,7 +60,7 @@ OF_KIND = {
     "second-manager": ("EngineHello", "CoordinatorHeartbeat", "ClusterView"),
     "black-hole": ("EngineReport", "EngineHello", "CoordinatorHeartbeat", "KeepAliveReply"),
 }
-"""Those that it takes to recover from some faults."""
+"""The messages of the recovery from some kinds of faults."""
 CHANGE = (
     "EngineReport",
     "EngineHello",
@@ -67,21 +69,21 @@ CHANGE = (
     "EngineCoreRequest",
     "EngineCoreOutputs",
 )
-"""Messages that go on while an operator changes something."""
+"""Messages that are sent while an operator changes something."""
 ALIVE = ("EngineReport", "EngineReport", "EngineReport", "KeepAlive", "Subscribe")
-"""Messages that come again and again from those who are there."""
+"""Messages that living processes send periodically."""
 LINKS = ("black-hole", "black-hole", "drop", "loss", "slow", "cut-pair", "half-cut-pair")
-"""What may be wrong with a link before something goes wrong at one of its ends."""
+"""Faults of a link that come before a fault at one of its ends."""
 ENDS = ("kill", "kill", "kill", "lose-worker", "stop", "hang", "kill-control", "kill-ingress")
-"""What may go wrong there."""
+"""Faults at an end of such a link."""
 LOSSES = ("drop", "black-hole", "drop", "kill", "stop", "stop-control", "cut-pair", "loss")
-"""What happens to a message that a fault waits for."""
+"""Faults that a message triggers."""
 CUTS = ("cut", "half-cut", "cut", "cut-pair", "half-cut-pair")
-"""Two of five separate two hosts only."""
+"""Cuts. Two of five separate only two hosts."""
 
 
 def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) -> Scenario:
-    """`kinds`: what may go wrong."""
+    """Draws a campaign from a scenario. `kinds`: the kinds of faults."""
     faults: list[Fault] = []
     operations: list[Operation] = []
     at = _BEGIN_S + random.random()
@@ -104,7 +106,7 @@ def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) ->
     ]
     if random.random() < _POISON_SHARE:
         requests[0] = replace(requests[0], seed=POISON_SEED, gives_up_after=None)
-        if random.random() < 0.5:  # nothing else goes wrong
+        if random.random() < 0.5:  # no other faults
             faults = []
     return replace(
         scenario,
@@ -121,7 +123,8 @@ def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) ->
 
 
 def _fitting(operations: list[Operation], faults: list[Fault]) -> tuple[Operation, ...]:
-    """By time; there is room for all engines that are wanted, also without a host."""
+    """Sorts operations by time. If a host is lost for good, it limits the number of engines to
+    those that fit on the others."""
     if any(fault.kind == "lose-host-for-good" for fault in faults):
         operations = [
             replace(each, argument=min(each.argument, _ROOM)) if each.kind == "scale" else each
@@ -140,7 +143,7 @@ def _draw_request(random: Random, ingresses: int, until_s: float) -> Request:
 
 
 def _draw_time(random: Random) -> float:
-    """How long it lasts: a moment, longer, or about as long as it takes to be noticed."""
+    """Draws a duration: a moment, much longer, or about as long as it takes to be noticed."""
     edge_s = _STALL_TIMEOUT_S * random.uniform(0.5, 1.5)
     return random.choice((0.05, 1.0, edge_s, edge_s, 30.0 * (0.5 + random.random())))
 
@@ -154,7 +157,7 @@ def _draw_trouble(
     first = Fault(kind, at, random.randrange(12), _draw_time(random))
     faults = [first]
     match random.choice(("once", "again", "pair", "chased", "chased", "weak", "weak")):
-        case "again":  # the next one may hit what has just come in its place
+        case "again":  # the next fault may hit the successor
             for _ in range(random.randint(1, 3)):
                 at += random.choice((0.3, 1.5, 4.0)) * (0.5 + random.random())
                 at += first.time_s if random.random() < 0.5 else 0.0
@@ -168,7 +171,7 @@ def _draw_trouble(
             if kind in OF_KIND and random.random() < 0.6:
                 expert, messages = False, OF_KIND[kind]
             faults.append(_draw_aimed(random, kinds, at + 0.001, messages, expert=expert))
-        case "weak":  # a link, one end of which is hit before the link is well again
+        case "weak":  # a link fails, then one of its ends before the link has recovered
             kind = random.choice([each for each in ENDS if each in kinds] or kinds)
             hit = replace(first, kind=kind, at=at + 1.0 + random.random(), same=True)
             faults = [_draw_weak_link(random, kinds, at), hit]
@@ -176,7 +179,8 @@ def _draw_trouble(
 
 
 def _draw_weak_link(random: Random, kinds: tuple[str, ...], at: float) -> Fault:
-    """While others take the places of processes, or until it is noticed."""
+    """Draws a fault of a link that lasts until processes have been replaced, or about until it is
+    noticed."""
     kind = random.choice([each for each in LINKS if each in kinds] or kinds)
     trigger = AtMessage(random.choice(ALIVE), random.choice((1, 1, 2)))
     replaced_s = _REPLACED_S * random.uniform(1.0, 3.0)
@@ -187,7 +191,7 @@ def _draw_weak_link(random: Random, kinds: tuple[str, ...], at: float) -> Fault:
 def _draw_aimed(
     random: Random, kinds: tuple[str, ...], at: float, messages: tuple[str, ...], *, expert: bool
 ) -> Fault:
-    """What hits one of these messages."""
+    """Draws a fault that one of these messages triggers."""
     messages += GROUP_RECOVERY if expert else ()
     trigger = AtMessage(random.choice(messages), random.choice((1, 1, 2, 5)))
     kind = random.choice([each for each in LOSSES if each in kinds] or kinds)
@@ -195,7 +199,7 @@ def _draw_aimed(
 
 
 def _draw_operations(random: Random, at: float, *, expert: bool) -> list[Operation]:
-    """One change, and perhaps its reverse or another one while it is under way."""
+    """Draws one change, often with its reversal or another change during it."""
     later = random.choice((0.05, 0.5, 2.0, 5.0)) * (0.5 + random.random())
     match random.choice(("scale", "drain", "pause", "upgrade", "upgrade", "upgrade")):
         case "scale":

@@ -1,5 +1,5 @@
-"""Which transitions the runs have made: a random schedule finds no bug of a state that it never
-reaches. Shown by `python -m tests.simulator --coverage`."""
+"""Records which state transitions the runs have made: random schedules find no bug in a state that
+they never reach. `python -m tests.simulator --coverage` prints the result."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ POSSIBLE = frozenset(
         if before != after
     ]
 )
-"""What may be seen; what else is seen is shown, too."""
+"""Transitions that are expected to occur; other recorded transitions are printed, too."""
 
 
 class Transitions:
-    """Of one run. `look` is called several times a virtual second."""
+    """The transitions of one run. `look` must be called several times per virtual second."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -74,7 +74,7 @@ class Transitions:
         self._members[ingress] = after
 
     def finish(self, happened: list[str]) -> set[str]:
-        """All that was seen. `happened`: the faults of the run, a line each."""
+        """Returns all recorded transitions. `happened`: the faults of the run, one line each."""
         self.seen |= {f"fault {line.split()[1]}" for line in happened}
         for request in self._plane.requests:
             for event in request.state.journey.events if request.state is not None else ():
@@ -84,7 +84,8 @@ class Transitions:
 
 
 def table(counts: Counter[str], num_runs: int) -> Iterator[str]:
-    """A line for each transition: in how many runs it was made; those that were never made last."""
+    """Returns a line for each transition with the number of runs that made it; transitions that no
+    run made come last."""
     for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         yield f"{count:7} {100 * count / num_runs:5.1f} %  {name}"
     for name in sorted(POSSIBLE - counts.keys()):

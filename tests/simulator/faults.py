@@ -1,4 +1,5 @@
-"""What goes wrong, by name. Each fault picks its target when it happens, of what is there then."""
+"""Faults by name. Each fault picks its target when it happens, among the processes that exist
+then."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from tests.simulator.scenario import HOSTS, Fault
 _SLOW_WAY_S, _SLOW_EVENT_S = 0.02, 0.001
 _POISON_S = 0.003
 _GIVEN_UP_S = STALL_TIMEOUT_S + 1.0
-"""A connection that delivers nothing ends by then, and there is another one."""
+"""By this time a connection that delivers nothing is closed, and another one is open."""
 _POWER_S = 3.0
-"""A host without power is away for at least so much longer than Ray takes to notice it."""
+"""A host without power stays away for at least this much longer than Ray needs to detect it."""
 
 
 def _actors(one: Process, other: Process) -> frozenset[str]:
@@ -25,7 +26,8 @@ def _actors(one: Process, other: Process) -> frozenset[str]:
 
 
 class FaultInjector:
-    """Arms the faults of the scenario. `last_at` is when the latest one ended, so far."""
+    """Arms the faults of the scenario. `last_at`: the time at which the last fault so far has ended
+    or will end."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -33,23 +35,24 @@ class FaultInjector:
         self.last_at = 0.0
         self.happened: list[str] = []
         self.num_engines_lost = 0
-        """At most: each of these faults may end an engine."""
+        """Upper bound: each fault except `drop` counts, because it may terminate an engine."""
         self.begun_at = 0.0
-        """When the latest one began."""
+        """When the latest fault began."""
         self.num_hangs = 0
         self.num_poisoned = 0
-        """Engines that a request has ended."""
+        """Number of engines that a poison request has terminated."""
         self.slowest_clock = 1.0
-        """The least rate of a clock so far."""
+        """The lowest clock rate of any process so far."""
         self.fastest_clock = 1.0
         self.severed_until: dict[frozenset[str], float] = {}
-        """Actors whose connection delivers nothing, and until when at most."""
+        """Pairs of actors whose connection delivers nothing, and until when at most."""
         self._reset_until: dict[frozenset[str], float] = {}
-        """Actors whose connection was reset, until what was lost with it has come again."""
+        """Pairs of actors whose connection was reset, until the lost messages have been sent
+        again."""
         self._hit: list[Process] = []
-        """What the newest fault of a process, or of a link, has hit."""
+        """The processes that the latest fault of a process or link has hit."""
         self.kinds: set[str] = set()
-        """Of those that have happened."""
+        """The kinds of faults that have happened."""
         plane.on_poison.append(self._poison)
         for fault in plane.scenario.faults:
             self._kernel.at(fault.at, WORLD, self._arm, fault)
@@ -64,7 +67,8 @@ class FaultInjector:
     # ---------------------------------------------------------------- targets
 
     def are_severed(self, one: Process, other: Process) -> bool:
-        """Nor does it deliver that one of them has ended, and has a successor at its address."""
+        """Returns whether the connection of two actors delivers nothing: not even that one of them
+        has terminated and has a successor at its address."""
         return self.severed_until.get(_actors(one, other), 0.0) > self._kernel.now
 
     def were_reset(self, one: Process, other: Process) -> bool:
@@ -74,7 +78,8 @@ class FaultInjector:
         return things[fault.target % len(things)] if things else None
 
     def _process(self, fault: Fault, side: Side | None, names: Sequence[str]) -> Process | None:
-        """Of the message that triggered it, if it may be that one, else any."""
+        """Picks a process with one of these name prefixes: preferably an end of the triggering
+        message, else any living one."""
         process = self._pick_process(fault, side, names)
         if process is not None:
             self._hit = [process]
@@ -113,7 +118,7 @@ class FaultInjector:
     # ---------------------------------------------------------------- faults
 
     def drop(self, fault: Fault, side: Side | None) -> None:
-        """A connection is reset, with what is on its way."""
+        """Resets a connection: messages in flight are lost."""
         net = self._plane.net
         if side is None:
             side = self._pick(fault, net.connections(""))
@@ -132,7 +137,7 @@ class FaultInjector:
             process.kill()
 
     def stop(self, fault: Fault, side: Side | None) -> None:
-        """As SIGSTOP, and SIGCONT later."""
+        """Stops a process as SIGSTOP does, and resumes it later as SIGCONT does."""
         names = ("sim-engine", "coordinator", "manager", "ingress")
         process = self._process(fault, side, names)
         if process is not None and not process.stopped:
@@ -141,7 +146,7 @@ class FaultInjector:
             self._later(fault, process.resume)
 
     def cut(self, fault: Fault, side: Side | None) -> None:
-        """A host is cut off from the others."""
+        """Cuts off a host from all others."""
         host = self._pick(fault, HOSTS)
         others = [other for other in HOSTS if other != host]
         self._note(fault, host, fault.time_s)
@@ -149,7 +154,7 @@ class FaultInjector:
         self._later(fault, self._heal, [(host, o) for o in others] + [(o, host) for o in others])
 
     def half_cut(self, fault: Fault, side: Side | None) -> None:
-        """Nothing arrives that comes from a host."""
+        """Drops everything that a host sends to others."""
         host = self._pick(fault, HOSTS)
         self._note(fault, host, fault.time_s)
         for other in HOSTS:
@@ -157,28 +162,28 @@ class FaultInjector:
         self._later(fault, self._heal, [(host, other) for other in HOSTS])
 
     def cut_pair(self, fault: Fault, side: Side | None) -> None:
-        """Two hosts do not reach each other, and the third one reaches both."""
+        """Separates two hosts, while the third one reaches both."""
         here, there = self._pick_pair(fault)
         self._note(fault, f"{here}-{there}", fault.time_s)
         self._plane.net.isolate(here, [there])
         self._later(fault, self._heal, [(here, there), (there, here)])
 
     def half_cut_pair(self, fault: Fault, side: Side | None) -> None:
-        """Nothing arrives at one host that comes from another one."""
+        """Drops everything that one host sends to another one."""
         here, there = self._pick_pair(fault)
         self._note(fault, f"{here}>{there}", fault.time_s)
         self._plane.net.cut(here, there)
         self._later(fault, self._heal, [(here, there)])
 
     def _pick_pair(self, fault: Fault) -> tuple[str, str]:
-        """Each pair in each order."""
+        """Returns an ordered pair of hosts; every ordered pair is possible."""
         here = fault.target % len(HOSTS)
         further = 1 + fault.target // len(HOSTS) % (len(HOSTS) - 1)
         return HOSTS[here], HOSTS[(here + further) % len(HOSTS)]
 
     def black_hole(self, fault: Fault, side: Side | None) -> None:
-        """One connection delivers nothing for a while, and its ends do not hear why; other ones
-        between the same hosts do."""
+        """Makes one connection deliver nothing for a while, without notifying its ends. Other
+        connections between the same hosts work."""
         net = self._plane.net
         if side is None:
             side = self._pick(fault, net.connections(""))
@@ -194,7 +199,7 @@ class FaultInjector:
             self._kernel.at(self._kernel.now + fault.time_s, each.peer.process, each.release)
 
     def _heal(self, ways: list[tuple[str, str]]) -> None:
-        """Ways from one host to another; a host that was lost stays so."""
+        """Heals directions between hosts, except those of lost hosts."""
         for one, other in ways:
             if not {one, other} & set(self._plane.ray.lost_hosts):
                 self._plane.net.heal(one, other)
@@ -205,8 +210,8 @@ class FaultInjector:
         self._later(fault, self._plane.ray.set_away, False)
 
     def lose_host_for_good(self, fault: Fault, side: Side | None) -> None:
-        """A host loses its power, and does not return: the first one that is hit, and never the one
-        with Ray's GCS. With it go the coordinator and the manager, if they are there."""
+        """Makes a host lose its power permanently, with the coordinator and the manager if they run
+        there. This happens at most once per run, and never to the host with Ray's GCS."""
         ray = self._plane.ray
         if ray.lost_hosts:
             return
@@ -217,7 +222,7 @@ class FaultInjector:
         ray.lose_host(host, processes)
 
     def hang(self, fault: Fault, side: Side | None) -> None:
-        """An engine sends heartbeats, and its steps do not end."""
+        """Makes an engine hang: it sends heartbeats, but its steps do not finish."""
         living = self._plane.living_engines
         same = [engine for engine in living if fault.same and engine.process in self._hit]
         engine = self._pick(fault, same or living)
@@ -226,7 +231,7 @@ class FaultInjector:
             engine.executor.hangs = True
 
     def lose_worker(self, fault: Fault, side: Side | None) -> None:
-        """A worker of an engine dies, and is replaced."""
+        """Kills a worker of an engine; the worker is replaced."""
         process = self._process(fault, side, ("sim-engine",))
         serving = [each for each in self._plane.living_engines if each.server is not None]
         engine = next((each for each in serving if each.process is process), None)
@@ -235,7 +240,8 @@ class FaultInjector:
             self._kernel.soon(engine.process, engine.executor.lose_worker)
 
     def _poison(self, process: Process) -> None:
-        """In the middle of the step: what was sent before it has left."""
+        """Kills the engine in the middle of the step: messages sent before that have left the
+        process."""
         self._kernel.at(self._kernel.now + _POISON_S, WORLD, self._end_poisoned, process)
 
     def _end_poisoned(self, process: Process) -> None:
@@ -245,7 +251,7 @@ class FaultInjector:
             process.kill()
 
     def slow(self, fault: Fault, side: Side | None) -> None:
-        """All ways to and from a host take longer, and each event there takes its time."""
+        """Delays all packets to and from a host, and all events on it."""
         host = self._pick(fault, HOSTS)
         self._note(fault, host, fault.time_s)
         self._plane.net.slow(host, _SLOW_WAY_S * (1 + fault.target))
@@ -260,15 +266,15 @@ class FaultInjector:
             self._plane.net.slow(host, 0.0)
 
     def loss(self, fault: Fault, side: Side | None) -> None:
-        """Some packets to and from a host are lost: TCP sends them again, and what is behind them
-        on their connection waits."""
+        """Loses some packets to and from a host. TCP sends them again, and later data on the same
+        connection waits for them."""
         host = self._pick(fault, HOSTS)
         self._note(fault, host, fault.time_s)
         self._plane.net.lose_packets(host, 1)
         self._later(fault, self._plane.net.lose_packets, host, -1)
 
     def clock(self, fault: Fault, side: Side | None) -> None:
-        """From now on the clock of a process runs at half to twice the world's rate."""
+        """Sets the clock of a process to half to twice the world's rate, permanently."""
         process = self._process(fault, side, ("sim-engine", "coordinator", "manager", "ingress"))
         if process is not None:
             rate = 2.0 ** (fault.target % 12 / 5.5 - 1.0)
@@ -278,8 +284,8 @@ class FaultInjector:
             process.set_clock_rate(rate)
 
     def lose_host(self, fault: Fault, side: Side | None) -> None:
-        """A host loses its power, and comes back empty, as a new node, after Ray has noticed. The
-        head's own loss is the end of a Ray cluster."""
+        """Makes a host lose its power. It returns empty, as a new node, after Ray has detected the
+        loss. The head is never hit, because its loss terminates a Ray cluster."""
         host, ray = self._pick(fault, HOSTS[1:]), self._plane.ray
         if host in ray.lost_hosts:
             return
@@ -293,8 +299,9 @@ class FaultInjector:
         self._plane.ray.restore_host(host, self._plane.resources[host])
 
     def drain_host(self, fault: Fault, side: Side | None) -> None:
-        """Ray has a notice that a host will be taken away, as spot capacity is; another one of its
-        name comes later. It is away at once if the notice is too short for Ray to have it."""
+        """Notifies Ray that a host will be taken away, like spot capacity. A new host with the same
+        name comes later. If the notice time is too short for Ray to pass it on, the host is lost at
+        once."""
         host, ray = self._pick(fault, HOSTS[1:]), self._plane.ray
         if host in ray.lost_hosts or host in ray.draining or host not in ray.nodes:
             return
@@ -305,7 +312,7 @@ class FaultInjector:
     def _take_host(self, fault: Fault, host: str, at: float) -> None:
         ray = self._plane.ray
         if ray.draining.get(host) != at or host in ray.lost_hosts:
-            return  # it was lost before
+            return  # it was lost before that
         away_s = ray.options.node_timeout_s + _POWER_S
         self._note(fault, f"{host} is taken", away_s)
         ray.lose_host(host, list(ray.processes.values()))
@@ -318,7 +325,7 @@ class FaultInjector:
             process.kill()
 
     def stop_pair(self, fault: Fault, side: Side | None) -> None:
-        """Two engines are stopped at once."""
+        """Stops two engines at once."""
         engines = [each for each in self._plane.living_engines if not each.process.stopped]
         for index in range(min(2, len(engines))):
             process = engines[(fault.target + index) % len(engines)].process
@@ -327,7 +334,7 @@ class FaultInjector:
             self._later(fault, process.resume)
 
     def stop_control(self, fault: Fault, side: Side | None) -> None:
-        """The coordinator is stopped, or the manager."""
+        """Stops the coordinator or the manager."""
         name = ("coordinator", "coordinator", "manager")[fault.target % 3]
         process = self._process(fault, None, (name,))
         if process is not None and not process.stopped:
@@ -336,8 +343,9 @@ class FaultInjector:
             self._later(fault, process.resume)
 
     def second_manager(self, fault: Fault, side: Side | None) -> None:
-        """Serve takes the manager for dead, and starts another one. The first one lives on, until
-        its end reaches it; every second time it stands still first."""
+        """Makes Serve believe that the manager has died and start another one. The first one keeps
+        running until it is killed; for half of the targets it is stopped for the first half of that
+        time."""
         plane, earlier = self._plane, self._plane.manager.process
         if not earlier.alive or not plane.manager.has_started:
             return
@@ -349,7 +357,7 @@ class FaultInjector:
         self._later(fault, earlier.kill)
 
     def kill_control(self, fault: Fault, side: Side | None) -> None:
-        """Manager and coordinator at once."""
+        """Kills the manager and the coordinator at once."""
         for name in ("manager", "coordinator"):
             process = self._process(fault, None, (name,))
             if process is not None:

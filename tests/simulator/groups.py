@@ -1,9 +1,10 @@
 """Groups of simulated engines that share experts: they form, step together, and break.
 
-Law: a group forms when all of its plan have come to its store and reach each other. An all-reduce
-has its result at a member when all have given their values and these reach it: packets that a cut
-holds arrive after it. A member that leaves, is aborted or dies breaks the group at each peer that
-this reaches, a moment later; at others it breaks by a timeout, unless they are aborted themselves.
+Invariant: a group forms when all engines of its plan have come to its store and reach each other.
+An all-reduce returns at a member when all members have contributed their values and these have
+reached it; packets that a cut holds back arrive after the cut. A member that leaves, is aborted or
+dies breaks the group a moment later at each peer that it can reach; the other peers notice by a
+timeout, or when they are aborted themselves.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from tests.simulator.network import Network
 from tests.simulator.process import Process
 
 GROUP_TIMEOUT_S = 120.0
-"""As `swell.worker.comm.mesh.GROUP_TIMEOUT_S`."""
+"""Equals `swell.worker.comm.mesh.GROUP_TIMEOUT_S`."""
 _CONNECT_S = 20.0
-"""As `swell.worker.comm.transport.CONNECT_S`."""
+"""Equals `swell.worker.comm.transport.CONNECT_S`."""
 _POLL_S = 0.05
 _DELAY_S = 0.0005
-"""From a member to its peers."""
+"""The delay from a member to its peers."""
 _FORM_S = 0.05
-"""At most, once all have come: connections, and experts that move."""
+"""The longest time to form a group after all members have come: connections, and experts that
+move."""
 
 Sums = tuple[int, int]
-"""Engines that want another step, and that vote for a pause."""
+"""Number of engines that need another step, and number that vote for a pause."""
 
 
 class SimMember:
@@ -42,9 +44,10 @@ class SimMember:
         self.waiting: dict[int, asyncio.Future[Sums]] = {}
 
     def all_reduce(self, work: bool, pause: bool) -> asyncio.Future[Sums]:
-        """The sums of this member's next step. They raise GroupBroken."""
+        """Returns a future for the sums of this member's next step. The future raises
+        GroupBroken."""
         future: asyncio.Future[Sums] = self.process.loop.create_future()
-        future.add_done_callback(asyncio.Future.exception)  # it may never be waited for
+        future.add_done_callback(asyncio.Future.exception)  # nobody may await it
         if self.broken is not None:
             future.set_exception(GroupBroken(self.broken))
             return future
@@ -56,7 +59,7 @@ class SimMember:
         return future
 
     def leave(self, reason: str) -> None:
-        """Break it here; peers notice."""
+        """Breaks the group at this member. The peers notice it."""
         if self.broken is not None:
             return
         self.broken = reason
@@ -72,12 +75,12 @@ class SimMember:
 
 
 class SimGroup:
-    """One epoch at one store."""
+    """The group of one epoch at one store."""
 
     def __init__(self, groups: SimGroups, engines: int) -> None:
         self.engines = engines
         self.members: dict[int, SimMember] = {}
-        """By index; those that have come."""
+        """The members that have come, by index."""
         self._groups = groups
 
     def add(self, index: int, process: Process) -> SimMember:
@@ -85,7 +88,7 @@ class SimGroup:
         return member
 
     def deliver(self) -> None:
-        """Every result that is there and reaches its member."""
+        """Delivers every result that is complete to each member that it reaches."""
         if len(self.members) < self.engines:
             return
         members = [self.members[index] for index in sorted(self.members)]
@@ -110,12 +113,13 @@ class SimGroup:
                 self._groups.later(self._break_one, member, peer)
 
     def _break_one(self, member: SimMember, peer: SimMember) -> None:
-        """Connection reset; a peer that waits for nothing notices at its next step."""
+        """Delivers a connection reset to a peer. A peer that does not wait for anything notices it
+        at its next step."""
         if self._groups.reaches([member], peer) and peer.process.alive:
             peer.leave(f"connection reset by {member.process.name} at {member.process.host}")
 
     def look_again(self) -> None:
-        """The network has changed."""
+        """Delivers everything again after the network has changed."""
         self.deliver()
         for member in self.members.values():
             if member.broken is not None:
@@ -151,7 +155,7 @@ class SimGroups:
     async def form(
         self, process: Process, plan: GroupPlan, is_aborted: Callable[[], bool]
     ) -> SimMember:
-        """Wait for the other engines of the plan, and form their group. Raises GroupBroken."""
+        """Waits for the other engines of the plan and forms their group. Raises GroupBroken."""
         begun = process.time()
         if plan.engines == 1:
             return SimGroup(self, 1).add(0, process)

@@ -12,7 +12,7 @@ from tests.simulator.planted import BUGS, find
 
 
 def main() -> int:
-    """Prints a line for each bug. Returns 1 if a bug was not found."""
+    """Prints the first seed of each bug. Returns 1 if a bug was not found, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="planted bugs; default: all")
     parser.add_argument("--first", type=int, default=0, help="the first seed")

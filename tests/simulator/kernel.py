@@ -1,8 +1,9 @@
-"""The virtual clock and the events of all processes, in one thread: one seed gives one run.
+"""Runs the events of all processes by a virtual clock in one thread: a seed determines the whole
+run.
 
-Law: events run by time, and those of one instant in the order in which they were made. No order
-comes from addresses or hashes, and no two purposes share a source of chance, so that leaving one
-event out moves nothing else.
+Invariant: events run in the order of their times; events of the same instant run in the order in
+which they were created. No order depends on memory addresses or hashes. Each purpose has its own
+source of random numbers, so removing one event leaves the others unchanged.
 """
 
 from __future__ import annotations
@@ -20,31 +21,32 @@ from zlib import crc32
 
 Call = Callable[..., Any]
 Event = tuple["Owner", Call, tuple[Any, ...]]
-"""Who runs it, and what."""
+"""The owner that runs the event, the call, and its arguments."""
 
 _MANY_TRACED = 1000
 _pack_time = struct.Struct("<d").pack
 
 
 class ProcessExited(BaseException):
-    """Unwinds an event of a process that has just ended itself."""
+    """Unwinds the event of a process that has just terminated itself."""
 
 
 class Owner:
-    """Who runs an event. As it is: the world itself, which always runs."""
+    """The owner of events, usually a process. This base class is the world itself, which always
+    runs."""
 
     name = "world"
     runs = True
-    """Whether its events run at their time; else `hold` takes them."""
+    """Whether its events run at their time; if not, `hold` receives them."""
     loop: Any = None
-    """Its event loop. The world has none, and leaves that of the process before it, which it does
-    not use."""
+    """The event loop that is set as the running loop during its events. The world has none: its
+    events run under the loop of the previous process and do not use it."""
 
     def hold(self, call: Call, args: tuple[Any, ...]) -> None:
-        """An event came while it does not run."""
+        """Called with an event that is due while the owner does not run."""
 
     def fail(self, what: str, error: BaseException) -> None:
-        """An event has raised."""
+        """Called when an event has raised an exception."""
         raise error
 
 
@@ -52,33 +54,35 @@ WORLD = Owner()
 
 
 class Kernel:
-    """All events, by virtual time in seconds."""
+    """Holds all events, by virtual time in seconds."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.now = 0.0
         self.events = 0
-        """Events that have run."""
+        """Number of events that have run."""
         self._checksum = 0
         self._traced: list[bytes] = []
-        """What is not in it yet."""
+        """Traced data that the checksum does not include yet."""
         self.log: list[tuple[float, str, int]] | None = None
-        """If it is a list: what was traced, as time, label and bytes of the frame."""
+        """If it is a list, it collects all traced items as (time, label, number of bytes of the
+        frame)."""
         self.failures: list[str] = []
-        """Loops and callbacks that have raised."""
+        """Exceptions of loops and callbacks."""
         self._halted = False
         self._number = count().__next__
         self._heap: list[tuple[float, int, Event]] = []
         """Events of later instants."""
         self.ready: deque[Event] = deque()
-        """Events of this instant. What comes from the heap is older than what was made since."""
+        """Events of this instant. Events from the heap run before events that were created at this
+        instant."""
 
     def random(self, name: str) -> Random:
-        """A source of chance of its own."""
+        """Returns a source of random numbers for one purpose."""
         return Random(f"{self.seed}:{name}")
 
     def at(self, when: float, owner: Owner, call: Call, *args: Any) -> None:
-        """Run `call(*args)` at a time, now if it has passed."""
+        """Runs `call(*args)` at `when`, or at once if that time has passed."""
         if when <= self.now:
             self.ready.append((owner, call, args))
         else:
@@ -88,15 +92,16 @@ class Kernel:
         self.ready.append((owner, call, args))
 
     def reschedule(self, owner: Owner, when: Callable[[Call], float | None]) -> None:
-        """Move the waiting events of an owner: `when` gives their new times, None to let one be."""
+        """Moves the waiting events of an owner. `when` returns the new time of a call, or None to
+        leave it unchanged."""
         for index, (_, number, event) in enumerate(self._heap):
             if event[0] is owner and (new := when(event[1])) is not None:
                 self._heap[index] = (max(new, self.now), number, event)
         heapify(self._heap)
 
     def trace(self, label: bytes, frame: bytes = b"") -> None:
-        """Make it part of the checksum. Neither may hold addresses, times of the machine or the
-        order of a set."""
+        """Adds an item to the checksum. `label` and `frame` must not contain memory addresses,
+        times of the machine or the order of a set."""
         traced = self._traced
         traced += (_pack_time(self.now), label, frame)
         if len(traced) > _MANY_TRACED:
@@ -106,7 +111,7 @@ class Kernel:
 
     @property
     def checksum(self) -> int:
-        """Of all that was traced: equal for equal runs."""
+        """The checksum of everything traced: equal for equal runs."""
         self._add_traced()
         return self._checksum
 
@@ -115,12 +120,12 @@ class Kernel:
         self._traced.clear()
 
     def halt(self) -> None:
-        """End `run` after this event."""
+        """Makes `run` return after this event."""
         self._halted = True
 
     def run(self, until_s: float, max_events: int = sys.maxsize) -> bool:
-        """Run events up to a time. True if it was halted. Raises RuntimeError if there are more
-        events than `max_events`: something turns without end."""
+        """Runs events until `until_s`. Returns whether it was halted. Raises RuntimeError after
+        `max_events` events, because some loop then runs forever."""
         heap, ready, set_loop = self._heap, self.ready, events._set_running_loop
         next_of, append = ready.popleft, ready.append
         loop, left = None, max_events

@@ -1,4 +1,4 @@
-"""Laws about what processes know of each other: it is true, in time, and never gets older."""
+"""Laws about what processes know of each other: it becomes true in time, and never gets older."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from tests.simulator.watch import Watch
 
 _VERSION_S = 4.0 * HEARTBEAT_S
-"""Until the manager knows which versions answers need."""
+"""The time within which the manager must know which versions answers need."""
 _FORGOTTEN_S = 10.0 * HEARTBEAT_S
-"""Until it knows that none needs one any more."""
+"""The time within which the manager must know that no answer needs a version any more."""
 _LOAD_S = 0.6 * HEARTBEAT_S
-"""Until a change of an engine's load is known: less than a heartbeat."""
+"""The time within which a change of an engine's load must be known: less than a heartbeat."""
 _WEIGHTS = range(3)
 
 
 class KnowledgeWatch:
-    """Looks several times a virtual second."""
+    """Checks these laws. `look` must be called several times per virtual second."""
 
     def __init__(
         self, plane: ControlPlane, watch: Watch, calm: Calm, broken: Callable[[str], None]
@@ -34,7 +34,7 @@ class KnowledgeWatch:
         self._plane, self._watch, self._calm, self._break = plane, watch, calm, broken
         self._durations = Durations(plane)
         self._kept: dict[EngineServer, tuple[int, tuple[int, int]]] = {}
-        """What each engine keeps: the epoch, and the age of the manager's state."""
+        """The epoch and the age of the manager's state that each engine keeps."""
 
     def look(self) -> None:
         coordinator = self._plane.coordinator
@@ -50,7 +50,7 @@ class KnowledgeWatch:
         return self._durations.held_s(key, holds=holds) > bound_s / self._watch.slowest_clock
 
     def _look_at_kept(self) -> None:
-        """What an engine keeps for the next coordinator never gets older."""
+        """Checks that what an engine keeps for the next coordinator never gets older."""
         for engine in self._plane.living_engines:
             if (server := engine.server) is None:
                 continue
@@ -63,7 +63,8 @@ class KnowledgeWatch:
     # ---------------------------------------------------------------- loads
 
     def _look_at_loads(self, coordinator: SimCoordinator) -> None:
-        """The coordinator knows how many requests an engine has, and of which engine it knows."""
+        """Checks that the coordinator knows how many requests each engine has, and that its reports
+        come from the current engines."""
         process = self._plane.coordinators[-1][0]
         view = coordinator.machine_view
         members = {member.rank: member.incarnation for member in view.roster.members}
@@ -74,7 +75,7 @@ class KnowledgeWatch:
         living = self._plane.living_engines
         stand_still = (each.executor.hangs or each.process.stopped for each in living)
         if self._plane.scenario.expert and any(stand_still):
-            return  # the others wait inside a step
+            return  # the other engines wait inside a step
         for engine in living:
             server = engine.server
             if server is None or members.get(engine.rank) != server.incarnation:
@@ -91,7 +92,7 @@ class KnowledgeWatch:
                 self._break(f"{engine.process.name} has other requests than it has reported")
 
     def _look_at_views(self, coordinator: SimCoordinator) -> None:
-        """An ingress knows of the loads what the coordinator knows."""
+        """Checks that an ingress knows the loads that the coordinator knows."""
         process = self._plane.coordinators[-1][0]
         known = _loads(coordinator.machine_view.reports)
         for ingress in self._plane.ingresses:
@@ -108,8 +109,8 @@ class KnowledgeWatch:
     # ---------------------------------------------------------------- versions
 
     def _look_at_versions(self, coordinator: SimCoordinator) -> None:
-        """The manager knows by which versions answers have begun, and of no others: as the tokens
-        say that have come."""
+        """Checks that the manager knows exactly the versions that unfinished answers need. The
+        tokens received so far tell the version of an answer."""
         plane, calm = self._plane, self._calm
         process = plane.coordinators[-1][0]
         needed = {weights_of(version) for version in plane.manager.manager.upgrader._needed}
@@ -142,7 +143,8 @@ def _loads(reports: Iterable[EngineReport]) -> dict[int, int]:
 
 
 def _weights_of(request: SimRequest) -> set[int]:
-    """Of which its answer may be, if it has begun and has not ended: any, until a token came."""
+    """Returns the weights that may have produced an unfinished answer: all, until its first
+    token."""
     if request.end is not None:
         return set()
     tokens, asked = request.token_ids, request.request

@@ -1,4 +1,4 @@
-"""One run of a scenario, and the laws that it has broken."""
+"""Runs a scenario and returns the laws that it has broken. A law is an invariant of every run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from tests.simulator.scenario import Request, Scenario
 from tests.simulator.watch import Watch
 
 PATIENCE_S = 120.0
-"""After the last fault and the last arrival all must be as before."""
+"""The time after the last fault, arrival and operator change within which everything must work
+again."""
 CHANGES_S = 1200.0
-"""How long after these an operator may repeat a request; one that is forgotten is so for ever."""
+"""The longest time after the last fault and arrival for which operator changes extend the run: a
+request that is repeated for longer will never be answered."""
 _GIVEN_UP = re.compile("engines in a row were lost (while they computed it|in its steps)")
 _POISON = "poison"
 ROUTED, FINISHED = JourneyEventType.ROUTED, JourneyEventType.FINISHED
@@ -39,11 +41,11 @@ class Verdict:
     virtual_s: float
     faults: list[str]
     transitions: set[str] = field(default_factory=set)
-    """See `coverage.py`."""
+    """The transitions of the run: see `coverage.py`."""
 
 
 class Run:
-    """A scenario from its first event to its verdict."""
+    """Runs a scenario from its first event to its verdict."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.plane = ControlPlane(scenario)
@@ -51,7 +53,7 @@ class Run:
         self.watch = Watch(self.plane, self.faults)
         self.prober = Prober(self.plane, self.faults)
         self.transitions = Transitions(self.plane)
-        # What lasts is known when it happens (`FaultInjector.last_at`).
+        # The end of a fault that lasts is known when it happens (`FaultInjector.last_at`).
         self._planned_s = max(
             [request.at for request in scenario.requests]
             + [fault.at for fault in scenario.faults]
@@ -72,7 +74,7 @@ class Run:
         happened = self.faults.happened
         transitions = self.transitions.finish(happened)
         verdict = Verdict(broken, kernel.events, kernel.checksum, kernel.now, happened, transitions)
-        plane.close()  # in no order
+        plane.close()  # the order of the processes does not matter
         return verdict
 
     def _run_until_rest(self) -> None:
@@ -106,19 +108,19 @@ class Run:
             return False
         states = [ingress.llm.view.state for ingress in plane.ingresses if ingress.llm]
         if not {"forming", "pausing"}.isdisjoint(states):
-            return False  # what a cut held back may come late
+            return False  # packets that a cut held back may still come
         if "paused" in states and not plane.operator.paused:
             return False
         record = plane.manager.manager.upgrader.record
         if record.stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
             return False
         if any(engine.version() != record.wanted for engine in plane.living_engines):
-            return False  # one that ended answers of its version is replaced
+            return False  # an engine without answers of its old version left will be replaced
         fleet = plane.manager.manager._fleet
         if fleet.starting or fleet.ending or not fleet._placement.orphans.is_done:
-            return False  # as the state says
+            return False  # the engines must match the state
         if len(plane.ray.groups) > plane.manager.manager.target:
-            return False  # made by a call that came late, and found at the next look
+            return False  # a late call created one; the next poll removes it
         views = [ingress.llm.active_ranks for ingress in plane.ingresses if ingress.llm]
         return len(views) == len(plane.ingresses) and all(
             len(view) == plane.manager.manager.target == len(plane.living_engines) for view in views
@@ -127,8 +129,8 @@ class Run:
     # ---------------------------------------------------------------- laws
 
     def _check_requests(self) -> list[str]:
-        """Each accepted request ends once, with the text of the undisturbed run of the version that
-        it names: no answer mixes versions."""
+        """Checks that each accepted request finishes once, with the text of an undisturbed run with
+        the version that it names. So no answer mixes versions."""
         broken = []
         for each in self.plane.requests:
             request, name = each.request, f"r{each.number}"
@@ -143,7 +145,8 @@ class Run:
             elif each.end is None:
                 broken.append(f"{name} never ended, {len(each.token_ids)} tokens came")
             elif _GIVEN_UP.search(each.end) and self._may_be_given_up(request):
-                """Two engines were lost in a row while they computed it: it may be the reason."""
+                """May be correct: two engines in a row may have been lost while they computed
+                it."""
             elif each.end != "length":
                 broken.append(f"{name} failed: {each.end}")
             elif each.token_ids != expected or each.text != text_of(expected):
@@ -151,7 +154,8 @@ class Run:
         return broken
 
     def _check_journeys(self) -> list[str]:
-        """The events of each request are in order, have one end, and name every attempt."""
+        """Checks that the events of each request are in order, finish once, and name every
+        attempt."""
         broken = []
         for each in self.plane.requests:
             if each.ended_with_ingress or each.end is None or each.state is None:
@@ -169,19 +173,21 @@ class Run:
         return broken
 
     def _may_be_given_up(self, request: Request) -> bool:
-        """Nobody else is, if each engine that was lost was so by the one that is to blame."""
+        """Returns whether a request may be given up. If only poison requests have terminated
+        engines, other requests must not be given up."""
         if self.faults.kinds == {_POISON}:
             return request.is_poison
         return self.faults.num_engines_lost >= 2
 
     def _check_poison(self) -> list[str]:
-        """A request that ends engines is given up after as many as it takes to be sure."""
+        """Checks that poison requests are given up after `MAX_FAILED_ATTEMPTS` terminated
+        engines."""
         if self.faults.kinds == {_POISON} and self.faults.num_poisoned > MAX_FAILED_ATTEMPTS:
             return [f"a request has ended {self.faults.num_poisoned} engines"]
         return []
 
     def _check_rest(self) -> list[str]:
-        """Everything is there again, and empty."""
+        """Checks that everything works again and that nothing is left over."""
         plane, operator = self.plane, self.plane.operator
         broken = [f"{operation} was never answered" for operation in operator.unanswered]
         target = plane.manager.manager.target

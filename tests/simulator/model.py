@@ -1,4 +1,5 @@
-"""A model without tensors: a token is a function of the tokens before it and of the seed."""
+"""A model without tensors: each token is a function of the previous token, its position, the seed
+and the weights."""
 
 from __future__ import annotations
 
@@ -28,17 +29,17 @@ VOCAB_SIZE = 50
 NUM_BLOCKS = 256
 MAX_MODEL_LEN = 512
 BROKEN_WEIGHTS = 3
-"""Engines do not load them."""
+"""Weights that engines fail to load."""
 POISON_SEED = 99
-"""A request with it ends each engine that computes it."""
+"""The seed of poison requests: each engine that computes one terminates."""
 
 _TOKEN_S = 0.0001
 _REPAIR_S = 3.0
-"""A lost worker is replaced in less."""
+"""The longest time for which a lost worker is replaced."""
 
 
 def folder_of(weights: int) -> str:
-    """Where a configuration says that these weights are."""
+    """Returns the model path that a configuration has for these weights."""
     return f"weights-{weights}"
 
 
@@ -52,7 +53,7 @@ def next_token(last: int, position: int, seed: int, weights: int = 0) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], count: int, seed: int, weights: int) -> list[int]:
-    """The outputs of a request by definition."""
+    """Returns the output tokens that a request must get."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens[-1], len(tokens), seed, weights))
@@ -60,7 +61,7 @@ def expected_tokens(prompt: Sequence[int], count: int, seed: int, weights: int) 
 
 
 class SimStep(AsyncModelRunnerOutput):
-    """A step that is computed at a time of its process's clock."""
+    """A step that finishes at a given time of its process's clock."""
 
     def __init__(self, executor: SimExecutor, output: ModelRunnerOutput, at: float) -> None:
         self._executor, self._output, self._at = executor, output, at
@@ -78,8 +79,8 @@ class SimStep(AsyncModelRunnerOutput):
 
 
 class SimGroupStep(AsyncModelRunnerOutput):
-    """A step of an engine that shares experts: it follows the one before it, and begins with an
-    all-reduce over its group."""
+    """A step of an engine that shares experts. It starts after the previous step finishes, and
+    begins with an all-reduce over the group."""
 
     def __init__(
         self, executor: SimExecutor, plan: SchedulerOutput, sampled: list[int], time_s: float
@@ -112,7 +113,7 @@ class SimGroupStep(AsyncModelRunnerOutput):
 
     async def computed(self) -> None:
         if not self._task.done():
-            await self._task  # it raises nothing, and whoever waits is never cancelled
+            await self._task  # the task does not raise, and nobody who awaits it is cancelled
 
     def get_output(self) -> ModelRunnerOutput:
         self._executor.check()
@@ -125,8 +126,8 @@ class SimGroupStep(AsyncModelRunnerOutput):
 
 
 class LaterRegrouped(list[Regrouped]):
-    """Answers of workers that arrive at a later time of the virtual clock. The list is empty, and
-    the runtime of the process awaits it."""
+    """Worker results that arrive at a later virtual time. The list itself is empty; the runtime of
+    the process awaits it."""
 
     def __init__(self, answers: Coroutine[Any, Any, list[Regrouped]]) -> None:
         super().__init__()
@@ -137,7 +138,8 @@ class LaterRegrouped(list[Regrouped]):
 
 
 class SimExecutor(Executor):
-    """Reads the tokens of its own slots only: what a slot lost is missing in its answers."""
+    """An executor without tensors. It reads only the tokens in its own slots, so tokens that a slot
+    has lost make the outputs wrong."""
 
     def __init__(
         self,
@@ -146,8 +148,9 @@ class SimExecutor(Executor):
         groups: SimGroups | None = None,
         weights: int = 0,
     ) -> None:
-        """`step_s`: of a step, its tokens aside. `groups`: where engines that share experts
-        meet. `weights`: on which every token depends."""
+        """`step_s`: seconds of a step without the time for each token. `groups`: where engines that
+        share experts form groups. `weights`: number of the weights, on which every token
+        depends."""
         self.process = process
         self._weights = weights
         self._step_s = step_s
@@ -157,12 +160,12 @@ class SimExecutor(Executor):
         self._store: tuple[str, int] | None = None
         self._aborts = 0
         self.hangs = False
-        """Steps do not end, though the process lives."""
+        """Whether steps do not finish although the process is alive."""
         self.sleep_level = 0
         self.worker_lost = False
-        """Until it is repaired, steps and groups fail."""
+        """Whether a worker is lost. Until it is repaired, steps and groups fail."""
         self.on_poison: Callable[[], None] = lambda: None
-        """Called in the step of a request that ends its engine."""
+        """Called in the step that computes a poison request."""
         self.progress = 0
         self._rows: dict[int, tuple[dict[int, int], int]] = {}
         self._repair_times = process.kernel.random(f"repair:{process.name}")
@@ -204,7 +207,7 @@ class SimExecutor(Executor):
         return [] if self._groups is None else LaterRegrouped(self._form(self._groups, groups))
 
     def _read_weights(self, groups: GroupPlan) -> list[Regrouped]:
-        """At once, also where it wakes up: how long it takes is up to `SimEngine`."""
+        """Reads the weights without delay, even on a wake-up: `SimEngine` adds the loading time."""
         self.check()
         assert groups.weights is not None
         weights = weights_in(groups.weights.path)
@@ -241,7 +244,7 @@ class SimExecutor(Executor):
             await asyncio.sleep(1.0)
 
     def lose_worker(self) -> None:
-        """A worker dies: the others hear of it, and so do the peers of its group."""
+        """Makes a worker die. The other workers and the peers of the group notice it."""
         self.worker_lost = True
         if self.member is not None:
             self.member.leave("a worker died")
@@ -278,7 +281,7 @@ class SimExecutor(Executor):
 
 
 class NumberDetokenizer:
-    """The text of a token is its number."""
+    """Makes the number of a token its text."""
 
     table: Any = None
     at_beginning = False

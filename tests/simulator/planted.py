@@ -1,4 +1,4 @@
-"""Bugs that the simulator must find: each replaces one method of the product by a wrong one."""
+"""Bugs that the simulator must find: each replaces one method of the product with a wrong one."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ from tests.simulator.scenario import (
 
 @dataclass(frozen=True)
 class Bug:
-    """`owner.name` becomes `wrong`, which gets the right one as its first argument."""
+    """A bug: `wrong` replaces `owner.name`, and gets the correct method as its first argument."""
 
     owner: Any
     name: str
     wrong: Callable[..., Any]
     kinds: tuple[str, ...] = ()
-    """Faults among which it is found soonest; none: all."""
+    """The kinds of faults with which it is found soonest; empty: all."""
     shape: Callable[[Scenario], Scenario] = lambda scenario: scenario
-    """Of the scenarios that can show it."""
+    """Changes a scenario so that it can show the bug."""
     campaigns: bool = False
-    """It is found as an ordinary draw, campaigns among them: it has neither kinds nor a shape."""
+    """Whether ordinary draws find it, with campaigns, so that it needs no `kinds` and `shape`."""
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -152,7 +152,7 @@ def _no_time_to_leave(
 
 
 def _of_the_first(right: Any, self: Any) -> list[str]:
-    """By the identities of connections, which do not depend on the seed of hashes."""
+    """Uses the order of the connections' identities, which does not depend on the hash seed."""
     return sorted(self._versions[min(self._versions)]) if self._versions else []
 
 
@@ -171,7 +171,7 @@ async def _never(right: Any, self: Any) -> None:
 
 
 def _crowd(scenario: Scenario) -> Scenario:
-    """Workers die in the steps of long requests, whose outputs are late: packets are lost."""
+    """Kills workers in steps of long requests whose outputs are late because packets are lost."""
     requests = [Request(3.1 + 0.05 * index, 0, (index,), 250, index) for index in range(12)]
     losses = [Fault("loss", 3.0, target, 20.0) for target in range(len(HOSTS))]
     hits = [
@@ -193,13 +193,13 @@ def _crowd(scenario: Scenario) -> Scenario:
 
 
 def _silent_coordinator(scenario: Scenario) -> Scenario:
-    """Its host is cut off, and Ray starts no other one; engines share experts."""
+    """Cuts off the coordinator of engines that share experts; Ray does not start another one."""
     faults = Fault("cut", 3.8, 0, 45.0), Fault("gcs-away", 4.3, 0, 45.0)
     return replace(scenario, engines=2, expert=True, faults=faults, operations=())
 
 
 def _upgrading(weights: int) -> Callable[[Scenario], Scenario]:
-    """The one engine is replaced while it gives long answers, and something dies meanwhile."""
+    """Upgrades the only engine while it streams long answers; processes are killed meanwhile."""
 
     def shape(scenario: Scenario) -> Scenario:
         requests = [Request(3.1 + 0.05 * index, 0, (index,), 300, index) for index in range(8)]
@@ -219,7 +219,7 @@ def _upgrading(weights: int) -> Callable[[Scenario], Scenario]:
 
 
 def _updating(scenario: Scenario) -> Scenario:
-    """The engines get other weights while they give answers, some of which take long."""
+    """Gives the engines other weights while they stream answers, some of them long."""
     requests = [
         Request(3.1 + 0.3 * index, 0, (index,), 300 if index == 1 else 20, index)
         for index in range(24)
@@ -238,7 +238,7 @@ def _updating(scenario: Scenario) -> Scenario:
 
 
 def _kept(scenario: Scenario) -> Scenario:
-    """An operator wants fewer engines, and as many again while these finish what they have."""
+    """Reduces the number of engines, and restores it while the leaving ones finish requests."""
     requests = [Request(3.5 + 0.05 * index, 0, (index,), 300, index) for index in range(12)]
     return replace(
         scenario,
@@ -391,7 +391,7 @@ BUGS = {
 
 
 def find(bug: Bug, seeds: range) -> int | None:
-    """The first seed that breaks a law with this bug; None: none does."""
+    """Returns the first seed with which this bug breaks a law, or None."""
     for seed in seeds:
         kinds = bug.kinds or tuple(FAULTS)
         scenario = bug.shape(draw(seed, kinds, campaigns=bug.campaigns))

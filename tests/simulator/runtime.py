@@ -1,4 +1,5 @@
-"""The runtime of a simulated process: its waits suspend, and everything takes virtual time."""
+"""The runtime of a simulated process: its waits suspend the coroutine, and everything takes virtual
+time."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from tests.simulator.process import Process
 T = TypeVar("T")
 
 _MAX_LOOKS = 10_000
-"""Looks without a wait between them: more is a loop that turns without end."""
+"""Number of `ready` calls without a wait between them after which a loop counts as endless."""
 
 
 class SimAnswer(asyncio.Future[Any]):
-    """An answer for a caller beside the loop, as `concurrent.futures.Future`; it is awaited."""
+    """A future with which a loop answers a caller outside of it, like `concurrent.futures.Future`,
+    except that the caller awaits it."""
 
     def set_running_or_notify_cancel(self) -> bool:
         return not self.cancelled()
@@ -32,11 +34,11 @@ class SimLoopHandle:
         self.task = task
 
     def join(self) -> None:
-        """Nothing here can wait for another loop: that one ends at its next event."""
+        """Does nothing: no code can block here, and the loop finishes at its next event."""
 
 
 class SimRuntime:
-    """`swell.coordinator.transport.runtime.Runtime` of one process."""
+    """Implements `swell.coordinator.transport.runtime.Runtime` for one process."""
 
     def __init__(self, process: Process, net: Network) -> None:
         self.process, self.net = process, net
@@ -71,7 +73,7 @@ class SimRuntime:
     def waker(self) -> Any:
         return SimWaker()
 
-    # ---------------------------------------------------------------- loops, and where they wait
+    # ---------------------------------------------------------------- loops and their waits
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> SimLoopHandle:
         return SimLoopHandle(self.process.loop.create_task(self._guarded(name, work), name=name))
@@ -106,8 +108,9 @@ class SimRuntime:
         return bool(end.queue)
 
     async def result(self, step: Any) -> Any:
-        """A step that takes virtual time has `async computed()`, which waits until it is computed,
-        and raises nothing: `get_output` does."""
+        """Returns the output of a step. A step that takes virtual time has `async computed()`,
+        which waits for the computation and does not raise; `get_output` raises the exception of the
+        step."""
         self._looks = 0
         computed = getattr(step, "computed", None)
         if computed is not None:
@@ -127,11 +130,11 @@ class SimRuntime:
         return SimAnswer(loop=self.process.loop)  # type: ignore[arg-type]
 
     def answer(self, future: Any) -> Any:
-        """The future: the caller awaits it."""
+        """Returns the future itself, because the caller awaits it."""
         return future
 
     def flush(self, seconds: float) -> None:
-        """What was sent arrives, also if the process is killed right after it."""
+        """Makes everything that was sent arrive, even if the process is killed right afterwards."""
         for end in self.process.ends:
             if isinstance(end, SimInbox):
                 for side in end.sides():

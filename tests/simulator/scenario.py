@@ -1,4 +1,5 @@
-"""What happens in one run, as data: it is drawn from a seed, and shrunk when it breaks a law."""
+"""A scenario: all events of one run as data. It is drawn from a seed, and shrunk if it breaks a
+law."""
 
 from __future__ import annotations
 
@@ -8,21 +9,21 @@ from random import Random
 from tests.simulator.model import BROKEN_WEIGHTS, POISON_SEED, VOCAB_SIZE
 
 HOSTS = ("host0", "host1", "host2")
-"""The first one has Ray's GCS."""
+"""The hosts of a cluster. The first one runs Ray's GCS."""
 
 _BEGIN_S = 3.0
-"""The engines serve by then."""
+"""The engines serve by this time."""
 _SPAN_S = 3.0
-"""Of the arrivals and the faults."""
+"""The time span of the arrivals and the faults."""
 FAST_STEP_S, SLOW_STEP_S = 0.004, 0.03
-"""With the latter more happens during a request."""
+"""Times of a step. With the slow step, more happens during a request."""
 _BURST_S = 1.0
 _LONG_S = 10.0
-"""A fault of this length is noticed while it lasts."""
+"""A fault that lasts longer than this is detected while it lasts."""
 
 
 _CAMPAIGN_SHARE = 0.6
-"""Of the runs: see `campaigns.py`."""
+"""The share of scenarios that are campaigns: see `campaigns.py`."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,18 @@ class Request:
     max_tokens: int
     seed: int
     gives_up_after: int | None = None
-    """Tokens after which its client gives it up; None: it waits for the end."""
+    """The number of tokens after which the client aborts it; None: it waits for the end."""
 
     @property
     def is_poison(self) -> bool:
-        """Each engine that computes it dies."""
+        """Whether each engine that computes it terminates."""
         return self.seed == POISON_SEED
 
 
 @dataclass(frozen=True)
 class AtMessage:
-    """While the `count`-th message of a kind is on its way; `kind` names its type."""
+    """A trigger: the fault happens while the `count`-th message of the type named `kind` is in
+    flight."""
 
     kind: str
     count: int
@@ -51,30 +53,31 @@ class AtMessage:
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind` is a name in `faults.FAULTS`."""
+    """A fault. `kind` is a name in `faults.FAULTS`."""
 
     kind: str
     at: float
-    """Not before this time of the world, in seconds."""
+    """The earliest virtual time at which it happens, in seconds."""
     target: int = 0
-    """Which of the things that it may concern, modulo their number."""
+    """Index of its target among the possible targets, modulo their number."""
     time_s: float = 0.0
-    """How long it lasts, where it ends."""
+    """How long the fault lasts, if its kind has an end."""
     trigger: AtMessage | None = None
     same: bool = False
-    """It hits a process that the fault before it has hit, or whose link, if it may."""
+    """Whether it prefers a process that the previous fault has hit, or an end of the link that it
+    hit."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What an operator asks of the manager, and repeats until it is accepted or refused."""
+    """A request of an operator to the manager. It is repeated until it is accepted or refused."""
 
     at: float
     kind: str
-    """scale, drain, upgrade, update_weights, pause or resume; redeploy is what Serve does."""
+    """scale, drain, upgrade, update_weights, pause, resume or redeploy; Serve does the redeploy."""
     argument: int = 0
-    """Of scale: how many engines; of drain: which rank; of upgrade, update_weights and redeploy:
-    which weights; of pause: how deeply engines sleep."""
+    """scale: number of engines; drain: rank; upgrade, update_weights and redeploy: number of the
+    weights; pause: sleep level of the engines."""
 
 
 @dataclass(frozen=True)
@@ -83,22 +86,23 @@ class Scenario:
     engines: int
     ingresses: int
     expert: bool
-    """The engines share experts."""
+    """Whether the engines share experts."""
     requests: tuple[Request, ...]
     faults: tuple[Fault, ...]
     operations: tuple[Operation, ...] = ()
     control_host: str = HOSTS[0]
-    """Of the manager, and of the coordinator beside it."""
+    """The host of the manager and of the coordinator."""
     step_s: float = FAST_STEP_S
-    """How long a step takes, its tokens aside."""
+    """Seconds of a step, without the time for each of its tokens."""
     autoscaled: bool = False
-    """The number of engines follows the load, and hosts have resources when engines need them."""
+    """Whether the number of engines follows the load. Hosts then get resources when engines need
+    them."""
     rooms: tuple[int, int, int] = (1, 2, 3)
-    """Engines for which each host has room, unless it is autoscaled."""
+    """The number of engines for which each host has room, unless the cluster is autoscaled."""
     prefill_engines: int = 0
-    """So many engines compute prompts for the others."""
+    """The number of engines that compute prompts for the others."""
     slow_load_s: float = 0.0
-    """Engines after the first ones load for so much longer."""
+    """Additional loading time of all engines after the first `engines`."""
 
 
 TRIGGERS = (
@@ -123,7 +127,7 @@ GROUP_TRIGGERS = (
     "StartDPWave",
     "WaveComplete",
 )
-"""Of engines that share experts."""
+"""Triggers for engines that share experts."""
 
 
 def draw(
@@ -135,14 +139,15 @@ def draw(
     *,
     campaigns: bool = True,
 ) -> Scenario:
-    """A standard run, or one with more faults or changes by an operator at most. `expert`: None for
-    either. `campaigns`: some runs are of those."""
+    """Draws a scenario. `num_faults`: maximum number of faults. `num_operations`: maximum number of
+    basic operator changes, to which upgrades and reversals are added. `expert`: whether engines
+    share experts; None: drawn. `campaigns`: whether some seeds yield campaigns."""
     random = Random(f"scenario:{seed}")
     engines, ingresses = random.randint(1, 3), random.randint(1, 2)
     requests = [_draw_request(random, ingresses) for _ in range(random.randint(1, 12))]
     faults = [_draw_fault(random, kinds) for _ in range(random.randint(1, num_faults))]
     for index in range(1, len(faults)):
-        if random.random() < 0.2:  # two in the same millisecond
+        if random.random() < 0.2:  # both faults within a millisecond
             at = faults[index - 1].at + 0.001 * random.random()
             faults[index - 1] = replace(faults[index - 1], trigger=None)
             faults[index] = replace(faults[index], at=at, trigger=None)
@@ -180,7 +185,7 @@ def draw(
     )
     campaign = Random(f"campaign:{seed}")
     if campaigns and campaign.random() < _CAMPAIGN_SHARE:
-        from tests.simulator.campaigns import draw_campaign  # which knows scenarios
+        from tests.simulator.campaigns import draw_campaign  # campaigns.py imports this module
 
         return draw_campaign(campaign, scenario, kinds)
     tight = Random(f"tight:{seed}")
@@ -190,8 +195,8 @@ def draw(
 
 
 def draw_tight(random: Random, scenario: Scenario) -> Scenario:
-    """Versions change while long answers stream, engines die, and a host is lost, without which
-    there is room for exactly as many engines as are wanted."""
+    """Draws a scenario in which versions change while long answers stream, engines terminate, and a
+    host is lost for good. The other hosts have room for exactly the target number of engines."""
     engines, lost = random.randint(1, 3), random.choice((1, 2))
     rooms = {0: 0, 3 - lost: 0}
     for _ in range(engines):
@@ -222,14 +227,14 @@ def _draw_request(random: Random, ingresses: int) -> Request:
     ingress = random.randrange(ingresses)
     prompt = tuple(random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 24)))
     max_tokens, gives_up_after = random.randint(1, 24), None
-    if random.random() < 0.06:  # a long one, which its client may give up
+    if random.random() < 0.06:  # a long request, which its client may abort
         max_tokens = random.randint(100, 300)
         gives_up_after = random.choice((None, random.randint(1, 20)))
     return Request(at, ingress, prompt, max_tokens, random.randrange(9), gives_up_after)
 
 
 def _aim_at_groups(random: Random, faults: list[Fault]) -> list[Fault]:
-    """Every second message that a fault waits for is one about groups."""
+    """Makes half of the triggers messages about groups."""
     return [
         replace(fault, trigger=AtMessage(random.choice(GROUP_TRIGGERS), random.randint(1, 6)))
         if fault.trigger is not None and random.random() < 0.5
@@ -239,12 +244,12 @@ def _aim_at_groups(random: Random, faults: list[Fault]) -> list[Fault]:
 
 
 def _draw_burst(random: Random, requests: list[Request], fault: Fault) -> list[Request]:
-    """All come about the time of a fault."""
+    """Moves all arrivals to the second after a fault."""
     return [replace(request, at=fault.at + _BURST_S * random.random()) for request in requests]
 
 
 def _draw_late(random: Random, requests: list[Request], faults: list[Fault]) -> list[Request]:
-    """Some come while a long fault lasts."""
+    """Moves some arrivals into the time of a long fault."""
     long = [fault for fault in faults if fault.time_s > _LONG_S and fault.trigger is None]
     if not long:
         return requests
@@ -260,7 +265,7 @@ def _draw_late(random: Random, requests: list[Request], faults: list[Fault]) -> 
 def _draw_lost_abort(
     random: Random, kinds: tuple[str, ...], requests: list[Request], faults: list[Fault]
 ) -> tuple[list[Request], list[Fault]]:
-    """A client gives up, and something happens to the message that says so."""
+    """Makes a client abort its request, and a fault hit the abort message."""
     index = random.randrange(len(requests))
     request = replace(requests[index], max_tokens=300, gives_up_after=random.randint(1, 20))
     fault = replace(faults[0], trigger=AtMessage("AbortRequests", 1), kind=random.choice(kinds))
@@ -268,7 +273,8 @@ def _draw_lost_abort(
 
 
 def _draw_reversals(random: Random, operations: list[Operation]) -> list[Operation]:
-    """An operator who wants another number before the one asked for is there."""
+    """Draws operators who change the number of engines again, often before the previous number is
+    reached."""
     return [
         replace(operation, at=operation.at + random.choice((0.05, 0.5, 2.0)), argument=number)
         for operation in operations
@@ -289,8 +295,8 @@ def _draw_operation(random: Random) -> list[Operation]:
 
 
 def _draw_upgrades(random: Random) -> list[Operation]:
-    """One to three, to weights that perhaps do not load. The next one perhaps cancels the one
-    before, replaces it, or goes forth again, while that is under way or has ended."""
+    """Draws one to three upgrades, some to weights that do not load. A later one may cancel,
+    replace or repeat the previous one, during it or after it has finished."""
     at = _BEGIN_S + random.random() * _SPAN_S
     kind = random.choice(("upgrade", "upgrade", "redeploy"))
     operations = [Operation(at, kind, random.choice((1, 1, 1, BROKEN_WEIGHTS)))]
@@ -302,7 +308,7 @@ def _draw_upgrades(random: Random) -> list[Operation]:
 
 
 def _draw_weights(random: Random, operations: list[Operation]) -> list[Operation]:
-    """Some upgrades keep the processes."""
+    """Turns half of the upgrades into weight updates, which keep the processes."""
     return [
         replace(operation, kind="update_weights")
         if operation.kind == "upgrade" and random.random() < 0.5
@@ -312,7 +318,7 @@ def _draw_weights(random: Random, operations: list[Operation]) -> list[Operation
 
 
 def _draw_long(random: Random, requests: list[Request]) -> list[Request]:
-    """Some answers are so long that versions change meanwhile."""
+    """Makes some answers long enough that versions change during them."""
     return [
         replace(request, max_tokens=random.randint(50, 200)) if random.random() < 0.4 else request
         for request in requests

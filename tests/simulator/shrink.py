@@ -1,4 +1,4 @@
-"""A smaller scenario that still breaks a law: parts are left out, then those left are shortened."""
+"""Shrinks a scenario that breaks a law: it removes parts, then shortens the remaining ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ _SHORTEST_S = 0.05
 
 
 def kind_of(broken: str) -> str:
-    """Which law, whoever broke it when: words without a digit. A smaller scenario may break another
-    one, such as that of a cluster that is paused and not resumed."""
+    """Returns the law of a message: its words without a digit, so not which process broke it or
+    when. A smaller scenario may break another law, for example because it pauses the cluster and
+    never resumes it."""
     return " ".join(word for word in broken.split() if not re.search(r"\d", word))
 
 
 def shrink(scenario: Scenario, is_broken: Callable[[Scenario], bool]) -> Scenario:
-    """The smallest one that is found; `is_broken` runs a scenario, and holds for the first one.
-    No source of chance is shared, so that leaving a part out changes nothing about the others."""
+    """Returns the smallest scenario found that still breaks the law. `is_broken` runs a scenario;
+    it must be true for the first one. Parts share no source of random numbers, so removing one
+    leaves the others unchanged."""
     while True:
         smaller = next((each for each in _smaller(scenario) if is_broken(each)), None)
         if smaller is None:
@@ -30,7 +32,8 @@ def shrink(scenario: Scenario, is_broken: Callable[[Scenario], bool]) -> Scenari
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Larger steps first: halves, single parts, then each part shorter."""
+    """Yields smaller scenarios, the largest steps first: without half of the parts, without single
+    parts, then with each part shortened."""
     for name in _PARTS:
         parts = getattr(scenario, name)
         size = (len(parts) + 1) // 2
@@ -52,7 +55,7 @@ def _with(scenario: Scenario, name: str, parts: tuple[Any, ...]) -> Scenario:
 
 
 def _shorter(part: Any) -> Iterator[Any]:
-    """A part of any kind, each time with one thing less."""
+    """Yields variants of a part, each smaller in one respect."""
     if getattr(part, "trigger", None) is not None:
         yield replace(part, trigger=None)
     if getattr(part, "time_s", 0.0) > 2 * _SHORTEST_S:

@@ -1,7 +1,8 @@
-"""What must hold all the time: a look at everything, several times a virtual second.
+"""Laws that must hold at all times, checked several times per virtual second.
 
-Bounds count from the beginning of the last fault, the last answer to an operator, and the moment
-since which an ingress reaches an engine that could serve. A clock at half the rate doubles them.
+A bound starts at the latest of these: the start of the last fault, the last reply to an operator,
+and the moment since when an ingress reaches an engine that could serve. A process clock at half the
+world's rate doubles the bounds.
 """
 
 from __future__ import annotations
@@ -27,49 +28,51 @@ from tests.simulator.membership import MembershipWatch
 from tests.simulator.process import Process
 
 SILENCE_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
-"""Until what was lost with a host, or with a path to it, continues elsewhere."""
+"""The time until requests that were lost with a host, or with a path to it, continue elsewhere."""
 _DEATH_S = 3.0
-"""Until what was lost with an engine alone continues elsewhere."""
+"""The time until requests that were lost with only an engine continue elsewhere."""
 STUCK_S = 2 * STALL_TIMEOUT_S + 3 * HEARTBEAT_S
-"""Longer by this for each engine that hangs: it is heard of and does not compute, and it is known
-twice the time after it got work (`engine_monitor.py`). A request may get from one to another."""
+"""Additional time for each engine that hangs: it sends heartbeats but does not compute, so it is
+detected after twice the stall timeout with work (`engine_monitor.py`). A request may move from one
+hanging engine to the next."""
 _COMPUTE_S, _COMPUTE_STEPS = 1.5, 1.5
-"""Of a request, in all and for each of its tokens."""
+"""The bound of a request's computing time: seconds, and steps for each of its tokens."""
 _LOSS_S = 2 * HEARTBEAT_S
-"""Until the loss of a connection's messages is noticed, and the engine knows."""
+"""The time until the loss of a connection's messages is noticed, and the engine knows."""
 _RETRANSMISSIONS_S = 2.5
-"""Of two messages in a row, or more of them."""
+"""The delay by retransmissions of two or more messages in a row."""
 _SHRINK_S = 20.0
-"""Engines that are not wanted any more have gone by then."""
+"""The time within which engines above the target number have left."""
 
 
 class Watch:
-    """Collects what it has seen broken, each thing once."""
+    """Collects the broken laws, each of them once."""
 
     def __init__(self, plane: ControlPlane, faults: FaultInjector) -> None:
         self._plane, self._faults, self._kernel = plane, faults, plane.kernel
         self.broken: dict[str, None] = {}
         self.slowest_s = 0.0
-        """Of all requests: the time after its bound began until it had ended."""
+        """The longest time that a request took after its bound started."""
         self._served_since: dict[tuple[SimIngress, str | None], float] = {}
-        """Of each version, and of any one."""
+        """Since when each ingress reaches an engine that serves each version, or any version
+        (None)."""
         self._unended: dict[SimRequest, tuple[str | None, float]] = {
             each: (None, each.request.at) for each in plane.requests
         }
-        """The version that each one's answer needs (None: any, since it has not begun), and since
-        when."""
+        """For each unfinished request: the version that its answer needs (None: any, before its
+        first attempt), and since when."""
         self._unawaited: dict[tuple[Process, bytes, str, int], tuple[float, int]] = {}
-        """Requests that an engine has, and nobody awaits: for how long it has computed since, and
-        its steps at the last look."""
+        """Requests that an engine has but no ingress waits for: how long it has computed since, and
+        its number of steps at the last look."""
         self._disturbances = Disturbances(plane, faults)
         self.leaving: dict[Process, float] = {}
-        """Engines that an operator wants no more, as the coordinator knew last, and since when."""
+        """Engines that must leave, as the coordinator last knew, and since when."""
         self._staying: dict[tuple[str, int], float] = {}
-        """Requests, with the number of the attempt, that could be elsewhere than at an engine that
-        is not reached, and since when."""
+        """Requests, with the number of the attempt, that stay at an unreachable engine although
+        another engine could take them, and since when."""
         self._moved_at = 0.0
-        """Engines that share experts left a host that is taken away, while packets were lost, until
-        then: each change of the groups waits for packets that come again."""
+        """The last time at which engines that share experts were leaving a draining host while
+        packets were lost: each change of the groups then waits for retransmissions."""
         self._epochs: dict[SimIngress, int] = {}
         plane.ray.on_end.append(self._on_end)
         plane.on_view.append(self._on_view)
@@ -96,12 +99,13 @@ class Watch:
         return self._faults.slowest_clock
 
     def may_lose(self, engine: SimEngine) -> bool:
-        """It is disturbed, or was, so that it may be taken for lost."""
+        """Returns whether the engine is or was disturbed, so that it may count as lost."""
         return self._disturbances.is_disturbed(engine) or self._disturbances.is_excused(engine)
 
     @property
     def _only_engines_died(self) -> bool:
-        """Ray tells the manager, which tells the coordinator, which tells the ingresses."""
+        """Whether only engines were killed: Ray tells the manager, which tells the coordinator,
+        which tells the ingresses."""
         were_killed = {line.split()[2] for line in self._faults.happened}
         return self._faults.kinds <= {"kill", "poison"} and all(
             name.startswith("sim-engine") for name in were_killed
@@ -109,8 +113,8 @@ class Watch:
 
     @property
     def hang_s(self) -> float:
-        """How long what hangs may hold up the others. A group that does not form is formed once
-        more before it is said who hangs."""
+        """How long hanging engines may hold up the others. If a group does not form, it is formed
+        once more before the hanging engine is identified."""
         return self._faults.num_hangs * STUCK_S * (2 if self._plane.scenario.expert else 1)
 
     def _break(self, law: str) -> None:
@@ -119,7 +123,8 @@ class Watch:
     # ---------------------------------------------------------------- each request ends in time
 
     def _look_at_paths(self, engines: list[SimEngine]) -> None:
-        """Each path once: an ingress that reaches an engine may use it for several versions."""
+        """Records which ingress reaches an engine for which version. Each path is checked once,
+        although it may serve several versions."""
         able = [engine for engine in engines if self._could_serve(engine)]
         versions = (None, *dict.fromkeys([engine.version() for engine in self._plane.engines]))
         served_since, now = self._served_since, self._kernel.now
@@ -132,7 +137,7 @@ class Watch:
                     served_since.pop((ingress, version), None)
 
     def _could_serve(self, engine: SimEngine) -> bool:
-        """It runs, and goes on by itself or by a coordinator."""
+        """Returns whether the engine runs and can compute, by itself or led by a coordinator."""
         server = engine.server
         if server is None or not engine.process.runs or engine.executor.hangs:
             return False
@@ -141,7 +146,7 @@ class Watch:
         return self._is_led(server, engine.process.host)
 
     def _reached(self, ingress: SimIngress, engines: list[SimEngine]) -> set[int]:
-        """Ranks of engines that an ingress reaches and knows."""
+        """Returns the ranks of engines that an ingress reaches and knows."""
         llm, net, host = ingress.llm, self._plane.net, ingress.process.host
         if llm is None or not ingress.process.runs:
             return set()
@@ -153,15 +158,17 @@ class Watch:
 
     @staticmethod
     def _takes_one_of(ingress: SimIngress, ranks: set[int], version: str | None) -> bool:
-        """Whether it sends one of these an answer of this version, or one that has not begun."""
+        """Returns whether the ingress would send a request to one of these ranks: one whose answer
+        needs `version`, or one that has not begun (None)."""
         assert ingress.llm is not None
         router = ingress.llm._placer._router
         return not ranks.isdisjoint(router._candidates(version, 0).ranks)
 
     def _is_led(self, server: EngineServer, host: str) -> bool:
-        """Engines that share experts need the coordinator to go on without one that was lost, until
-        they go on alone. It is made again when Ray has noticed its end, and found where it has
-        moved to, not while Ray's GCS is away."""
+        """Returns whether the engine can follow the newest coordinator. Engines that share experts
+        need it to continue without a lost engine, until they serve standalone. Ray restarts a
+        coordinator after it has noticed its termination; engines find its new address in Ray,
+        unless the GCS is unavailable."""
         coordinator, plane = self._plane.coordinator, self._plane
         if coordinator is None:
             return False
@@ -199,8 +206,9 @@ class Watch:
             self.slowest_s = max(self.slowest_s, taken_s)
 
     def _look_at_placements(self) -> None:
-        """No request stays where its ingress does not reach, if that has another engine; but for a
-        heartbeat, after which it has looked: an answer that begins there has an engine since."""
+        """Checks that no request stays at an engine that its ingress cannot reach if another engine
+        could take it. It may stay for a heartbeat after both became true, because the ingress
+        polls."""
         staying: dict[tuple[str, int], float] = {}
         for ingress in self._plane.ingresses:
             llm = ingress.llm
@@ -220,7 +228,7 @@ class Watch:
         steps = _COMPUTE_STEPS * request.request.max_tokens
         return _COMPUTE_S + steps * self._plane.scenario.step_s
 
-    # ---------------------------------------------------------------- nothing is computed in vain
+    # ---------------------------------------------------------------- no useless computation
 
     def _look_at_engines(self, engines: list[SimEngine]) -> None:
         faults = self._faults
@@ -253,7 +261,7 @@ class Watch:
             for state in ingress.llm._processor.request_states.values()
         }
 
-    # ---------------------------------------------------------------- nobody healthy is ended
+    # ---------------------------------------------------------------- no healthy engine is killed
 
     def _look_at_roster(self, engines: list[SimEngine]) -> None:
         if (coordinator := self._plane.coordinator) is None:
@@ -267,7 +275,8 @@ class Watch:
                 del self.leaving[engine.process]
 
     def _is_kept(self, process: Process) -> bool:
-        """A manager says so: a coordinator that was restarted has forgotten who leaves."""
+        """Returns whether the manager keeps the engine: a restarted coordinator has forgotten which
+        engines leave."""
         manager = self._plane.manager
         if not (manager.has_started and manager.process.alive):
             return False
@@ -275,17 +284,18 @@ class Watch:
         return any(not e.leaving and process.name.startswith(f"{e.name}.") for e in engines)
 
     def _on_leave(self, ranks: list[int]) -> None:
-        """A coordinator that ends at once has perhaps told the ingresses before."""
+        """Records engines that leave: a coordinator that terminates right afterwards may already
+        have told the ingresses."""
         for engine in self._plane.living_engines:
             if engine.rank in ranks:
                 self.leaving.setdefault(engine.process, self._kernel.now)
 
     def _on_detach(self, ranks: list[int]) -> None:
-        """An engine that leaves, and can finish what it has, has the time to. One that is not
-        heard of, or to which a request is still on its way, seems to be idle."""
+        """Checks that a leaving engine has had enough time to finish its requests, unless it was
+        disturbed. An engine that is not heard, or to which a request is in flight, looks idle."""
         self._look_at_times_to_finish(ranks)
         for engine in self._plane.living_engines:
-            if engine.rank in ranks:  # a coordinator that was restarted knew it as one that stays
+            if engine.rank in ranks:  # a restarted coordinator listed it as active
                 self.leaving.setdefault(engine.process, self._kernel.now)
 
     def _look_at_times_to_finish(self, ranks: list[int]) -> None:
@@ -298,22 +308,24 @@ class Watch:
             if self._disturbances.is_disturbed(engine):
                 continue
             if engine.process.host in self._plane.ray.draining:
-                continue  # it has as long as its host has
+                continue  # it has only the time that its host has
             since = self.leaving.get(engine.process, self._kernel.now)
             left_s = DRAIN_TIMEOUT_S / self._faults.fastest_clock - (self._kernel.now - since)
             if engine.server.core.scheduler.requests and left_s > LOOK_S:
                 self._break(f"{engine.process.name} had {left_s:.1f} s left to finish what it has")
 
     def _look_at_pause(self) -> None:
-        """What an operator wants outlives the manager that was asked."""
+        """Checks that a pause or resume that an operator requested outlives the manager that got
+        the request."""
         operator, manager = self._plane.operator, self._plane.manager
         leads = manager.has_started and manager.process.alive and operator.paused is not None
         if leads and manager.manager.pause_requested != operator.paused:
             self._break("the manager forgets " + ("a pause" if operator.paused else "its end"))
 
     def _on_end(self, process: Process) -> None:
-        """A manager ends an actor. More than are wanted may be ended; which ones, while an operator
-        has just asked for fewer, it decides by what it knows."""
+        """Checks that a manager does not kill a healthy engine that is needed. It may kill engines
+        above the target number; while an operator has just reduced the number, it chooses them by
+        what it knows."""
         if self._kernel.now - self._plane.operator.shrunk_at < _SHRINK_S:
             return
         if process in self.leaving or self._is_cancelled(process):
@@ -332,11 +344,12 @@ class Watch:
             self._break(f"{process.name} was ended at {self._kernel.now:.2f} s, and was healthy")
 
     def _is_cancelled(self, process: Process) -> bool:
-        """It loads, and fewer are wanted since: while Ray's GCS is away it cannot be ended."""
+        """Returns whether the engine still loads although the target has fallen: it cannot be
+        killed while Ray's GCS is unavailable."""
         starting = self._plane.manager.manager._fleet.starting.values()
         return any(each.leaving and process.name.startswith(f"{each.name}.") for each in starting)
 
-    # ---------------------------------------------------------------- epochs never fall
+    # ---------------------------------------------------------------- epochs never decrease
 
     def _on_view(self, ingress: SimIngress, view: ClusterView) -> None:
         epoch = view.roster.epoch
